@@ -1,0 +1,1 @@
+"""Deltafront: a distributed long-context prefill service."""

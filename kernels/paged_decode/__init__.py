@@ -1,0 +1,1 @@
+"""Decode attention over pages, with page scores and page selection."""

@@ -1,0 +1,1 @@
+"""Which tiles matter: selectors and selection rules."""

@@ -1,0 +1,1 @@
+"""The deltafront.v1 contract."""

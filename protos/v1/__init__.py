@@ -1,0 +1,1 @@
+"""Generated from deltafront.proto; see `make proto`."""

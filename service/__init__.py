@@ -1,0 +1,1 @@
+"""The front door; runs on CPU nodes and never imports torch."""
