@@ -1,0 +1,136 @@
+"""Keys and values of a range of layers, in pages.
+
+Shape suffixes: L layers held here, P pages, S slots of a page (and, in a gathered copy, tokens), G key/value
+heads, D head dimension, T tokens written, N pages of one sequence.
+
+Each layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" paged layout, so the
+decode kernels read it in place. Which page belongs to whom is `page_pool`'s business.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .page_pool import PAGE_TOKENS
+
+
+class KVCacheError(ValueError):
+    """A write or read outside what the cache or the page table holds."""
+
+
+class PagedKVCache:
+    """K/V of layers `layers` (absolute layer numbers of the model) in `pages` pages.
+
+    Fresh memory is zero, so a kernel that reads a page's unwritten slots meets finite numbers.
+    """
+
+    def __init__(
+        self,
+        layers: range,
+        kv_heads: int,
+        head_dim: int,
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> None:
+        if layers.step != 1 or not layers:
+            raise KVCacheError(f"layers must be a non-empty contiguous range, got {layers}")
+        shape = (len(layers), pages, page_tokens, kv_heads, head_dim)
+        self.layers = layers
+        self.page_tokens = page_tokens
+        self.device = torch.device(device)
+        self.k_LPSGD = _zeros(shape, dtype, self.device)
+        self.v_LPSGD = _zeros(shape, dtype, self.device)
+
+    @property
+    def pages(self) -> int:
+        return self.k_LPSGD.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of K and V together (on the CPU they become resident as they are written)."""
+        return 2 * self.k_LPSGD.numel() * self.k_LPSGD.element_size()
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views (k_PSGD, v_PSGD) of one layer's pages."""
+        index = self._index(layer)
+        return self.k_LPSGD[index], self.v_LPSGD[index]
+
+    def write(
+        self, layer: int, pages: torch.Tensor, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+    ) -> None:
+        """Store tokens start .. start+T-1 of one sequence, whose page table is `pages` (1-D, int32/int64).
+
+        `start` need not be page aligned. Raises KVCacheError if the page table is too short.
+        """
+        tokens = k_TGD.shape[0]
+        if start < 0 or start + tokens > pages.numel() * self.page_tokens:
+            raise KVCacheError(
+                f"tokens {start} .. {start + tokens - 1} do not fit the {pages.numel()} pages of the sequence"
+            )
+        positions_T = torch.arange(start, start + tokens, device=self.device)
+        page_ids_T = pages.to(self.device, torch.int64)[positions_T // self.page_tokens]
+        self._put(layer, page_ids_T, positions_T % self.page_tokens, k_TGD, v_TGD)
+
+    def write_rows(
+        self,
+        layer: int,
+        page_ids_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+    ) -> None:
+        """Store row t at slot slots_T[t] of page page_ids_T[t]: one token of each of T sequences.
+
+        Nothing is checked against the device's values (that would synchronise); rows must not collide.
+        """
+        self._put(layer, page_ids_T.to(self.device, torch.int64), slots_T.to(self.device), k_TGD, v_TGD)
+
+    def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `tokens` tokens of one sequence as contiguous copies k_GSD, v_GSD."""
+        needed = -(-tokens // self.page_tokens)
+        if not 0 < tokens <= pages.numel() * self.page_tokens:
+            raise KVCacheError(f"{tokens} tokens asked of a sequence of {pages.numel()} pages")
+        table_N = pages[:needed].to(self.device, torch.int64)
+        k_PSGD, v_PSGD = self.layer(layer)
+        return _dense(k_PSGD, table_N, tokens), _dense(v_PSGD, table_N, tokens)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page in every layer: what a holder of a shared page does before it writes to it."""
+        self.k_LPSGD[:, target].copy_(self.k_LPSGD[:, source])
+        self.v_LPSGD[:, target].copy_(self.v_LPSGD[:, source])
+
+    def _put(
+        self,
+        layer: int,
+        page_ids_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+    ) -> None:
+        k_PSGD, v_PSGD = self.layer(layer)
+        rows_T = page_ids_T * self.page_tokens + slots_T
+        k_PSGD.flatten(0, 1).index_copy_(0, rows_T, k_TGD.to(k_PSGD.dtype))
+        v_PSGD.flatten(0, 1).index_copy_(0, rows_T, v_TGD.to(v_PSGD.dtype))
+
+    def _index(self, layer: int) -> int:
+        if layer not in self.layers:
+            raise KVCacheError(
+                f"layer {layer} is not one of layers {self.layers.start} .. {self.layers.stop - 1}"
+            )
+        return layer - self.layers.start
+
+
+def _dense(x_PSGD: torch.Tensor, table_N: torch.Tensor, tokens: int) -> torch.Tensor:
+    rows_NSGD = x_PSGD.index_select(0, table_N)
+    return rows_NSGD.flatten(0, 1)[:tokens].transpose(0, 1).contiguous()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed memory. On the CPU numpy's calloc leaves pages that nobody wrote out of resident memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

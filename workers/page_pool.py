@@ -1,0 +1,104 @@
+"""Who holds which KV pages: pure accounting, no tensors, so it also runs (and is tested) without torch.
+
+One pool belongs to one worker and is used from one thread. Pages carry reference counts, so that requests
+which share a prefix, or a session and the request that questions it, can hold the same page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+PAGE_TOKENS = 16
+"""Tokens of one page, the unit in which K/V is allocated, moved and selected."""
+
+
+class OutOfPages(Exception):
+    """More pages were asked for than are free; nothing was taken."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} KV pages are needed but only {free} are free")
+        self.needed = needed
+        self.free = free
+
+    def __reduce__(self) -> tuple[type[OutOfPages], tuple[int, int]]:
+        return type(self), (self.needed, self.free)
+
+
+def pages_for(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
+    """Pages that hold `tokens` tokens: the last one may be partly filled."""
+    if tokens < 0:
+        raise ValueError(f"a number of tokens cannot be negative: {tokens}")
+    return -(-tokens // page_tokens)
+
+
+class PagePool:
+    """Hands out pages 0 .. pages-1. The page freed last is handed out first (it is warm in the cache)."""
+
+    def __init__(self, pages: int, page_tokens: int = PAGE_TOKENS) -> None:
+        if pages < 1 or page_tokens < 1:
+            raise ValueError(f"a pool needs pages and tokens per page, got {pages} and {page_tokens}")
+        self.page_tokens = page_tokens
+        self._references = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def total(self) -> int:
+        return len(self._references)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    def references(self, page: int) -> int:
+        """How many holders a page has; above 1, write to a copy instead (copy on write)."""
+        return self._references[self._checked(page)]
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """Take `count` pages with one reference each. Raises OutOfPages, having taken nothing."""
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} pages")
+        if count > len(self._free):
+            raise OutOfPages(count, len(self._free))
+        taken = tuple(self._free.pop() for _ in range(count))
+        for page in taken:
+            self._references[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page, all of which must be in use. Changes nothing if one is not."""
+        held = [self._in_use(page) for page in pages]
+        for page in held:
+            self._references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one reference of each page; a page without any is free again.
+
+        Raises ValueError for a page that has fewer references than the call drops, and changes nothing
+        then: a double release would hand the page to two requests, which is wrong output, not an error.
+        """
+        drops: dict[int, int] = {}
+        for page in pages:
+            drops[page] = drops.get(page, 0) + 1
+        for page, drop in drops.items():
+            if drop > self._references[self._checked(page)]:
+                raise ValueError(
+                    f"page {page} is released {drop} times but has {self._references[page]} holders"
+                )
+        for page, drop in drops.items():
+            self._references[page] -= drop
+            if self._references[page] == 0:
+                self._free.append(page)
+
+    def _checked(self, page: int) -> int:
+        if not 0 <= page < len(self._references):
+            raise ValueError(f"page {page} is not one of this pool's {self.total} pages")
+        return page
+
+    def _in_use(self, page: int) -> int:
+        if self._references[self._checked(page)] == 0:
+            raise ValueError(f"page {page} is free and cannot be shared")
+        return page
