@@ -130,10 +130,14 @@ class TileMask:
 
     index_BHNM: int16, ascending absolute key blocks of each query block, first `count` entries valid and
     the rest undefined. count_BHN: int32, at least 1 (the diagonal is always there; so is block 0).
+    score_BHNM: float32, the selector's estimate of each listed tile's mass, laid out as index_BHNM. A
+    selector fills it when its options name `exact_share` (the `block_sparse_packed` executor ranks by it);
+    otherwise it is None.
     """
 
     index_BHNM: torch.Tensor
     count_BHN: torch.Tensor
+    score_BHNM: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

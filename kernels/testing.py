@@ -1,0 +1,165 @@
+"""What every kernel test shares: input makers, poisoned allocations, one row-wise comparison.
+
+Shape suffixes as in `interface.py`. Structured inputs (RoPE, anchors, sinks) are made in `structured.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from .interface import BLOCK, AttentionInput, TileMask
+
+ROW_TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
+"""Largest relative error (L2) of any one row, by the dtype the kernel computes in."""
+
+
+def random_input(
+    tokens: int,
+    *,
+    q_heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    batch: int = 1,
+    rows: int | None = None,
+    prompt_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> AttentionInput:
+    """Gaussian q, k, v of `tokens` keys; the queries are the last `rows` positions (all by default)."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def draw(heads: int, length: int) -> torch.Tensor:
+        x = torch.randn(batch, heads, length, head_dim, generator=generator)
+        return x.to(device=device, dtype=dtype)
+
+    taken = tokens if rows is None else rows
+    q_BHTD, k_BGSD, v_BGSD = draw(q_heads, taken), draw(kv_heads, tokens), draw(kv_heads, tokens)
+    return AttentionInput.of(q_BHTD, k_BGSD, v_BGSD, prompt_tokens=prompt_tokens)
+
+
+def chunk_of(x: AttentionInput, start: int, stop: int) -> AttentionInput:
+    """Rows start .. stop-1 (counted within x's queries) of a bigger input, with the keys they may see."""
+    end = x.q_start + stop
+    return AttentionInput.of(
+        x.q_BHTD[:, :, start:stop],
+        x.k_BGSD[:, :, :end],
+        x.v_BGSD[:, :, :end],
+        q_start=x.q_start + start,
+        prompt_tokens=x.prompt_tokens,
+        scale=x.scale,
+    )
+
+
+def full_mask(x: AttentionInput) -> TileMask:
+    """Every causal tile."""
+    return mask_of(x, torch.ones(x.query_blocks, x.key_blocks, dtype=torch.bool, device=x.q_BHTD.device))
+
+
+def random_mask(x: AttentionInput, density: float, seed: int = 0) -> TileMask:
+    """Each causal tile with probability `density`; the diagonal and block 0 always."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
+    return mask_of(x, (torch.rand(shape, generator=generator) < density).to(x.q_BHTD.device))
+
+
+def mask_of(x: AttentionInput, keep_BHNM: torch.Tensor) -> TileMask:
+    """The TileMask of a boolean table (broadcast over batch and heads), made causal, sink and diagonal added.
+
+    Entries after a row's count hold -1, so that a kernel that reads them is caught. Scores are random.
+    """
+    batch, heads = x.q_BHTD.shape[:2]
+    device = keep_BHNM.device
+    row_N1 = x.first_block + torch.arange(x.query_blocks, device=device)[:, None]
+    column_M = torch.arange(x.key_blocks, device=device)
+    keep_BHNM = (keep_BHNM | (column_M == row_N1) | (column_M == 0)) & (column_M <= row_N1)
+    keep_BHNM = keep_BHNM.expand(batch, heads, x.query_blocks, x.key_blocks)
+    count_BHN = keep_BHNM.sum(-1, dtype=torch.int32)
+    order = torch.where(keep_BHNM, column_M, x.key_blocks).sort(-1).values
+    index_BHNM = torch.where(order < x.key_blocks, order, -1).to(torch.int16)
+    generator = torch.Generator(device="cpu").manual_seed(x.key_blocks)
+    score_BHNM = torch.rand(index_BHNM.shape, generator=generator).to(device)
+    return TileMask(index_BHNM.contiguous(), count_BHN, score_BHNM)
+
+
+def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Relative L2 error of each row (last dimension), in float64; NaN stays NaN.
+
+    A row much smaller than its peers is measured against 1% of their mean norm instead of its own.
+    """
+    if actual.shape != expected.shape:
+        raise AssertionError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
+    wanted = expected.detach().to(torch.float64)
+    norm = wanted.norm(dim=-1)
+    floor = 0.01 * norm.mean() + torch.finfo(torch.float32).tiny
+    return (actual.detach().to(torch.float64) - wanted).norm(dim=-1) / torch.maximum(norm, floor)
+
+
+def assert_rows_close(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    factor: float = 1.0,
+) -> None:
+    """Every row of `actual` within ROW_TOLERANCE of `expected`; the worst row is named.
+
+    dtype: what the kernel computed in (actual's by default). factor: for chains of several kernels.
+    """
+    errors = row_errors(actual, expected)
+    limit = factor * ROW_TOLERANCE[actual.dtype if dtype is None else dtype]
+    bad = ~(errors <= limit)
+    if bool(bad.any()):
+        ranked = torch.where(errors.isnan(), torch.inf, errors)
+        where = torch.unravel_index(ranked.argmax(), errors.shape)
+        row = tuple(int(i) for i in where)
+        raise AssertionError(
+            f"{int(bad.sum())} of {errors.numel()} rows differ by more than {limit:.1e}; "
+            f"worst row {row}: {float(errors[row]):.3e}"
+        )
+
+
+def _poison(x: torch.Tensor) -> torch.Tensor:
+    if x.is_floating_point():
+        return x.fill_(float("nan"))
+    return x.fill_(True if x.dtype == torch.bool else -1)
+
+
+@contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Within, torch.empty and its kin return NaN (-1 for integers): what a kernel leaves unwritten shows."""
+
+    def poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return _poison(make(*args, **kwargs))
+
+        return wrapped
+
+    with (
+        mock.patch.object(torch, "empty", poisoning(torch.empty)),
+        mock.patch.object(torch, "empty_like", poisoning(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty)),
+    ):
+        yield
+
+
+def naive_attention(x: AttentionInput, keep_BHNM: torch.Tensor | None = None) -> torch.Tensor:
+    """Causal attention in float64 over one big score matrix, tiles outside keep_BHNM dropped. Returns fp32."""
+    batch, heads, rows, dim = x.q_BHTD.shape
+    q = x.q_BHTD.double().reshape(batch, -1, x.group, rows, dim)
+    k, v = x.k_BGSD.double()[:, :, None], x.v_BGSD.double()[:, :, None]
+    scores = (q @ k.mT * x.scale).reshape(batch, heads, rows, -1)
+    position_T1 = x.q_start + torch.arange(rows, device=scores.device)[:, None]
+    column_S = torch.arange(x.k_BGSD.shape[2], device=scores.device)
+    seen = column_S <= position_T1
+    if keep_BHNM is not None:
+        row_block = (position_T1[:, 0] - x.q_start) // BLOCK
+        seen = seen & keep_BHNM[..., row_block, :][..., column_S // BLOCK]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    out = weights.reshape(batch, -1, x.group, rows, weights.shape[-1]) @ v
+    return out.reshape(batch, heads, rows, dim).float()
