@@ -1,0 +1,334 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PageSelection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAGE_SELECTION_UNSPECIFIED: _ClassVar[PageSelection]
+    PAGE_SELECTION_FULL: _ClassVar[PageSelection]
+    PAGE_SELECTION_DELTA: _ClassVar[PageSelection]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+PAGE_SELECTION_UNSPECIFIED: PageSelection
+PAGE_SELECTION_FULL: PageSelection
+PAGE_SELECTION_DELTA: PageSelection
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_STOP_STRING: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class ChatMessages(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("text", "messages", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    messages: ChatMessages
+    token_ids: bytes
+    def __init__(self, text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class AttentionMethod(_message.Message):
+    __slots__ = ("name", "options")
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    options: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., options: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class SamplingOptions(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "ignore_eos")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    max_tokens: int
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("prompt", "attention", "session_ttl", "deadline", "request_id")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TTL_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    attention: AttentionMethod
+    session_ttl: _duration_pb2.Duration
+    deadline: _timestamp_pb2.Timestamp
+    request_id: str
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("prompt", "session_id", "append", "attention", "sampling", "page_selection", "session_ttl", "deadline", "request_id")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SELECTION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TTL_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    prompt: Prompt
+    session_id: str
+    append: Prompt
+    attention: AttentionMethod
+    sampling: SamplingOptions
+    page_selection: PageSelection
+    session_ttl: _duration_pb2.Duration
+    deadline: _timestamp_pb2.Timestamp
+    request_id: str
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., session_id: _Optional[str] = ..., append: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., page_selection: _Optional[_Union[PageSelection, str]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("tokens_done", "tokens_total")
+    TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    tokens_done: int
+    tokens_total: int
+    def __init__(self, tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ...) -> None: ...
+
+class TimingPart(_message.Message):
+    __slots__ = ("name", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class StageTimings(_message.Message):
+    __slots__ = ("stage", "phases")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    phases: _containers.RepeatedCompositeFieldContainer[TimingPart]
+    def __init__(self, stage: _Optional[int] = ..., phases: _Optional[_Iterable[_Union[TimingPart, _Mapping]]] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("ttft_seconds", "parts", "stages", "total_seconds")
+    TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ttft_seconds: float
+    parts: _containers.RepeatedCompositeFieldContainer[TimingPart]
+    stages: _containers.RepeatedCompositeFieldContainer[StageTimings]
+    total_seconds: float
+    def __init__(self, ttft_seconds: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[TimingPart, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageTimings, _Mapping]]] = ..., total_seconds: _Optional[float] = ...) -> None: ...
+
+class LayerDensity(_message.Message):
+    __slots__ = ("layer", "density")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    DENSITY_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    density: float
+    def __init__(self, layer: _Optional[int] = ..., density: _Optional[float] = ...) -> None: ...
+
+class DensityReport(_message.Message):
+    __slots__ = ("method", "mean", "layers", "scoring_overhead", "sampled_share")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SCORING_OVERHEAD_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    mean: float
+    layers: _containers.RepeatedCompositeFieldContainer[LayerDensity]
+    scoring_overhead: float
+    sampled_share: float
+    def __init__(self, method: _Optional[str] = ..., mean: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerDensity, _Mapping]]] = ..., scoring_overhead: _Optional[float] = ..., sampled_share: _Optional[float] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Session(_message.Message):
+    __slots__ = ("session_id", "expires", "tokens")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    expires: _timestamp_pb2.Timestamp
+    tokens: int
+    def __init__(self, session_id: _Optional[str] = ..., expires: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillResult(_message.Message):
+    __slots__ = ("session", "usage", "timings", "density", "request_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    DENSITY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    session: Session
+    usage: Usage
+    timings: Timings
+    density: DensityReport
+    request_id: str
+    def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., density: _Optional[_Union[DensityReport, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("progress", "result")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    progress: Progress
+    result: PrefillResult
+    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ...) -> None: ...
+
+class Token(_message.Message):
+    __slots__ = ("index", "text", "token_id", "logprob")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    text: str
+    token_id: int
+    logprob: float
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class Finish(_message.Message):
+    __slots__ = ("reason", "text", "usage", "timings", "density", "session", "page_share", "request_id")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    DENSITY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    reason: FinishReason
+    text: str
+    usage: Usage
+    timings: Timings
+    density: DensityReport
+    session: Session
+    page_share: float
+    request_id: str
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., density: _Optional[_Union[DensityReport, _Mapping]] = ..., session: _Optional[_Union[Session, _Mapping]] = ..., page_share: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("progress", "token", "finish")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    progress: Progress
+    token: Token
+    finish: Finish
+    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., token: _Optional[_Union[Token, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
+
+class ReleaseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MethodInfo(_message.Message):
+    __slots__ = ("name", "source", "defaults")
+    class DefaultsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    source: str
+    defaults: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ..., defaults: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_METHOD_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STAGES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    model: str
+    max_positions: int
+    vocabulary: int
+    default_method: str
+    methods: _containers.RepeatedCompositeFieldContainer[MethodInfo]
+    prefill_groups: int
+    prefill_stages: int
+    decode_workers: int
+    chunk_tokens: int
+    decode_pages_total: int
+    decode_pages_free: int
+    prefill_pages_total: int
+    prefill_pages_free: int
+    page_tokens: int
+    metrics_address: str
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,418 @@
+"""Every type that crosses a process: frozen and free of torch, so that the front door may import it.
+
+The life of a request in messages: the door asks a decode worker to `Reserve` pages, sends a `PrefillJob`
+to a prefill group and reads `PrefillProgress` … `PrefillDone`; meanwhile the stages announce K/V to the
+decode worker (`KVAnnouncement`, `FirstLogits`). The door then sends a `GenerateJob` (or `KeepSession`) to
+the decode worker and reads `TokenEvent` … `FinishEvent`. Durations are seconds measured inside one
+process; `deadline` is seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from ..kernels.methods import MethodError, MethodSpec, resolve
+
+__all__ = ["MethodError", "MethodSpec", "resolve"]
+
+_STRICT: dict[str, Any] = {"extra": "forbid"}
+"""pydantic's configuration for the classes below that also appear in the configuration file."""
+
+
+# --- configuration of workers (built once by the service, passed by constructor) ---------------------
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model, and what to change about it.
+
+    path: a model directory, the embedded default's name, a .gguf file or a hub id. adapter: a PEFT LoRA
+    directory merged at load. rope_theta, max_position_embeddings: replace the model's own values.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    path: str
+    adapter: str | None = None
+    dtype: str = "bfloat16"
+    rope_theta: float | None = None
+    max_position_embeddings: int | None = None
+
+    @property
+    def overrides(self) -> dict[str, float | int]:
+        pairs = {"rope_theta": self.rope_theta, "max_position_embeddings": self.max_position_embeddings}
+        return {key: value for key, value in pairs.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """A prefill group. cache_tokens: K/V room of each stage, in tokens, shared by its requests."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    groups: int = 1
+    stages: int = 2
+    chunk_tokens: int = 512
+    cache_tokens: int = 32_768
+    device: str = "cpu"
+    threads: int = 1
+    cpus_per_stage: float = 0.5
+    gpus_per_stage: float = 0.0
+    ageing_tokens_per_second: float = 256.0
+    """A waiting request counts as this many tokens shorter for each second it has waited."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """A decode worker and its DELTA page selection (DELTA, Algorithm 2).
+
+    selection: `delta` or `full`, the default of requests that name none. page_budget: K, pages attended
+    per sparse layer. recency: L, last pages always among them. full_layers: dense, unscored. delta_layers:
+    dense and scoring; empty means none are calibrated and `delta` is refused.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    workers: int = 1
+    cache_tokens: int = 65_536
+    max_batch: int = 16
+    append_chunk_tokens: int = 256
+    selection: str = "delta"
+    page_budget: int = 64
+    recency: int = 8
+    full_layers: tuple[int, ...] = (0, 1)
+    delta_layers: tuple[int, ...] = ()
+    max_session_ttl_s: float = 3600.0
+    stream_lease_s: float = 60.0
+    """A running request whose door has not renewed it for this long is cancelled."""
+    device: str = "cpu"
+    threads: int = 1
+    cpus: float = 0.5
+    gpus: float = 0.0
+
+
+# --- requests ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_k 0 and top_p 1 are off. Streams with one seed do not depend on what
+    else is in the batch."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_tokens: int = 256
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Ask a decode worker for pages for prompt_tokens + max_tokens (max_tokens 0: prefill only).
+
+    With session_id, only what exceeds the session's shared pages is taken; prompt_tokens then counts the
+    appended tokens alone. owner: who may use the session (an opaque digest; empty without auth).
+    """
+
+    request_id: str
+    owner: str
+    prompt_tokens: int
+    max_tokens: int
+    session_id: str | None = None
+
+
+class RefusalReason(StrEnum):
+    PAGES = "pages"
+    """The pool has not enough free pages now."""
+    TOO_LARGE = "too_large"
+    """The pool could never hold it."""
+    NO_SESSION = "no_session"
+    """Unknown, expired, or somebody else's."""
+    POSITIONS = "positions"
+    """Session and appended tokens exceed the model's positions."""
+    SELECTION = "selection"
+    """The page selection asked for is not available."""
+    DEADLINE = "deadline"
+    DUPLICATE = "duplicate"
+    """A request of this id is already here."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A worker's no; nothing was taken."""
+
+    reason: RefusalReason
+    message: str
+    needed: int = 0
+    free: int = 0
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """A worker's yes. session_tokens: length of the session's prefix that the request builds on."""
+
+    pages: int
+    session_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillJob:
+    """What a prefill group needs. token_ids: little-endian uint32. decode_worker: the actor name that
+    reserved pages for request_id; K/V is announced to it."""
+
+    request_id: str
+    token_ids: bytes
+    method: MethodSpec
+    decode_worker: str
+    deadline: float | None = None
+    wants_logits: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """Decode from a request's prefilled K/V (session_id None) or from a session plus appended tokens.
+
+    selection: `delta`, `full` or empty for the worker's default. keep_tokens: if positive, the first
+    keep_tokens of prompt K/V become a session of ttl seconds when the first token is out.
+    """
+
+    request_id: str
+    sampling: Sampling
+    append_ids: bytes = b""
+    session_id: str | None = None
+    selection: str = ""
+    keep_tokens: int = 0
+    keep_ttl_s: float = 0.0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class KeepSession:
+    """Turn a finished prefill into a session; waits until the last page has been pulled."""
+
+    request_id: str
+    ttl_s: float
+    deadline: float | None = None
+
+
+# --- inside a prefill group -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenRequest:
+    """First command of a request on every stage: its pages there and whom its K/V is announced to."""
+
+    request_id: str
+    pages: tuple[int, ...]
+    prompt_tokens: int
+    method: MethodSpec
+    decode_worker: str
+
+
+@dataclass(frozen=True)
+class ChunkCommand:
+    """Run one chunk: tokens start .. start+len-1. token_ids (uint32) only matters to the first stage."""
+
+    request_id: str
+    start: int
+    tokens: int
+    last: bool
+    wants_logits: bool
+    token_ids: bytes = field(repr=False, default=b"")
+
+
+@dataclass(frozen=True)
+class LayerDensity:
+    """Tiles computed and causal tiles of one layer for one chunk or one prompt, summed over heads."""
+
+    layer: int
+    computed: float
+    causal: float
+
+
+@dataclass(frozen=True)
+class ChunkReport:
+    """What one stage did for one chunk. phases: seconds by name (projection, anchors, scoring, selection,
+    attention, correction, kv_write, handoff, activation_wait, activation_send); they lie within wall."""
+
+    request_id: str
+    stage: int
+    start: int
+    wall: float
+    phases: dict[str, float]
+    density: tuple[LayerDensity, ...]
+    sampled_share: float
+    handoff_bytes: int
+
+
+# --- hand-off ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KVAnnouncement:
+    """K/V of one layer for tokens start .. start+tokens-1, ready to be pulled.
+
+    payload: what the transport's receiver understands (an object reference to two arrays [tokens, G, D],
+    or the arrays themselves in one process)."""
+
+    request_id: str
+    layer: int
+    start: int
+    tokens: int
+    payload: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class FirstLogits:
+    """Logits of the prompt's last position, float32 [V] (numpy), from the last stage."""
+
+    request_id: str
+    logits: Any = field(repr=False)
+
+
+# --- events -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    request_id: str
+    tokens_done: int
+    tokens_total: int
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    """Time and density of one prompt's prefill.
+
+    queue: from the job's arrival to its first chunk's start. wall: from there to the last stage's end.
+    critical: seconds by part that add up to wall: the last stage's own phases, activation_wait (blocked on
+    the stage before), other_requests (running somebody else's chunk) and group_overhead (the remainder).
+    stages: each stage's phases, summed over chunks (they overlap in time, so they do not add up to wall).
+    """
+
+    queue: float
+    wall: float
+    critical: dict[str, float]
+    stages: tuple[dict[str, float], ...]
+    density: tuple[LayerDensity, ...]
+    method: str
+    sampled_share: float
+    handoff_bytes: int
+
+
+@dataclass(frozen=True)
+class PrefillDone:
+    request_id: str
+    report: PrefillReport
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token. logprob: natural log of its probability under the model's unmodified distribution."""
+
+    request_id: str
+    token_id: int
+    logprob: float
+    index: int
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """An end-of-sequence token."""
+    LENGTH = "length"
+    """max_tokens, or the model's positions."""
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """Decode's share of TTFT and its page use.
+
+    handoff_exposed: from the job's arrival (or the logits' arrival, whichever is later) until the last page
+    was here. decode_wait: until the scheduler took it. append_prefill: reading appended tokens.
+    first_step: sampling the first token. pages_attended, pages_held: summed over sparse layers and steps.
+    """
+
+    handoff_exposed: float = 0.0
+    decode_wait: float = 0.0
+    append_prefill: float = 0.0
+    first_step: float = 0.0
+    handoff_bytes: int = 0
+    handoff_seconds: float = 0.0
+    pages_attended: int = 0
+    pages_held: int = 0
+
+
+@dataclass(frozen=True)
+class FirstTokenTimings:
+    """Sent just before the first TokenEvent."""
+
+    request_id: str
+    report: DecodeReport
+    session_id: str | None = None
+    session_expires: float = 0.0
+
+
+@dataclass(frozen=True)
+class FinishEvent:
+    """The one terminal event of a request on a worker."""
+
+    request_id: str
+    reason: FinishReason
+    completion_tokens: int
+    report: DecodeReport
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class SessionKept:
+    request_id: str
+    session_id: str
+    expires: float
+    tokens: int
+    report: DecodeReport
+
+
+# --- state that the door reads -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """A prefill group as admission sees it. tokens_per_second: recent prefill rate (0: none seen yet).
+    waiting_tokens: prompt tokens admitted and not yet computed."""
+
+    name: str
+    pages_total: int
+    pages_free: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """A decode worker as admission sees it."""
+
+    name: str
+    pages_total: int
+    pages_free: int
+    running: int
+    waiting: int
+    sessions: int
+    page_tokens: int = 16
+
+
+NAMESPACE = "deltafront"
+"""Ray namespace of the actors below; sessions name their decode worker, so any door can find it."""
+PREFILL_PREFIX = "prefill:"
+DECODE_PREFIX = "decode:"
