@@ -1,0 +1,1 @@
+"""The anchor scan: runs of similar rows, each led by its anchor."""

@@ -1,0 +1,1 @@
+"""Query anchors against key anchors (our bounded form of DPXA)."""

@@ -1,0 +1,1 @@
+"""Antidiagonal sums in stride x stride cells (XAttention)."""

@@ -1,0 +1,1 @@
+"""Block means of q against block means of k."""

@@ -1,0 +1,1 @@
+"""Query-aware or vertical-slash by head (FlexPrefill); a whole-prompt baseline."""

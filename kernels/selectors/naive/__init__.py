@@ -1,0 +1,1 @@
+"""Every stride-th row of q and k (the ablation of DPXA)."""

@@ -1,0 +1,1 @@
+"""Selection rules: which tiles to keep, given their scores."""

@@ -1,0 +1,1 @@
+"""Sink and window, without looking at q or k (StreamingLLM)."""
