@@ -149,7 +149,7 @@ def poisoned_empty() -> Iterator[None]:
 
 
 def naive_attention(x: AttentionInput, keep_BHNM: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention in float64 over one big score matrix, tiles outside keep_BHNM dropped. Returns fp32."""
+    """Causal attention over one big float64 score matrix, tiles outside keep_BHNM dropped. Returns fp32."""
     batch, heads, rows, dim = x.q_BHTD.shape
     q = x.q_BHTD.double().reshape(batch, -1, x.group, rows, dim)
     k, v = x.k_BGSD.double()[:, :, None], x.v_BGSD.double()[:, :, None]

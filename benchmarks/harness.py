@@ -1,0 +1,165 @@
+"""Times kernels on one GPU: correctness first, CUDA events, medians, one JSON of rows.
+
+A case module (`cases_*.py`) exports `cases(config: BenchConfig) -> list[Case]`. `run_cases` runs each
+distinct check once, before anything of that module is timed, then prepares, times and frees case by case.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What the case modules build their cases from. `only`: names to run (all when empty)."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    tokens: int = 131_072
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    seed: int = 0
+    only: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A prepared case. `run` launches once; flops counts what it really computes, for TFLOP/s."""
+
+    run: Callable[[], object]
+    flops: float | None = None
+    density: float | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the results. check raises when wrong (same function object: run once for many cases);
+    over names the case, timed earlier at the same number of tokens, whose time divided by ours is `ratio`;
+    unavailable says why the case cannot run here."""
+
+    name: str
+    tokens: int
+    prepare: Callable[[], Timed]
+    check: Callable[[], None] | None = None
+    over: str | None = None
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case; None where a key does not apply (left out of the JSON)."""
+
+    case: str
+    tokens: int
+    ms: float
+    tflops: float | None = None
+    density: float | None = None
+    ratio: float | None = None
+    note: str | None = None
+
+
+def median_ms(run: Callable[[], object], *, budget_ms: float = 600.0, at_least: int = 5) -> float:
+    """Median of CUDA-event times of single runs: two warm-ups, then about budget_ms of runs (5 to 100).
+
+    A 256 MiB buffer is overwritten between runs, so that no run finds its input in L2.
+    """
+    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+    first = _event_ms(run)
+    first = min(first, _event_ms(run))
+    repeats = max(at_least, min(100, int(budget_ms / max(first, 1e-3))))
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        times.append(_event_ms(run))
+    return statistics.median(times)
+
+
+def _event_ms(run: Callable[[], object]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def run_cases(cases: Sequence[Case], config: BenchConfig) -> list[Row]:
+    """Check, then time; prints one line a case. A failed check raises: nothing after it is timed."""
+    wanted = [case for case in cases if not config.only or case.name in config.only]
+    checked: set[int] = set()
+    for case in wanted:
+        if case.check is not None and case.unavailable is None and id(case.check) not in checked:
+            checked.add(id(case.check))
+            case.check()
+            torch.cuda.empty_cache()
+    rows: list[Row] = []
+    for case in wanted:
+        if case.unavailable is not None:
+            print(f"{case.name:28s} {case.tokens:>8d}  skipped: {case.unavailable}", flush=True)
+            continue
+        rows.append(_measure(case, rows))
+        print(format_row(rows[-1]), flush=True)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _measure(case: Case, earlier: Sequence[Row]) -> Row:
+    timed = case.prepare()
+    ms = median_ms(timed.run)
+    tflops = None if timed.flops is None else timed.flops / ms / 1e9
+    base = [row.ms for row in earlier if row.case == case.over and row.tokens == case.tokens]
+    ratio = base[-1] / ms if base else None
+    return Row(case.name, case.tokens, ms, tflops, timed.density, ratio, timed.note)
+
+
+def format_row(row: Row) -> str:
+    def number(value: float | None, form: str) -> str:
+        return format(value, form) if value is not None else "-".rjust(int(form.split(".")[0]))
+
+    return (
+        f"{row.case:28s} {row.tokens:>8d} {row.ms:10.4f} ms {number(row.tflops, '7.1f')} TFLOP/s "
+        f"density {number(row.density, '6.3f')} ratio {number(row.ratio, '6.2f')}  {row.note or ''}"
+    )
+
+
+def commit_of(root: Path) -> str:
+    """The checked-out commit, `+` appended when the tree differs from it; `unknown` outside git."""
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+" if dirty else "")
+
+
+def write_rows(path: Path, rows: Sequence[Row], commit: str) -> None:
+    """Write {"gpu", "commit", "torch", "triton", "rows"}; keys that do not apply are left out of a row."""
+    import triton
+
+    record: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "commit": commit,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "rows": [{k: v for k, v in asdict(row).items() if v is not None} for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
