@@ -124,7 +124,7 @@ def _measure(case: Case, earlier: Sequence[Row]) -> Row:
 
 def format_row(row: Row) -> str:
     def number(value: float | None, form: str) -> str:
-        return format(value, form) if value is not None else "-".rjust(int(form.split(".")[0]))
+        return format(value, form) if value is not None else "-".rjust(int(form.split(".", maxsplit=1)[0]))
 
     return (
         f"{row.case:28s} {row.tokens:>8d} {row.ms:10.4f} ms {number(row.tflops, '7.1f')} TFLOP/s "

