@@ -1,0 +1,1 @@
+"""What the figures in README and docs come from."""

@@ -1,0 +1,111 @@
+"""`make demo`: the whole service on this machine, one long document, two questions.
+
+Starts Ray and Deltafront (two prefill stages and one decode worker, on the CPU), sends a document of about
+8K tokens with a question, shows the progress while it is read, streams the answer, then asks a second
+question on the session, which does not read the document again. Stops everything it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from deltafront.benchmarks import needles as hay
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillProgress, TokenReceived
+from deltafront.service.launch import LocalService
+
+HERE = Path(__file__).resolve().parent
+CONFIG = HERE.parent / "config" / "demo.yaml"
+CHARACTERS_PER_TOKEN = 3.9  # of this text with this model's tokenizer; the server reports the true count
+
+
+def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source: object) -> GenerateFinished:
+    """Send one question, show progress and tokens, return the finish event."""
+    console.print(f"\n[bold]Question:[/bold] {needle.question.strip()} …")
+    finish: GenerateFinished | None = None
+    answer = ""
+    columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=False) as bar:
+        task = bar.add_task("reading", total=None)
+        for event in client.generate(append=needle.question, max_tokens=48, stop=["\n"], **source):
+            match event:
+                case PrefillProgress(done, total):
+                    bar.update(task, completed=done, total=total)
+                case TokenReceived(text=text):
+                    bar.stop()
+                    answer += text
+                    console.print(text, end="", style="green", markup=False, highlight=False)
+                case GenerateFinished() as finish:
+                    answer += finish.text
+                    console.print(finish.text, style="green", markup=False, highlight=False)
+    if finish is None:
+        raise SystemExit("the stream ended without a finish event")
+    verdict = "[green]correct[/green]" if needle.answered_by(answer) else f"[red]expected {needle.value}[/red]"
+    console.print(f"[bold]Answer is[/bold] {verdict}")
+    return finish
+
+
+def show_timings(console: Console, title: str, finish: GenerateFinished) -> None:
+    table = Table(title=title, show_header=True)
+    table.add_column("part of the time to first token")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    total = finish.timings.ttft_seconds
+    for name, seconds in finish.timings.parts.items():
+        if seconds >= 0.0005:
+            table.add_row(name, f"{seconds:.3f}", f"{seconds / total:.1%}")
+    table.add_row("[bold]time to first token[/bold]", f"[bold]{total:.3f}[/bold]", "100%")
+    console.print(table)
+    usage = finish.usage
+    console.print(
+        f"{usage.prompt_tokens} prompt tokens, of which {usage.cached_tokens} were held by a session; "
+        f"{usage.completion_tokens} tokens answered; attention density {finish.density.mean:.2f} "
+        f"({finish.density.method or 'no prefill'})"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default=str(CONFIG))
+    parser.add_argument("--tokens", type=int, default=8000, help="length of the document, about")
+    parser.add_argument("--method", default="", help="attention method; empty: the server's default")
+    arguments = parser.parse_args()
+    console = Console()
+
+    needles = hay.make_needles(40, seed=7)
+    text = hay.DEMO_TEXT.read_text()
+    room = int(arguments.tokens * CHARACTERS_PER_TOKEN) - sum(len(n.sentence) + 2 for n in needles) * 2
+    document = hay.hide(text[: max(room, 1000)], needles, seed=7)
+
+    console.print("Starting Ray and Deltafront on this machine (about half a minute) …")
+    started = time.monotonic()
+    with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
+        info = client.info()
+        console.print(
+            f"Serving [bold]{info.model}[/bold] on {service.address} after {time.monotonic() - started:.0f} s: "
+            f"{info.prefill_stages} prefill stages, {info.decode_workers} decode worker; "
+            f"metrics at http://{info.metrics_address}/metrics"
+        )
+        first = ask(client, console, needles[4], prompt=document, method=arguments.method, session_ttl_s=600)
+        show_timings(console, "First question: the document is read", first)
+        if first.session is None:
+            raise SystemExit("the server kept no session")
+        second = ask(client, console, needles[11], session_id=first.session.session_id)
+        show_timings(console, "Second question: the session holds the document", second)
+        client.release(first.session.session_id)
+        console.print(
+            f"Second question's time to first token: "
+            f"{second.timings.ttft_seconds / first.timings.ttft_seconds:.1%} of the first's. Stopping …"
+        )
+    console.print("Stopped.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
