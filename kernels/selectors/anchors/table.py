@@ -1,0 +1,77 @@
+"""The settings of the anchor selector and what it keeps of each block.
+
+Shape suffixes as in `kernels.interface`; A anchor slots of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ...interface import BLOCK, KernelInputError
+
+Representative = Literal["mean", "anchor"]
+Overflow = Literal["merge", "drop"]
+
+
+@dataclass(frozen=True)
+class SideSettings:
+    """How one side (q or k) of a block is summarised.
+
+    cap: slots per block, a power of two up to 128. representative: what a slot holds, the mean of its rows
+    or the run's first row. overflow: where a block has more runs than slots, runs floor(i * runs / cap)
+    are picked; the runs between two picks join the earlier one (merge) or are left out (drop).
+    """
+
+    cap: int
+    representative: Representative
+    overflow: Overflow
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cap <= BLOCK or self.cap & (self.cap - 1):
+            raise KernelInputError(
+                f"anchors per block must be a power of two within 1 .. 128, got {self.cap}"
+            )
+        if self.representative not in ("mean", "anchor"):
+            raise KernelInputError(f"representative {self.representative!r} is not 'mean' or 'anchor'")
+        if self.overflow not in ("merge", "drop"):
+            raise KernelInputError(f"overflow {self.overflow!r} is not 'merge' or 'drop'")
+
+
+@dataclass(frozen=True)
+class AnchorSettings:
+    """The anchor selector's form.
+
+    cos: cosine at or above which a row joins a run. weighted: count a key slot once per row it stands for.
+    row_normalised: every query anchor's scores sum to 1 before they are added; otherwise all cells of a
+    query block share one normaliser, as in the thesis.
+    """
+
+    cos: float
+    q: SideSettings
+    k: SideSettings
+    weighted: bool = True
+    row_normalised: bool = True
+
+
+@dataclass(frozen=True)
+class BlockAnchors:
+    """The slots of consecutive blocks.
+
+    vector_BGMAD: what each slot stands for. first_BGMA: int32, absolute position of its first row.
+    count_BGMA: int32, rows it stands for; 0 where the slot is empty, and then its vector is 0.
+    """
+
+    vector_BGMAD: torch.Tensor
+    first_BGMA: torch.Tensor
+    count_BGMA: torch.Tensor
+
+
+@dataclass
+class KeyAnchors:
+    """The key side of one layer of one prompt, filled block by block: `done` blocks hold their slots."""
+
+    table: BlockAnchors
+    done: int = 0

@@ -1,0 +1,70 @@
+"""What a selection rule is. Shape suffixes as in `kernels.interface`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ...interface import KernelInputError
+
+LEVELS = 1 << 17
+"""Steps into which a row's scores are cut for the cumulative rule; one step is 7.6e-6 of the row's largest
+score. Whole numbers make the sums exact in any order, so how the prompt was cut cannot move a tile."""
+
+MAX_BLOCKS = (1 << 31) // LEVELS - 1
+"""Key blocks for which a row's sum stays within int32: 2 million tokens."""
+
+Kind = Literal["cumulative", "max_relative", "top_k"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which tiles of a row of scores are kept; the diagonal and the sink (block 0) always are.
+
+    cumulative: the highest-scoring tiles, until they and the two forced ones hold at least `amount` of the
+    row's sum (XAttention, section 2.2); 1 keeps everything. Scores count in steps of 1 / LEVELS of the
+    row's largest. max_relative: tiles scoring at least `amount` times the row's largest score
+    (FlashPrefill). top_k: the highest-scoring tiles until at least `amount` of the row's causal tiles,
+    rounded up, are kept. Equal scores are kept or dropped together, so ties may keep more. A row without
+    a positive score is kept whole. `amount` is one number, or a float tensor with one number per head.
+    """
+
+    kind: Kind
+    amount: float | torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cumulative", "max_relative", "top_k"):
+            raise KernelInputError(f"unknown selection rule {self.kind!r}: cumulative, max_relative or top_k")
+        if isinstance(self.amount, torch.Tensor):
+            if self.amount.dim() != 1 or not self.amount.is_floating_point():
+                raise KernelInputError("a rule's amounts must be one float per head")
+        elif not 0.0 <= self.amount <= 1.0:
+            raise KernelInputError(f"a rule's amount must be within 0 .. 1, got {self.amount}")
+
+    def amounts(self, heads: int, device: torch.device) -> torch.Tensor:
+        """float32, one amount per head, on the device."""
+        if isinstance(self.amount, torch.Tensor):
+            if self.amount.shape[0] != heads:
+                raise KernelInputError(f"{self.amount.shape[0]} amounts for {heads} query heads")
+            return self.amount.to(device, torch.float32)
+        return torch.full((heads,), self.amount, dtype=torch.float32, device=device)
+
+
+def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:
+    """Raise KernelInputError unless the scores fit a chunk that starts at `first_block`."""
+    if score_BHNM.dim() != 4 or score_BHNM.numel() == 0:
+        raise KernelInputError(
+            f"scores must be (batch, heads, query blocks, key blocks) and not empty, "
+            f"their shape is {tuple(score_BHNM.shape)}"
+        )
+    if score_BHNM.dtype != torch.float32:
+        raise KernelInputError(f"scores must be float32, got {score_BHNM.dtype}")
+    if first_block < 0 or first_block + score_BHNM.shape[2] != score_BHNM.shape[3]:
+        raise KernelInputError(
+            f"first block {first_block} + {score_BHNM.shape[2]} query blocks "
+            f"!= {score_BHNM.shape[3]} key blocks"
+        )
+    if score_BHNM.shape[3] > MAX_BLOCKS:
+        raise KernelInputError(f"{score_BHNM.shape[3]} key blocks, but at most {MAX_BLOCKS} can be ranked")
