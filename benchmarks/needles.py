@@ -8,13 +8,44 @@ from __future__ import annotations
 
 import random
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 DEMO_TEXT = Path(__file__).resolve().parent.parent / "deploy" / "demo" / "moby-dick.txt"
 
-_ADJECTIVES = "amber brisk calm dusky eager faded gentle hollow ivory jolly keen lunar mossy noble olive".split()
-_NOUNS = "falcon harbor lantern meadow needle orchard pebble quarry ribbon saddle thimble valley walnut".split()
+_ADJECTIVES = ("amber", "brisk", "calm", "dusky", "eager", "faded", "gentle", "hollow", "ivory", "jolly")
+    "amber",
+    "brisk",
+    "calm",
+    "dusky",
+    "eager",
+    "faded",
+    "gentle",
+    "hollow",
+    "ivory",
+    "jolly",
+    "keen",
+    "lunar",
+    "mossy",
+    "noble",
+    "olive",
+]
+_NOUNS = ("falcon", "harbor", "lantern", "meadow", "needle", "orchard", "pebble", "quarry", "ribbon", "walnut")
+    "falcon",
+    "harbor",
+    "lantern",
+    "meadow",
+    "needle",
+    "orchard",
+    "pebble",
+    "quarry",
+    "ribbon",
+    "saddle",
+    "thimble",
+    "valley",
+    "walnut",
+]
 
 
 @dataclass(frozen=True)
@@ -70,12 +101,11 @@ def hide(text: str, needles: list[Needle], seed: int) -> str:
     return ". ".join(parts) + "."
 
 
-def document(text: str, needles: list[Needle], tokens: int, count_tokens: object, seed: int) -> str:
+def document(text: str, needles: list[Needle], tokens: int, count_tokens: Callable[[str], int], seed: int) -> str:
     """A document of at most `tokens` tokens, as long as whole words allow, with all needles in it.
 
-    count_tokens: callable from text to its number of tokens. Raises ValueError if the text is too short.
+    Raises ValueError if the text is too short.
     """
-    assert callable(count_tokens)
     if count_tokens(hide(text, needles, seed)) < tokens:
         raise ValueError(f"the text is too short for {tokens} tokens")
     words = text.split(" ")

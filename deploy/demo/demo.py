@@ -12,13 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 from deltafront.benchmarks import needles as hay
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillProgress, TokenReceived
 from deltafront.service.launch import LocalService
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "config" / "demo.yaml"
@@ -46,7 +45,9 @@ def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source
                     console.print(finish.text, style="green", markup=False, highlight=False)
     if finish is None:
         raise SystemExit("the stream ended without a finish event")
-    verdict = "[green]correct[/green]" if needle.answered_by(answer) else f"[red]expected {needle.value}[/red]"
+    verdict = (
+        "[green]correct[/green]" if needle.answered_by(answer) else f"[red]expected {needle.value}[/red]"
+    )
     console.print(f"[bold]Answer is[/bold] {verdict}")
     return finish
 
@@ -88,8 +89,8 @@ def main() -> int:
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
         info = client.info()
         console.print(
-            f"Serving [bold]{info.model}[/bold] on {service.address} after {time.monotonic() - started:.0f} s: "
-            f"{info.prefill_stages} prefill stages, {info.decode_workers} decode worker; "
+            f"Serving [bold]{info.model}[/bold] on {service.address} "
+            f"after {time.monotonic() - started:.0f} s: {info.prefill_stages} prefill stages, {info.decode_workers} decode worker; "
             f"metrics at http://{info.metrics_address}/metrics"
         )
         first = ask(client, console, needles[4], prompt=document, method=arguments.method, session_ttl_s=600)
