@@ -115,6 +115,8 @@ class Reserve:
 
     With session_id, only what exceeds the session's shared pages is taken; prompt_tokens then counts the
     appended tokens alone. owner: who may use the session (an opaque digest; empty without auth).
+    keep_tokens, selection: as the GenerateJob will say, so that the page that a kept session needs for
+    itself is taken now and a selection that is not available is refused before any prefill.
     """
 
     request_id: str
@@ -122,6 +124,8 @@ class Reserve:
     prompt_tokens: int
     max_tokens: int
     session_id: str | None = None
+    keep_tokens: int = 0
+    selection: str = ""
 
 
 class RefusalReason(StrEnum):
