@@ -15,37 +15,7 @@ from pathlib import Path
 DEMO_TEXT = Path(__file__).resolve().parent.parent / "deploy" / "demo" / "moby-dick.txt"
 
 _ADJECTIVES = ("amber", "brisk", "calm", "dusky", "eager", "faded", "gentle", "hollow", "ivory", "jolly")
-    "amber",
-    "brisk",
-    "calm",
-    "dusky",
-    "eager",
-    "faded",
-    "gentle",
-    "hollow",
-    "ivory",
-    "jolly",
-    "keen",
-    "lunar",
-    "mossy",
-    "noble",
-    "olive",
-]
-_NOUNS = ("falcon", "harbor", "lantern", "meadow", "needle", "orchard", "pebble", "quarry", "ribbon", "walnut")
-    "falcon",
-    "harbor",
-    "lantern",
-    "meadow",
-    "needle",
-    "orchard",
-    "pebble",
-    "quarry",
-    "ribbon",
-    "saddle",
-    "thimble",
-    "valley",
-    "walnut",
-]
+_NOUNS = ("falcon", "harbor", "lantern", "meadow", "orchard", "pebble", "quarry", "ribbon", "valley", "reef")
 
 
 @dataclass(frozen=True)
@@ -101,7 +71,9 @@ def hide(text: str, needles: list[Needle], seed: int) -> str:
     return ". ".join(parts) + "."
 
 
-def document(text: str, needles: list[Needle], tokens: int, count_tokens: Callable[[str], int], seed: int) -> str:
+def document(
+    text: str, needles: list[Needle], tokens: int, count_tokens: Callable[[str], int], seed: int
+) -> str:
     """A document of at most `tokens` tokens, as long as whole words allow, with all needles in it.
 
     Raises ValueError if the text is too short.

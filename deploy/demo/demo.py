@@ -90,8 +90,8 @@ def main() -> int:
         info = client.info()
         console.print(
             f"Serving [bold]{info.model}[/bold] on {service.address} "
-            f"after {time.monotonic() - started:.0f} s: {info.prefill_stages} prefill stages, {info.decode_workers} decode worker; "
-            f"metrics at http://{info.metrics_address}/metrics"
+            f"after {time.monotonic() - started:.0f} s: {info.prefill_stages} prefill stages, "
+            f"{info.decode_workers} decode worker; metrics at http://{info.metrics_address}/metrics"
         )
         first = ask(client, console, needles[4], prompt=document, method=arguments.method, session_ttl_s=600)
         show_timings(console, "First question: the document is read", first)
