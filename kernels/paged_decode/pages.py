@@ -1,0 +1,114 @@
+"""What paged decode attention reads, and the checks that every implementation relies on.
+
+Shape suffixes: R requests, H query heads, G key/value heads, D head dimension, S slots of a page (its 16
+tokens), K pages selected at most. P counts pages: those of the pool in k and v, the columns (pages of one
+request, in order) in tables and page scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..interface import KernelInputError
+
+PAGE_TOKENS = 16
+"""Tokens of one page."""
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class PagedInput:
+    """One query token of each request against its cached keys and values; checked when it is made.
+
+    q_RHD: the dtype of k and v, or float32, which is then rounded to theirs on a GPU. k_PSGD, v_PSGD: pages
+    of 16 tokens ("NHD"), innermost dimension contiguous; query head h reads key head h // (H // G).
+    table_RP: int32, the page ids of each request in order; columns past ceil(length / 16) are never read.
+    lengths_R: int32, tokens of each request, at least 1. scale multiplies q·k.
+
+    Raises KernelInputError for shapes, dtypes, devices and strides that no implementation can work with.
+    Values (page ids, lengths) stay on the device and are not read here: that would wait for the GPU.
+    """
+
+    q_RHD: torch.Tensor
+    k_PSGD: torch.Tensor
+    v_PSGD: torch.Tensor
+    table_RP: torch.Tensor
+    lengths_R: torch.Tensor
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check_floats(self.q_RHD, self.k_PSGD, self.v_PSGD)
+        _check_integers("table", self.table_RP, 2, self.q_RHD)
+        _check_integers("lengths", self.lengths_R, 1, self.q_RHD)
+        if not (self.scale > 0 and self.scale < float("inf")):
+            raise KernelInputError(f"scale {self.scale} is not a positive number")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.q_RHD.shape[1] // self.k_PSGD.shape[2]
+
+
+@dataclass(frozen=True)
+class PageSelection:
+    """Which of its pages each request attends to; checked against `x` when it is made.
+
+    selected_RK: int32, ascending column indices into the table; the first counts_R entries are read.
+    counts_R: int32, at least 1. Raises KernelInputError like PagedInput.
+    """
+
+    x: PagedInput
+    selected_RK: torch.Tensor
+    counts_R: torch.Tensor
+
+    def __post_init__(self) -> None:
+        _check_integers("selected", self.selected_RK, 2, self.x.q_RHD)
+        _check_integers("counts", self.counts_R, 1, self.x.q_RHD)
+
+
+def _check_floats(q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor) -> None:
+    for name, x, dims in (("q", q_RHD, 3), ("k", k_PSGD, 4), ("v", v_PSGD, 4)):
+        if x.dim() != dims or x.numel() == 0:
+            raise KernelInputError(
+                f"{name} must have {dims} dimensions, none of them 0, not {tuple(x.shape)}"
+            )
+        if x.dtype not in _FLOATS:
+            raise KernelInputError(f"{name}: dtype {x.dtype} is not float32, float16 or bfloat16")
+        if x.stride(-1) != 1:
+            raise KernelInputError(f"{name}: the head dimension must be contiguous, stride is {x.stride(-1)}")
+        if x.device != q_RHD.device:
+            raise KernelInputError(f"{name} is on {x.device}, but q is on {q_RHD.device}")
+    if k_PSGD.shape != v_PSGD.shape or k_PSGD.dtype != v_PSGD.dtype:
+        raise KernelInputError(
+            f"k {tuple(k_PSGD.shape)} {k_PSGD.dtype} and v {tuple(v_PSGD.shape)} {v_PSGD.dtype} differ"
+        )
+    if q_RHD.dtype not in (k_PSGD.dtype, torch.float32):
+        raise KernelInputError(f"q is {q_RHD.dtype}: it must be float32 or the pages' {k_PSGD.dtype}")
+    if k_PSGD.shape[1] != PAGE_TOKENS:
+        raise KernelInputError(f"a page must hold {PAGE_TOKENS} tokens, k has {k_PSGD.shape[1]}")
+    if q_RHD.shape[2] != k_PSGD.shape[3]:
+        raise KernelInputError(f"q has head dimension {q_RHD.shape[2]}, k has {k_PSGD.shape[3]}")
+    if q_RHD.shape[1] % k_PSGD.shape[2]:
+        raise KernelInputError(f"{q_RHD.shape[1]} query heads on {k_PSGD.shape[2]} key heads: not a multiple")
+
+
+def _check_integers(name: str, x: torch.Tensor, dims: int, q_RHD: torch.Tensor) -> None:
+    check_rows(name, x, dims, q_RHD.shape[0], q_RHD.device)
+    if x.dtype != torch.int32:
+        raise KernelInputError(f"{name} must be int32, it is {x.dtype}")
+
+
+def check_rows(name: str, x: torch.Tensor, dims: int, requests: int, device: torch.device) -> None:
+    """Raise KernelInputError unless x has `dims` dimensions, the first of size `requests`, on `device`."""
+    if x.dim() != dims or x.shape[0] != requests or x.numel() == 0:
+        raise KernelInputError(
+            f"{name} must have {dims} dimensions, none of them 0 and the first {requests} (requests), "
+            f"not {tuple(x.shape)}"
+        )
+    if x.device != device:
+        raise KernelInputError(f"{name} is on {x.device}, the other arguments on {device}")
+    if x.stride(-1) != 1:
+        raise KernelInputError(f"{name}: the last dimension must be contiguous, stride is {x.stride(-1)}")
