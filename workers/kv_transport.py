@@ -1,0 +1,307 @@
+"""K/V on its way from a prefill stage to the decode worker that reserved pages for it.
+
+The stage announces, the decode worker pulls: `KVSender.announce` makes host copies and gives them to a
+`Post`; the message that arrives is a `KVAnnouncement`, which `KVReceiver.pull` turns into tensors. Two
+posts: `InProcessPost` (arrays by reference) and `ObjectStorePost` (Ray's shared memory).
+
+Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary. bfloat16 travels as
+a uint16 view, since numpy has no such type.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from .messages import NAMESPACE, FirstLogits, KVAnnouncement
+
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.bfloat16: np.uint16,
+}
+
+
+class HandoffError(Exception):
+    """K/V could not be handed over, or what arrived is not what was announced."""
+
+
+class Post(Protocol):
+    """Delivers messages to decode workers, by name, in order. Never raises for one request's trouble but
+    remembers it until `check`, so that a stage can finish the chunk and keep in step with its peers."""
+
+    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+        """announcement.payload: the two host arrays [T, G, D]."""
+
+    def logits(self, decode_worker: str, message: FirstLogits) -> None: ...
+
+    def check(self, request_id: str) -> None:
+        """Raises HandoffError if a message of this request is known to have failed."""
+
+    def forget(self, request_id: str) -> None: ...
+
+
+class Sink(Protocol):
+    """A decode worker in this process, as far as hand-off goes."""
+
+    def announce(self, announcement: KVAnnouncement) -> None: ...
+
+    def first_logits(self, message: FirstLogits) -> None: ...
+
+
+class InProcessPost:
+    """Hands the arrays themselves to a sink, on the stage's thread."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._failed: dict[str, str] = {}
+
+    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+        try:
+            self._sink.announce(announcement)
+        except Exception as error:
+            self._failed.setdefault(announcement.request_id, f"{decode_worker} did not take K/V: {error}")
+
+    def logits(self, decode_worker: str, message: FirstLogits) -> None:
+        try:
+            self._sink.first_logits(message)
+        except Exception as error:
+            self._failed.setdefault(message.request_id, f"{decode_worker} did not take logits: {error}")
+
+    def check(self, request_id: str) -> None:
+        if request_id in self._failed:
+            raise HandoffError(self._failed[request_id])
+
+    def forget(self, request_id: str) -> None:
+        self._failed.pop(request_id, None)
+
+
+@dataclass(frozen=True)
+class _Ack:
+    reply: Any
+    request_id: str
+    decode_worker: str
+    bytes: int
+
+
+class ObjectStorePost:
+    """Puts arrays into Ray's object store and sends the reference to the decode actor.
+
+    Announcements are not waited for, but at most max_bytes of them are unanswered at a time, so that a
+    slow decode worker slows prefill down instead of filling the store. A worker that does not answer for
+    ack_timeout_s then counts as failed.
+    """
+
+    def __init__(self, max_bytes: int = 256 << 20, ack_timeout_s: float = 60.0) -> None:
+        import ray
+
+        self._ray = ray
+        self._max_bytes = max_bytes
+        self._ack_timeout_s = ack_timeout_s
+        self._actors: dict[str, Any] = {}
+        self._pending: deque[_Ack] = deque()
+        self._pending_bytes = 0
+        self._failed: dict[str, str | None] = {}
+        """Live requests: why the hand-off failed, None while it has not."""
+
+    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+        k_TGD, v_TGD = announcement.payload
+        if self._dead(announcement.request_id):
+            return
+        reference = self._ray.put((k_TGD, v_TGD))
+        self._call(
+            "announce", decode_worker, replace(announcement, payload=reference), k_TGD.nbytes + v_TGD.nbytes
+        )
+
+    def logits(self, decode_worker: str, message: FirstLogits) -> None:
+        if not self._dead(message.request_id):
+            self._call("first_logits", decode_worker, message, message.logits.nbytes)
+
+    def check(self, request_id: str) -> None:
+        if self._pending:
+            replies = [ack.reply for ack in self._pending]
+            ready, _ = self._ray.wait(replies, num_returns=len(replies), timeout=0, fetch_local=False)
+            answered = set(ready)
+            done = [ack for ack in self._pending if ack.reply in answered]
+            self._pending = deque(ack for ack in self._pending if ack.reply not in answered)
+            for ack in done:
+                self._settle(ack)
+        reason = self._failed.get(request_id)
+        if reason is not None:
+            raise HandoffError(reason)
+
+    def forget(self, request_id: str) -> None:
+        self._failed.pop(request_id, None)
+
+    def _dead(self, request_id: str) -> bool:
+        return self._failed.setdefault(request_id, None) is not None
+
+    def _call(self, method: str, decode_worker: str, message: Any, size: int) -> None:
+        try:
+            if decode_worker not in self._actors:
+                self._actors[decode_worker] = self._ray.get_actor(decode_worker, namespace=NAMESPACE)
+            reply = getattr(self._actors[decode_worker], method).remote(message)
+        except Exception as error:
+            self._fail(message.request_id, decode_worker, error)
+            return
+        self._pending.append(_Ack(reply, message.request_id, decode_worker, size))
+        self._pending_bytes += size
+        while self._pending_bytes > self._max_bytes and len(self._pending) > 1:
+            self._settle(self._pending.popleft())
+
+    def _settle(self, ack: _Ack) -> None:
+        self._pending_bytes -= ack.bytes
+        try:
+            self._ray.get(ack.reply, timeout=self._ack_timeout_s)
+        except Exception as error:
+            self._fail(ack.request_id, ack.decode_worker, error)
+
+    def _fail(self, request_id: str, decode_worker: str, error: Exception) -> None:
+        self._actors.pop(decode_worker, None)
+        if request_id in self._failed and self._failed[request_id] is None:
+            self._failed[request_id] = f"{decode_worker} did not take K/V: {_plain(error)}"
+
+
+def _plain(error: Exception) -> str:
+    """One line: the cause inside Ray's wrapper, without its traceback."""
+    cause = getattr(error, "cause", None) or error
+    text = str(cause).strip()
+    return f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """Host copies under way; `landed` (a CUDA event) is None where they are there already."""
+
+    decode_worker: str
+    request_id: str
+    layer: int
+    start: int
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+    landed: Any
+
+
+class KVSender:
+    """A stage's end of the hand-off. On CUDA the copies run on a side stream into pinned memory while the
+    layer computes, and are posted as they land; `finish_chunk` waits for the rest."""
+
+    def __init__(self, post: Post, device: torch.device | str) -> None:
+        self._post = post
+        self._stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+        self._staged: deque[_Staged] = deque()
+
+    def announce(
+        self,
+        request_id: str,
+        decode_worker: str,
+        layer: int,
+        start: int,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+    ) -> int:
+        """Start handing over one layer's chunk; returns its bytes. Nobody may write to k and v afterwards."""
+        if k_TGD.shape != v_TGD.shape or k_TGD.dim() != 3 or k_TGD.dtype not in _NUMPY:
+            raise HandoffError(f"cannot hand over k {tuple(k_TGD.shape)} {k_TGD.dtype}, v {tuple(v_TGD.shape)}")
+        k_host, v_host, landed = self._to_host(k_TGD, v_TGD)
+        self._staged.append(_Staged(decode_worker, request_id, layer, start, k_host, v_host, landed))
+        self._post_landed(wait=False)
+        return 2 * k_TGD.numel() * k_TGD.element_size()
+
+    def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
+        """Send the prompt's last logits; synchronises with the device."""
+        array = logits_V.detach().float().cpu().numpy()
+        self._post.logits(decode_worker, FirstLogits(request_id, array))
+
+    def finish_chunk(self, request_id: str) -> None:
+        """Post what is still being copied. Raises HandoffError if anything of this request failed so far."""
+        self._post_landed(wait=True)
+        self._post.check(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over: what its announcements end in no longer matters."""
+        self._post.forget(request_id)
+
+    def _to_host(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        if self._stream is None:
+            return k.detach().contiguous(), v.detach().contiguous(), None
+        self._stream.wait_stream(torch.cuda.current_stream(k.device))
+        with torch.cuda.stream(self._stream):
+            copies = []
+            for x in (k, v):
+                x.record_stream(self._stream)
+                host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+                copies.append(host.copy_(x.detach(), non_blocking=True))
+            landed = torch.cuda.Event()
+            landed.record(self._stream)
+        return copies[0], copies[1], landed
+
+    def _post_landed(self, wait: bool) -> None:
+        while self._staged:
+            staged = self._staged[0]
+            if staged.landed is not None:
+                if wait:
+                    staged.landed.synchronize()
+                elif not staged.landed.query():
+                    return
+            self._staged.popleft()
+            payload = _as_numpy(staged.k_TGD), _as_numpy(staged.v_TGD)
+            tokens = staged.k_TGD.shape[0]
+            self._post.kv(
+                staged.decode_worker,
+                KVAnnouncement(staged.request_id, staged.layer, staged.start, tokens, payload),
+            )
+
+
+def _as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+    return array
+
+
+class KVReceiver:
+    """A decode worker's end: what is announced, as tensors over the sender's memory (read only)."""
+
+    def __init__(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._shape = (kv_heads, head_dim)
+        self._dtype = dtype
+
+    async def pull(self, announcement: KVAnnouncement) -> tuple[torch.Tensor, torch.Tensor]:
+        """k_TGD, v_TGD on the host. They alias shared memory: copy them into pages, never write to them.
+
+        Raises HandoffError if the arrays are not [tokens, kv_heads, head_dim] of the model's dtype, or if
+        their owner died.
+        """
+        payload = announcement.payload
+        if inspect.isawaitable(payload):
+            try:
+                payload = await payload
+            except Exception as error:
+                raise HandoffError(f"{self._what(announcement)} is lost: {_plain(error)}") from error
+        if not isinstance(payload, tuple) or len(payload) != 2:
+            raise HandoffError(f"{self._what(announcement)} holds {type(payload).__name__}, not two arrays")
+        k, v = (self._tensor(announcement, name, x) for name, x in zip("kv", payload, strict=True))
+        return k, v
+
+    def _tensor(self, announcement: KVAnnouncement, name: str, array: Any) -> torch.Tensor:
+        expected = (announcement.tokens, *self._shape)
+        wanted = np.dtype(_NUMPY[self._dtype])
+        if not isinstance(array, np.ndarray) or array.shape != expected or array.dtype != wanted:
+            found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+            raise HandoffError(
+                f"{self._what(announcement)}: {name} is {found}, expected {wanted} {expected}; prefill and "
+                "decode workers must run the same model in the same dtype"
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the object store's arrays are read only
+            x = torch.from_numpy(array)
+        return x.view(self._dtype) if self._dtype == torch.bfloat16 else x
+
+    @staticmethod
+    def _what(announcement: KVAnnouncement) -> str:
+        return f"K/V of {announcement.request_id}, layer {announcement.layer} at {announcement.start}"
