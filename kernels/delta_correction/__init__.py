@@ -1,0 +1,1 @@
+"""Corrects any method by the dense attention of every gamma-th row."""

@@ -1,0 +1,1 @@
+"""Attention over the tiles of a mask."""

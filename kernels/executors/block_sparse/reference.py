@@ -1,0 +1,47 @@
+"""Attention over a tile mask in fp32, on the CPU: drops a tile by not touching its keys.
+
+Shape suffixes as in `interface.py`; J keys of one query block's kept tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...interface import BLOCK, AttentionInput, TileMask
+
+
+def attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
+    """softmax over the keys of each query block's kept tiles, causal within the diagonal tile."""
+    batch, heads, rows, _ = x.q_BHTD.shape
+    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
+    counts = mask.count_BHN.tolist()
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(x.query_blocks):
+                tile_M = mask.index_BHNM[b, h, n, : counts[b][h][n]].long()
+                begin, end = n * BLOCK, min((n + 1) * BLOCK, rows)
+                out_BHTD[b, h, begin:end] = _attend_block(x, b, h, begin, end, tile_M)
+    return out_BHTD
+
+
+def _attend_block(
+    x: AttentionInput, b: int, h: int, begin: int, end: int, tile_M: torch.Tensor
+) -> torch.Tensor:
+    key_J = keys_of(tile_M, x.q_start + end)
+    position_T1 = torch.arange(x.q_start + begin, x.q_start + end)[:, None]
+    g = h // x.group
+    out_BHTD = scaled_dot_product_attention(
+        x.q_BHTD[b : b + 1, h : h + 1, begin:end].float(),
+        x.k_BGSD[b, g].index_select(0, key_J)[None, None].float(),
+        x.v_BGSD[b, g].index_select(0, key_J)[None, None].float(),
+        attn_mask=key_J <= position_T1,
+        scale=x.scale,
+    )
+    return out_BHTD[0, 0].to(x.q_BHTD.dtype)
+
+
+def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
+    """Positions of the keys in the given tiles that come before `stop`."""
+    key_J = (tile_M[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    return key_J[key_J < stop]

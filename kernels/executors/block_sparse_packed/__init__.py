@@ -1,0 +1,1 @@
+"""DeltaXAttention: a mask whose lesser tiles are attended over packed keys."""

@@ -1,0 +1,1 @@
+"""Exact causal attention over every key."""

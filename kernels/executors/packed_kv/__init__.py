@@ -1,0 +1,1 @@
+"""Delta-KV: attention over packed runs of keys, exact near the diagonal."""
