@@ -89,7 +89,9 @@ class ModelConfig:
         needs the logits of a prompt's last row only). Raises ModelError if a stage would stay empty.
         """
         if not 1 <= stages <= self.layers:
-            raise ModelError(f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}")
+            raise ModelError(
+                f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}"
+            )
         attention = self.hidden * self.head_dim * 2 * (self.q_heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         cost = [float(layer)] * stages
@@ -163,7 +165,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _architecture(raw: Mapping[str, Any]) -> str:
     named = raw.get("architectures") or [ARCHITECTURES.get(str(raw.get("model_type")), raw.get("model_type"))]
     if named[0] not in ARCHITECTURES.values():
-        raise ModelError(f"architecture {named[0]!r} is not supported; known: {', '.join(ARCHITECTURES.values())}")
+        raise ModelError(
+            f"architecture {named[0]!r} is not supported; known: {', '.join(ARCHITECTURES.values())}"
+        )
     return str(named[0])
 
 
@@ -180,7 +184,7 @@ def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
 def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     """transformers 5 writes `rope_parameters`; older configs have `rope_theta` and `rope_scaling`."""
     given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = str(given.get("rope_type", given.get("type", "default")))
     if kind not in _ROPE_KEYS or any(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_ROPE_KEYS)}")
     if given.get("mscale") or float(given.get("partial_rotary_factor", 1.0)) != 1.0:

@@ -53,7 +53,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
     if config.kind == "factors":
         factors_F = torch.tensor(scaling["factors"], dtype=torch.float32)
         if factors_F.shape != base_F.shape:
-            raise ModelError(f"rope has {factors_F.numel()} frequency factors for {base_F.numel()} frequencies")
+            raise ModelError(
+                f"rope has {factors_F.numel()} frequency factors for {base_F.numel()} frequencies"
+            )
         return base_F / factors_F, 1.0
     raise ModelError(f"rope scaling {config.kind!r} is not supported")
 
