@@ -1,11 +1,11 @@
 """K/V on its way from a prefill stage to the decode worker that reserved pages for it.
 
-The stage announces, the decode worker pulls: `KVSender.announce` makes host copies and gives them to a
+The stage announces, the decode worker pulls: `kv_sender.KVSender` makes host copies and gives them to a
 `Post`; the message that arrives is a `KVAnnouncement`, which `KVReceiver.pull` turns into tensors. Two
 posts: `InProcessPost` (arrays by reference) and `ObjectStorePost` (Ray's shared memory).
 
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary. bfloat16 travels as
-a uint16 view, since numpy has no such type.
+Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension. bfloat16 travels as a uint16 view,
+since numpy has no such type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from .messages import NAMESPACE, FirstLogits, KVAnnouncement
 
-_NUMPY: dict[torch.dtype, type[np.generic]] = {
+NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
     torch.float16: np.float16,
     torch.bfloat16: np.uint16,
@@ -175,95 +175,6 @@ def _plain(error: Exception) -> str:
     return f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__
 
 
-@dataclass(frozen=True)
-class _Staged:
-    """Host copies under way; `landed` (a CUDA event) is None where they are there already."""
-
-    decode_worker: str
-    request_id: str
-    layer: int
-    start: int
-    k_TGD: torch.Tensor
-    v_TGD: torch.Tensor
-    landed: Any
-
-
-class KVSender:
-    """A stage's end of the hand-off. On CUDA the copies run on a side stream into pinned memory while the
-    layer computes, and are posted as they land; `finish_chunk` waits for the rest."""
-
-    def __init__(self, post: Post, device: torch.device | str) -> None:
-        self._post = post
-        self._stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
-        self._staged: deque[_Staged] = deque()
-
-    def announce(
-        self,
-        request_id: str,
-        decode_worker: str,
-        layer: int,
-        start: int,
-        k_TGD: torch.Tensor,
-        v_TGD: torch.Tensor,
-    ) -> int:
-        """Start handing over one layer's chunk; returns its bytes. Nobody may write to k and v afterwards."""
-        if k_TGD.shape != v_TGD.shape or k_TGD.dim() != 3 or k_TGD.dtype not in _NUMPY:
-            raise HandoffError(f"cannot hand over k {tuple(k_TGD.shape)} {k_TGD.dtype}, v {tuple(v_TGD.shape)}")
-        k_host, v_host, landed = self._to_host(k_TGD, v_TGD)
-        self._staged.append(_Staged(decode_worker, request_id, layer, start, k_host, v_host, landed))
-        self._post_landed(wait=False)
-        return 2 * k_TGD.numel() * k_TGD.element_size()
-
-    def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
-        """Send the prompt's last logits; synchronises with the device."""
-        array = logits_V.detach().float().cpu().numpy()
-        self._post.logits(decode_worker, FirstLogits(request_id, array))
-
-    def finish_chunk(self, request_id: str) -> None:
-        """Post what is still being copied. Raises HandoffError if anything of this request failed so far."""
-        self._post_landed(wait=True)
-        self._post.check(request_id)
-
-    def forget(self, request_id: str) -> None:
-        """The request is over: what its announcements end in no longer matters."""
-        self._post.forget(request_id)
-
-    def _to_host(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        if self._stream is None:
-            return k.detach().contiguous(), v.detach().contiguous(), None
-        self._stream.wait_stream(torch.cuda.current_stream(k.device))
-        with torch.cuda.stream(self._stream):
-            copies = []
-            for x in (k, v):
-                x.record_stream(self._stream)
-                host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-                copies.append(host.copy_(x.detach(), non_blocking=True))
-            landed = torch.cuda.Event()
-            landed.record(self._stream)
-        return copies[0], copies[1], landed
-
-    def _post_landed(self, wait: bool) -> None:
-        while self._staged:
-            staged = self._staged[0]
-            if staged.landed is not None:
-                if wait:
-                    staged.landed.synchronize()
-                elif not staged.landed.query():
-                    return
-            self._staged.popleft()
-            payload = _as_numpy(staged.k_TGD), _as_numpy(staged.v_TGD)
-            tokens = staged.k_TGD.shape[0]
-            self._post.kv(
-                staged.decode_worker,
-                KVAnnouncement(staged.request_id, staged.layer, staged.start, tokens, payload),
-            )
-
-
-def _as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
-    return array
-
-
 class KVReceiver:
     """A decode worker's end: what is announced, as tensors over the sender's memory (read only)."""
 
@@ -290,7 +201,7 @@ class KVReceiver:
 
     def _tensor(self, announcement: KVAnnouncement, name: str, array: Any) -> torch.Tensor:
         expected = (announcement.tokens, *self._shape)
-        wanted = np.dtype(_NUMPY[self._dtype])
+        wanted = np.dtype(NUMPY_TYPES[self._dtype])
         if not isinstance(array, np.ndarray) or array.shape != expected or array.dtype != wanted:
             found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
             raise HandoffError(

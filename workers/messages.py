@@ -62,6 +62,8 @@ class PrefillConfig:
     gpus_per_stage: float = 0.0
     ageing_tokens_per_second: float = 256.0
     """A waiting request counts as this many tokens shorter for each second it has waited."""
+    stream_lease_s: float = 60.0
+    """A request whose door has not renewed it for this long is cancelled."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,19 @@ class KeepSession:
     deadline: float | None = None
 
 
+class PrefillFailed(Exception):
+    """A prefill ended without a result: str() is one plain line. The group may or may not live on."""
+
+
+class PrefillCancelled(PrefillFailed):
+    """It was cancelled by id."""
+
+
 # --- inside a prefill group -----------------------------------------------------------------------------
+
+
+class RequestFailed(Exception):
+    """One request cannot go on at a stage; the stage and its other requests can."""
 
 
 @dataclass(frozen=True)

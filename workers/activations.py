@@ -1,0 +1,137 @@
+"""Hidden states on their way from one stage to the next.
+
+Shape suffixes: T tokens of the chunk, C hidden size. Nothing but the numbers travels: both sides know the
+shape and the order from the commands, which every stage of a group gets in the same order.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""torch.distributed backend by type of device."""
+
+
+class LinkClosed(Exception):
+    """The group is being taken down; nothing will arrive any more."""
+
+
+class Activations(Protocol):
+    """One stage's ends of the links before and after it."""
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        """hidden_TC of the next chunk from the stage before; blocks (on CUDA: the stream, not the host)."""
+
+    def send(self, hidden_TC: torch.Tensor) -> None:
+        """To the stage after; returns before it has arrived. Nobody may write to hidden_TC afterwards."""
+
+    def close(self) -> None: ...
+
+
+class NoActivations:
+    """For a group of one stage: nothing before it, nothing after it."""
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        raise LinkClosed(f"a single stage has nobody to receive {tokens} rows from")
+
+    def send(self, hidden_TC: torch.Tensor) -> None:
+        raise LinkClosed(f"a single stage has nobody to send {hidden_TC.shape[0]} rows to")
+
+    def close(self) -> None: ...
+
+
+class QueueActivations:
+    """Stages on threads of one process. `chain` makes the ends of a whole pipeline."""
+
+    def __init__(self, before: queue.SimpleQueue[Any] | None, after: queue.SimpleQueue[Any] | None) -> None:
+        self._before = before
+        self._after = after
+
+    @classmethod
+    def chain(cls, stages: int) -> list[QueueActivations]:
+        links: list[queue.SimpleQueue[Any] | None] = [queue.SimpleQueue() for _ in range(stages - 1)]
+        return [cls(a, b) for a, b in zip([None, *links], [*links, None], strict=True)]
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        hidden_TC = None if self._before is None else self._before.get()
+        if hidden_TC is None:
+            raise LinkClosed("the pipeline was closed")
+        if hidden_TC.shape[0] != tokens:
+            raise LinkClosed(f"stages out of step: {hidden_TC.shape[0]} rows came, {tokens} were expected")
+        return hidden_TC  # type: ignore[no-any-return]
+
+    def send(self, hidden_TC: torch.Tensor) -> None:
+        if self._after is None:
+            raise LinkClosed("the last stage has nobody to send to")
+        self._after.put(hidden_TC)
+
+    def close(self) -> None:
+        for link in (self._before, self._after):
+            if link is not None:
+                link.put(None)
+
+
+class GroupActivations:
+    """Stages in processes of their own, over torch.distributed point-to-point: NCCL or gloo.
+
+    Every link has a process group of its own: sends and receives of one group are serialised, and a middle
+    stage must receive the next chunk while the last one is still on its way out.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        stages: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """All ranks must call this at the same time. timeout_s: longest wait for one chunk (gloo)."""
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(
+            BACKENDS[device.type], store=store, rank=rank, world_size=stages, timeout=timeout
+        )
+        links = [dist.new_group([a, a + 1], timeout=timeout) for a in range(stages - 1)]
+        self._before = links[rank - 1] if rank > 0 else None
+        self._after = links[rank] if rank < stages - 1 else None
+        self._rank = rank
+        self._hidden, self._dtype, self._device = hidden, dtype, device
+        self._sending: deque[tuple[torch.Tensor, Any]] = deque()
+        self._depth = stages
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        hidden_TC = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
+        dist.irecv(hidden_TC, src=self._rank - 1, group=self._before).wait()
+        return hidden_TC
+
+    def send(self, hidden_TC: torch.Tensor) -> None:
+        while len(self._sending) >= self._depth:
+            self._sending.popleft()[1].wait()
+        hidden_TC = hidden_TC.contiguous()
+        work = dist.isend(hidden_TC, dst=self._rank + 1, group=self._after)
+        self._sending.append((hidden_TC, work))  # the buffer must outlive the transfer
+
+    def close(self) -> None:
+        self._sending.clear()
+        dist.destroy_process_group()
+
+
+def host_store(address: str, stages: int, timeout_s: float = 120.0) -> dist.TCPStore:
+    """The first stage's rendezvous, on a free port of `address` that the system picks (`.port`)."""
+    return dist.TCPStore(
+        address, 0, stages, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )
+
+
+def join_store(address: str, port: int, stages: int, timeout_s: float = 120.0) -> dist.TCPStore:
+    return dist.TCPStore(
+        address, port, stages, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )

@@ -1,0 +1,106 @@
+"""A prefill stage's end of the hand-off: device to host, then to the post.
+
+Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .kv_transport import NUMPY_TYPES, HandoffError, Post
+from .messages import FirstLogits, KVAnnouncement
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """Host copies under way; `landed` (a CUDA event) is None where they are there already."""
+
+    decode_worker: str
+    request_id: str
+    layer: int
+    start: int
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+    landed: Any
+
+
+class KVSender:
+    """A stage's end of the hand-off. On CUDA the copies run on a side stream into pinned memory while the
+    layer computes, and are posted as they land; `finish_chunk` waits for the rest."""
+
+    def __init__(self, post: Post, device: torch.device | str) -> None:
+        self._post = post
+        self._stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+        self._staged: deque[_Staged] = deque()
+
+    def announce(
+        self,
+        request_id: str,
+        decode_worker: str,
+        layer: int,
+        start: int,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+    ) -> int:
+        """Start handing over one layer's chunk; returns its bytes. Nobody may write to k and v afterwards."""
+        if k_TGD.shape != v_TGD.shape or k_TGD.dim() != 3 or k_TGD.dtype not in NUMPY_TYPES:
+            shapes = f"k {tuple(k_TGD.shape)}, v {tuple(v_TGD.shape)}"
+            raise HandoffError(f"cannot hand over {shapes} of {k_TGD.dtype}: expected two [tokens, heads, D]")
+        k_host, v_host, landed = self._to_host(k_TGD, v_TGD)
+        self._staged.append(_Staged(decode_worker, request_id, layer, start, k_host, v_host, landed))
+        self._post_landed(wait=False)
+        return 2 * k_TGD.numel() * k_TGD.element_size()
+
+    def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
+        """Send the prompt's last logits; synchronises with the device."""
+        array = logits_V.detach().float().cpu().numpy()
+        self._post.logits(decode_worker, FirstLogits(request_id, array))
+
+    def finish_chunk(self, request_id: str) -> None:
+        """Post what is still being copied. Raises HandoffError if anything of this request failed so far."""
+        self._post_landed(wait=True)
+        self._post.check(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over: what its announcements end in no longer matters."""
+        self._post.forget(request_id)
+
+    def _to_host(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        if self._stream is None:
+            return k.detach().contiguous(), v.detach().contiguous(), None
+        self._stream.wait_stream(torch.cuda.current_stream(k.device))
+        with torch.cuda.stream(self._stream):
+            copies = []
+            for x in (k, v):
+                x.record_stream(self._stream)
+                host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+                copies.append(host.copy_(x.detach(), non_blocking=True))
+            landed = torch.cuda.Event()
+            landed.record(self._stream)
+        return copies[0], copies[1], landed
+
+    def _post_landed(self, wait: bool) -> None:
+        while self._staged:
+            staged = self._staged[0]
+            if staged.landed is not None:
+                if wait:
+                    staged.landed.synchronize()
+                elif not staged.landed.query():
+                    return
+            self._staged.popleft()
+            payload = _as_numpy(staged.k_TGD), _as_numpy(staged.v_TGD)
+            tokens = staged.k_TGD.shape[0]
+            self._post.kv(
+                staged.decode_worker,
+                KVAnnouncement(staged.request_id, staged.layer, staged.start, tokens, payload),
+            )
+
+
+def _as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+    return array

@@ -1,0 +1,93 @@
+"""How long a chunk's phases took, without slowing the chunk down.
+
+Phases nest (the Δ correction runs a whole method inside): time counts for the innermost phase alone, so
+phases are disjoint and lie within the chunk. Time outside every phase is nobody's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+
+class PhaseTimer(Protocol):
+    """One chunk's stopwatch; `phase` fits `kernels.interface.Phase`."""
+
+    def phase(self, name: str) -> AbstractContextManager[object]: ...
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase. Called once, after the last phase; on CUDA it waits for the device."""
+
+
+class CpuPhases:
+    """Wall-clock time of the calling thread."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._stack: list[str] = []
+        self._mark = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._credit()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._credit()
+            self._stack.pop()
+
+    def seconds(self) -> dict[str, float]:
+        return dict(self._seconds)
+
+    def _credit(self) -> None:
+        """Give the time since the last mark to the innermost phase."""
+        now = time.perf_counter()
+        if self._stack:
+            name = self._stack[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._mark
+        self._mark = now
+
+
+class CudaPhases:
+    """Device time between events on the current stream; nothing waits until `seconds`.
+
+    A phase that only the host works in (posting K/V) shows what the stream idled meanwhile: usually nothing.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._marks: list[tuple[torch.cuda.Event, str | None]] = []
+        """Events, and the phase that the time since the event before belongs to."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._record()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._record()
+            self._stack.pop()
+
+    def seconds(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        if self._marks:
+            self._marks[-1][0].synchronize()
+        for (before, _), (after, name) in zip(self._marks, self._marks[1:], strict=False):
+            if name is not None:
+                totals[name] = totals.get(name, 0.0) + before.elapsed_time(after) / 1e3
+        return totals
+
+    def _record(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((event, self._stack[-1] if self._stack else None))
+
+
+def phase_timer(device: torch.device) -> PhaseTimer:
+    return CudaPhases() if device.type == "cuda" else CpuPhases()
