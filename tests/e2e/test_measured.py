@@ -1,0 +1,110 @@
+"""What is measured adds up: TTFT's parts, and /metrics against what clients saw."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+
+import psutil
+from tokenizers import Tokenizer
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.launch import LocalService
+
+from .conftest import Haystack, Sizes, Table
+from .wire import Answer, Wire, method, packed, text
+
+
+def scrape(wire: Wire) -> dict[str, float]:
+    """Sample name with labels → value."""
+    address = wire.info().metrics_address
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    samples = (re.fullmatch(r"(\S+?(?:\{.*\})?) (\S+)", line) for line in lines if not line.startswith("#"))
+    return {m[1]: float(m[2]) for m in samples if m}
+
+
+def total(samples: dict[str, float], name: str, label: str = "") -> float:
+    return sum(v for k, v in samples.items() if (k == name or k.startswith(name + "{")) and label in k)
+
+
+def run(wire: Wire, prompt: pb.Prompt, name: str) -> Answer:
+    options = {} if name == "dense" else {"min_tokens": 0}
+    return wire.generate(
+        pb.GenerateRequest(
+            prompt=prompt,
+            attention=method(name, **options),
+            sampling=pb.SamplingOptions(max_tokens=8, ignore_eos=True),
+        )
+    )
+
+
+def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
+    wire: Wire, haystack: Haystack, tokenizer: Tokenizer, sizes: Sizes, table: Table
+) -> None:
+    ids = tokenizer.encode(haystack.text).ids[: sizes.mid]
+    before = scrape(wire)
+    answers = [run(wire, pb.Prompt(token_ids=packed(ids)), name) for name in ("dense", "dpxa", "xattention")]
+    for answer in answers:
+        server = answer.finish.timings.ttft_seconds
+        assert abs(sum(answer.parts.values()) - server) <= 0.02 * server
+        assert abs(answer.client_ttft - server) <= 0.02 * answer.client_ttft, (
+            answer.client_ttft,
+            answer.parts,
+        )
+        assert all(seconds >= 0 for seconds in answer.parts.values()), answer.parts
+        assert answer.parts["transport"] <= 0.05 * server + 0.02, answer.parts
+        table.add(f"{answer.finish.density.method}: TTFT at {len(ids)} tokens, s", round(server, 3))
+        table.add(
+            f"{answer.finish.density.method}: scoring over attention",
+            round(answer.finish.density.scoring_overhead, 3),
+        )
+    time.sleep(1.0)
+    after = scrape(wire)
+
+    def grown(name: str, label: str = "") -> float:
+        return total(after, name, label) - total(before, name, label)
+
+    seen = sum(a.finish.timings.ttft_seconds for a in answers)
+    assert grown("deltafront_time_to_first_token_seconds_count") == len(answers)
+    assert abs(grown("deltafront_time_to_first_token_seconds_sum") - seen) < 1e-6
+    assert abs(grown("deltafront_ttft_part_seconds_total") - seen) < 1e-6
+    assert grown("deltafront_request_prompt_tokens_sum") == len(answers) * len(ids)
+    assert grown("deltafront_generation_tokens_total") == sum(len(a.token_ids) for a in answers)
+    assert grown("deltafront_requests_total", 'outcome="finished"') == len(answers)
+    gaps = sum(a.finish.usage.completion_tokens - 1 for a in answers)
+    assert grown("deltafront_inter_token_latency_seconds_count") == gaps
+
+
+def test_sparse_methods_compute_fewer_tiles_in_less_time(
+    wire: Wire, haystack: Haystack, sizes: Sizes
+) -> None:
+    """A method's density shows in its time: streaming with a small window against dense, attention only."""
+    sparse = pb.AttentionMethod(name="streaming", options={"window": 256, "min_tokens": 0})
+    sampling = pb.SamplingOptions(max_tokens=1, ignore_eos=True)
+    times = {}
+    for attention in (method("dense"), sparse, method("dense"), sparse):
+        answer = wire.generate(
+            pb.GenerateRequest(prompt=text(haystack.text), attention=attention, sampling=sampling)
+        )
+        seconds = sum(
+            phase.seconds
+            for stage in answer.finish.timings.stages
+            for phase in stage.phases
+            if phase.name == "attention"
+        )
+        times.setdefault(attention.name, []).append(seconds)
+        if attention.name == "streaming":
+            assert answer.finish.density.mean < 0.6
+    if sizes.document >= 8192:
+        assert min(times["streaming"]) < min(times["dense"])
+
+
+def test_resident_memory_of_all_processes(service: LocalService, wire: Wire, table: Table) -> None:
+    assert wire.info().decode_workers == 1
+    parent = psutil.Process(service.pid)
+    session = {p.pid: p for p in [parent, *parent.children(recursive=True)]}
+    resident = sum(p.memory_info().rss for p in session.values())
+    table.add("resident memory of all processes, GiB", round(resident / 2**30, 2))
+    assert 0.5 * 2**30 < resident < 6 * 2**30

@@ -1,0 +1,86 @@
+"""A bare gRPC caller for the end-to-end tests: the contract itself, not our client library."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
+
+
+@dataclass
+class Answer:
+    """What came back from one Generate, with the client's own clock beside the server's."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    progress: list[int] = field(default_factory=list)
+    client_ttft: float = 0.0
+    finish: pb.Finish = field(default_factory=pb.Finish)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {part.name: part.seconds for part in self.finish.timings.parts}
+
+
+class Wire:
+    """One channel. token: bearer token sent with every call."""
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        self.channel = grpc.insecure_channel(address, options)
+        self.stub = pb_grpc.DeltafrontServiceStub(self.channel)
+        self.metadata = [("authorization", f"Bearer {token}")] if token else []
+
+    def info(self) -> pb.GetServerInfoResponse:
+        return self.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=self.metadata, timeout=60)
+
+    def pages_used(self) -> int:
+        info = self.info()
+        total = info.decode_pages_total + info.prefill_pages_total
+        return int(total - info.decode_pages_free - info.prefill_pages_free)
+
+    def prefill(self, request: pb.PrefillRequest, timeout: float = 600) -> pb.PrefillResult:
+        for response in self.stub.Prefill(request, metadata=self.metadata, timeout=timeout):
+            if response.HasField("result"):
+                return response.result
+        raise AssertionError("Prefill ended without a result")
+
+    def start(self, request: pb.GenerateRequest, timeout: float = 600) -> Iterator[pb.GenerateResponse]:
+        """The raw stream (it also has .cancel())."""
+        return self.stub.Generate(request, metadata=self.metadata, timeout=timeout)
+
+    def generate(self, request: pb.GenerateRequest, timeout: float = 600) -> Answer:
+        answer, started, finishes = Answer(), time.perf_counter(), 0
+        for response in self.start(request, timeout):
+            match response.WhichOneof("event"):
+                case "progress":
+                    answer.progress.append(response.progress.tokens_done)
+                case "token":
+                    if not answer.token_ids:
+                        answer.client_ttft = time.perf_counter() - started
+                    answer.token_ids.append(response.token.token_id)
+                    answer.text += response.token.text
+                case "finish":
+                    answer.finish = response.finish
+                    answer.text += response.finish.text
+                    finishes += 1
+        assert finishes == 1, f"{finishes} finish events"
+        return answer
+
+
+def packed(ids: list[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def text(value: str) -> pb.Prompt:
+    return pb.Prompt(text=value)
+
+
+def method(name: str, **options: float) -> pb.AttentionMethod:
+    return pb.AttentionMethod(name=name, options=options)
