@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -27,9 +28,13 @@ class PackedKVExecutor:
         self, values: Mapping[str, Value], *, runs: Runs | None = None, mean_keys: bool = True
     ) -> None:
         self.runs = SimilarRuns(float(values["cos"])) if runs is None else runs
-        self.counts = bool(values["counts"])
         self.critical = int(values["critical"])
-        self.mean_keys = mean_keys
+        self._options: dict[str, Any] = {
+            "chunk": CHUNK,
+            "critical": self.critical,
+            "counts": bool(values["counts"]),
+            "mean_keys": mean_keys,
+        }
 
     def new_state(self, spec: StateSpec) -> PackedRuns:
         return PackedRuns.empty(spec, CHUNK)
@@ -43,12 +48,11 @@ class PackedKVExecutor:
         with phase("anchors"):
             state.extend(x.k_BGSD, CHUNK, self.runs)
         with phase("attention"):
-            options = {"chunk": CHUNK, "critical": self.critical, "counts": self.counts}
             if runs_on_cpu(x, "packed_kv"):
-                return reference.attend(x, state, **options, mean_keys=self.mean_keys)
+                return reference.attend(x, state, **self._options)
             from . import kernel
 
-            return kernel.attend(x, state, **options, mean_keys=self.mean_keys)
+            return kernel.attend(x, state, **self._options)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
         """Packed rows count as 1/128 of a tile each, exact tiles as one."""

@@ -13,7 +13,7 @@ import torch
 
 from ...anchors.runs import AnchorRuns
 from ...anchors.scan import scan
-from ...interface import AttentionInput, KernelInputError, StateSpec
+from ...interface import BLOCK, AttentionInput, KernelInputError, StateSpec
 
 
 class Runs(Protocol):
@@ -89,6 +89,6 @@ class PackedRuns:
         self.chunks = complete
 
 
-def packed_chunks(first_block: int, query_blocks: int, critical: int, chunk: int, block: int) -> list[int]:
+def packed_chunks(first_block: int, query_blocks: int, critical: int, chunk: int) -> list[int]:
     """For each query block, how many pack chunks lie wholly before its last `critical` tokens."""
-    return [max(0, (first_block + n) * block - critical) // chunk for n in range(query_blocks)]
+    return [max(0, (first_block + n) * BLOCK - critical) // chunk for n in range(query_blocks)]

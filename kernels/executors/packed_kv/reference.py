@@ -36,7 +36,7 @@ def attend(
     A packed key of n rows weighs n * exp(s) when `counts` (the thesis's formula (4)), else exp(s).
     """
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
-    chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk, BLOCK)
+    chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)
     for b in range(x.q_BHTD.shape[0]):
         for g in range(x.k_BGSD.shape[1]):
             heads = slice(g * x.group, (g + 1) * x.group)

@@ -1,0 +1,129 @@
+"""Prepares and launches the attention kernel: which rows, which tiles, which of the two kernels.
+
+Shape suffixes as in `interface.py`; R rows of this launch, P packed rows, C pack chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..interface import BLOCK, AttentionInput, KernelInputError, TileMask
+from .flash import LIST, PACKED, RANGE, flash_kernel
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one launch: row i of q and out is the absolute position row0 + step * i."""
+
+    q_BHRD: torch.Tensor
+    out_BHRD: torch.Tensor
+    row0: int
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Packed keys of the complete chunks. v_BGPD holds each run's mean times its weight; weight_BGP float32.
+
+    packed_BGC: int32, packed rows before each chunk. All three of k, v, weight may be longer than needed.
+    """
+
+    k_BGPD: torch.Tensor
+    v_BGPD: torch.Tensor
+    weight_BGP: torch.Tensor
+    offset_BGC: torch.Tensor
+    chunk: int
+    critical: int
+
+
+def launch(
+    x: AttentionInput, rows: Rows, *, mask: TileMask | None = None, packed: Packed | None = None
+) -> None:
+    """Attend with `rows` to x's keys: the mask's tiles, packed then exact keys, or (neither) every key."""
+    check_launch(x)
+    if takes_hopper(x, rows):
+        from . import flash_hopper
+
+        flash_hopper.launch(x, rows, mask=mask, packed=packed)
+    else:
+        launch_plain(x, rows, mask=mask, packed=packed)
+
+
+def check_launch(x: AttentionInput) -> None:
+    """Raise for what neither kernel computes."""
+    dim = x.q_BHTD.shape[3]
+    if dim not in (16, 32, 64, 128):
+        raise KernelInputError(f"attention kernels take head dimensions 16, 32, 64 and 128, not {dim}")
+    if not (math.isfinite(x.scale) and x.scale > 0):
+        raise KernelInputError(f"attention kernels need a finite, positive scale, got {x.scale}")
+    if x.k_BGSD.shape[2] >= 1 << 22:
+        raise KernelInputError(f"attention kernels take fewer than 2**22 keys, got {x.k_BGSD.shape[2]}")
+
+
+def takes_hopper(x: AttentionInput, rows: Rows) -> bool:
+    """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
+    if not x.q_BHTD.is_cuda or torch.cuda.get_device_capability(x.q_BHTD.device)[0] != 9:
+        return False
+    if x.q_BHTD.dtype == torch.float32 or x.q_BHTD.shape[3] not in (64, 128):
+        return False
+    return all(_copyable(t) for t in (rows.q_BHRD, rows.out_BHRD, x.k_BGSD, x.v_BGSD))
+
+
+def _copyable(t: torch.Tensor) -> bool:
+    """Whether the copy engine can address t: base and outer strides in 16-byte steps."""
+    size = t.element_size()
+    return t.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in t.stride()[:-1])
+
+
+def launch_plain(
+    x: AttentionInput, rows: Rows, *, mask: TileMask | None = None, packed: Packed | None = None
+) -> None:
+    """The plain Triton kernel, for any strides and dtype."""
+    q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
+    batch, heads, count, dim = q.shape
+    size = 64 if q.dtype == torch.float32 else BLOCK
+    index_strides = (0, 0, 0) if mask is None else mask.index_BHNM.stride()[:3]
+    packed_strides = (0, 0, 0) if packed is None else packed.k_BGPD.stride()[:3]
+    flash_kernel[(triton.cdiv(count, size), batch * heads)](
+        q,
+        k,
+        v,
+        out,
+        k if packed is None else packed.k_BGPD,
+        v if packed is None else packed.v_BGPD,
+        q if packed is None else packed.weight_BGP,
+        q if packed is None else packed.offset_BGC,
+        q if mask is None else mask.index_BHNM,
+        q if mask is None else mask.count_BHN.contiguous(),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        *packed_strides,
+        *index_strides,
+        heads,
+        x.group,
+        count,
+        k.shape[2],
+        rows.row0,
+        rows.step,
+        0 if packed is None else packed.critical,
+        1 if packed is None else packed.chunk,
+        0 if packed is None else packed.weight_BGP.shape[2],
+        0 if packed is None else packed.offset_BGC.shape[2],
+        x.scale * LOG2E,
+        MODE=RANGE if mask is None and packed is None else LIST if packed is None else PACKED,
+        D=dim,
+        ROWS=size,
+        COLS=size,
+        BLOCK=BLOCK,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4 if size == 64 else 8,
+        num_stages=2,
+    )
