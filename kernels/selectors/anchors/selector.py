@@ -6,21 +6,23 @@ from collections.abc import Mapping
 
 import torch
 
-from ...interface import BLOCK, AttentionInput, KernelInputError, Phase, StateSpec, TileMask
+from ...interface import BLOCK, AttentionInput, KernelInputError, Phase, StateSpec
 from ...methods import Value
-from ..rules import reference as rules
 from ..rules.rule import Rule
+from ..scored import ScoredSelector, SlabSums
 from . import reference
 from .table import AnchorSettings, BlockAnchors, KeyAnchors, Overflow, Representative, SideSettings
 
 
-class AnchorsSelector:
+class AnchorsSelector(ScoredSelector):
     """DPXA (DeltaAttention, section 4.3) in our bounded form; docs/decisions/0003 says what differs.
 
     values: `tau`, `cos`, `q_anchors`, `k_anchors`. The keyword arguments open the rest of the form (see
     `SideSettings` and `AnchorSettings`). The thesis's own: q_anchors = k_anchors = 128, both
-    representatives "anchor", weighted and row_normalised False. `rule` replaces the cumulative rule.
+    representatives "anchor", weighted and row_normalised False.
     """
+
+    name = "anchors"
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class AnchorsSelector:
         weighted: bool = True,
         row_normalised: bool = True,
     ) -> None:
+        super().__init__(values, rule)
         self.form = AnchorSettings(
             cos=float(values["cos"]),
             q=SideSettings(int(values["q_anchors"]), q_representative, q_overflow),
@@ -41,7 +44,6 @@ class AnchorsSelector:
             weighted=weighted,
             row_normalised=row_normalised,
         )
-        self.rule = rule or Rule("cumulative", float(values["tau"]))
         self.sampled = self.form.q.cap * self.form.k.cap / BLOCK**2
 
     def new_state(self, spec: StateSpec) -> KeyAnchors:
@@ -54,38 +56,45 @@ class AnchorsSelector:
             )
         )
 
-    def scores(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> torch.Tensor:
-        """float32 score_BHNM, for measuring the estimate itself; adds the chunk's keys to the state."""
+    def reference_scores(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> torch.Tensor:
         with phase("anchors"):
-            self._add_keys(x, state)
+            start = _first_missing(x, state)
+            new = reference.summarise(x.k_BGSD[:, :, start * BLOCK :], self.form.cos, self.form.k, start)
+            state.table.vector_BGMAD[:, :, start : x.key_blocks] = new.vector_BGMAD.to(x.k_BGSD.dtype)
+            state.table.first_BGMA[:, :, start : x.key_blocks] = new.first_BGMA
+            state.table.count_BGMA[:, :, start : x.key_blocks] = new.count_BGMA
+            state.done = x.key_blocks
             queries = reference.summarise(x.q_BHTD, self.form.cos, self.form.q, x.first_block)
-            keys = _first_blocks(state.table, x.key_blocks)
         with phase("scoring"):
-            return reference.scores(x, queries, keys, self.form)
+            return reference.scores(x, queries, state.table.until(x.key_blocks), self.form)
 
-    def select(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> TileMask:
-        x.require_aligned("anchors")
-        score_BHNM = self.scores(x, state, phase)
-        with phase("selection"):
-            return rules.select(score_BHNM, self.rule, x.first_block)
+    def slab_sums(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> tuple[int, SlabSums]:
+        from . import kernel
 
-    def _add_keys(self, x: AttentionInput, state: KeyAnchors) -> None:
-        """Summarise the key blocks from this chunk on, and any before it that are not there yet."""
-        held = state.table.count_BGMA
-        if x.key_blocks > held.shape[2] or held.shape[:2] != x.k_BGSD.shape[:2]:
-            raise KernelInputError(
-                f"the state holds {tuple(held.shape[:3])} (batch, key heads, blocks), which does not fit "
-                f"{x.k_BGSD.shape[0]}, {x.k_BGSD.shape[1]}, {x.key_blocks}"
-            )
-        start = min(state.done, x.first_block)
-        new = reference.summarise(x.k_BGSD[:, :, start * BLOCK :], self.form.cos, self.form.k, start)
-        state.table.vector_BGMAD[:, :, start : x.key_blocks] = new.vector_BGMAD.to(x.k_BGSD.dtype)
-        state.table.first_BGMA[:, :, start : x.key_blocks] = new.first_BGMA
-        state.table.count_BGMA[:, :, start : x.key_blocks] = new.count_BGMA
-        state.done = x.key_blocks
+        with phase("anchors"):
+            start = _first_missing(x, state)
+            new_keys = x.k_BGSD[:, :, start * BLOCK :]
+            kernel.summarise(new_keys, self.form.cos, self.form.k, state.table, start, start)
+            state.done = x.key_blocks
+            queries = kernel.empty_table(x.q_BHTD, self.form.q.cap)
+            kernel.summarise(x.q_BHTD, self.form.cos, self.form.q, queries, 0, x.first_block)
+        return self.form.q.cap, lambda first, blocks: kernel.score_sums(
+            x, queries, state.table, self.form, first, blocks
+        )
 
 
-def _first_blocks(table: BlockAnchors, blocks: int) -> BlockAnchors:
-    return BlockAnchors(
-        table.vector_BGMAD[:, :, :blocks], table.first_BGMA[:, :, :blocks], table.count_BGMA[:, :, :blocks]
-    )
+def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
+    """The first key block to summarise: this chunk's first, or one before it that is not there yet."""
+    table = state.table
+    held = (*table.count_BGMA.shape[:3], table.vector_BGMAD.shape[4])
+    needed = (*x.k_BGSD.shape[:2], x.key_blocks, x.k_BGSD.shape[3])
+    if held[:2] != needed[:2] or held[2] < needed[2] or held[3] != needed[3]:
+        raise KernelInputError(
+            f"the state was made for (batch, key heads, blocks, D) = {held}, the input needs {needed}"
+        )
+    if table.vector_BGMAD.dtype != x.k_BGSD.dtype or table.vector_BGMAD.device != x.k_BGSD.device:
+        raise KernelInputError(
+            f"the state is {table.vector_BGMAD.dtype} on {table.vector_BGMAD.device}, "
+            f"k is {x.k_BGSD.dtype} on {x.k_BGSD.device}"
+        )
+    return min(state.done, x.first_block)

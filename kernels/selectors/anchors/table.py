@@ -68,6 +68,12 @@ class BlockAnchors:
     first_BGMA: torch.Tensor
     count_BGMA: torch.Tensor
 
+    def until(self, block: int) -> BlockAnchors:
+        """The blocks before `block`."""
+        return BlockAnchors(
+            self.vector_BGMAD[:, :, :block], self.first_BGMA[:, :, :block], self.count_BGMA[:, :, :block]
+        )
+
 
 @dataclass
 class KeyAnchors:

@@ -6,37 +6,34 @@ from collections.abc import Mapping
 
 import torch
 
-from ...interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
+from ...interface import BLOCK, AttentionInput, KernelInputError, Phase
 from ...methods import Value
-from ..rules import reference as rules
 from ..rules.rule import Rule
+from ..scored import ScoredSelector, SlabSums
 from . import reference
 
 
-class AntidiagonalSelector:
-    """XAttention (Xu et al. 2025), sections 2.1-2.2.
+class AntidiagonalSelector(ScoredSelector):
+    """XAttention (Xu et al. 2025), sections 2.1-2.2. values: `stride` (4, 8 or 16) and `tau`."""
 
-    values: `stride` (4, 8 or 16) and `tau`. `rule` replaces the cumulative rule, for instance by one with a
-    calibrated threshold per head: `Rule("cumulative", tau_H)`.
-    """
+    name = "antidiagonal"
 
     def __init__(self, values: Mapping[str, Value], *, rule: Rule | None = None) -> None:
+        super().__init__(values, rule)
         self.stride = int(values["stride"])
         if self.stride not in (4, 8, 16):
             raise KernelInputError(f"stride {self.stride} is not 4, 8 or 16")
-        self.rule = rule or Rule("cumulative", float(values["tau"]))
         self.sampled = 1.0 / self.stride
 
-    def new_state(self, spec: StateSpec) -> None:
-        return None
-
-    def scores(self, x: AttentionInput, state: object, phase: Phase) -> torch.Tensor:
-        """float32 score_BHNM, for measuring the estimate itself."""
+    def reference_scores(self, x: AttentionInput, state: object, phase: Phase) -> torch.Tensor:
         with phase("scoring"):
             return reference.scores(x, self.stride)
 
-    def select(self, x: AttentionInput, state: object, phase: Phase) -> TileMask:
-        x.require_aligned("antidiagonal")
-        score_BHNM = self.scores(x, state, phase)
-        with phase("selection"):
-            return rules.select(score_BHNM, self.rule, x.first_block)
+    def slab_sums(self, x: AttentionInput, state: object, phase: Phase) -> tuple[int, SlabSums]:
+        from . import kernel
+
+        with phase("scoring"):
+            own_BHI = kernel.prepare(x, self.stride)
+        return BLOCK // self.stride, lambda first, blocks: kernel.score_sums(
+            x, self.stride, own_BHI, first, blocks
+        )

@@ -10,9 +10,13 @@ from .rule import LEVELS, Rule, check_scores
 _FLOAT_BITS = 1 << 31
 
 
-def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> TileMask:
+def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
     """The tiles that `rule` keeps of float32 scores >= 0; columns after the diagonal are ignored."""
-    return compact(keep(score_BHNM, rule, first_block))
+    mask = compact(keep(score_BHNM, rule, first_block))
+    if not with_scores:
+        return mask
+    kept_BHNM = score_BHNM.gather(-1, mask.index_BHNM.long())
+    return TileMask(mask.index_BHNM, mask.count_BHN, kept_BHNM)
 
 
 def keep(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Rule:
         if isinstance(self.amount, torch.Tensor):
             if self.amount.shape[0] != heads:
                 raise KernelInputError(f"{self.amount.shape[0]} amounts for {heads} query heads")
-            return self.amount.to(device, torch.float32)
+            return self.amount.to(device, torch.float32, non_blocking=True)
         return torch.full((heads,), self.amount, dtype=torch.float32, device=device)
 
 

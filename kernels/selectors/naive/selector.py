@@ -1,0 +1,35 @@
+"""Strided rows as a selector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...interface import BLOCK, AttentionInput, KernelInputError, Phase
+from ...methods import Value
+from ..rules.rule import Rule
+from ..scored import ScoredSelector, SlabSums
+from . import reference
+
+
+class NaiveSelector(ScoredSelector):
+    """Every stride-th row of q and k (ablation of DeltaAttention section 4.3). values: `stride`, `tau`."""
+
+    name = "naive"
+
+    def __init__(self, values: Mapping[str, Value], *, rule: Rule | None = None) -> None:
+        super().__init__(values, rule)
+        self.stride = int(values["stride"])
+        if self.stride not in (2, 4, 8, 16):
+            raise KernelInputError(f"stride {self.stride} is not 2, 4, 8 or 16")
+        self.sampled = 1.0 / self.stride**2
+
+    def reference_scores(self, x: AttentionInput, state: object, phase: Phase) -> torch.Tensor:
+        with phase("scoring"):
+            return reference.scores(x, self.stride)
+
+    def slab_sums(self, x: AttentionInput, state: object, phase: Phase) -> tuple[int, SlabSums]:
+        from . import kernel
+
+        return BLOCK // self.stride, lambda first, blocks: kernel.score_sums(x, self.stride, first, blocks)

@@ -1,0 +1,289 @@
+"""From scores, or from the logarithms of their parts, to kept tiles, on the GPU.
+
+Shape suffixes as in `kernels.interface`; R rows of logarithms of one query block, W key blocks of the whole
+prompt rounded up to a power of two. One program per query block and head; nothing is sorted: thresholds
+are found by bisection, with sums of whole numbers. W depends on the prompt and not on the chunk, so that
+sums are formed in the same order however the prompt is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ...interface import BLOCK, AttentionInput, KernelInputError, TileMask
+from .rule import LEVELS, MAX_BLOCKS, Rule, check_scores
+
+LOG2_E = math.log2(math.e)
+PART_BYTES = 768 << 20
+"""Most memory that one slab's logarithms may take."""
+
+_KINDS = {"cumulative": 0, "max_relative": 1, "top_k": 2}
+
+
+@triton.jit
+def _highest_floor(level_W, weight_W, forced_W, need, limit, ROUNDS: tl.constexpr):
+    """The highest level below `limit` at which the kept weight is still `need`."""
+    low = tl.zeros((), tl.int32)
+    high = tl.zeros((), tl.int32) + limit
+    for _ in range(ROUNDS):
+        middle = low + (high - low) // 2
+        kept = tl.sum(tl.where((level_W >= middle) | forced_W, weight_W, 0), axis=0)
+        enough = kept.to(tl.float32) >= need
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def _kept(score_W, column_W, diagonal, amount, KIND: tl.constexpr, LEVELS: tl.constexpr):
+    """Which tiles of a row the rule keeps; score_W is 0 after the diagonal. See `rule.Rule`."""
+    causal_W = column_W <= diagonal
+    forced_W = (column_W == diagonal) | (column_W == 0)
+    top = tl.max(score_W, axis=0)
+    if KIND == 1:
+        kept_W = score_W >= amount * top
+    elif KIND == 0:
+        per_level = tl.where(top > 0.0, LEVELS / top, 0.0)
+        level_W = (score_W * per_level + 0.5).to(tl.int32)
+        need = amount * tl.sum(level_W, axis=0).to(tl.float32)
+        floor = _highest_floor(level_W, level_W, forced_W, need, LEVELS + 2, 18)
+        kept_W = level_W >= tl.where(amount < 1.0, floor, 0)
+    else:
+        bits_W = score_W.to(tl.int32, bitcast=True)
+        need = tl.ceil(amount * (diagonal + 1).to(tl.float32))
+        floor = _highest_floor(bits_W, causal_W.to(tl.int32), forced_W, need, 2147483647, 31)
+        kept_W = bits_W >= floor
+    return (tl.where(top > 0.0, kept_W, causal_W) & causal_W) | forced_W
+
+
+@triton.jit
+def _score_of_sums(
+    in_ptr,
+    stride_r,
+    column_W,
+    causal_W,
+    R: tl.constexpr,
+    RB: tl.constexpr,
+    W: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's."""
+    score_W = tl.zeros((W,), tl.float32)
+    ceiling = float("-inf")
+    row_RB = tl.arange(0, RB)
+    if not NORM:
+        for start in range(0, R, RB):
+            at_RW = (start + row_RB[:, None]) * stride_r + column_W[None, :]
+            part_RW = tl.load(in_ptr + at_RW, mask=causal_W[None, :], other=float("-inf"))
+            ceiling = tl.maximum(ceiling, tl.max(tl.max(part_RW.to(tl.float32), axis=1), axis=0))
+    for start in range(0, R, RB):
+        at_RW = (start + row_RB[:, None]) * stride_r + column_W[None, :]
+        part_RW = tl.load(in_ptr + at_RW, mask=causal_W[None, :], other=float("-inf")).to(tl.float32)
+        top_R = tl.max(part_RW, axis=1) if NORM else tl.zeros((RB,), tl.float32) + ceiling
+        base_R = tl.where(top_R == float("-inf"), 0.0, top_R)
+        mass_RW = tl.exp2(part_RW - base_R[:, None])
+        if NORM:
+            total_R = tl.sum(mass_RW, axis=1)
+            mass_RW = mass_RW * (1.0 / tl.where(total_R > 0.0, total_R, 1.0))[:, None]
+        score_W += tl.sum(mass_RW, axis=0)
+    if not NORM:
+        total = tl.sum(score_W, axis=0)
+        score_W = score_W / tl.where(total > 0.0, total, 1.0)
+    return score_W
+
+
+@triton.jit
+def _rule_kernel(
+    in_ptr,
+    amount_ptr,
+    index_ptr,
+    count_ptr,
+    score_ptr,
+    stride_ib,
+    stride_ih,
+    stride_in,
+    stride_ir,
+    stride_mb,
+    stride_mh,
+    stride_mn,
+    stride_cb,
+    stride_ch,
+    heads,
+    first_block,
+    R: tl.constexpr,
+    RB: tl.constexpr,
+    W: tl.constexpr,
+    NORM: tl.constexpr,
+    KIND: tl.constexpr,
+    LEVELS: tl.constexpr,
+    WITH_SCORES: tl.constexpr,
+):
+    """R = 0: in_ptr holds scores. KIND = -1: write the row's scores and select nothing."""
+    row = tl.program_id(0)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    diagonal = first_block + row
+    column_W = tl.arange(0, W)
+    causal_W = column_W <= diagonal
+    in_ptr += batch * stride_ib + head * stride_ih + row.to(tl.int64) * stride_in
+    if R == 0:
+        score_W = tl.load(in_ptr + column_W, mask=causal_W, other=0.0).to(tl.float32)
+    else:
+        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, RB, W, NORM)
+    place = batch * stride_mb + head * stride_mh + row.to(tl.int64) * stride_mn
+    if KIND == -1:
+        tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
+    else:
+        amount = tl.load(amount_ptr + head)
+        kept_W = _kept(score_W, column_W, diagonal, amount, KIND, LEVELS)
+        slot_W = tl.cumsum(kept_W.to(tl.int32), axis=0) - 1
+        tl.store(index_ptr + place + slot_W, column_W.to(tl.int16), mask=kept_W)
+        if WITH_SCORES:
+            tl.store(score_ptr + place + slot_W, score_W, mask=kept_W)
+        tl.store(count_ptr + batch * stride_cb + head * stride_ch + row, tl.sum(kept_W.to(tl.int32), axis=0))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """log2 of the parts of a slab's tile scores: part_BHNRM, N the slab's query blocks from `first_row` of
+    the chunk on; columns after a row's diagonal are never read. `normalised`: every part row's values are
+    divided by their sum before the rows are added."""
+
+    part_BHNRM: torch.Tensor
+    first_row: int
+    normalised: bool = True
+
+
+def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torch.Tensor:
+    """fp16 (*rows, columns), every row starting on 32 bytes."""
+    return torch.empty((*rows, -(-columns // 16) * 16), dtype=torch.float16, device=like.device)[
+        ..., :columns
+    ]
+
+
+def slabs(x: AttentionInput, parts: int) -> Iterator[tuple[int, int]]:
+    """(first query block, query blocks) of slabs whose logarithms, `parts` rows a block, fit PART_BYTES."""
+    batch, heads = x.q_BHTD.shape[:2]
+    row_bytes = batch * heads * parts * (x.key_blocks + 16) * 2
+    size = max(8, PART_BYTES // row_bytes // 8 * 8)
+    for first in range(0, x.query_blocks, size):
+        yield first, min(size, x.query_blocks - first)
+
+
+def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
+    """A TileMask for the chunk, to be filled slab by slab."""
+    shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
+    device = x.q_BHTD.device
+    return TileMask(
+        torch.empty(shape, dtype=torch.int16, device=device),
+        torch.empty(shape[:3], dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device) if with_scores else None,
+    )
+
+
+def width_of(prompt_tokens: int) -> int:
+    """W of a prompt."""
+    blocks = -(-prompt_tokens // BLOCK)
+    if blocks > MAX_BLOCKS:
+        raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
+    return max(16, triton.next_power_of_2(blocks))
+
+
+def select_from_sums(x: AttentionInput, sums: Sums, rule: Rule, out: TileMask) -> None:
+    """Fill the slab's rows of `out`."""
+    _launch(x, sums, rule, out.index_BHNM, out.count_BHN, out.score_BHNM)
+
+
+def scores_from_sums(x: AttentionInput, sums: Sums, score_BHNM: torch.Tensor) -> None:
+    """Fill the slab's rows of the chunk's float32 scores."""
+    _launch(x, sums, None, None, None, score_BHNM)
+
+
+def _launch(
+    x: AttentionInput,
+    sums: Sums,
+    rule: Rule | None,
+    index_BHNM: torch.Tensor | None,
+    count_BHN: torch.Tensor | None,
+    score_BHNM: torch.Tensor | None,
+) -> None:
+    part = sums.part_BHNRM
+    batch, heads, rows, parts = part.shape[:4]
+    table = score_BHNM if index_BHNM is None else index_BHNM
+    assert table is not None
+    amount_H = None if rule is None else rule.amounts(heads, part.device)
+    width = width_of(x.prompt_tokens)
+
+    def at(whole: torch.Tensor | None) -> torch.Tensor | None:
+        return None if whole is None else whole[:, :, sums.first_row :]
+
+    _rule_kernel[(rows, batch * heads)](
+        part,
+        amount_H,
+        at(index_BHNM),
+        at(count_BHN),
+        at(score_BHNM),
+        *part.stride()[:4],
+        *table.stride()[:3],
+        *((0, 0) if count_BHN is None else count_BHN.stride()[:2]),
+        heads,
+        x.first_block + sums.first_row,
+        R=parts,
+        RB=_rows_at_once(parts, width),
+        W=width,
+        NORM=sums.normalised,
+        KIND=-1 if rule is None else _KINDS[rule.kind],
+        LEVELS=LEVELS,
+        WITH_SCORES=rule is not None and score_BHNM is not None,
+        num_warps=_warps(width),
+    )
+
+
+def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
+    """The tiles that `rule` keeps of float32 scores >= 0; columns after the diagonal are ignored."""
+    check_scores(score_BHNM, first_block)
+    if score_BHNM.stride(3) != 1:
+        raise KernelInputError("scores must be contiguous along key blocks")
+    batch, heads, rows, columns = score_BHNM.shape
+    device = score_BHNM.device
+    index_BHNM = torch.empty(score_BHNM.shape, dtype=torch.int16, device=device)
+    count_BHN = torch.empty(score_BHNM.shape[:3], dtype=torch.int32, device=device)
+    kept_BHNM = torch.empty_like(index_BHNM, dtype=torch.float32) if with_scores else None
+    width = max(16, triton.next_power_of_2(columns))
+    _rule_kernel[(rows, batch * heads)](
+        score_BHNM,
+        rule.amounts(heads, device),
+        index_BHNM,
+        count_BHN,
+        kept_BHNM,
+        *score_BHNM.stride()[:3],
+        0,
+        *index_BHNM.stride()[:3],
+        *count_BHN.stride()[:2],
+        heads,
+        first_block,
+        R=0,
+        RB=1,
+        W=width,
+        NORM=True,
+        KIND=_KINDS[rule.kind],
+        LEVELS=LEVELS,
+        WITH_SCORES=with_scores,
+        num_warps=_warps(width),
+    )
+    return TileMask(index_BHNM, count_BHN, kept_BHNM)
+
+
+def _warps(width: int) -> int:
+    return min(16, max(1, width // 256))
+
+
+def _rows_at_once(parts: int, width: int) -> int:
+    """Part rows held in registers together: about 64 values a thread."""
+    return max(1, min(parts, 64 * 32 * _warps(width) // width))
