@@ -216,6 +216,10 @@ class PrefillCancelled(PrefillFailed):
     """It was cancelled by id."""
 
 
+class DecodeFailed(Exception):
+    """A prompt's K/V could not be received, so there is nothing to keep: str() is one plain line."""
+
+
 # --- inside a prefill group -----------------------------------------------------------------------------
 
 

@@ -1,0 +1,196 @@
+"""A tiny random Llama, and a decode engine on it whose prompts are prefilled by a few plain lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from deltafront.workers.decode_engine import DecodeEngine
+from deltafront.workers.kv_transport import KVReceiver
+from deltafront.workers.messages import (
+    DecodeConfig,
+    FinishEvent,
+    FirstLogits,
+    FirstTokenTimings,
+    GenerateJob,
+    KVAnnouncement,
+    Reserve,
+    Reserved,
+    Sampling,
+    TokenEvent,
+)
+from deltafront.workers.model import LayerStack, load_stack
+from deltafront.workers.model_config import read_config
+
+LAYERS = 6
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved random Llama, 6 layers, 4 query heads on 2 of dimension 16, 1024 positions, fp32."""
+    import transformers
+
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=199,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        eos_token_id=198,
+        bos_token_id=1,
+    )
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_stack(tiny_llama: Path) -> LayerStack:
+    config = read_config(tiny_llama)
+    everything = range(config.layers)
+    return load_stack(
+        tiny_llama, config, everything, embedding=True, head=True, dtype=torch.float32, device="cpu"
+    )
+
+
+@dataclass
+class Prefilled:
+    """A prompt's K/V by layer (numpy [T, G, D] pairs) and the logits of its last position."""
+
+    kv: list[tuple[np.ndarray, np.ndarray]]
+    logits: np.ndarray
+
+
+@dataclass
+class Answer:
+    """What one `generate` yielded."""
+
+    first: FirstTokenTimings | None = None
+    tokens: list[TokenEvent] = field(default_factory=list)
+    finish: FinishEvent | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [event.token_id for event in self.tokens]
+
+
+class Bench:
+    """A started engine and short cuts around it."""
+
+    def __init__(self, engine: DecodeEngine, stack: LayerStack) -> None:
+        self.engine = engine
+        self.stack = stack
+
+    @property
+    def used(self) -> int:
+        stats = self.engine.stats()
+        return stats.pages_total - stats.pages_free
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[int]) -> Prefilled:
+        kv: list[tuple[np.ndarray, np.ndarray]] = []
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            kv.append((k.numpy().copy(), v.numpy().copy()))
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out[0].transpose(0, 1)
+
+        hidden = self.stack.forward(self.stack.embed(torch.tensor(ids)), torch.arange(len(ids)), attend)
+        return Prefilled(kv, self.stack.logits(hidden[-1:])[0].numpy())
+
+    def pieces(self, request_id: str, prompt: Prefilled, chunk: int = 32) -> list[KVAnnouncement]:
+        """The announcements of a prompt, chunk by chunk and layer by layer."""
+        total = len(prompt.kv[0][0])
+        return [
+            KVAnnouncement(
+                request_id,
+                layer,
+                start,
+                min(chunk, total - start),
+                tuple(np.ascontiguousarray(x[start : start + chunk]) for x in prompt.kv[layer]),
+            )
+            for start in range(0, total, chunk)
+            for layer in range(len(prompt.kv))
+        ]
+
+    async def deliver(self, request_id: str, ids: list[int], chunk: int = 32) -> None:
+        """Prefill a reserved request and hand everything over."""
+        prompt = self.prefill(ids)
+        await asyncio.gather(
+            *(self.engine.announce(piece) for piece in self.pieces(request_id, prompt, chunk))
+        )
+        await self.engine.first_logits(FirstLogits(request_id, prompt.logits))
+
+    async def reserve(self, request_id: str, prompt: int, new: int, **more: Any) -> Reserved:
+        given = {"owner": "me", **more}
+        answer = await self.engine.reserve(Reserve(request_id, prompt_tokens=prompt, max_tokens=new, **given))
+        assert isinstance(answer, Reserved), answer
+        return answer
+
+    async def collect(self, job: GenerateJob) -> Answer:
+        """Read a stream to its end, checking the order of its events."""
+        answer = Answer()
+        async for event in self.engine.generate(job):
+            assert answer.finish is None, "nothing may follow the finish"
+            if isinstance(event, FirstTokenTimings):
+                assert answer.first is None and not answer.tokens
+                answer.first = event
+            elif isinstance(event, TokenEvent):
+                assert answer.first is not None and event.index == len(answer.tokens)
+                answer.tokens.append(event)
+            else:
+                answer.finish = event
+        assert answer.finish is not None and answer.finish.completion_tokens == len(answer.tokens)
+        return answer
+
+    async def ask(
+        self, request_id: str, ids: list[int], sampling: Sampling, keep_tokens: int = 0, **more: Any
+    ) -> Answer:
+        """Reserve, prefill and generate."""
+        await self.reserve(request_id, len(ids), sampling.max_tokens, keep_tokens=keep_tokens)
+        await self.deliver(request_id, ids)
+        return await self.collect(GenerateJob(request_id, sampling, keep_tokens=keep_tokens, **more))
+
+    async def ask_session(
+        self, request_id: str, session_id: str, ids: list[int], sampling: Sampling, **more: Any
+    ) -> Answer:
+        await self.reserve(request_id, len(ids), sampling.max_tokens, session_id=session_id)
+        packed = np.asarray(ids, dtype="<u4").tobytes()
+        return await self.collect(GenerateJob(request_id, sampling, packed, session_id, **more))
+
+
+@pytest.fixture
+async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
+    """`await bench(key=value…)` starts an engine with that DecodeConfig; all are closed, and must be empty."""
+    engines: list[DecodeEngine] = []
+
+    async def start(wall: Callable[[], float] | None = None, **config: Any) -> Bench:
+        defaults = {"cache_tokens": 8192, "selection": "full", "append_chunk_tokens": 48}
+        model = tiny_stack.config
+        receiver = KVReceiver(model.kv_heads, model.head_dim, torch.float32)
+        chosen = DecodeConfig(**(defaults | config))
+        clock = {} if wall is None else {"wall": wall}
+        engine = DecodeEngine("decode:test", tiny_stack, chosen, receiver, **clock)
+        await engine.start()
+        engines.append(engine)
+        return Bench(engine, tiny_stack)
+
+    yield start
+    for engine in engines:
+        fault = engine.fault
+        await engine.close()
+        stats = engine.stats()
+        assert stats.pages_free == stats.pages_total, "pages leaked"
+        assert not fault

@@ -1,0 +1,225 @@
+"""The decode engine on a tiny random Llama: what it answers must be what transformers answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deltafront.workers.messages import FinishReason, GenerateJob, KeepSession, Sampling, SessionKept
+
+NEW = 64
+GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
+PROMPTS = (5, 16, 33, 150)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + length).randrange(198) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path) -> Callable[[list[int]], list[int]]:
+    """transformers' greedy continuation."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    def continuation(ids: list[int]) -> list[int]:
+        given = torch.tensor([ids])
+        out = model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False
+        )
+        return out[0, len(ids) :].tolist()
+
+    return continuation
+
+
+async def test_greedy_tokens_equal_transformers_alone_and_batched(
+    bench: Any, expected: Callable[[list[int]], list[int]]
+) -> None:
+    run = await bench()
+    prompts = [prompt(length) for length in PROMPTS]
+    wanted = [expected(ids) for ids in prompts]
+    assert len({tuple(ids) for ids in wanted}) == len(wanted), "the model should answer prompts differently"
+    alone = [await run.ask(f"alone-{i}", ids, GREEDY) for i, ids in enumerate(prompts)]
+    together = await asyncio.gather(*(run.ask(f"together-{i}", ids, GREEDY) for i, ids in enumerate(prompts)))
+    assert [answer.ids for answer in alone] == wanted
+    assert [answer.ids for answer in together] == wanted
+    assert {answer.finish.reason for answer in alone} == {FinishReason.LENGTH}
+    assert run.used == 0
+
+
+async def test_a_kept_session_answers_as_the_whole_prompt_would_and_stays_as_it_was(
+    bench: Any, expected: Callable[[list[int]], list[int]]
+) -> None:
+    run = await bench()
+    document = prompt(150)
+    first = await run.ask("first", document, GREEDY, keep_tokens=150, keep_ttl_s=60.0)
+    assert first.ids == expected(document)
+    assert first.first.session_expires == pytest.approx(time.time() + 60, abs=5)
+    held = run.used
+    assert held == 10
+    questions = [prompt(length, seed=1) for length in (1, 3, 20, 130)]
+    wanted = [expected(document + question) for question in questions]
+    session = first.first.session_id
+    answers = await asyncio.gather(
+        *(run.ask_session(f"q{i}", session, question, GREEDY) for i, question in enumerate(questions))
+    )
+    assert [answer.ids for answer in answers] == wanted
+    again = await run.ask_session("again", session, questions[2], GREEDY)
+    assert again.ids == wanted[2]
+    assert run.used == held
+    assert await run.engine.release_session(session, "me")
+    assert run.used == 0
+
+
+async def test_a_session_can_be_kept_of_a_session_and_of_part_of_a_prompt(
+    bench: Any, expected: Callable[[list[int]], list[int]]
+) -> None:
+    run = await bench()
+    document = prompt(100)
+    part = (await run.ask("part", document, GREEDY, keep_tokens=70)).first.session_id
+    more, question = prompt(25, seed=2), prompt(9, seed=3)
+    await run.reserve("longer", len(more), 64, session_id=part, keep_tokens=95)
+    packed = torch.tensor(more, dtype=torch.int32).numpy().tobytes()
+    longer = await run.collect(GenerateJob("longer", GREEDY, packed, part, keep_tokens=95))
+    assert longer.ids == expected(document[:70] + more)
+    await run.engine.release_session(part, "me")
+    answer = await run.ask_session("question", longer.first.session_id, question, GREEDY)
+    assert answer.ids == expected(document[:70] + more + question)
+
+
+async def test_prefill_only_becomes_a_session(bench: Any, expected: Callable[[list[int]], list[int]]) -> None:
+    run = await bench()
+    document, question = prompt(75), prompt(10, seed=4)
+    await run.reserve("read", 75, 0)
+    keeping = asyncio.create_task(run.engine.keep(KeepSession("read", 30.0)))
+    await asyncio.sleep(0.02)
+    assert not keeping.done(), "no page is here yet"
+    await run.deliver("read", document)
+    kept = await keeping
+    assert isinstance(kept, SessionKept) and kept.tokens == 75
+    assert kept.session_id.startswith("test.")
+    assert kept.report.handoff_bytes == 75 * 6 * 2 * 2 * 16 * 4
+    assert 0 < kept.report.handoff_exposed < 10
+    answer = await run.ask_session("question", kept.session_id, question, GREEDY)
+    assert answer.ids == expected(document + question)
+
+
+async def test_an_end_token_stops_unless_ignored(
+    bench: Any, expected: Callable[[list[int]], list[int]]
+) -> None:
+    ids = prompt(33)
+    greedy = expected(ids)
+    end = greedy[7]
+    run = await bench()
+    run.engine._scheduler._eos_ids = frozenset({end})  # the tiny model never says its own
+    stopped = await run.ask("stop", ids, Sampling(max_tokens=NEW))
+    assert stopped.ids == greedy[: greedy.index(end) + 1]
+    assert stopped.finish.reason is FinishReason.STOP
+    assert (await run.ask("on", ids, GREEDY)).ids == greedy
+
+
+async def test_sampled_streams_do_not_depend_on_the_batch(bench: Any) -> None:
+    run = await bench(max_batch=3)
+    ids = prompt(33)
+    samplings = [
+        Sampling(1.0, max_tokens=20, seed=1, ignore_eos=True),
+        Sampling(0.7, top_p=0.8, max_tokens=30, seed=1, ignore_eos=True),
+        Sampling(1.3, top_k=20, max_tokens=25, seed=2, ignore_eos=True),
+        Sampling(0.9, top_k=50, top_p=0.9, max_tokens=40, seed=3, ignore_eos=True),
+        Sampling(max_tokens=15, ignore_eos=True),
+    ]
+    alone = [await run.ask(f"alone-{i}", ids, sampling) for i, sampling in enumerate(samplings)]
+    together = await asyncio.gather(
+        *(run.ask(f"together-{i}", ids, sampling) for i, sampling in enumerate(samplings))
+    )
+    assert [answer.ids for answer in alone] == [answer.ids for answer in together]
+    assert len({tuple(answer.ids[:15]) for answer in alone}) == len(samplings)
+    for one, other in zip(alone, together, strict=True):
+        pairs = zip(one.tokens, other.tokens, strict=True)
+        assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
+
+
+async def test_logprobs_are_those_of_the_unmodified_distribution(bench: Any) -> None:
+    run = await bench()
+    ids = prompt(16)
+    answer = await run.ask("a", ids, Sampling(1.5, top_k=5, max_tokens=6, ignore_eos=True, seed=9))
+    for event in answer.tokens:
+        logits = torch.from_numpy(run.prefill(ids).logits)
+        assert event.logprob == pytest.approx(float(logits.log_softmax(-1)[event.token_id]), abs=1e-4)
+        ids = [*ids, event.token_id]
+
+
+async def test_delta_with_a_budget_of_every_page_equals_full(
+    bench: Any, expected: Callable[[list[int]], list[int]]
+) -> None:
+    run = await bench(selection="delta", full_layers=(0,), delta_layers=(2, 4), page_budget=64, recency=4)
+    prompts = [prompt(length) for length in PROMPTS]
+    answers = await asyncio.gather(*(run.ask(f"r{i}", ids, GREEDY) for i, ids in enumerate(prompts)))
+    assert [answer.ids for answer in answers] == [expected(ids) for ids in prompts]
+    for length, answer in zip(PROMPTS, answers, strict=True):
+        report = answer.finish.report
+        assert report.pages_attended == report.pages_held
+        assert report.pages_held == 2 * sum(-(-(length + i) // 16) for i in range(1, NEW))
+
+
+async def test_delta_reads_only_its_budget_and_full_rows_beside_it_are_untouched(
+    bench: Any, expected: Callable[[list[int]], list[int]]
+) -> None:
+    run = await bench(selection="delta", delta_layers=(2,), page_budget=4, recency=2)
+    ids, other = prompt(150), prompt(33)
+    alone = await run.ask("alone", ids, GREEDY)
+    delta, full, small = await asyncio.gather(
+        run.ask("delta", ids, GREEDY),
+        run.ask("full", ids, GREEDY, selection="full"),
+        run.ask("small", other, GREEDY, selection="delta"),
+    )
+    assert full.ids == expected(ids)
+    assert delta.ids == alone.ids
+    assert delta.finish.report.pages_attended == 3 * 4 * (NEW - 1)
+    assert full.finish.report.pages_attended == full.finish.report.pages_held
+    assert small.finish.report.pages_attended < small.finish.report.pages_held
+
+
+async def test_the_parts_add_up_to_the_time_to_the_first_token(bench: Any) -> None:
+    run = await bench()
+    ids = prompt(150)
+    await run.reserve("late", 150, 4, keep_tokens=150)
+    made = run.prefill(ids)
+    pieces = run.pieces("late", made)
+    for piece in pieces[:-1]:
+        await run.engine.announce(piece)
+    from deltafront.workers.messages import FirstLogits
+
+    await run.engine.first_logits(FirstLogits("late", made.logits))
+    began = time.perf_counter()
+    stream = run.engine.generate(GenerateJob("late", Sampling(max_tokens=4), keep_tokens=150))
+    getting = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.2)
+    await run.engine.announce(pieces[-1])
+    first = await getting
+    took = time.perf_counter() - began
+    report = first.report
+    assert report.handoff_exposed == pytest.approx(0.2, abs=0.1)
+    parts = report.handoff_exposed + report.decode_wait + report.append_prefill + report.first_step
+    assert parts == pytest.approx(took, abs=0.02)
+    assert [event async for event in stream][-1].reason is FinishReason.LENGTH
+    packed = torch.tensor(prompt(100), dtype=torch.int32).numpy().tobytes()
+    await run.reserve("more", 100, 4, session_id=first.session_id)
+    began = time.perf_counter()
+    async for event in run.engine.generate(
+        GenerateJob("more", Sampling(max_tokens=4), packed, first.session_id)
+    ):
+        took = time.perf_counter() - began
+        report = event.report
+        break
+    assert report.append_prefill > 0.5 * took and report.handoff_exposed == 0
+    parts = report.decode_wait + report.append_prefill + report.first_step
+    assert parts == pytest.approx(took, abs=0.02)
