@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
 from deltafront.workers.decode_engine import DecodeEngine
 from deltafront.workers.kv_transport import KVReceiver
 from deltafront.workers.messages import (
@@ -173,7 +174,7 @@ class Bench:
 
 @pytest.fixture
 async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
-    """`await bench(key=value…)` starts an engine with that DecodeConfig; all are closed, and must be empty."""
+    """`await bench(key=value…)` starts an engine with that DecodeConfig; all must be empty when closed."""
     engines: list[DecodeEngine] = []
 
     async def start(wall: Callable[[], float] | None = None, **config: Any) -> Bench:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from deltafront.workers.messages import FinishReason, GenerateJob, KeepSession, Sampling, SessionKept
 
 NEW = 64
