@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """torch.distributed backend by type of device."""
@@ -86,7 +87,7 @@ class GroupActivations:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         stages: int,
         hidden: int,
@@ -109,7 +110,10 @@ class GroupActivations:
 
     def receive(self, tokens: int) -> torch.Tensor:
         hidden_TC = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
-        dist.irecv(hidden_TC, src=self._rank - 1, group=self._before).wait()
+        work = dist.irecv(hidden_TC, src=self._rank - 1, group=self._before)
+        if work is None:
+            raise LinkClosed("this rank is not part of the link before it")
+        work.wait()
         return hidden_TC
 
     def send(self, hidden_TC: torch.Tensor) -> None:
@@ -124,14 +128,14 @@ class GroupActivations:
         dist.destroy_process_group()
 
 
-def host_store(address: str, stages: int, timeout_s: float = 120.0) -> dist.TCPStore:
+def host_store(address: str, stages: int, timeout_s: float = 120.0) -> TCPStore:
     """The first stage's rendezvous, on a free port of `address` that the system picks (`.port`)."""
-    return dist.TCPStore(
+    return TCPStore(
         address, 0, stages, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
     )
 
 
-def join_store(address: str, port: int, stages: int, timeout_s: float = 120.0) -> dist.TCPStore:
-    return dist.TCPStore(
+def join_store(address: str, port: int, stages: int, timeout_s: float = 120.0) -> TCPStore:
+    return TCPStore(
         address, port, stages, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
     )

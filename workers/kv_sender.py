@@ -35,7 +35,9 @@ class KVSender:
 
     def __init__(self, post: Post, device: torch.device | str) -> None:
         self._post = post
-        self._stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if torch.device(device).type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._staged: deque[_Staged] = deque()
 
     def announce(
@@ -80,7 +82,7 @@ class KVSender:
                 x.record_stream(self._stream)
                 host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
                 copies.append(host.copy_(x.detach(), non_blocking=True))
-            landed = torch.cuda.Event()
+            landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             landed.record(self._stream)
         return copies[0], copies[1], landed
 

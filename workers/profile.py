@@ -84,7 +84,7 @@ class CudaPhases:
         return totals
 
     def _record(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append((event, self._stack[-1] if self._stack else None))
 

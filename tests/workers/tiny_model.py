@@ -1,0 +1,93 @@
+"""A tiny random Llama on disk, and what the pipeline's tests compare with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from deltafront.kernels.build import build
+from deltafront.kernels.interface import AttentionInput, StateSpec
+from deltafront.kernels.methods import MethodSpec
+from deltafront.workers.model import load_stack
+from deltafront.workers.model_config import read_config
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 16, 199
+
+
+def make_tiny_model(directory: Path) -> Path:
+    """A complete model directory in Hugging Face layout, weights from a fixed seed."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+    weights = {
+        "model.embed_tokens.weight": draw(VOCAB, HIDDEN) * HIDDEN**0.5,
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": draw(VOCAB, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}."
+        weights |= {
+            f"{name}input_layernorm.weight": torch.ones(HIDDEN),
+            f"{name}post_attention_layernorm.weight": torch.ones(HIDDEN),
+            f"{name}self_attn.q_proj.weight": draw(HEADS * HEAD_DIM, HIDDEN) * 3,
+            f"{name}self_attn.k_proj.weight": draw(KV_HEADS * HEAD_DIM, HIDDEN) * 3,
+            f"{name}self_attn.v_proj.weight": draw(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{name}self_attn.o_proj.weight": draw(HIDDEN, HEADS * HEAD_DIM),
+            f"{name}mlp.gate_proj.weight": draw(96, HIDDEN),
+            f"{name}mlp.up_proj.weight": draw(96, HIDDEN),
+            f"{name}mlp.down_proj.weight": draw(HIDDEN, 96),
+        }
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def random_ids(tokens: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, VOCAB, tokens, dtype=np.uint32).tobytes()
+
+
+def whole_prompt(
+    directory: Path, token_ids: bytes, spec: MethodSpec
+) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """The last logits_V and each layer's k_TGD, v_TGD, by one stack in one go, without pages or chunks."""
+    config = read_config(directory)
+    layers = range(config.layers)
+    stack = load_stack(
+        directory, config, layers, embedding=True, head=True, dtype=torch.float32, device="cpu"
+    )
+    ids_T = torch.from_numpy(np.frombuffer(token_ids, "<u4").astype(np.int64))
+    method = build(spec)
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen[layer] = k, v
+        state = method.new_state(
+            StateSpec(1, HEADS, KV_HEADS, HEAD_DIM, len(q), torch.device("cpu"), torch.float32)
+        )
+        x = AttentionInput.of(*(t.transpose(0, 1)[None].contiguous() for t in (q, k, v)))
+        return method.attend(x, state)[0][0].transpose(0, 1)
+
+    hidden_TC = stack.forward(stack.embed(ids_T), torch.arange(len(ids_T)), attend)
+    return stack.logits(hidden_TC[-1:])[0], seen
