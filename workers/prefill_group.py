@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -102,26 +103,34 @@ class StageActor:
 
 
 class RayStageLink:
-    """A stage actor, as the controller sees it: Ray's errors become plain ones."""
+    """A stage actor, as the controller sees it: Ray's errors become plain ones.
+
+    Commands are sent outside the context of whichever call caused them. Ray would count them as that
+    call's children, and `ray.cancel` of one request's stream would take commands out of the stages' queues.
+    """
 
     def __init__(self, actor: Any, stage: int) -> None:
         self._actor = actor
         self._stage = stage
+        self._context = copy_context()
 
     def open(self, request: OpenRequest) -> Awaitable[None]:
-        return self._outcome(self._actor.open.remote(request))
+        return self._send(self._actor.open, request)
 
     def run_chunk(self, command: ChunkCommand) -> Awaitable[ChunkReport]:
-        return self._outcome(self._actor.run_chunk.remote(command))
+        return self._send(self._actor.run_chunk, command)
 
     def close(self, request_id: str) -> Awaitable[None]:
-        return self._outcome(self._actor.close.remote(request_id))
+        return self._send(self._actor.close, request_id)
 
     def pages_used(self) -> Awaitable[int]:
-        return self._outcome(self._actor.pages_used.remote())
+        return self._send(self._actor.pages_used)
 
     def stop(self) -> None:
         ray.kill(self._actor)
+
+    def _send(self, method: Any, *args: Any) -> Awaitable[Any]:
+        return self._outcome(self._context.run(method.remote, *args))
 
     async def _outcome(self, reply: Any) -> Any:
         try:
