@@ -120,7 +120,11 @@ class DecodeEngine:
             return "the decode loop has stopped"
         return self._scheduler.fault
 
-    def stats(self) -> DecodeStats:
+    @property
+    def pages_used(self) -> int:
+        return self._pages.pool.used
+
+    async def stats(self) -> DecodeStats:
         pool, running = self._pages.pool, self._scheduler.running
         waiting = max(0, self._lifecycle.live_count() - running)
         return DecodeStats(self.name, pool.total, pool.free, running, waiting, len(self._pages.sessions))
