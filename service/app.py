@@ -1,0 +1,166 @@
+"""The Ray Serve application: the door, prefill groups and decode workers.
+
+`build` is what `serve build`, a RayService and `deltafront serve` use. Importing this module loads no
+torch; worker classes are imported when the application is built, and load torch in their own processes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import secrets
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from ..workers.model_config import read_config
+from ..workers.model_store import resolve
+from .attempt import Resources
+from .auth import Authenticator, TokenFile
+from .config import ConfigError, DoorConfig, ServiceConfig, parse
+from .dispatch import RayDirectory
+from .exporter import Exporter
+from .fleet import Fleet, View
+from .front_door import About, FrontDoor
+from .metrics import DIRECTORY_VARIABLE, Metrics
+from .tokenizer import TextTokenizer
+from .validate import Limits
+
+APP_NAME = "deltafront"
+SERVICERS = (
+    "deltafront.service.wire.add_deltafront_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+)
+"""Serve's `grpc_servicer_functions`."""
+MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
+
+
+class DoorReplica(FrontDoor):
+    """The door as a Serve replica: makes what it needs from the configuration, in its own process."""
+
+    async def __init__(self, config: dict[str, Any], metrics_directory: str) -> None:  # type: ignore[misc]
+        logging.basicConfig(level=logging.INFO)
+        settings = parse(config)
+        metrics = Metrics(Path(metrics_directory))
+        fleet = Fleet(RayDirectory(), observer(metrics), settings.door.refresh_s, settings.door.renew_s)
+        resources, limits = prepare(settings, fleet, metrics)
+        address = f"{ray.util.get_node_ip_address()}:{settings.door.metrics_port}"
+        super().__init__(resources, limits, authenticator(settings.door), about(settings, address))
+        fleet.start()
+        self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
+        self._exporter.start()
+
+
+def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
+    """The whole application. Raises ConfigError, or ModelError for a model that cannot be used."""
+    settings = config if isinstance(config, ServiceConfig) else parse(config)
+    settings = settings.with_model(path=str(resolve(settings.model.path)))
+    from ..workers import decode_worker, prefill_group
+
+    bundles, strategy = prefill_group.placement(settings.prefill)
+    prefill = serve.deployment(
+        name="PrefillGroup",
+        num_replicas=settings.prefill.groups,
+        ray_actor_options={"num_cpus": prefill_group.REPLICA_CPUS},
+        placement_group_bundles=bundles,
+        placement_group_strategy=strategy,
+    )(prefill_group.PrefillGroup)
+    decode = serve.deployment(
+        name="DecodeReplica", num_replicas=settings.decode.workers, **decode_worker.placement(settings.decode)
+    )(decode_worker.DecodeReplica)
+    return assemble(
+        settings, prefill.bind(settings.model, settings.prefill), decode.bind(settings.model, settings.decode)
+    )
+
+
+def assemble(settings: ServiceConfig, *workers: serve.Application) -> serve.Application:
+    """The door with the applications that own its workers; they are bound so that Serve starts them."""
+    check_start(settings)
+    directory = Path(tempfile.gettempdir()) / f"deltafront-metrics-{secrets.token_hex(6)}"
+    environment = {
+        DIRECTORY_VARIABLE: str(directory),
+        MESSAGE_SIZE_VARIABLE: str(settings.door.max_message_bytes),
+    }
+    door = serve.deployment(
+        name="FrontDoor",
+        num_replicas=settings.door.replicas,
+        max_ongoing_requests=settings.door.max_requests,
+        ray_actor_options={"num_cpus": settings.door.cpus, "runtime_env": {"env_vars": environment}},
+        graceful_shutdown_timeout_s=5,
+    )(Door if workers else DoorReplica)
+    return door.bind(settings.model_dump(mode="json"), str(directory), *workers)
+
+
+class Door(DoorReplica):
+    """DoorReplica whose Serve graph contains the worker deployments. Their handles are not called: the
+    door speaks to the actors, which it finds by name."""
+
+    async def __init__(self, config: dict[str, Any], metrics_directory: str, *_workers: Any) -> None:  # type: ignore[misc]
+        await DoorReplica.__init__(self, config, metrics_directory)
+
+
+def prepare(settings: ServiceConfig, fleet: Fleet, metrics: Metrics) -> tuple[Resources, Limits]:
+    """Tokenizer, model facts and limits. Raises ModelError or FileNotFoundError."""
+    directory = Path(settings.model.path)
+    model = read_config(directory, settings.model.overrides)
+    door = settings.door
+    tokenizer = TextTokenizer.load(directory)
+    resources = Resources(fleet, tokenizer, metrics, door, model.vocab, model.positions, model.eos_ids)
+    limits = Limits(
+        vocabulary=model.vocab,
+        positions=model.positions,
+        default_method=door.default_method,
+        default_max_tokens=door.default_max_tokens,
+        default_ttl_s=door.default_session_ttl_s,
+        max_ttl_s=settings.decode.max_session_ttl_s,
+        delta_decode=bool(settings.decode.delta_layers),
+    )
+    return resources, limits
+
+
+def authenticator(door: DoorConfig) -> Authenticator:
+    """Raises ConfigError for a token file that cannot be used."""
+    if door.tokens_file is None:
+        return Authenticator(None)
+    try:
+        return Authenticator(TokenFile(door.tokens_file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"door.tokens_file: {error}") from None
+
+
+def about(settings: ServiceConfig, metrics_address: str) -> About:
+    return About(
+        version=importlib.metadata.version("deltafront"),
+        model=settings.door.model_name or settings.model.path,
+        prefill_stages=settings.prefill.stages,
+        chunk_tokens=settings.prefill.chunk_tokens,
+        metrics_address=metrics_address,
+    )
+
+
+def check_start(settings: ServiceConfig) -> None:
+    """What would otherwise fail in a replica, over and over: the token file, the model's files, the split."""
+    authenticator(settings.door)
+    directory = Path(settings.model.path)
+    read_config(directory, settings.model.overrides).split(settings.prefill.stages)
+    TextTokenizer.load(directory)
+
+
+def observer(metrics: Metrics) -> Any:
+    """What the fleet's polls say, as gauges."""
+
+    def observe(view: View) -> None:
+        every = {**view.groups, **view.workers}
+        usage = {name: 1 - one.pages_free / one.pages_total for name, one in every.items() if one.pages_total}
+        metrics.state(
+            usage,
+            running=sum(one.running for one in every.values()),
+            waiting=sum(one.waiting for one in every.values()),
+            sessions=sum(one.sessions for one in view.workers.values()),
+        )
+
+    return observe

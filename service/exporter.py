@@ -1,0 +1,70 @@
+"""One scrape port for all replicas of the door on a node."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from .metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_TAKEOVER_S = 2.0
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A connection that sends nothing must not block the others."""
+
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not news."""
+
+
+class Exporter:
+    """Serves /metrics from one port of a node; tries again and again while another replica holds it."""
+
+    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+        self._metrics = metrics
+        self._address = (host, port)
+        self._stop = threading.Event()
+        self._server: _Server | None = None
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._server is not None:
+            self._server.shutdown()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                server = make_server(*self._address, self._application, _Server, _Quiet)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    log.error("metrics cannot be served at %s:%d: %s", *self._address, error)
+                    return
+                self._stop.wait(_TAKEOVER_S)
+                continue
+            with server:
+                self._server = server
+                log.info("metrics are served at %s:%d", *self._address)
+                server.serve_forever(poll_interval=0.2)
+
+    def _application(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
+        if environ.get("PATH_INFO") not in ("/", "/metrics"):
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"metrics are at /metrics\n"]
+        body = self._metrics.expose()
+        start_response("200 OK", [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")])
+        return [body]

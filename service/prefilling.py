@@ -1,0 +1,50 @@
+"""One Prefill request, from ids to a session."""
+
+from __future__ import annotations
+
+from ..workers.messages import KeepSession, RefusalReason, Refused, Reserve
+from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
+from .calls import Measured, PrefillCall, SessionInfo, SessionMade, Usage
+from .errors import WorkerFailed
+from .plan import plan_session
+from .timings import TtftClock, decode_parts, prefill_parts
+
+
+class Prefilling:
+    """Reads a prompt and keeps its K/V on a decode worker."""
+
+    def __init__(self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit) -> None:
+        self._resources = resources
+        self._call = call
+        self._clock = clock
+        self._emit = emit
+        self._prompt = b""
+
+    async def run(self) -> None:
+        """Emit Progress …, SessionMade. Raises DeltafrontError."""
+        self._prompt = await tokenize(self._resources, self._call.prompt, follows=False, answer=False)
+        self._clock.lap("tokenize")
+        await with_replays(self._resources, self._clock, self._attempt, lambda: False)
+
+    async def _attempt(self) -> None:
+        call, clock, metrics = self._call, self._clock, self._resources.metrics
+        plan = plan_session(self._prompt, self._resources.positions)
+        with Lease(self._resources.fleet) as lease:
+            wish = Reserve(lease.request_id, call.owner, plan.read_tokens, plan.max_tokens)
+            group, worker = await place(self._resources, lease, plan, wish, call.deadline)
+            clock.lap("admission")
+            report = await read(lease, group, worker, plan, call.method, call.deadline, self._emit)
+            clock.span(prefill_parts(report))
+            kept = await worker.keep(KeepSession(lease.request_id, call.ttl_s, call.deadline))
+            if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:
+                raise WorkerFailed(worker.name, kept.message)
+            if isinstance(kept, Refused):
+                raise refusal(kept)
+            clock.span(decode_parts(kept.report))
+            lease.settle(worker)
+        metrics.prefilled(report)
+        metrics.pulled(kept.report)
+        metrics.prompt(plan.read_tokens)
+        session = SessionInfo(kept.session_id, kept.expires, kept.tokens)
+        measured = Measured(clock.read(), clock.elapsed, report, kept.report)
+        self._emit(SessionMade(call.request_id, session, Usage(plan.read_tokens), measured))

@@ -1,0 +1,142 @@
+"""Text and chat messages to token ids and back, with the `tokenizers` library alone (no transformers).
+
+Reads tokenizer.json, tokenizer_config.json and chat_template.jinja of a model directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import numpy as np
+from tokenizers import Tokenizer
+
+Message = Mapping[str, str]
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class TemplateError(ValueError):
+    """The model has no chat template, or its template refuses these messages."""
+
+
+class TextTokenizer:
+    """Thread-safe; encoding releases the interpreter lock, so call it in a thread."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None, special: Mapping[str, str]) -> None:
+        self._tokenizer = tokenizer
+        self._special = dict(special)
+        self._template = None if template is None else _environment().from_string(template)
+
+    @classmethod
+    def load(cls, directory: Path) -> TextTokenizer:
+        """Raises FileNotFoundError or ValueError for a directory without a usable tokenizer."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist: the model directory has no tokenizer")
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config_path = directory / "tokenizer_config.json"
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        special = {name: text for name in _SPECIAL if (text := _token_text(config.get(name)))}
+        return cls(tokenizer, _template(directory, config), special)
+
+    def encode(self, text: str, *, opening: bool) -> bytes:
+        """Little-endian uint32 ids. opening: this begins a sequence, so the model's BOS is added."""
+        return _packed(self._tokenizer.encode(text, add_special_tokens=opening).ids)
+
+    def encode_chat(self, messages: Sequence[Message], *, answer: bool) -> bytes:
+        """A conversation from its beginning. answer: end with the assistant's opening."""
+        return self.encode(self._render(messages, answer), opening=False)
+
+    def encode_chat_append(self, messages: Sequence[Message]) -> bytes:
+        """Messages that continue a conversation, without the opening that a template gives to a new one.
+
+        Found as the difference of two renderings: of an invented conversation with and without the
+        messages. Raises TemplateError for a template that rewrites earlier messages.
+        """
+        invented: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        refusal: TemplateError | None = None
+        for before in (invented, [*invented, {"role": "assistant", "content": "a"}], invented[1:]):
+            try:
+                head, whole = self._render(before, False), self._render([*before, *messages], True)
+            except TemplateError as error:
+                refusal = error
+                continue
+            if whole.startswith(head):
+                return self.encode(whole[len(head) :], opening=False)
+        raise refusal or TemplateError(
+            "this model's chat template cannot append messages: append text instead"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _render(self, messages: Sequence[Message], answer: bool) -> str:
+        if self._template is None:
+            raise TemplateError("this model has no chat template: send text instead of messages")
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=answer,
+                **self._special,
+            )
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the model's chat template refuses these messages: {error}") from None
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+def _token_text(value: Any) -> str:
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return None if template is None else str(template)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what to train on; for serving it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    """The dialect that chat templates are written in, without access to anything outside."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
