@@ -1,4 +1,4 @@
-"""The prefill group on real Ray: two stages over gloo, K/V through the object store to a fake decode worker."""
+"""The prefill group on real Ray: two stages over gloo, K/V by object store to a fake decode worker."""
 
 from __future__ import annotations
 
