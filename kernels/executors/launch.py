@@ -77,8 +77,8 @@ def takes_hopper(x: AttentionInput, rows: Rows) -> bool:
 
 def _copyable(t: torch.Tensor) -> bool:
     """Whether the copy engine can address t: base and outer strides in 16-byte steps."""
-    size = t.element_size()
-    return t.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in t.stride()[:-1])
+    steps = [s * t.element_size() for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
+    return t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def launch_plain(
