@@ -12,12 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-from deltafront.benchmarks import needles as hay
-from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillProgress, TokenReceived
-from deltafront.service.launch import LocalService
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from deltafront.benchmarks import needles as hay
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillProgress, TokenReceived
+from deltafront.service.launch import LocalService
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "config" / "demo.yaml"

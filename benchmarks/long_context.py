@@ -1,0 +1,121 @@
+"""Accuracy and TTFT at full length through gRPC: needles in real text, one session for each method.
+
+    python -m deltafront.benchmarks.long_context --config deploy/config/gpu.yaml --text FILE \
+        --tokens 131072 --needles 100 --questions 10 --methods dense dpxa xattention streaming+delta
+
+The same document is read once with every method; then the questions are asked on its session. Reports exact
+answers, the median TTFT of `--repeats` reads, its parts, and the density. The text must be about 10% longer
+than wanted (a whole novel for 131,072 tokens). Prints a table and writes the JSON named by --result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from deltafront.benchmarks import needles as hay
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.config import load
+from deltafront.service.launch import LocalService
+from deltafront.workers import model_store
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read(client: DeltafrontClient, document: str, method: str) -> PrefillFinished:
+    for event in client.prefill(document, method=method, session_ttl_s=1800):
+        if isinstance(event, PrefillFinished):
+            return event
+    raise RuntimeError("Prefill ended without a result")
+
+
+def ask(
+    client: DeltafrontClient, session: str, question: str, selection: str
+) -> tuple[str, GenerateFinished]:
+    answer = ""
+    events = client.generate(
+        session_id=session, append=question, max_tokens=48, stop=["\n"], page_selection=selection
+    )
+    for event in events:
+        if isinstance(event, GenerateFinished):
+            return answer + event.text, event
+        answer += getattr(event, "text", "")
+    raise RuntimeError("Generate ended without a finish event")
+
+
+def run_method(
+    client: DeltafrontClient, document: str, method: str, asked: list[hay.Needle], repeats: int
+) -> dict[str, object]:
+    """One row: `repeats` reads of the document, then the questions with full and with delta decode."""
+    results = [read(client, document, method) for _ in range(repeats)]
+    for spare in results[:-1]:
+        client.release(spare.session.session_id)
+    result = results[-1]
+    session = result.session.session_id
+    right = {"full": 0, "delta": 0}
+    question_ttft = []
+    for needle in asked:
+        for selection in right:
+            answer, finish = ask(client, session, needle.question, selection)
+            right[selection] += needle.answered_by(answer)
+            question_ttft.append(finish.timings.ttft_seconds)
+    client.release(session)
+    return {
+        "method": method,
+        "tokens": result.usage.prompt_tokens,
+        "exact_full_decode": right["full"],
+        "exact_delta_decode": right["delta"],
+        "asked": len(asked),
+        "ttft_s": round(statistics.median(r.timings.ttft_seconds for r in results), 3),
+        "question_ttft_s": round(statistics.median(question_ttft), 4),
+        "density": round(result.density.mean, 4),
+        "scoring_over_attention": round(result.density.scoring_overhead, 4),
+        "parts": {name: round(seconds, 4) for name, seconds in result.timings.parts.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--text", type=Path, default=hay.DEMO_TEXT)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--needles", type=int, default=100)
+    parser.add_argument("--questions", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", default=["dense", "dpxa", "xattention", "streaming+delta"])
+    parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "long_context.json")
+    parser.add_argument("--hardware", default="", help="what it ran on, for the record")
+    arguments = parser.parse_args()
+    config = load(arguments.config)
+    directory = model_store.resolve(config.model.path)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    needles = hay.make_needles(arguments.needles, seed=3)
+    # The question and its answer follow the document within the model's positions.
+    document = hay.document(
+        arguments.text.read_text(),
+        needles,
+        arguments.tokens - 128,
+        lambda t: len(tokenizer.encode(t).ids),
+        seed=3,
+    )
+    asked = needles[:: max(1, len(needles) // arguments.questions)][: arguments.questions]
+    with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
+        rows = [run_method(client, document, m, asked, arguments.repeats) for m in arguments.methods]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    result = {"hardware": arguments.hardware, "commit": commit.stdout.strip(), "rows": rows}
+    arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        print({key: value for key, value in row.items() if key != "parts"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What the service adds to a prefill: TTFT over gRPC against the same prefill called in one process.
+
+    python -m deltafront.benchmarks.service_overhead [--config deploy/config/demo.yaml] [--repeats 3]
+
+The prompt, chunks, method and number of threads are the same. "One process" is `workers.local_pipeline`
+twice: as one stage that uses all the threads (no pipeline at all), and with the service's own stages (as
+threads of one process, activations by queue). Neither has Ray, gRPC or a hand-off. The ratio of medians
+says what the service costs; resident memory of all its processes is read while it serves. Prints a table
+and writes benchmarks/results/service_overhead.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import struct
+import subprocess
+from pathlib import Path
+
+import psutil
+import torch
+from tokenizers import Tokenizer
+
+from deltafront.benchmarks.needles import DEMO_TEXT
+from deltafront.service.client import DeltafrontClient, GenerateFinished
+from deltafront.service.config import ServiceConfig, load
+from deltafront.service.launch import LocalService
+from deltafront.workers import model_store
+from deltafront.workers.local_pipeline import run_in_process
+from deltafront.workers.messages import PrefillConfig, resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "service_overhead.json"
+
+
+def in_one_process(config: ServiceConfig, prefill: PrefillConfig, ids: list[int], method: str) -> float:
+    """Seconds from the job's arrival to the last logits; loading the model is not counted."""
+    packed = struct.pack(f"<{len(ids)}I", *ids)
+    report, _ = run_in_process(config.model, prefill, packed, resolve(method))
+    return report.queue + report.wall
+
+
+def over_grpc(client: DeltafrontClient, ids: list[int], method: str) -> float:
+    for event in client.generate(ids, method=method, max_tokens=1, ignore_eos=True):
+        if isinstance(event, GenerateFinished):
+            return event.timings.ttft_seconds
+    raise RuntimeError("the stream ended without a finish event")
+
+
+def resident_gib(pid: int) -> float:
+    parent = psutil.Process(pid)
+    return sum(p.memory_info().rss for p in (parent, *parent.children(recursive=True))) / 2**30
+
+
+def measure(
+    path: Path, config: ServiceConfig, lengths: list[int], repeats: int, method: str
+) -> dict[str, object]:
+    directory = model_store.resolve(config.model.path)
+    ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(DEMO_TEXT.read_text()).ids
+    threads = config.prefill.threads * config.prefill.stages
+    one_stage = dataclasses.replace(config.prefill, stages=1, threads=threads)
+    times: dict[tuple[str, int], list[float]] = {}
+    with LocalService(path) as service, DeltafrontClient(service.address) as client:
+        over_grpc(client, ids[:512], method)
+        for length in lengths:
+            times["service", length] = [over_grpc(client, ids[:length], method) for _ in range(repeats)]
+        memory = resident_gib(service.pid)
+    for length in lengths:
+        for name, prefill in (("one stage", one_stage), ("same stages", config.prefill)):
+            runs = [in_one_process(config, prefill, ids[:length], method) for _ in range(repeats)]
+            times[name, length] = runs
+    rows = []
+    for length in lengths:
+        served = statistics.median(times["service", length])
+        row: dict[str, object] = {"tokens": length, "service_s": round(served, 3)}
+        for name in ("one stage", "same stages"):
+            median = statistics.median(times[name, length])
+            row[f"{name.replace(' ', '_')}_s"] = round(median, 3)
+            row[f"over_{name.replace(' ', '_')}"] = round(served / median - 1, 4)
+        rows.append(row)
+    return {"rows": rows, "resident_gib": round(memory, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=ROOT / "deploy" / "config" / "demo.yaml")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--method", default="dense")
+    arguments = parser.parse_args()
+    config = load(arguments.config)
+    measured = measure(arguments.config, config, arguments.tokens, arguments.repeats, arguments.method)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    result = {
+        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+        "commit": commit.stdout.strip(),
+        "torch": torch.__version__,
+        "method": arguments.method,
+        "repeats": arguments.repeats,
+        **measured,
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
