@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from deltafront.workers.kv_cache import KVCacheError, PagedKVCache
 
 LAYERS, HEADS, DIM, PAGES = range(4, 7), 3, 8, 12

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+
 from deltafront.kernels.testing import row_errors
 from deltafront.workers.kv_cache import PagedKVCache
 from deltafront.workers.model import LayerStack, load_stack
@@ -70,8 +71,8 @@ class Case:
     logits_TV: torch.Tensor
 
 
-def expected_logits(directory: Path, ids_T: torch.Tensor) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+def expected_logits(directory: Path, ids_T: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     with torch.no_grad():
         return model(ids_T[None]).logits[0].float()
 
@@ -94,19 +95,24 @@ class Pages:
     """Dense causal attention over a paged cache, for prefill chunks of one prompt and for decode rows."""
 
     def __init__(
-        self, config: ModelConfig, tables: list[list[int]], dtype: torch.dtype = torch.float32
+        self,
+        config: ModelConfig,
+        tables: list[list[int]],
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> None:
         pages = 1 + max(page for table in tables for page in table)
-        self.tables = [torch.tensor(table, dtype=torch.int32) for table in tables]
+        self.tables = [torch.tensor(table, dtype=torch.int32, device=device) for table in tables]
         layers = range(config.layers)
-        self.cache = PagedKVCache(layers, config.kv_heads, config.head_dim, pages, dtype, "cpu")
+        self.cache = PagedKVCache(layers, config.kv_heads, config.head_dim, pages, dtype, device)
 
     def chunk(self, sequence: int, start: int) -> Callable[..., torch.Tensor]:
         def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
             table, end = self.tables[sequence], start + q_THD.shape[0]
             self.cache.write(layer, table, start, k_TGD, v_TGD)
             k_GSD, v_GSD = self.cache.gather(layer, table, end)
-            seen_TS = torch.arange(end) <= torch.arange(start, end)[:, None]
+            positions_S = torch.arange(end, device=q_THD.device)
+            seen_TS = positions_S <= positions_S[start:, None]
             return sdpa(q_THD, k_GSD, v_GSD, seen_TS)
 
         return attend
@@ -139,7 +145,9 @@ def table_of(tokens: int, seed: int = 0) -> list[int]:
     return torch.randperm(pages_for(tokens) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def load_stages(case: Case, stages: int, dtype: torch.dtype = torch.float32, **more: Any) -> list[LayerStack]:
+def load_stages(
+    case: Case, stages: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[LayerStack]:
     parts = case.config.split(stages)
     return [
         load_stack(
@@ -149,8 +157,7 @@ def load_stages(case: Case, stages: int, dtype: torch.dtype = torch.float32, **m
             embedding=layers is parts[0],
             head=layers is parts[-1],
             dtype=dtype,
-            device="cpu",
-            **more,
+            device=device,
         )
         for layers in parts
     ]
@@ -195,11 +202,31 @@ def test_decode_steps_of_a_batch_equal_prefill(case: Case) -> None:
         assert float(errors.max()) < LIMIT
 
 
-def test_bf16_stays_close_to_fp32(case: Case) -> None:
+def assert_bf16_is_no_worse_than_transformers(logits_TV: torch.Tensor, case: Case) -> None:
+    """Both are measured against fp32, in the mean and in the worst row."""
+    theirs_TV = expected_logits(case.directory, case.ids_T, torch.bfloat16)
+    ours_T, theirs_T = (row_errors(x.cpu(), case.logits_TV) for x in (logits_TV, theirs_TV))
+    assert float(ours_T.mean()) < 1.2 * float(theirs_T.mean())
+    assert float(ours_T.max()) < 1.5 * float(theirs_T.max())
+
+
+def test_bf16_is_no_worse_than_transformers(case: Case) -> None:
     pages = Pages(case.config, [table_of(TOKENS)], torch.bfloat16)
     logits_TV = prefill(load_stages(case, 2, torch.bfloat16), case.ids_T, CUTS["chunks"], pages)
-    errors = row_errors(logits_TV, case.logits_TV)
-    assert 1e-4 < float(errors.median()) < 0.04
+    assert_bf16_is_no_worse_than_transformers(logits_TV, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_equals_transformers_on_the_cpu(case: Case, dtype: torch.dtype) -> None:
+    pages = Pages(case.config, [table_of(TOKENS)], dtype, "cuda")
+    logits_TV = prefill(load_stages(case, 2, dtype, "cuda"), case.ids_T, CUTS["chunks"], pages)
+    assert logits_TV.is_cuda
+    if dtype == torch.float32:
+        assert float(row_errors(logits_TV.cpu(), case.logits_TV).max()) < LIMIT
+    else:
+        assert_bf16_is_no_worse_than_transformers(logits_TV, case)
 
 
 def test_time_outside_attend_is_marked(case: Case) -> None:

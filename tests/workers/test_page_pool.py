@@ -6,6 +6,7 @@ import pickle
 import random
 
 import pytest
+
 from deltafront.workers.page_pool import OutOfPages, PagePool, pages_for
 
 
