@@ -175,9 +175,11 @@ class DecodeEngine:
             self._begin(request, job)
             while True:
                 event = await request.events.get()
-                yield event
                 if isinstance(event, FinishEvent):
+                    await request.freed.wait()  # who hears the end finds the pages free
+                    yield event
                     return
+                yield event
         finally:
             self._lifecycle.close(request, FinishReason.CANCELLED, "the caller stopped reading")
             self._lifecycle.forget(request)

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from .messages import FinishReason, TokenEvent
 T = TypeVar("T")
 
 _FAILED_TURNS = 3
-"""So many computations in a row that raised mean that the worker itself is broken."""
+"""So many computations of one kind in a row that raised mean that the worker itself is broken."""
 
 
 class DecodeScheduler:
@@ -57,7 +57,7 @@ class DecodeScheduler:
         self._running: list[DecodeRequest] = []
         self._wake = asyncio.Event()
         self._stopping = False
-        self._failures = 0
+        self._failures: Counter[str] = Counter()
         self.fault = ""
 
     @property
@@ -112,7 +112,9 @@ class DecodeScheduler:
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
         logits, rows = [request.logits for request in requests], [_row(request) for request in requests]
-        chosen = await self._computed(requests, lambda: self._compute.first_tokens(logits, rows))
+        chosen = await self._computed(
+            "first tokens", requests, lambda: self._compute.first_tokens(logits, rows)
+        )
         for request, choice in zip(requests, chosen or (), strict=False):
             if request.ended is None:
                 request.times.first = time.perf_counter()
@@ -128,7 +130,9 @@ class DecodeScheduler:
         last = done + len(ids) == len(request.append_ids)
         pages, start = request.holding.table, request.length
         self._appending.append(request)
-        outcome = await self._computed([request], lambda: (self._compute.append(pages, start, ids, last),))
+        outcome = await self._computed(
+            "appended tokens", [request], lambda: (self._compute.append(pages, start, ids, last),)
+        )
         if outcome is None or request.ended is not None:
             return
         request.length += len(ids)
@@ -140,7 +144,7 @@ class DecodeScheduler:
 
     async def _decode(self, requests: Sequence[DecodeRequest]) -> None:
         rows = [_row(request) for request in requests]
-        chosen = await self._computed(requests, lambda: self._compute.decode(rows))
+        chosen = await self._computed("a decode step", requests, lambda: self._compute.decode(rows))
         for request, choice in zip(requests, chosen or (), strict=False):
             if request.ended is None:
                 request.length += 1
@@ -148,30 +152,30 @@ class DecodeScheduler:
                 request.times.pages_held += choice.pages_held
                 self._deliver(request, choice)
 
-    async def _computed(self, requests: Sequence[DecodeRequest], work: Callable[[], T]) -> T | None:
+    async def _computed(
+        self, what: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
+    ) -> T | None:
         """Run `work` on the compute thread with the requests' pages held; None if it raised."""
         for request in requests:
             self._lifecycle.pin(request)
         try:
             result = await asyncio.get_running_loop().run_in_executor(self._executor, work)
-            self._failures = 0
+            self._failures[what] = 0
             return result
         except Exception as error:
-            self._fail(requests, error)
+            self._fail(what, requests, error)
             return None
         finally:
             for request in requests:
                 self._lifecycle.unpin(request)
 
-    def _fail(self, requests: Sequence[DecodeRequest], error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        self._failures += 1
-        if self._failures >= _FAILED_TURNS:
-            self.fault = f"{self._failures} computations failed in a row, the last with {text}"
+    def _fail(self, what: str, requests: Sequence[DecodeRequest], error: Exception) -> None:
+        text = f"{what} failed: {type(error).__name__}: {error}"
+        self._failures[what] += 1
+        if self._failures[what] >= _FAILED_TURNS:
+            self.fault = f"{self._failures[what]} times in a row, {text}"
         for request in requests:
-            self._lifecycle.close(
-                request, FinishReason.FAILED, f"the decode worker failed to compute: {text}"
-            )
+            self._lifecycle.close(request, FinishReason.FAILED, text)
 
     def _deliver(self, request: DecodeRequest, choice: Chosen) -> None:
         """Send a token, and end the request if it was the last one."""

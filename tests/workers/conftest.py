@@ -93,6 +93,7 @@ class Bench:
     def __init__(self, engine: DecodeEngine, stack: LayerStack) -> None:
         self.engine = engine
         self.stack = stack
+        self.may_fault = False
 
     @property
     def used(self) -> int:
@@ -175,7 +176,7 @@ class Bench:
 @pytest.fixture
 async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
     """`await bench(key=value…)` starts an engine with that DecodeConfig; all must be empty when closed."""
-    engines: list[DecodeEngine] = []
+    benches: list[Bench] = []
 
     async def start(wall: Callable[[], float] | None = None, **config: Any) -> Bench:
         defaults = {"cache_tokens": 8192, "selection": "full", "append_chunk_tokens": 48}
@@ -185,12 +186,12 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
         clock = {} if wall is None else {"wall": wall}
         engine = DecodeEngine("decode:test", tiny_stack, chosen, receiver, **clock)
         await engine.start()
-        engines.append(engine)
-        return Bench(engine, tiny_stack)
+        benches.append(Bench(engine, tiny_stack))
+        return benches[-1]
 
     yield start
-    for engine in engines:
-        fault = engine.fault
-        await engine.close()
-        assert engine.pages_used == 0, "pages leaked"
-        assert not fault
+    for made in benches:
+        fault = made.engine.fault
+        await made.engine.close()
+        assert made.used == 0, "pages leaked"
+        assert made.may_fault or not fault
