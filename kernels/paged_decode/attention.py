@@ -27,9 +27,9 @@ def paged_attention(
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     if x.q_RHD.is_cuda:
-        from . import kernel
+        from . import launch
 
-        return kernel.paged_attention(x)
+        return launch.paged_attention(x)
     return reference.paged_attention(x)
 
 
@@ -49,9 +49,9 @@ def paged_attention_scored(
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     if x.q_RHD.is_cuda:
-        from . import kernel
+        from . import launch
 
-        return kernel.paged_attention_scored(x)
+        return launch.paged_attention_scored(x)
     return reference.paged_attention_scored(x)
 
 
@@ -74,7 +74,7 @@ def paged_attention_sparse(
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     selection = PageSelection(x, selected_RK, counts_R)
     if x.q_RHD.is_cuda:
-        from . import kernel
+        from . import launch
 
-        return kernel.paged_attention_sparse(selection)
+        return launch.paged_attention_sparse(selection)
     return reference.paged_attention_sparse(selection)

@@ -1,0 +1,150 @@
+"""Launches the Triton kernels of paged decode attention. Shape suffixes as in `kernel.py`.
+
+Grids and scratch depend on shapes alone (the table's width, not the lengths), and nothing is read back, so
+a CUDA graph that holds a call stays valid while lengths, tables and selections change on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..interface import KernelInputError
+from . import kernel
+from .pages import PAGE_TOKENS, PagedInput, PageSelection
+
+_LOG2_E = 1.4426950408889634
+_PROGRAMS = 264
+"""Programs of `_attend` to aim at: two for each of an H200's 132 multiprocessors, all resident at once."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernels are cut: keys a block, splits of a request, warps and pipeline stages of `_attend`;
+    blocks a program and warps of `_score`."""
+
+    block: int
+    splits: int
+    warps: int = 4
+    stages: int = 3
+    score_blocks: int = 1
+    score_warps: int = 1
+
+    @classmethod
+    def of(cls, x: PagedInput, pages: int) -> Launch:
+        """For at most `pages` pages a request. Measured on an H200; docs/LOG.md has the alternatives."""
+        block = 64 if x.k_PSGD.shape[3] * x.k_PSGD.element_size() <= 512 else 32
+        lanes = x.q_RHD.shape[0] * x.k_PSGD.shape[2]
+        blocks = -(-pages * PAGE_TOKENS // block)
+        return cls(block, min(blocks, max(1, _PROGRAMS // lanes)))
+
+
+def paged_attention(x: PagedInput, launch: Launch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention.paged_attention` with the Triton kernels."""
+    chosen = launch or Launch.of(x, x.table_RP.shape[1])
+    return _attend(x, None, chosen, _scratch(x, chosen, 0))
+
+
+def paged_attention_sparse(
+    selection: PageSelection, launch: Launch | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention.paged_attention_sparse` with the Triton kernels."""
+    x = selection.x
+    chosen = launch or Launch.of(x, selection.selected_RK.shape[1])
+    return _attend(x, selection, chosen, _scratch(x, chosen, 0))
+
+
+def paged_attention_scored(
+    x: PagedInput, launch: Launch | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attention.paged_attention_scored` with the Triton kernels."""
+    columns = x.table_RP.shape[1]
+    chosen = launch or Launch.of(x, columns)
+    weight_RBHT, top_RBH = scratch = _scratch(x, chosen, -(-columns * PAGE_TOKENS // chosen.block))
+    out_RHD, lse_RH = _attend(x, None, chosen, scratch)
+    requests, blocks, heads = top_RBH.shape
+    page_score_RP = torch.empty((requests, columns), dtype=torch.float32, device=x.q_RHD.device)
+    kernel._score[(-(-blocks // chosen.score_blocks), requests)](
+        weight_RBHT,
+        top_RBH,
+        lse_RH,
+        x.lengths_R,
+        page_score_RP,
+        heads,
+        columns,
+        blocks,
+        H=triton.next_power_of_2(heads),
+        BLOCK=chosen.block,
+        BLOCKS=chosen.score_blocks,
+        num_warps=chosen.score_warps,
+    )
+    return out_RHD, lse_RH, page_score_RP
+
+
+def _scratch(x: PagedInput, launch: Launch, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight_RBHT and top_RBH for page scores (without memory when blocks is 0)."""
+    requests, heads, _ = x.q_RHD.shape
+    weight_RBHT = x.k_PSGD.new_empty((requests, blocks, heads, launch.block))
+    return weight_RBHT, torch.empty((requests, blocks, heads), dtype=torch.float32, device=x.q_RHD.device)
+
+
+def _attend(
+    x: PagedInput,
+    selection: PageSelection | None,
+    launch: Launch,
+    scratch: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every split, then their merge. Page scores are prepared where scratch has blocks."""
+    requests, heads, dim = x.q_RHD.shape
+    if dim not in (64, 128, 256):
+        raise KernelInputError(f"head dimension {dim} is not 64, 128 or 256")
+    weight_RBHT, top_RBH = scratch
+    splits = (requests, heads, launch.splits)
+    part_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
+    top_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
+    sum_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
+    kernel._attend[(x.k_PSGD.shape[2], launch.splits, requests)](
+        x.q_RHD,
+        x.k_PSGD,
+        x.v_PSGD,
+        x.table_RP,
+        x.lengths_R,
+        x.table_RP if selection is None else selection.selected_RK,
+        x.lengths_R if selection is None else selection.counts_R,
+        part_RHCD,
+        top_RHC,
+        sum_RHC,
+        weight_RBHT,
+        top_RBH,
+        x.scale * _LOG2_E,
+        *x.q_RHD.stride()[:2],
+        *x.k_PSGD.stride()[:3],
+        *x.v_PSGD.stride()[:3],
+        x.table_RP.stride(0),
+        0 if selection is None else selection.selected_RK.stride(0),
+        top_RBH.shape[1],
+        GROUP=x.group,
+        ROWS=max(16, triton.next_power_of_2(x.group)),
+        D=dim,
+        BLOCK=launch.block,
+        SPARSE=selection is not None,
+        SCORED=top_RBH.shape[1] > 0,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    out_RHD = torch.empty((requests, heads, dim), dtype=x.q_RHD.dtype, device=x.q_RHD.device)
+    lse_RH = torch.empty((requests, heads), dtype=torch.float32, device=x.q_RHD.device)
+    kernel._merge[(requests * heads,)](
+        part_RHCD,
+        top_RHC,
+        sum_RHC,
+        out_RHD,
+        lse_RH,
+        launch.splits,
+        C=triton.next_power_of_2(launch.splits),
+        D=dim,
+        num_warps=4,
+    )
+    return out_RHD, lse_RH
