@@ -63,7 +63,8 @@ class PagedKVCache:
     ) -> None:
         """Store tokens start .. start+T-1 of one sequence, whose page table is `pages` (1-D, int32/int64).
 
-        `start` need not be page aligned. Raises KVCacheError if the page table is too short.
+        `start` need not be page aligned. Keep the table on the cache's device: else each call copies it.
+        Raises KVCacheError if the page table is too short.
         """
         tokens = k_TGD.shape[0]
         if start < 0 or start + tokens > pages.numel() * self.page_tokens:

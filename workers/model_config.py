@@ -141,11 +141,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         eos_ids=_eos_ids(Path(directory), raw),
         bos_id=raw.get("bos_token_id"),
     )
-    if config.q_heads % config.kv_heads or config.head_dim % 2:
-        raise ModelError(
-            f"{config.q_heads} query heads on {config.kv_heads} key/value heads of dimension "
-            f"{config.head_dim}: heads must divide evenly and the dimension must be even"
-        )
+    _refuse_uneven_heads(config)
     _refuse_sliding_window(raw, config)
     return config
 
@@ -208,6 +204,14 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for key in ("attention_bias", "mlp_bias", "quantization_config"):
         if raw.get(key):
             raise ModelError(f"config.json sets {key}, which is not supported: use a model without it")
+
+
+def _refuse_uneven_heads(config: ModelConfig) -> None:
+    if config.q_heads % config.kv_heads or config.head_dim % 2:
+        raise ModelError(
+            f"{config.q_heads} query heads on {config.kv_heads} key/value heads of dimension "
+            f"{config.head_dim}: heads must divide evenly and the dimension must be even"
+        )
 
 
 def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
