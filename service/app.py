@@ -10,13 +10,14 @@ import importlib.metadata
 import logging
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 
+from ..workers.messages import DecodeStats, GroupStats
 from ..workers.model_config import read_config
 from ..workers.model_store import resolve
 from .attempt import Resources
@@ -39,6 +40,10 @@ SERVICERS = (
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 
 
+_HEALTH_PERIOD_S = 1.0
+"""Serve rebuilds a worker after three failed checks; until then the door's replays wait."""
+
+
 class DoorReplica(FrontDoor):
     """The door as a Serve replica: makes what it needs from the configuration, in its own process."""
 
@@ -48,7 +53,9 @@ class DoorReplica(FrontDoor):
         metrics = Metrics(Path(metrics_directory))
         fleet = Fleet(RayDirectory(), observer(metrics), settings.door.refresh_s, settings.door.renew_s)
         resources, limits = prepare(settings, fleet, metrics)
-        address = f"{ray.util.get_node_ip_address()}:{settings.door.metrics_port}"
+        host = settings.door.metrics_host
+        shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
+        address = f"{shown}:{settings.door.metrics_port}"
         super().__init__(resources, limits, authenticator(settings.door), about(settings, address))
         fleet.start()
         self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
@@ -61,20 +68,24 @@ def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
     settings = settings.with_model(path=str(resolve(settings.model.path)))
     from ..workers import decode_worker, prefill_group
 
-    bundles, strategy = prefill_group.placement(settings.prefill)
-    prefill = serve.deployment(
-        name="PrefillGroup",
-        num_replicas=settings.prefill.groups,
-        ray_actor_options={"num_cpus": prefill_group.REPLICA_CPUS},
-        placement_group_bundles=bundles,
-        placement_group_strategy=strategy,
-    )(prefill_group.PrefillGroup)
-    decode = serve.deployment(
-        name="DecodeReplica", num_replicas=settings.decode.workers, **decode_worker.placement(settings.decode)
-    )(decode_worker.DecodeReplica)
+    prefill = _owner("PrefillGroup", prefill_group, settings.prefill, settings.prefill.groups)
+    decode = _owner("DecodeReplica", decode_worker, settings.decode, settings.decode.workers)
     return assemble(
         settings, prefill.bind(settings.model, settings.prefill), decode.bind(settings.model, settings.decode)
     )
+
+
+def _owner(name: str, module: Any, config: Any, replicas: int) -> Any:
+    """A deployment whose replicas each own the actors of one group or worker."""
+    bundles, strategy = module.placement(config)
+    return serve.deployment(
+        name=name,
+        num_replicas=replicas,
+        ray_actor_options={"num_cpus": module.REPLICA_CPUS},
+        placement_group_bundles=bundles,
+        placement_group_strategy=strategy,
+        health_check_period_s=_HEALTH_PERIOD_S,
+    )(getattr(module, name))
 
 
 def assemble(settings: ServiceConfig, *workers: serve.Application) -> serve.Application:
@@ -150,16 +161,16 @@ def check_start(settings: ServiceConfig) -> None:
     TextTokenizer.load(directory)
 
 
-def observer(metrics: Metrics) -> Any:
+def observer(metrics: Metrics) -> Callable[[View], None]:
     """What the fleet's polls say, as gauges."""
 
     def observe(view: View) -> None:
-        every = {**view.groups, **view.workers}
-        usage = {name: 1 - one.pages_free / one.pages_total for name, one in every.items() if one.pages_total}
+        every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
+        usage = {one.name: 1 - one.pages_free / one.pages_total for one in every if one.pages_total}
         metrics.state(
             usage,
-            running=sum(one.running for one in every.values()),
-            waiting=sum(one.waiting for one in every.values()),
+            running=sum(one.running for one in every),
+            waiting=sum(one.waiting for one in every),
             sessions=sum(one.sessions for one in view.workers.values()),
         )
 

@@ -212,21 +212,17 @@ async def with_replays(
 
 def refusal(refused: Refused, retry_after_s: float | None = _BUSY_RETRY_S) -> DeltafrontError:
     """A worker's no as the client's error."""
-    match refused.reason:
-        case RefusalReason.PAGES:
-            return Overloaded(f"no room now: {refused.message}", retry_after_s=retry_after_s)
-        case RefusalReason.TOO_LARGE:
-            return Overloaded(f"too large for this server: {refused.message}")
-        case RefusalReason.NO_SESSION:
-            return NotFound(NO_SESSION)
-        case RefusalReason.POSITIONS:
-            return InvalidArgument("append", refused.message)
-        case RefusalReason.SELECTION:
-            return InvalidArgument("page_selection", refused.message)
-        case RefusalReason.DEADLINE:
-            return DeadlineExceeded("the deadline passed while the prompt was being read")
-        case RefusalReason.DUPLICATE:
-            return Internal(f"a worker knows this request already: {refused.message}")
+    if refused.reason is RefusalReason.PAGES:
+        return Overloaded(f"no room now: {refused.message}", retry_after_s=retry_after_s)
+    fixed: dict[RefusalReason, DeltafrontError] = {
+        RefusalReason.TOO_LARGE: Overloaded(f"too large for this server: {refused.message}"),
+        RefusalReason.NO_SESSION: NotFound(NO_SESSION),
+        RefusalReason.POSITIONS: InvalidArgument("append", refused.message),
+        RefusalReason.SELECTION: InvalidArgument("page_selection", refused.message),
+        RefusalReason.DEADLINE: DeadlineExceeded("the deadline passed while the prompt was being read"),
+        RefusalReason.DUPLICATE: Internal(f"a worker knows this request already: {refused.message}"),
+    }
+    return fixed[refused.reason]
 
 
 def _rejection(rejected: admission.Rejected) -> DeltafrontError:

@@ -85,7 +85,7 @@ class Measured:
     ttft: TimeToFirstToken
     total_seconds: float
     prefill: PrefillReport | None = None
-    decode: DecodeReport = DecodeReport()
+    decode: DecodeReport = field(default_factory=DecodeReport)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -21,6 +20,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from ..protos.v1 import deltafront_pb2 as pb
 from ..protos.v1 import deltafront_pb2_grpc as pb_grpc
 from .errors import InvalidArgument, from_status
+from .plan import packed
 from .results import (
     GenerateFinished,
     PrefillFinished,
@@ -66,7 +66,7 @@ class DeltafrontClient:
             if credentials is not None
             else grpc.insecure_channel(address, _CHANNEL)
         )
-        self._stub = pb_grpc.DeltafrontServiceStub(self._channel)
+        self._stub: Any = pb_grpc.DeltafrontServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> DeltafrontClient:
         return self
@@ -183,13 +183,11 @@ def _translated(error: Any) -> Exception:
 def _prompt(prompt: PromptLike) -> pb.Prompt:
     if isinstance(prompt, str):
         return pb.Prompt(text=prompt)
-    if prompt and isinstance(prompt[0], Mapping):
-        messages = [pb.ChatMessage(role=one["role"], content=one["content"]) for one in prompt]  # type: ignore[index]
-        return pb.Prompt(messages=pb.ChatMessages(messages=messages))
-    ids = array("I", prompt)  # type: ignore[arg-type]
-    if array("I", [1]).tobytes()[0] == 0:
-        ids.byteswap()
-    return pb.Prompt(token_ids=ids.tobytes())
+    messages = [one for one in prompt if isinstance(one, Mapping)]
+    if messages:
+        chat = [pb.ChatMessage(role=one["role"], content=one["content"]) for one in messages]
+        return pb.Prompt(messages=pb.ChatMessages(messages=chat))
+    return pb.Prompt(token_ids=packed([int(one) for one in prompt if isinstance(one, int)]))
 
 
 def _duration(seconds: float | None) -> Duration | None:

@@ -15,8 +15,14 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..kernels.methods import WHOLE_PROMPT_ONLY, MethodError, resolve
-from ..workers.messages import DecodeConfig, ModelSpec, PrefillConfig
+from ..workers.messages import (
+    WHOLE_PROMPT_ONLY,
+    DecodeConfig,
+    MethodError,
+    ModelSpec,
+    PrefillConfig,
+    resolve,
+)
 
 _CHUNK = 128
 """Chunks are multiples of this many tokens (the attention tile)."""

@@ -76,6 +76,14 @@ class Fleet:
     async def refresh(self) -> None:
         """Look for workers and ask how they are."""
         found = await self._directory.find()
+        self._found = found
+        await self.poll()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def poll(self) -> None:
+        """Ask the known workers how they are; dead ones are dropped."""
+        found = self._found
         groups = await self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups)
         workers = await self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers)
         self._found = Found(
@@ -84,8 +92,6 @@ class Fleet:
         )
         self.view = View(groups, workers)
         self._observe(self.view)
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def ready(self, patience_s: float) -> View:
         """The current state, as soon as there is a worker of each kind. Raises Unavailable."""

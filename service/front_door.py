@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from ..kernels.methods import PRESETS, WHOLE_PROMPT_ONLY
 from ..protos.v1 import deltafront_pb2 as pb
+from ..workers.messages import PRESETS, WHOLE_PROMPT_ONLY
 from .attempt import Emit, Resources, within
 from .auth import Authenticator
 from .calls import Event
@@ -116,6 +116,7 @@ class FrontDoor:
     ) -> pb.GetServerInfoResponse:
         async def work(_owner: str, _clock: TtftClock, _emit: Emit) -> None:
             _readable(request)
+            await self._resources.fleet.poll()
 
         async for _event in self._stream("GetServerInfo", grpc_context, work):
             pass
@@ -144,7 +145,7 @@ class FrontDoor:
 
     # --- one request -------------------------------------------------------------------------------------
 
-    async def _stream(self, rpc: str, context: Context, work: Work) -> AsyncIterator[Event]:
+    async def _stream(self, rpc: str, context: Context, work: Work) -> AsyncGenerator[Event, None]:
         """Events of a request until it ends; then its status is set on the context."""
         clock = TtftClock()
         events: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -165,7 +166,7 @@ class FrontDoor:
         finally:
             if not task.done():
                 task.cancel()
-            outcome = "ok" if error is None else error.code.name.lower()
+            outcome = "finished" if error is None else error.code.name.lower()
             self._resources.metrics.ended(rpc, outcome, clock.elapsed)
         if error is not None:
             context.set_code(error.code)

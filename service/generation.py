@@ -215,7 +215,7 @@ class Generation:
         report = replace(report, pages_attended=attended, pages_held=held)
         tokens = self._cached + (len(self._prompt) + len(self._append)) // ID_BYTES
         metrics = self._resources.metrics
-        metrics.prompt(tokens)
+        metrics.tokens(tokens, len(self._streamed))
         metrics.decoded(report)
         if self._prefill is not None:
             metrics.pulled(report)

@@ -58,6 +58,7 @@ class Metrics:
         values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
         self.directory = directory
         self._prometheus = prometheus
+        self._workers: set[str] = set()
         self._declare_latencies()
         self._declare_attention()
         self._declare_state()
@@ -92,6 +93,7 @@ class Metrics:
         self._prefill = self._histogram("request_prefill_time_seconds", "Reading the prompt", _SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._generated = self._counter("generation_tokens_total", "Tokens generated")
 
     def _declare_attention(self) -> None:
         self._density = self._histogram(
@@ -135,8 +137,9 @@ class Metrics:
     def next_token(self, seconds: float) -> None:
         self._between.observe(seconds)
 
-    def prompt(self, tokens: int) -> None:
-        self._prompt.observe(tokens)
+    def tokens(self, prompt: int, generated: int) -> None:
+        self._prompt.observe(prompt)
+        self._generated.inc(generated)
 
     def prefilled(self, report: PrefillReport) -> None:
         self._queue.observe(report.queue)
@@ -156,8 +159,10 @@ class Metrics:
         self._held.inc(report.pages_held)
 
     def state(self, usage: dict[str, float], running: int, waiting: int, sessions: int) -> None:
-        for worker, ratio in usage.items():
+        gone = dict.fromkeys(self._workers - usage.keys(), 0.0)  # series cannot be removed in this mode
+        for worker, ratio in {**gone, **usage}.items():
             self._usage.labels(worker).set(ratio)
+        self._workers = set(usage)
         self._running.set(running)
         self._waiting.set(waiting)
         self._sessions.set(sessions)

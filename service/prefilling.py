@@ -44,7 +44,7 @@ class Prefilling:
             lease.settle(worker)
         metrics.prefilled(report)
         metrics.pulled(kept.report)
-        metrics.prompt(plan.read_tokens)
+        metrics.tokens(plan.read_tokens, 0)
         session = SessionInfo(kept.session_id, kept.expires, kept.tokens)
         measured = Measured(clock.read(), clock.elapsed, report, kept.report)
         self._emit(SessionMade(call.request_id, session, Usage(plan.read_tokens), measured))

@@ -11,9 +11,8 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ..kernels.methods import WHOLE_PROMPT_ONLY
 from ..protos.v1 import deltafront_pb2 as pb
-from ..workers.messages import MethodError, MethodSpec, Sampling, resolve
+from ..workers.messages import WHOLE_PROMPT_ONLY, MethodError, MethodSpec, Sampling, resolve
 from .calls import GenerateCall, PrefillCall, PromptInput
 from .errors import DeadlineExceeded, InvalidArgument
 
@@ -22,7 +21,7 @@ _MAX_STOP_BYTES = 256
 _MAX_REQUEST_ID = 128
 _MAX_TOP_K = 1 << 20
 _ROLES = 64
-_SELECTIONS = {
+_SELECTIONS: dict[int, str] = {
     pb.PAGE_SELECTION_UNSPECIFIED: "",
     pb.PAGE_SELECTION_FULL: "full",
     pb.PAGE_SELECTION_DELTA: "delta",
@@ -171,7 +170,7 @@ def _sampling(options: pb.SamplingOptions, limits: Limits) -> Sampling:
         top_p,
         options.top_k,
         options.seed,
-        min(max_tokens, limits.positions),
+        max_tokens,
         options.ignore_eos,
     )
 

@@ -31,7 +31,7 @@ RAY_IN_WORKERS = {
     "decode_worker.py",
 }
 RAY_IN_SERVICE = {"app.py", "dispatch.py", "local_ray.py"}
-PROTOBUF_IN_SERVICE = {"front_door.py", "client.py", "validate.py", "replies.py"}
+PROTOBUF_IN_SERVICE = {"front_door.py", "validate.py", "wire.py", "client.py", "results.py"}
 
 
 def imports(path: Path) -> Iterator[str]:

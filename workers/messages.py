@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from ..kernels.methods import MethodError, MethodSpec, resolve
+from ..kernels.methods import PRESETS, WHOLE_PROMPT_ONLY, MethodError, MethodSpec, resolve
 
-__all__ = ["MethodError", "MethodSpec", "resolve"]
+__all__ = ["PRESETS", "WHOLE_PROMPT_ONLY", "MethodError", "MethodSpec", "resolve"]
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
 """pydantic's configuration for the classes below that also appear in the configuration file."""
