@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -160,7 +160,7 @@ class DecodeEngine:
     async def first_logits(self, message: FirstLogits) -> None:
         await self._handoff.first_logits(message)
 
-    async def generate(self, job: GenerateJob) -> AsyncIterator[Event]:
+    async def generate(self, job: GenerateJob) -> AsyncGenerator[Event, None]:
         """FirstTokenTimings and TokenEvents, then exactly one FinishEvent, whatever happens.
 
         A caller that stops reading cancels the request.
