@@ -6,30 +6,24 @@ torch; worker classes are imported when the application is built, and load torch
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 
-from ..workers.messages import DecodeStats, GroupStats
-from ..workers.model_config import read_config
 from ..workers.model_store import resolve
-from .attempt import Resources
-from .auth import Authenticator, TokenFile
-from .config import ConfigError, DoorConfig, ServiceConfig, parse
+from .config import ServiceConfig, parse
 from .dispatch import RayDirectory
 from .exporter import Exporter
-from .fleet import Fleet, View
-from .front_door import About, FrontDoor
+from .fleet import Fleet
+from .front_door import FrontDoor
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .tokenizer import TextTokenizer
-from .validate import Limits
+from .wiring import about, authenticator, check_start, observer, prepare
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -112,66 +106,3 @@ class Door(DoorReplica):
 
     async def __init__(self, config: dict[str, Any], metrics_directory: str, *_workers: Any) -> None:  # type: ignore[misc]
         await DoorReplica.__init__(self, config, metrics_directory)
-
-
-def prepare(settings: ServiceConfig, fleet: Fleet, metrics: Metrics) -> tuple[Resources, Limits]:
-    """Tokenizer, model facts and limits. Raises ModelError or FileNotFoundError."""
-    directory = Path(settings.model.path)
-    model = read_config(directory, settings.model.overrides)
-    door = settings.door
-    tokenizer = TextTokenizer.load(directory)
-    resources = Resources(fleet, tokenizer, metrics, door, model.vocab, model.positions, model.eos_ids)
-    limits = Limits(
-        vocabulary=model.vocab,
-        positions=model.positions,
-        default_method=door.default_method,
-        default_max_tokens=door.default_max_tokens,
-        default_ttl_s=door.default_session_ttl_s,
-        max_ttl_s=settings.decode.max_session_ttl_s,
-        delta_decode=bool(settings.decode.delta_layers),
-    )
-    return resources, limits
-
-
-def authenticator(door: DoorConfig) -> Authenticator:
-    """Raises ConfigError for a token file that cannot be used."""
-    if door.tokens_file is None:
-        return Authenticator(None)
-    try:
-        return Authenticator(TokenFile(door.tokens_file))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"door.tokens_file: {error}") from None
-
-
-def about(settings: ServiceConfig, metrics_address: str) -> About:
-    return About(
-        version=importlib.metadata.version("deltafront"),
-        model=settings.door.model_name or settings.model.path,
-        prefill_stages=settings.prefill.stages,
-        chunk_tokens=settings.prefill.chunk_tokens,
-        metrics_address=metrics_address,
-    )
-
-
-def check_start(settings: ServiceConfig) -> None:
-    """What would otherwise fail in a replica, over and over: the token file, the model's files, the split."""
-    authenticator(settings.door)
-    directory = Path(settings.model.path)
-    read_config(directory, settings.model.overrides).split(settings.prefill.stages)
-    TextTokenizer.load(directory)
-
-
-def observer(metrics: Metrics) -> Callable[[View], None]:
-    """What the fleet's polls say, as gauges."""
-
-    def observe(view: View) -> None:
-        every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
-        usage = {one.name: 1 - one.pages_free / one.pages_total for one in every if one.pages_total}
-        metrics.state(
-            usage,
-            running=sum(one.running for one in every),
-            waiting=sum(one.waiting for one in every),
-            sessions=sum(one.sessions for one in view.workers.values()),
-        )
-
-    return observe

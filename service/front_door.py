@@ -122,6 +122,12 @@ class FrontDoor:
             pass
         return self._info()
 
+    async def List(
+        self, request: health_pb2.HealthListRequest, grpc_context: Context
+    ) -> health_pb2.HealthListResponse:
+        one = health_pb2.HealthCheckResponse(status=self._health())
+        return health_pb2.HealthListResponse(statuses={"": one, SERVICE.full_name: one})
+
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:

@@ -1,0 +1,262 @@
+"""Workers that keep the real ones' promises without a model, in this process or as Ray actors.
+
+Their "model": the next token is a letter chosen by a checksum of everything before it, so that a replay
+that lost or repeated a token would show. Pages are counted as the real workers count them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltafront.workers.messages import (
+    DecodeReport,
+    DecodeStats,
+    FinishEvent,
+    FinishReason,
+    FirstTokenTimings,
+    GenerateJob,
+    GroupStats,
+    KeepSession,
+    LayerDensity,
+    PrefillDone,
+    PrefillFailed,
+    PrefillJob,
+    PrefillProgress,
+    PrefillReport,
+    RefusalReason,
+    Refused,
+    Reserve,
+    Reserved,
+    SessionKept,
+    TokenEvent,
+)
+
+PAGE = 16
+EOS = 257
+
+
+def next_token(ids: bytes) -> int:
+    """A lower-case letter of the byte-level test tokenizer, or a space."""
+    choice = zlib.crc32(ids) % 27
+    return 32 if choice == 26 else 97 + choice
+
+
+def pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+@dataclass
+class Speed:
+    """Seconds: per chunk of 128 tokens, per token."""
+
+    chunk: float = 0.002
+    token: float = 0.001
+
+
+class FakeGroup:
+    """`GroupLink`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
+
+    fail_after: raise PrefillFailed after so many chunks (once per entry); lost: set to act dead.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deliver: Callable[[str, str, bytes], Any],
+        total: int = 4096,
+        speed: Speed | None = None,
+    ) -> None:
+        self.name = name
+        self.total = total
+        self.speed = speed or Speed()
+        self.fail_after: list[int] = []
+        self.rate = 0.0
+        self.waiting_tokens = 0
+        self.jobs: list[PrefillJob] = []
+        self.renewed: list[tuple[str, ...]] = []
+        self.cancelled: list[str] = []
+        self._deliver = deliver
+        self._open: dict[str, int] = {}
+
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillProgress | PrefillDone | Refused]:
+        self.jobs.append(job)
+        self._open[job.request_id] = pages(job.tokens)
+        started = time.monotonic()
+        failing = self.fail_after.pop(0) if self.fail_after else None
+        try:
+            for number, done in enumerate(range(0, job.tokens, 128)):
+                if failing is not None and number >= failing:
+                    raise PrefillFailed("a stage died")
+                await asyncio.sleep(self.speed.chunk)
+                if job.request_id in self.cancelled:
+                    raise PrefillFailed("it was cancelled")
+                if job.deadline is not None and time.time() > job.deadline:
+                    yield Refused(RefusalReason.DEADLINE, "too late")
+                    return
+                yield PrefillProgress(job.request_id, min(done + 128, job.tokens), job.tokens)
+            delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids)
+            if delivered is not None:
+                await delivered
+        finally:
+            self._open.pop(job.request_id, None)
+        yield PrefillDone(job.request_id, self._report(job, time.monotonic() - started))
+
+    def _report(self, job: PrefillJob, wall: float) -> PrefillReport:
+        stage = {"attention": 0.5 * wall, "scoring": 0.1 * wall, "projection": 0.3 * wall}
+        return PrefillReport(
+            queue=0.0,
+            wall=wall,
+            critical={**stage, "group_overhead": wall - sum(stage.values())},
+            stages=(stage, stage),
+            density=(LayerDensity(0, 10, 10), LayerDensity(1, 5, 10)),
+            method=job.method.name,
+            sampled_share=0.016,
+            handoff_bytes=job.tokens * 100,
+        )
+
+    async def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    async def renew(self, request_ids: tuple[str, ...]) -> None:
+        self.renewed.append(tuple(request_ids))
+
+    async def stats(self) -> GroupStats:
+        used = sum(self._open.values())
+        return GroupStats(
+            self.name, self.total, self.total - used, len(self._open), 0, self.waiting_tokens, self.rate
+        )
+
+
+@dataclass
+class _Request:
+    order: Reserve
+    ids: bytes = b""
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: bool = False
+
+
+class FakeDecode:
+    """`DecodeLink`. script: ids to answer with instead of the checksum's. die_after: tokens until it acts
+    dead (`on_death` is called); fail_after: tokens until it reports FAILED, once per entry."""
+
+    def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
+        self.name = name
+        self.total = total
+        self.speed = speed or Speed()
+        self.script: list[int] = []
+        self.fail_after: list[int] = []
+        self.renewed: list[tuple[str, ...]] = []
+        self.cancelled: list[str] = []
+        self.jobs: list[GenerateJob] = []
+        self._requests: dict[str, _Request] = {}
+        self._sessions: dict[str, tuple[str, bytes, float]] = {}
+        self._serial = 0
+
+    async def deliver(self, request_id: str, ids: bytes) -> None:
+        if request_id in self._requests:
+            self._requests[request_id].ids = ids
+            self._requests[request_id].arrived.set()
+
+    def used(self) -> int:
+        self._sessions = {k: v for k, v in self._sessions.items() if v[2] > time.time()}
+        running = sum(pages(r.order.prompt_tokens + r.order.max_tokens) for r in self._requests.values())
+        return running + sum(pages(len(ids) // 4) for _owner, ids, _expires in self._sessions.values())
+
+    async def reserve(self, reserve: Reserve) -> Reserved | Refused:
+        need, free, before = pages(reserve.prompt_tokens + reserve.max_tokens), self.total - self.used(), 0
+        if reserve.session_id is not None:
+            session = self._sessions.get(reserve.session_id)
+            if session is None or session[0] != reserve.owner:
+                return Refused(RefusalReason.NO_SESSION, "no such session")
+            before = len(session[1]) // 4
+        if need > free:
+            return Refused(RefusalReason.PAGES, f"{need} pages needed, {free} free", need, free)
+        self._requests[reserve.request_id] = _Request(reserve)
+        return Reserved(need, before)
+
+    async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | TokenEvent | FinishEvent]:
+        self.jobs.append(job)
+        request = self._requests.get(job.request_id)
+        if request is None:
+            yield FinishEvent(job.request_id, FinishReason.FAILED, 0, DecodeReport(), "not reserved")
+            return
+        if job.session_id is None:
+            await request.arrived.wait()
+            ids = request.ids
+        else:
+            ids = self._sessions[job.session_id][1] + job.append_ids
+        failing = self.fail_after.pop(0) if self.fail_after else None
+        reason, count, message = FinishReason.LENGTH, 0, ""
+        while count < job.sampling.max_tokens:
+            if failing is not None and count >= failing:
+                reason, message = FinishReason.FAILED, "a hand-off failed"
+                break
+            await asyncio.sleep(self.speed.token)
+            if request.cancelled:
+                reason = FinishReason.CANCELLED
+                break
+            if job.deadline is not None and time.time() >= job.deadline:
+                reason = FinishReason.DEADLINE
+                break
+            if count == 0:
+                yield self._first(request, job)
+            token = self.script[count] if count < len(self.script) else next_token(ids)
+            ids += token.to_bytes(4, "little")
+            yield TokenEvent(job.request_id, token, -0.5, count)
+            count += 1
+            if token == EOS and not job.sampling.ignore_eos:
+                reason = FinishReason.STOP
+                break
+        self._requests.pop(job.request_id, None)
+        report = DecodeReport(pages_attended=count, pages_held=2 * count, handoff_seconds=0.001)
+        yield FinishEvent(job.request_id, reason, count, report, message)
+
+    def _first(self, request: _Request, job: GenerateJob) -> FirstTokenTimings:
+        report = DecodeReport(decode_wait=0.0001, first_step=0.0002)
+        if not job.keep_tokens:
+            return FirstTokenTimings(job.request_id, report)
+        kept, expires = self._keep(request, job.keep_tokens, job.keep_ttl_s)
+        return FirstTokenTimings(job.request_id, report, kept, expires)
+
+    def _keep(self, request: _Request, tokens: int, ttl_s: float) -> tuple[str, float]:
+        self._serial += 1
+        session_id = f"{self.name.removeprefix('decode:')}.s{self._serial}"
+        expires = time.time() + ttl_s
+        self._sessions[session_id] = (request.order.owner, request.ids[: 4 * tokens], expires)
+        return session_id, expires
+
+    async def keep(self, keep: KeepSession) -> SessionKept | Refused:
+        request = self._requests[keep.request_id]
+        await request.arrived.wait()
+        tokens = len(request.ids) // 4
+        session_id, expires = self._keep(request, tokens, keep.ttl_s)
+        self._requests.pop(keep.request_id, None)
+        return SessionKept(keep.request_id, session_id, expires, tokens, DecodeReport(handoff_exposed=0.0001))
+
+    async def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.cancelled = True
+            request.arrived.set()
+
+    async def release_session(self, session_id: str, owner: str) -> bool:
+        session = self._sessions.get(session_id)
+        if session is None or session[0] != owner or session[2] <= time.time():
+            return False
+        del self._sessions[session_id]
+        return True
+
+    async def renew(self, request_ids: tuple[str, ...]) -> None:
+        self.renewed.append(tuple(request_ids))
+
+    async def stats(self) -> DecodeStats:
+        sessions = len(self._sessions)
+        return DecodeStats(
+            self.name, self.total, self.total - self.used(), len(self._requests), 0, sessions, PAGE
+        )

@@ -1,0 +1,224 @@
+"""A whole door in this process: fake workers behind links that can be cut, a real gRPC server in front."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from deltafront.service import wiring
+from deltafront.service.config import ServiceConfig, parse
+from deltafront.service.errors import WorkerFailed, WorkerLost
+from deltafront.service.fleet import Fleet
+from deltafront.service.front_door import FrontDoor
+from deltafront.service.links import LocalDirectory
+from deltafront.service.metrics import Metrics
+from deltafront.service.wire import add_deltafront_to_server
+from deltafront.workers.messages import PrefillFailed
+
+from .fakes import FakeDecode, FakeGroup
+
+T = TypeVar("T")
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}[s:be nice]{% endif %}"
+    "{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}"
+    "{% if add_generation_prompt %}[a:{% endif %}"
+)
+
+
+def write_model(directory: Path, positions: int = 8192) -> Path:
+    """A model directory whose tokenizer has one token a byte (id = byte), BOS 256 and EOS 257."""
+    directory.mkdir(parents=True, exist_ok=True)
+    alphabet = _byte_characters()
+    vocabulary = {character: byte for byte, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 258,
+        "max_position_embeddings": positions,
+        "eos_token_id": 257,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-ins for the 256 bytes, by byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def settings(model: Path, **door: Any) -> ServiceConfig:
+    content = {
+        "model": {"path": str(model)},
+        "decode": {"selection": "full"},
+        "door": {"worker_wait_s": 2.0, "refresh_s": 0.05, "renew_s": 0.1, "default_method": "dense", **door},
+    }
+    return parse(content)
+
+
+class Cut:
+    """A worker behind a line that a test can cut: everything then raises WorkerLost."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.cut = False
+        self.cut_after = -1
+        """Events of a stream until the line is cut by itself; -1: never."""
+
+    @property
+    def name(self) -> str:
+        return str(self.worker.name)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method in ("prefill", "generate"):
+            return lambda *arguments: self._stream(method, *arguments)
+        return lambda *arguments: self._call(method, *arguments)
+
+    def _check(self) -> None:
+        if self.cut:
+            raise WorkerLost(self.name, f"{self.name} died")
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        self._check()
+        return await getattr(self.worker, method)(*arguments)
+
+    async def _stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        self._check()
+        try:
+            async for event in getattr(self.worker, method)(*arguments):
+                if self.cut_after == 0:
+                    self.cut = True
+                self.cut_after -= 1
+                self._check()
+                yield event
+                self._check()
+        except PrefillFailed as error:
+            raise WorkerFailed(self.name, str(error)) from None
+
+
+@dataclass
+class House:
+    """The door, its workers and its address."""
+
+    door: FrontDoor
+    fleet: Fleet
+    directory: LocalDirectory
+    metrics: Metrics
+    address: str
+    loop: Loop
+
+    @property
+    def group(self) -> FakeGroup:
+        worker: FakeGroup = self.directory.groups[-1].worker  # type: ignore[attr-defined]
+        return worker
+
+    @property
+    def decode(self) -> FakeDecode:
+        worker: FakeDecode = self.directory.workers[-1].worker  # type: ignore[attr-defined]
+        return worker
+
+    def cut(self, kind: str) -> Cut:
+        return (self.directory.groups if kind == "group" else self.directory.workers)[-1]  # type: ignore[return-value]
+
+    def add_group(self, name: str) -> FakeGroup:
+        group = FakeGroup(name, self.deliver)
+        self.directory.groups.append(Cut(group))  # type: ignore[arg-type]
+        return group
+
+    def add_decode(self, name: str) -> FakeDecode:
+        decode = FakeDecode(name)
+        self.directory.workers.append(Cut(decode))  # type: ignore[arg-type]
+        return decode
+
+    async def deliver(self, worker: str, request_id: str, ids: bytes) -> None:
+        for link in self.directory.workers:
+            if link.name == worker:
+                await link.worker.deliver(request_id, ids)  # type: ignore[attr-defined]
+
+    def pages_used(self) -> int:
+        decode = sum(link.worker.used() for link in self.directory.workers)  # type: ignore[attr-defined]
+        return decode + sum(sum(link.worker._open.values()) for link in self.directory.groups)  # type: ignore[attr-defined]
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = 30) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        return future.result(timeout)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+
+
+class _Servicer:
+    """What Serve does: dispatch by method name, hand the context on as grpc_context."""
+
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._door, name)
+        if name in ("Prefill", "Generate", "Watch"):
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                async for message in method(request, grpc_context=context):
+                    yield message
+
+            return stream
+
+        async def unary(request: Any, context: Any) -> Any:
+            return await method(request, grpc_context=context)
+
+        return unary
+
+
+async def open_house(config: ServiceConfig, metrics: Metrics, loop: Loop) -> tuple[House, grpc.aio.Server]:
+    directory = LocalDirectory([], [])
+    fleet = Fleet(directory, wiring.observer(metrics), config.door.refresh_s, config.door.renew_s)
+    resources, limits = wiring.prepare(config, fleet, metrics)
+    door = FrontDoor(resources, limits, wiring.authenticator(config.door), wiring.about(config, "nowhere:1"))
+    house = House(door, fleet, directory, metrics, "", loop)
+    house.add_group("prefill:g0")
+    house.add_decode("decode:d0")
+    fleet.start()
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", config.door.max_message_bytes)])
+    servicer = _Servicer(door)
+    add_deltafront_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    house.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    await fleet.ready(5)
+    return house, server

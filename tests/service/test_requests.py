@@ -1,0 +1,186 @@
+"""Prefill, Generate, ReleaseSession and GetServerInfo through a real gRPC server, with fake workers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from deltafront.service.client import (
+    DeltafrontClient,
+    GenerateFinished,
+    PrefillFinished,
+    PrefillProgress,
+    TokenReceived,
+)
+from deltafront.service.errors import NotFound
+
+from .fakes import EOS, next_token
+from .inprocess import House
+
+
+def expected(prompt: bytes, count: int) -> str:
+    """What the fake model answers to these ids (bytes and BOS)."""
+    ids, text = prompt, ""
+    for _ in range(count):
+        token = next_token(ids)
+        ids += token.to_bytes(4, "little")
+        text += chr(token)
+    return text
+
+
+def ids(text: str, bos: bool = True) -> bytes:
+    return b"".join(i.to_bytes(4, "little") for i in ([256] if bos else []) + list(text.encode()))
+
+
+def collect(events: object) -> tuple[str, list[TokenReceived], GenerateFinished, list[PrefillProgress]]:
+    tokens, progress, finish = [], [], None
+    for event in events:  # type: ignore[attr-defined]
+        assert finish is None, "an event after the finish"
+        if isinstance(event, TokenReceived):
+            tokens.append(event)
+        elif isinstance(event, PrefillProgress):
+            assert not tokens
+            progress.append(event)
+        else:
+            finish = event
+    assert finish is not None
+    return "".join(t.text for t in tokens) + finish.text, tokens, finish, progress
+
+
+def nothing_left(house: House) -> None:
+    until = time.monotonic() + 3
+    while house.pages_used() or house.fleet.in_progress:
+        assert time.monotonic() < until, "pages or leases are left"
+        time.sleep(0.01)
+
+
+def test_a_prompt_is_read_and_answered(house: House, client: DeltafrontClient) -> None:
+    prompt = "x" * 500
+    text, tokens, finish, progress = collect(client.generate(prompt, max_tokens=12, request_id="mine"))
+    assert text == expected(ids(prompt), 12)
+    assert [t.index for t in tokens] == list(range(12))
+    assert [chr(t.token_id) for t in tokens] == list(text)
+    assert [p.tokens_done for p in progress] == [128, 256, 384, 501]
+    assert progress[-1].tokens_total == 501
+    assert (finish.reason, finish.request_id, finish.session) == ("length", "mine", None)
+    assert (finish.usage.prompt_tokens, finish.usage.completion_tokens, finish.usage.cached_tokens) == (
+        501,
+        12,
+        0,
+    )
+    assert finish.page_share == 0.5
+    assert finish.density.method == "dense"
+    assert finish.density.mean == 0.75
+    assert finish.density.layers == {0: 1.0, 1: 0.5}
+    assert finish.density.scoring_overhead == pytest.approx(0.2)
+    nothing_left(house)
+
+
+def test_a_session_answers_many_questions(house: House, client: DeltafrontClient) -> None:
+    *_, result = client.prefill("some document", session_ttl_s=60)
+    assert isinstance(result, PrefillFinished)
+    assert result.session.tokens == 14
+    assert abs(result.session.expires - time.time() - 60) < 5
+    for question in ("first?", "second?"):
+        answer = client.generate(session_id=result.session.session_id, append=question, max_tokens=5)
+        text, _, finish, progress = collect(answer)
+        assert text == expected(ids("some document") + ids(question, bos=False), 5)
+        assert finish.usage.cached_tokens == 14
+        assert finish.usage.prompt_tokens == 14 + len(question)
+        assert not progress
+        assert "queue" not in finish.timings.parts
+    client.release(result.session.session_id)
+    with pytest.raises(NotFound):
+        client.release(result.session.session_id)
+    with pytest.raises(NotFound):
+        list(client.generate(session_id=result.session.session_id, append="again"))
+    nothing_left(house)
+
+
+def test_a_generated_session_ends_before_what_was_appended(client: DeltafrontClient) -> None:
+    answer = client.generate("document ", append="question", max_tokens=3, session_ttl_s=30)
+    text, _, finish, _ = collect(answer)
+    assert text == expected(ids("document question"), 3)
+    assert finish.session is not None
+    assert finish.session.tokens == len("document ") + 1
+    text, _, finish, _ = collect(
+        client.generate(session_id=finish.session.session_id, append="question", max_tokens=3)
+    )
+    assert text == expected(ids("document question"), 3)
+
+
+@pytest.mark.parametrize("append", [None, [{"role": "user", "content": "why"}], "raw"])
+def test_messages_use_the_template(house: House, client: DeltafrontClient, append: object) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    collect(client.generate(chat, append=append, max_tokens=2))  # type: ignore[arg-type]
+    read = bytes(house.group.jobs[-1].token_ids[::4]).decode()
+    end = {None: "[a:", "raw": "raw"}.get(append if isinstance(append, str | None) else "", "[u:why][a:")
+    assert read == "[s:be nice][u:hi]" + end
+
+
+def test_ids_are_taken_as_they_are(house: House, client: DeltafrontClient) -> None:
+    text, _, finish, _ = collect(client.generate([1, 2, 257], append=[3], max_tokens=4))
+    assert house.group.jobs[-1].token_ids == b"".join(i.to_bytes(4, "little") for i in (1, 2, 257, 3))
+    assert finish.usage.prompt_tokens == 4
+    assert len(text) == 4
+
+
+def test_a_stop_string_across_tokens_ends_the_answer(house: House, client: DeltafrontClient) -> None:
+    house.decode.script = list(b"abcdSTxSTOPnever")
+    text, tokens, finish, _ = collect(client.generate("p", max_tokens=16, stop=["STOP", "STOPPED"]))
+    assert (text, finish.reason) == ("abcdSTx", "stop_string")
+    assert finish.usage.completion_tokens == len(tokens) == 11
+    nothing_left(house)
+
+
+def test_held_back_text_comes_with_the_finish(house: House, client: DeltafrontClient) -> None:
+    house.decode.script = list(b"abST")
+    text, tokens, finish, _ = collect(client.generate("p", max_tokens=4, stop=["STOP"]))
+    assert (text, finish.text, finish.reason) == ("abST", "ST", "length")
+    assert "".join(t.text for t in tokens) == "ab"
+
+
+def test_characters_are_never_cut(house: House, client: DeltafrontClient) -> None:
+    house.decode.script = [*"aé€🙂".encode(), 0xF0, EOS]
+    text, tokens, finish, _ = collect(client.generate("p", max_tokens=20))
+    assert text == "aé€🙂\N{REPLACEMENT CHARACTER}"
+    assert [t.text for t in tokens if t.text] == ["a", "é", "€", "🙂"]
+    assert (finish.reason, finish.text) == ("stop", "\N{REPLACEMENT CHARACTER}")
+
+
+def test_timings_add_up_and_match_the_client(house: House, client: DeltafrontClient) -> None:
+    house.group.speed.chunk = 0.05
+    started = time.monotonic()
+    first, finish = 0.0, None
+    for event in client.generate("x" * 1000, max_tokens=3):
+        if isinstance(event, TokenReceived) and event.index == 0:
+            first = time.monotonic() - started
+        if isinstance(event, GenerateFinished):
+            finish = event
+    assert finish is not None
+    timings = finish.timings
+    assert sum(timings.parts.values()) == pytest.approx(timings.ttft_seconds, abs=1e-9)
+    assert set(timings.parts) >= {
+        "tokenize",
+        "admission",
+        "queue",
+        "prefill.attention",
+        "first_step",
+        "transport",
+    }
+    assert timings.ttft_seconds == pytest.approx(first, rel=0.05, abs=0.02)
+    assert all(seconds >= 0 for seconds in timings.parts.values())
+    assert timings.parts["transport"] < 0.05
+    assert len(timings.stages) == 2
+    assert timings.total_seconds >= timings.ttft_seconds
+
+
+def test_info_tells_what_there_is(house: House, client: DeltafrontClient) -> None:
+    info = client.info()
+    assert (info.vocabulary, info.max_positions, info.page_tokens) == (258, 8192, 16)
+    assert (info.prefill_groups, info.decode_workers, info.prefill_stages) == (1, 1, 2)
+    assert info.decode_pages_free == info.decode_pages_total == 4096
+    methods = {method.name: method.defaults for method in info.methods}
+    assert methods["dpxa"]["cos"] == 0.75
+    assert "flex" not in methods
