@@ -1,6 +1,6 @@
 """The Δ correction's steps on the GPU. R dense rows; other suffixes as in `interface.py`.
 
-A strided row tile is an ordinary row tile of a view of q whose row stride is gamma times as long: 128 rows of a
+A strided row tile is an ordinary one of a view of q whose row stride is gamma times as long: 128 rows of a
 tile span 128 * gamma positions, and the causal limit is taken row by row.
 """
 
@@ -34,14 +34,15 @@ def add_kernel(
 
 def dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.dense_rows`."""
-    parts = []
-    for rows, step, row0 in ((slice(first, tail, gamma), gamma, first), (slice(tail, None), 1, tail)):
+    made = []
+    for rows, row0, step in ((slice(first, tail, gamma), first, gamma), (slice(tail, None), tail, 1)):
         q_BHRD = x.q_BHTD[:, :, rows]
         out_BHRD = torch.empty(q_BHRD.shape, dtype=q_BHRD.dtype, device=q_BHRD.device)
-        if q_BHRD.shape[2] > 0:
-            launch(x, Rows(q_BHRD, out_BHRD, x.q_start + row0, step))
-        parts.append(out_BHRD)
-    return parts[0], parts[1]
+        made.append(Rows(q_BHRD, out_BHRD, x.q_start + row0, step))
+    present = [rows for rows in made if rows.q_BHRD.shape[2] > 0]
+    if present:
+        launch(x, *present)
+    return made[0].out_BHRD, made[1].out_BHRD
 
 
 def add_delta(

@@ -34,7 +34,7 @@ NEGATIVE = gl.constexpr(-1.0e30)
 
 @gluon.jit
 def _item(turn, items):
-    """The row tile that this program takes in its turn; at least `items` when there is none."""
+    """The item that this program takes in its turn; at least `items` when there is none."""
     programs = gl.num_programs(0)
     lane = gl.program_id(0)
     lane = gl.where(turn % 2 == 1, programs - 1 - lane, lane)
@@ -42,56 +42,89 @@ def _item(turn, items):
 
 
 @gluon.jit
-def _place(item, heads, group, tiles):
-    """Batch, query head, key head and row tile of an item."""
-    per_key_head = tiles * group
-    pair = item // per_key_head
-    rest = item % per_key_head
+def _place(item, shape, ORDER: gl.constexpr):
+    """Batch, query head, key head, row tile of an item, and whether it is one of the leading rows."""
+    batch, heads, group, tiles, lead_tiles = shape
     key_heads = heads // group
+    lead_items = batch * heads * lead_tiles
+    lead = item < lead_items
+    if not lead:
+        item -= lead_items
+    count = gl.where(lead, lead_tiles, tiles)
+    if ORDER == 0:
+        pair = item // (count * group)
+        tile = count - 1 - item % (count * group) // group
+    else:
+        tile = count - 1 - item // (batch * heads)
+        pair = item % (batch * heads) // group
     g = pair % key_heads
-    return pair // key_heads, g * group + rest % group, g, tiles - 1 - rest // group
+    return pair // key_heads, g * group + item % group, g, tile, lead
 
 
 @gluon.jit
-def _extent(b, h, g, tile, p, MODE: gl.constexpr):
-    """Key tiles of a row tile: in all, masked, exact; the first exact one, the first masked one, packed rows."""
-    count_ptr, packed_ptr, heads, group, tiles, keys, row0, step, critical, chunk, chunk_slots = p
-    first = row0 + step * tile * 128
-    if MODE == 1:
-        kept = gl.load(count_ptr + (b * heads + h) * tiles + tile)
-        return kept, 1, kept, 0, first // 128, 0
+def _extent(b, h, g, tile, lead, shape, spans, tables, MODE: gl.constexpr):
+    """The rows' first position and step; key tiles in all, exact, masked; first exact and masked one; packed."""
+    batch, heads, group, tiles, lead_tiles = shape
+    keys, row0, step, lead_row0, critical, chunk = spans
+    count_ptr, packed_ptr, chunk_slots = tables
+    step = gl.where(lead, 1, step)
+    first = gl.where(lead, lead_row0, row0) + step * tile * 128
     end = gl.minimum(first + step * 127, keys - 1) // 128 + 1
-    whole = (first + 1) // 128
-    if MODE == 0:
-        return end, end - whole, end, 0, whole, 0
-    begin = gl.maximum(first - critical, 0) // chunk
-    packed = gl.load(packed_ptr + (b * (heads // group) + g) * chunk_slots + begin)
-    begin = begin * (chunk // 128)
-    whole = gl.maximum(whole, begin)
-    exact = end - begin
-    return exact + (packed + 127) // 128, end - whole, exact, begin, whole, packed
+    whole = gl.minimum((first + 1) // 128, end - 1)
+    total = end
+    exact = end
+    begin = 0
+    packed = 0
+    if MODE == 1:
+        total = gl.load(count_ptr + (b * heads + h) * tiles + tile)
+        exact = total
+    if MODE == 2:
+        begin = gl.maximum(first - critical, 0) // chunk
+        packed = gl.load(packed_ptr + (b * (heads // group) + g) * chunk_slots + begin)
+        begin = begin * (chunk // 128)
+        whole = gl.maximum(whole, begin)
+        exact = end - begin
+        total = exact + (packed + 127) // 128
+    return first, step, total, exact, end - whole, begin, whole, packed
 
 
 @gluon.jit
-def _load(q, k, v, packed_k, packed_v, index, buffers, items, p, MODE: gl.constexpr, STAGES: gl.constexpr):
+def _copy(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr, MORE: gl.constexpr = 0):
+    """Start copying one tile of keys or values: from the sequence, or (PACKED) from the packed rows."""
+    b, g, row = place
+    mbarrier.expect(full, near.block_type.nbytes + MORE)
+    if MODE == 2:
+        tma.async_copy_global_to_shared(near, [b, g, row, 0], full, smem, pred=is_near)
+        tma.async_copy_global_to_shared(far, [b, g, far_row, 0], full, smem, pred=is_near == 0)
+    else:
+        tma.async_copy_global_to_shared(near, [b, g, row, 0], full, smem)
+
+
+@gluon.jit
+def _load(
+    sources, index, buffers, items, shape, spans, tables,
+    MODE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """The copying warp: for each item its queries, then keys and values tile by tile."""
+    q, k, v, q_lead, packed_k, packed_v, weight = sources
     index_ptr, index_batch, index_head, index_row = index
-    q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
-    count_ptr, packed_ptr, heads, group, tiles, keys, row0, step, critical, chunk, chunk_slots = p
-    turns = (items + gl.num_programs(0) - 1) // gl.num_programs(0)
+    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     done = 0
     taken = 0
-    for turn in range(turns):
+    for turn in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item(turn, items)
         if item < items:
-            b, h, g, tile = _place(item, heads, group, tiles)
-            total, masked, exact, begin, whole, packed = _extent(b, h, g, tile, p, MODE)
+            b, h, g, tile, lead = _place(item, shape, ORDER)
+            _, _, total, exact, masked, begin, whole, _ = _extent(
+                b, h, g, tile, lead, shape, spans, tables, MODE
+            )
             for half in gl.static_range(2):
+                row = tile * 128 + half * 64
+                full, smem = q_full.index(half), q_smem.index(half)
                 mbarrier.wait(q_empty.index(half), (taken & 1) ^ 1)
-                mbarrier.expect(q_full.index(half), q.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    q, [b, h, tile * 128 + half * 64, 0], q_full.index(half), q_smem.index(half)
-                )
+                mbarrier.expect(full, q.block_type.nbytes)
+                tma.async_copy_global_to_shared(q, [b, h, row, 0], full, smem, pred=lead == 0)
+                tma.async_copy_global_to_shared(q_lead, [b, h, row, 0], full, smem, pred=lead)
             taken += 1
             entry_ptr = (
                 index_ptr + b.to(gl.int64) * index_batch + h.to(gl.int64) * index_head + tile * index_row
@@ -100,70 +133,31 @@ def _load(q, k, v, packed_k, packed_v, index, buffers, items, p, MODE: gl.conste
                 stage = done % STAGES
                 phase = ((done // STAGES) & 1) ^ 1
                 if MODE == 1:
-                    entry = gl.load(entry_ptr + gl.where(i == 0, total - 1, i - 1))
-                    row = entry.to(gl.int32) * 128
+                    row = gl.load(entry_ptr + gl.where(i == 0, total - 1, i - 1)).to(gl.int32) * 128
                 else:
                     row = gl.where(i < masked, whole + i, begin + i - masked) * 128
+                place = (b, g, row)
+                far_row = (i - exact) * 128
                 mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+                full = k_full.index(stage)
                 if MODE == 2:
-                    near = i < exact
-                    far_row = (i - exact) * 128
-                    tma.async_copy_global_to_shared(
-                        k, [b, g, row, 0], k_full.index(stage), k_smem.index(stage), pred=near
-                    )
-                    tma.async_copy_global_to_shared(
-                        packed_k,
-                        [b, g, far_row, 0],
-                        k_full.index(stage),
-                        k_smem.index(stage),
-                        pred=i >= exact,
-                    )
+                    _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE, 512)
+                    at = [b, g, gl.maximum(far_row, 0)]
+                    tma.async_copy_global_to_shared(weight, at, full, w_smem.index(stage))
                 else:
-                    tma.async_copy_global_to_shared(
-                        k, [b, g, row, 0], k_full.index(stage), k_smem.index(stage)
-                    )
+                    _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE)
                 mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-                if MODE == 2:
-                    near = i < exact
-                    far_row = (i - exact) * 128
-                    tma.async_copy_global_to_shared(
-                        v, [b, g, row, 0], v_full.index(stage), v_smem.index(stage), pred=near
-                    )
-                    tma.async_copy_global_to_shared(
-                        packed_v,
-                        [b, g, far_row, 0],
-                        v_full.index(stage),
-                        v_smem.index(stage),
-                        pred=i >= exact,
-                    )
-                else:
-                    tma.async_copy_global_to_shared(
-                        v, [b, g, row, 0], v_full.index(stage), v_smem.index(stage)
-                    )
+                _copy(v, packed_v, place, far_row, i < exact, v_full.index(stage), v_smem.index(stage), MODE)
                 done += 1
 
 
 @gluon.jit
-def _weigh(s, m, l, i, position, geometry, weights, scale, MODE: gl.constexpr):
-    """Mask one tile's products s where it must be, and take exponentials: weights p, new m and l, shrink."""
-    masked, whole, exact, total, packed = geometry
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s.type.layout))
-    if i < masked:
-        seen = (whole + i) * 128 + column[None, :] <= position[:, None]
-        s = gl.where(seen, s, NEGATIVE)
-    if MODE == 2:
-        if (i >= exact) & (i == total - 1):
-            s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, NEGATIVE)
+def _weigh(s, m, l, scale, weight, WEIGHTED: gl.constexpr):
+    """Exponentials of one tile's products s: the weights p, the new m and l, and what shrinks the sums so far."""
     top = gl.maximum(m, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - top[:, None])
     shrink = gl.exp2(m - top)
-    if MODE == 2:
-        weight = gl.full([128], 1.0, gl.float32, layout=gl.SliceLayout(0, s.type.layout))
-        if i >= exact:
-            place = (i - exact) * 128 + column
-            weight = gl.load(weights + place, mask=place < packed, other=0.0)
+    if WEIGHTED:
         l = l * shrink + gl.sum(p * weight[None, :], 1)
     else:
         l = l * shrink + gl.sum(p, 1)
@@ -171,31 +165,77 @@ def _weigh(s, m, l, i, position, geometry, weights, scale, MODE: gl.constexpr):
 
 
 @gluon.jit
+def _advance(
+    acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers,
+    KIND: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile i while tile i - 1, whose exponentials are p, is summed.
+
+    KIND 0: all keys are seen, 1: causal, 2: packed, 3: packed and the last. What waits for the scores' issue
+    (rounding p, shrinking acc) overlaps with the matrix unit's work on them.
+    """
+    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    whole, exact, total, packed = limits
+    dtype: gl.constexpr = q_smem.dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
+    blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
+    next_stage = (done + 1) % STAGES
+    mbarrier.wait(k_full.index(next_stage), ((done + 1) // STAGES) & 1)
+    k = k_smem.index(next_stage)._reinterpret(dtype, [128, D], flat)
+    s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
+    stage = done % STAGES
+    mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
+    v = v_smem.index(stage)._reinterpret(dtype, [128, D], flat)
+    w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = warpgroup_mma(w, v, acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    weight = scale
+    if KIND >= 2:
+        line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        weight = w_smem.index(next_stage)._reinterpret(gl.float32, [128], line).load(column.type.layout)
+    else:
+        mbarrier.arrive(k_empty.index(next_stage))
+    if KIND == 1:
+        s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
+    if KIND == 3:
+        s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, NEGATIVE)
+    p, m, l, shrink = _weigh(s, m, l, scale, weight, KIND >= 2)
+    if KIND >= 2:
+        mbarrier.arrive(k_empty.index(next_stage))  # its stage holds the tile's run lengths too
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(stage))
+    return acc, m, l, p, shrink, done + 1
+
+
+@gluon.jit
 def _compute(
-    half: gl.constexpr, out, weight_ptr, packed_slots, scale, buffers, items, p,
-    MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    half: gl.constexpr, results, buffers, items, shape, spans, tables,
+    MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each item."""
-    q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
-    count_ptr, packed_ptr, heads, group, tiles, keys, row0, step, critical, chunk, chunk_slots = p
+    out, out_lead, scale = results
+    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    batch, heads, group, tiles, lead_tiles = shape
     dtype: gl.constexpr = q_smem.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
-    turns = (items + gl.num_programs(0) - 1) // gl.num_programs(0)
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
     done = 0
     taken = 0
-    for turn in range(turns):
+    for turn in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item(turn, items)
         if item < items:
-            b, h, g, tile = _place(item, heads, group, tiles)
-            total, masked, exact, begin, whole, packed = _extent(b, h, g, tile, p, MODE)
-            geometry = (masked, whole, exact, total, packed)
-            weights = weight_ptr + (b * (heads // group) + g) * packed_slots
-            position = row0 + step * (tile * 128 + half * 64 + gl.arange(0, 64, layout=row_layout))
+            b, h, g, tile, lead = _place(item, shape, ORDER)
+            first, step, total, exact, masked, _, whole, packed = _extent(
+                b, h, g, tile, lead, shape, spans, tables, MODE
+            )
+            limits = (whole, exact, total, packed)
+            position = first + step * (half * 64 + gl.arange(0, 64, layout=row_layout))
             m = gl.full([64], NEGATIVE, gl.float32, layout=row_layout)
             l = gl.zeros([64], gl.float32, layout=row_layout)
             acc = gl.zeros([64, D], gl.float32, layout=o_layout)
@@ -204,52 +244,62 @@ def _compute(
             q = q_smem.index(half)._reinterpret(dtype, [64, D], flat)
             mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1)
             k = k_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
+            blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
             s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(done % STAGES))
-            w, m, l, shrink = _weigh(s, m, l, 0, position, geometry, weights, scale, MODE)
-            w = gl.convert_layout(w.to(dtype), p_layout)
-            for i in range(1, total):
-                stage = (done + 1) % STAGES
-                mbarrier.wait(k_full.index(stage), ((done + 1) // STAGES) & 1)
-                k = k_smem.index(stage)._reinterpret(dtype, [128, D], flat)
-                s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
-                before = done % STAGES
-                mbarrier.wait(v_full.index(before), (done // STAGES) & 1)
-                v = v_smem.index(before)._reinterpret(dtype, [128, D], flat)
-                acc = warpgroup_mma(w, v, acc, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s])
-                mbarrier.arrive(k_empty.index(stage))
-                fresh, m, l, shrink = _weigh(s, m, l, i, position, geometry, weights, scale, MODE)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(v_empty.index(before))
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-                w = gl.convert_layout(fresh.to(dtype), p_layout)
-                done += 1
+            s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
+            p, m, l, shrink = _weigh(s, m, l, scale, scale, False)
+            for i in range(1, masked):
+                acc, m, l, p, shrink, done = _advance(
+                    acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers, 1, D, STAGES
+                )  # fmt: skip
+            for i in range(masked, exact):
+                acc, m, l, p, shrink, done = _advance(
+                    acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers, 0, D, STAGES
+                )  # fmt: skip
+            if MODE == 2:
+                for i in range(exact, total - 1):
+                    acc, m, l, p, shrink, done = _advance(
+                        acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers, 2, D, STAGES
+                    )  # fmt: skip
+                for i in range(gl.maximum(exact, total - 1), total):
+                    acc, m, l, p, shrink, done = _advance(
+                        acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers, 3, D, STAGES
+                    )  # fmt: skip
             mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
             v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
+            w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
             acc = warpgroup_mma(w, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(done % STAGES))
             done += 1
             q.store((acc / gl.convert_layout(l, gl.SliceLayout(1, o_layout))[:, None]).to(dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out, [b, h, tile * 128 + half * 64, 0], q_smem.index(half))
+            place = [b, h, tile * 128 + half * 64, 0]
+            if lead:
+                tma.async_copy_shared_to_global(out_lead, place, q_smem.index(half))
+            else:
+                tma.async_copy_shared_to_global(out, place, q_smem.index(half))
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(half))
 
 
 @gluon.jit
 def hopper_kernel(
-    q, k, v, out, packed_k, packed_v, weight_ptr, packed_ptr, index_ptr, count_ptr,
-    index_batch, index_head, index_row, items, heads, group, tiles, keys, row0, step, critical, chunk,
-    packed_slots, chunk_slots, scale,
-    MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    q, k, v, out, q_lead, out_lead, packed_k, packed_v, weight, packed_ptr, index_ptr, count_ptr,
+    index_batch, index_head, index_row, items, batch, heads, group, tiles, lead_tiles,
+    keys, row0, step, lead_row0, critical, chunk, chunk_slots, scale,
+    MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, then the three roles. Shapes and orders: `launch`."""
     q_smem = gl.allocate_shared_memory(q.dtype, [2, 1, 1, 64, D], q.layout)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, 128, D], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, 128, D], v.layout)
+    w_smem = v_smem
+    if MODE == 2:
+        w_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 128], weight.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -265,25 +315,33 @@ def hopper_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
-    buffers = (q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    p = (count_ptr, packed_ptr, heads, group, tiles, keys, row0, step, critical, chunk, chunk_slots)
+    buffers = (q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    shape = (batch, heads, group, tiles, lead_tiles)
+    spans = (keys, row0, step, lead_row0, critical, chunk)
+    tables = (count_ptr, packed_ptr, chunk_slots)
     index = (index_ptr, index_batch, index_head, index_row)
+    results = (out, out_lead, scale)
+    sources = (q, k, v, q_lead, packed_k, packed_v, weight)
     gl.warp_specialize(
         [
-            (_compute, (0, out, weight_ptr, packed_slots, scale, buffers, items, p, MODE, D, STAGES)),
-            (_compute, (1, out, weight_ptr, packed_slots, scale, buffers, items, p, MODE, D, STAGES)),
-            (_load, (q, k, v, packed_k, packed_v, index, buffers, items, p, MODE, STAGES)),
+            (_compute, (0, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES)),
+            (_compute, (1, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES)),
+            (_load, (sources, index, buffers, items, shape, spans, tables, MODE, ORDER, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
     )
 
 
-def launch(x: AttentionInput, rows: Rows, *, mask: TileMask | None, packed: Packed | None) -> None:
-    """See `launch.launch`; x and rows satisfy `launch.takes_hopper`."""
+def launch(
+    x: AttentionInput, rows: Rows, lead: Rows | None, *, mask: TileMask | None, packed: Packed | None,
+    order: int | None = None,
+) -> None:  # fmt: skip
+    """See `launch.launch`; x, rows and lead satisfy `launch.takes_hopper`."""
     batch, heads, count, dim = rows.q_BHRD.shape
     tiles = triton.cdiv(count, BLOCK)
-    items = batch * heads * tiles
+    lead_tiles = 0 if lead is None else triton.cdiv(lead.q_BHRD.shape[2], BLOCK)
+    items = batch * heads * (tiles + lead_tiles)
     q, out = _descriptor(rows.q_BHRD, 64), _descriptor(rows.out_BHRD, 64)
     k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
     none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
@@ -293,26 +351,31 @@ def launch(x: AttentionInput, rows: Rows, *, mask: TileMask | None, packed: Pack
         k,
         v,
         out,
+        q if lead is None else _descriptor(lead.q_BHRD, 64),
+        out if lead is None else _descriptor(lead.out_BHRD, 64),
         k if packed is None else _descriptor(packed.k_BGPD, BLOCK),
         v if packed is None else _descriptor(packed.v_BGPD, BLOCK),
-        none if packed is None else packed.weight_BGP,
+        k if packed is None else _descriptor(packed.weight_BGP, BLOCK),
         none if packed is None else packed.offset_BGC,
         none if mask is None else mask.index_BHNM,
         none if mask is None else mask.count_BHN.contiguous(),
         *((0, 0, 0) if mask is None else mask.index_BHNM.stride()[:3]),
         items,
+        batch,
         heads,
         x.group,
         tiles,
+        lead_tiles,
         x.k_BGSD.shape[2],
         rows.row0,
         rows.step,
+        0 if lead is None else lead.row0,
         0 if packed is None else packed.critical,
         BLOCK if packed is None else packed.chunk,
-        0 if packed is None else packed.weight_BGP.shape[2],
         0 if packed is None else packed.offset_BGC.shape[2],
         x.scale * LOG2E,
         MODE=RANGE if mask is None and packed is None else LIST if packed is None else PACKED,
+        ORDER=1 if order is None else order,
         D=dim,
         STAGES=2 if dim == 128 else 4,
         REGISTERS=240,
@@ -321,10 +384,16 @@ def launch(x: AttentionInput, rows: Rows, *, mask: TileMask | None, packed: Pack
 
 
 def _descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
-    """How the copy engine sees t: tiles of `block` rows of one head. Strides of single entries do not matter."""
-    dim = t.shape[3]
-    strides = [s if n > 1 else dim for s, n in zip(t.stride()[:3], t.shape[:3], strict=True)]
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[t.dtype]
-    shape = [1, 1, block, dim]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+    """How the copy engine sees t: tiles of `block` rows of one head (or so many numbers, if t has no D).
+
+    Strides of dimensions of size 1 do not matter and may be anything.
+    """
+    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[t.dtype]
+    strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    if t.dim() == 4:
+        shape = [1, 1, block, t.shape[3]]
+        layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+    else:
+        shape = [1, 1, block]
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     return TensorDescriptor(t, list(t.shape), [*strides, 1], shape, layout)

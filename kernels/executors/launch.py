@@ -43,16 +43,26 @@ class Packed:
 
 
 def launch(
-    x: AttentionInput, rows: Rows, *, mask: TileMask | None = None, packed: Packed | None = None
+    x: AttentionInput,
+    rows: Rows,
+    lead: Rows | None = None,
+    *,
+    mask: TileMask | None = None,
+    packed: Packed | None = None,
 ) -> None:
-    """Attend with `rows` to x's keys: the mask's tiles, packed then exact keys, or (neither) every key."""
+    """Attend with `rows` to x's keys: the mask's tiles, packed then exact keys, or (neither) every key.
+
+    lead: further rows, in steps of 1, that see every key; on Hopper they go first in the same launch.
+    """
     check_launch(x)
-    if takes_hopper(x, rows):
+    if takes_hopper(x, rows) and (lead is None or takes_hopper(x, lead)):
         from . import flash_hopper
 
-        flash_hopper.launch(x, rows, mask=mask, packed=packed)
-    else:
-        launch_plain(x, rows, mask=mask, packed=packed)
+        flash_hopper.launch(x, rows, lead, mask=mask, packed=packed)
+        return
+    launch_plain(x, rows, mask=mask, packed=packed)
+    if lead is not None:
+        launch_plain(x, lead)
 
 
 def check_launch(x: AttentionInput) -> None:

@@ -53,10 +53,11 @@ def pack_kernel(
     if not COUNTS:
         v_sum = v_sum / length[:, None]
         length = tl.full([RUNS], 1.0, tl.float32)
+    kept = run < tl.cdiv(total, 128) * 128  # the attention kernel reads whole tiles: zeros after the last run
     place = (head * packed_slots + run)[:, None] * D + dim[None, :]
-    tl.store(packed_k_ptr + place, k_sum.to(packed_k_ptr.dtype.element_ty), mask=live[:, None])
-    tl.store(packed_v_ptr + place, v_sum.to(packed_v_ptr.dtype.element_ty), mask=live[:, None])
-    tl.store(weight_ptr + head * packed_slots + run, length, mask=live)
+    tl.store(packed_k_ptr + place, k_sum.to(packed_k_ptr.dtype.element_ty), mask=kept[:, None])
+    tl.store(packed_v_ptr + place, v_sum.to(packed_v_ptr.dtype.element_ty), mask=kept[:, None])
+    tl.store(weight_ptr + head * packed_slots + run, length, mask=kept)
 
 
 def pack(
