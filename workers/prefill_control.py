@@ -257,7 +257,6 @@ class PrefillController:
             self._fail(error)
         del self._requests[request.job.request_id]
         self._pool.release(request.pages)
-        self._pump()
 
     def _fail(self, error: Exception) -> None:
         """The group is lost: every request ends with the same message, and no stage survives."""

@@ -175,6 +175,16 @@ async def test_never_more_chunks_in_flight_than_stages_and_short_ones_overtake()
     await assert_clean(controller, fakes)
 
 
+async def test_a_request_ages_only_while_nothing_of_it_runs() -> None:
+    """Both prompts are as long; the one that was overtaken has earned its turn."""
+    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096, ageing_tokens_per_second=1e6)
+    fake = FakeStage(0, lambda: 0.002, no_trouble)
+    controller = PrefillController("prefill:test", [fake], config)
+    await asyncio.gather(collect(controller, job("a", 512)), collect(controller, job("b", 512)))
+    turns = [name for kind, name, _ in fake.log if kind == "chunk"]
+    assert turns == ["a", "b"] * 4
+
+
 async def test_refusals_take_nothing() -> None:
     controller, fakes = make(pages=64)
     running = controller.prefill(job("a", 900))
