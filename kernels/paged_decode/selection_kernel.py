@@ -38,9 +38,9 @@ def _select(
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.uint32, bitcast=True)
     rank = tl.where(rival, ordered ^ 0x80000000, 0)  # unsigned, in the order of the scores
 
-    # The wanted-th largest rank lies in least .. most: K groups of columns each have a rank at or above
-    # the least of their maxima, and K >= wanted.
-    group = tl.max(tl.reshape(rank, [N // K, K]), 0)
+    # The wanted-th largest rank lies in least .. most: K groups of columns (any; the compiler picks those
+    # that move no data) each have a rank at or above the least of their maxima, and K >= wanted.
+    group = tl.max(tl.reshape(rank, [N // K, K], can_reorder=True), 0)
     least, most = tl.min(group, 0), tl.max(group, 0)
     while least < most:
         middle = most - (most - least) // 2
@@ -86,7 +86,7 @@ def select_pages(
         recency,
         N=size,
         K=slots,
-        num_warps=min(32, max(4, size // 256)),
+        num_warps=min(32, max(4, size // 1024)),
     )
     return selected_RK, counts_R
 

@@ -1,0 +1,171 @@
+"""Decode of 4 requests: paged attention with page scores, page selection, attention over selected pages.
+
+Pages are shuffled over the pool. Every case is a captured CUDA graph, FlashInfer's too, as a decode worker
+runs them. Shape suffixes as in `kernels/paged_decode/pages.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ..kernels.paged_decode import reference
+from ..kernels.paged_decode.attention import paged_attention, paged_attention_scored, paged_attention_sparse
+from ..kernels.paged_decode.pages import PAGE_TOKENS, PagedInput, PageSelection
+from ..kernels.paged_decode.selection import select_pages
+from ..kernels.testing import assert_rows_close
+from .harness import BenchConfig, Case, Timed
+
+REQUESTS = 4
+RECENCY = 8
+BUDGETS = (64, 256)
+
+
+def cases(config: BenchConfig) -> list[Case]:
+    """FlashInfer's cases come first, because ours are measured against them."""
+    missing = None
+    if importlib.util.find_spec("flashinfer") is None:
+        missing = "FlashInfer is not installed"
+    check = partial(_check, config)
+    full, chosen = partial(_full, config), partial(_chosen, config)
+    rows = [
+        Case("flashinfer_decode", config.tokens, partial(full, "flashinfer"), check, unavailable=missing),
+        Case("paged_decode", config.tokens, partial(full, "plain"), check, over="flashinfer_decode"),
+        Case("paged_decode_scores", config.tokens, partial(full, "scores"), check, over="flashinfer_decode"),
+        Case("page_selection", config.tokens, partial(_selection, config), check),
+    ]
+    for budget in BUDGETS:
+        theirs, ours = f"flashinfer_decode_{budget}_pages", f"paged_decode_{budget}_pages"
+        rows += [
+            Case(theirs, config.tokens, partial(chosen, budget, True), check, unavailable=missing),
+            Case(ours, config.tokens, partial(chosen, budget, False), check, over=theirs),
+        ]
+    return rows
+
+
+def _input(config: BenchConfig, lengths: list[int]) -> PagedInput:
+    """Gaussian queries, keys and values; each request's pages lie anywhere in the pool."""
+    generator = torch.Generator(config.device).manual_seed(config.seed)
+    columns = -(-max(lengths) // PAGE_TOKENS)
+    pool = len(lengths) * columns
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=config.device, dtype=config.dtype)
+
+    order = torch.randperm(pool, generator=generator, device=config.device)
+    return PagedInput(
+        2 * draw(len(lengths), config.q_heads, config.head_dim),
+        draw(pool, PAGE_TOKENS, config.kv_heads, config.head_dim),
+        draw(pool, PAGE_TOKENS, config.kv_heads, config.head_dim),
+        order.view(len(lengths), columns).int(),
+        torch.tensor(lengths, dtype=torch.int32, device=config.device),
+        config.head_dim**-0.5,
+    )
+
+
+def _arguments(x: PagedInput) -> tuple[torch.Tensor, ...]:
+    return x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R
+
+
+def _captured(run: Callable[[], object], note: str, flops: float | None = None) -> Timed:
+    """`run` as one CUDA graph, after two runs that compile and allocate."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replay() -> None:
+        """Holds `run`, and with it the tensors that the graph reads."""
+        assert run is not None
+        graph.replay()
+
+    return Timed(replay, flops=flops, note=note)
+
+
+def _attention(x: PagedInput, tokens: int, run: Callable[[], object]) -> Timed:
+    """Notes the bytes of K and V read; flops counts q·k and the weighted sum over `tokens` a request."""
+    requests, heads, dim = x.q_RHD.shape
+    read = 2 * requests * tokens * x.k_PSGD.shape[2] * dim * x.k_PSGD.element_size()
+    note = f"{requests} requests, {tokens} tokens each read, {read / 1e9:.3f} GB of K and V"
+    return _captured(run, note, 4.0 * requests * heads * tokens * dim)
+
+
+def _full(config: BenchConfig, what: str) -> Timed:
+    x = _input(config, [config.tokens] * REQUESTS)
+    if what == "flashinfer":
+        return _attention(x, config.tokens, _flashinfer(x))
+    call = paged_attention if what == "plain" else paged_attention_scored
+    return _attention(x, config.tokens, lambda: call(*_arguments(x), scale=x.scale))
+
+
+def _flashinfer(x: PagedInput) -> Callable[[], object]:
+    """FlashInfer's plain decode over x, checked against ours before it is timed."""
+    from ..kernels.paged_decode.flashinfer_decode import FlashInferDecode
+
+    decode = FlashInferDecode(x)
+    decode.plan(x.lengths_R.tolist())
+    out_RHD, lse_RH = decode.run()
+    expected_RHD, expected_RH = paged_attention(*_arguments(x), scale=x.scale)
+    assert_rows_close(out_RHD, expected_RHD)
+    torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
+    return decode.run_plain
+
+
+def _selection(config: BenchConfig) -> Timed:
+    x = _input(config, [config.tokens] * REQUESTS)
+    _, _, score_RP = paged_attention_scored(*_arguments(x), scale=x.scale)
+
+    def run() -> object:
+        return select_pages(score_RP, x.lengths_R, budget=BUDGETS[0], recency=RECENCY)
+
+    note = f"{REQUESTS} requests, {score_RP.shape[1]} pages, budget {BUDGETS[0]}, recency {RECENCY}"
+    return _captured(run, note)
+
+
+def _chosen(config: BenchConfig, budget: int, flashinfer: bool) -> Timed:
+    x = _input(config, [config.tokens] * REQUESTS)
+    _, _, score_RP = paged_attention_scored(*_arguments(x), scale=x.scale)
+    selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
+    if flashinfer:
+        short = torch.full_like(x.lengths_R, budget * PAGE_TOKENS)
+        table_RK = x.table_RP.gather(1, selected_RK.long())
+        run = _flashinfer(replace(x, table_RP=table_RK, lengths_R=short))
+        return _attention(x, budget * PAGE_TOKENS, run)
+
+    def ours() -> object:
+        return paged_attention_sparse(*_arguments(x), selected_RK, counts_R, scale=x.scale)
+
+    return _attention(x, budget * PAGE_TOKENS, ours)
+
+
+def _check(config: BenchConfig) -> None:
+    """Kernels in `config.dtype` against the fp32 references, row by row, over ragged lengths; selection
+    at full size and exactly."""
+    x = _input(config, [8192, 8191, 4097, 1])
+    out_RHD, _, score_RP = paged_attention_scored(*_arguments(x), scale=x.scale)
+    exact = replace(x, q_RHD=x.q_RHD.float(), k_PSGD=x.k_PSGD.float(), v_PSGD=x.v_PSGD.float())
+    expected_RHD, _, expected_RP = reference.paged_attention_scored(exact)
+    assert_rows_close(out_RHD, expected_RHD)
+    assert_rows_close(paged_attention(*_arguments(x), scale=x.scale)[0], expected_RHD)
+    assert_rows_close(score_RP, expected_RP, dtype=config.dtype)
+    for budget in BUDGETS:
+        chosen = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
+        sparse_RHD, _ = paged_attention_sparse(*_arguments(x), *chosen, scale=x.scale)
+        assert_rows_close(sparse_RHD, reference.paged_attention_sparse(PageSelection(exact, *chosen))[0])
+    wide_RP = torch.rand(REQUESTS, config.tokens // PAGE_TOKENS, device=config.device)
+    lengths_R = torch.full((REQUESTS,), config.tokens, dtype=torch.int32, device=config.device)
+    for budget in BUDGETS:
+        found = select_pages(wide_RP, lengths_R, budget=budget, recency=RECENCY)
+        expected = reference.select_pages(wide_RP, lengths_R, budget=budget, recency=RECENCY)
+        if not (torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])):
+            raise AssertionError(f"page selection with budget {budget} differs from the reference")

@@ -1,0 +1,82 @@
+"""FlashInfer's paged decode, for who asks for it by name: the baseline of the benchmarks.
+
+Our kernels are the default on a GPU: as fast at full length, faster over few pages, and without a plan on
+the host each time a request gains a page (docs/LOG.md has the figures). Shape suffixes as in `pages.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..interface import KernelInputError
+from .pages import PAGE_TOKENS, PagedInput
+
+_WORKSPACE_BYTES = 256 << 20
+
+
+class FlashInferUnavailable(RuntimeError):
+    """FlashInfer is not installed: `pip install 'deltafront[gpu]'`, or use `paged_attention`."""
+
+
+class FlashInferDecode:
+    """Plain decode over lengths fixed by `plan`; fit for a CUDA graph once planned.
+
+    Raises FlashInferUnavailable when it is not installed. Its kernels are compiled at first use (seconds).
+    """
+
+    def __init__(self, x: PagedInput) -> None:
+        try:
+            import flashinfer
+        except ImportError as error:
+            raise FlashInferUnavailable(str(FlashInferUnavailable.__doc__)) from error
+        if not x.q_RHD.is_cuda:
+            raise KernelInputError("FlashInfer runs on CUDA devices only: use paged_attention on the CPU")
+        device, (requests, columns) = x.q_RHD.device, x.table_RP.shape
+
+        def buffer(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        self._x = x
+        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=buffer(requests + 1),
+            paged_kv_indices_buffer=buffer(requests * columns),
+            paged_kv_last_page_len_buffer=buffer(requests),
+        )
+
+    def plan(self, lengths: Sequence[int]) -> None:
+        """Divide the work for these lengths (tokens of each request). Runs on the host, 0.2-0.5 ms."""
+        x = self._x
+        pages = [-(-tokens // PAGE_TOKENS) for tokens in lengths]
+        ids = torch.cat([row[:held] for row, held in zip(x.table_RP, pages, strict=True)])
+        ends = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        filled = [tokens - PAGE_TOKENS * (held - 1) for tokens, held in zip(lengths, pages, strict=True)]
+        self._wrapper.plan(
+            ends,
+            ids,
+            torch.tensor(filled, dtype=torch.int32),
+            x.q_RHD.shape[1],
+            x.k_PSGD.shape[2],
+            x.q_RHD.shape[2],
+            PAGE_TOKENS,
+            sm_scale=x.scale,
+            q_data_type=x.q_RHD.dtype,
+            kv_data_type=x.k_PSGD.dtype,
+        )
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out_RHD and lse_RH, with the LSE turned from FlashInfer's base 2 to ours, e."""
+        x = self._x
+        out_RHD, lse_RH = self._wrapper.run(x.q_RHD, (x.k_PSGD, x.v_PSGD), return_lse=True)
+        return out_RHD, lse_RH * math.log(2)
+
+    def run_plain(self) -> torch.Tensor:
+        """out_RHD alone, as fast as FlashInfer does it."""
+        out_RHD: torch.Tensor = self._wrapper.run(self._x.q_RHD, (self._x.k_PSGD, self._x.v_PSGD))
+        return out_RHD
