@@ -1,8 +1,10 @@
 """Sums of scores between groups of rows, on the GPU; what XAttention, `naive` and `block_pool` share.
 
-Shape suffixes as in `kernels.interface`; I query groups, J key groups of `step` rows each; Y columns of a key
-tile, W key blocks of it. The logit of two groups is the sum over u < slots of q[step i + u] .
-k[step j + slots-1-u]: antidiagonals for slots = step, every step-th row for slots = 1.
+Shape suffixes as in `kernels.interface`; I query groups, J key groups of `step` rows each; F the numbers of a
+group that are multiplied, slots x D; X query groups and Y key groups of a tile, W key blocks of it. The logit
+of two groups is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]: antidiagonals for slots =
+step, every step-th row for slots = 1. The groups are copied side by side first, in 8 bits where the inputs
+have 16: the products are bound by L2 reads, and each logit is a mean over many rounded products.
 """
 
 from __future__ import annotations
@@ -12,12 +14,51 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..anchors.kernel import check_head_dim
 from ..interface import BLOCK, AttentionInput
 from .rules.kernel import LOG2_E, empty_parts
 
-_TILE = 128
+_TILE_X, _TILE_Y = 128, 256
+
+
+@triton.jit
+def _pack_kernel(
+    x_ptr,
+    out_ptr,
+    stride_xb,
+    stride_xg,
+    stride_xs,
+    groups,
+    rows,
+    padded_I,
+    D: tl.constexpr,
+    STEP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    REVERSED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The first SLOTS rows of each group side by side, zeros past the end, cut off at +-LIMIT."""
+    lane = tl.program_id(1).to(tl.int64)
+    x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
+    place_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot_R = place_R % SLOTS
+    if REVERSED:
+        slot_R = SLOTS - 1 - slot_R
+    row_R = place_R // SLOTS * STEP + slot_R
+    column_D = tl.arange(0, D)
+    x_RD = tl.load(
+        x_ptr + row_R[:, None].to(tl.int64) * stride_xs + column_D[None, :],
+        mask=(row_R < rows)[:, None],
+        other=0.0,
+    )
+    x_RD = tl.minimum(tl.maximum(x_RD.to(tl.float32), -LIMIT), LIMIT)
+    place_RD = (lane * padded_I * SLOTS + place_R[:, None]) * D + column_D[None, :]
+    tl.store(
+        out_ptr + place_RD, x_RD.to(out_ptr.dtype.element_ty), mask=(place_R < padded_I * SLOTS)[:, None]
+    )
 
 
 @triton.jit
@@ -67,101 +108,81 @@ def _own_kernel(
 
 @triton.jit
 def _grouped_kernel(
-    q_ptr,
-    k_ptr,
+    q_desc,
+    k_desc,
     own_ptr,
     out_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kg,
-    stride_ks,
     stride_ob,
     stride_oh,
     stride_oi,
     heads,
     share,
     rows,
-    keys,
-    q_start,
+    padded_I,
+    padded_J,
+    own_groups,
+    start_group,
     first_group,
     last_group,
-    groups_I,
     scale_log2,
-    D: tl.constexpr,
     STEP: tl.constexpr,
     SLOTS: tl.constexpr,
     PER_BLOCK: tl.constexpr,
+    F: tl.constexpr,
+    BF: tl.constexpr,
     X: tl.constexpr,
     Y: tl.constexpr,
     STAGES: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):
     """One tile of X query groups against all key groups they may see; log2 sums per key block.
 
-    Query groups first_group .. last_group-1 of the chunk are the slab. OWN: own_ptr holds the logits of
-    groups against themselves; otherwise (one slot) they are like any other.
+    The slab is the query groups first_group .. last_group-1 of q, whose first group is the prompt's
+    start_group. With several slots own_ptr holds the logits of groups against themselves.
     """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # long rows first
-    batch = (tl.program_id(0) // heads).to(tl.int64)
-    head = (tl.program_id(0) % heads).to(tl.int64)
+    lane = tl.program_id(0)
+    batch = lane // heads
+    head = lane % heads
     W: tl.constexpr = Y // PER_BLOCK
     group_X = first_group + tile * X + tl.arange(0, X)
-    absolute_X = q_start // STEP + group_X
+    absolute_X = start_group + group_X
     real_X = group_X < last_group
     filled_X = tl.minimum(tl.maximum(rows - group_X * STEP, 0), SLOTS)
     factor_X = scale_log2 / tl.maximum(filled_X, 1)
     own_X = tl.zeros((X,), tl.float32)
     if SLOTS > 1:
-        own_X = tl.load(
-            own_ptr + tl.program_id(0).to(tl.int64) * groups_I + group_X, mask=real_X, other=float("-inf")
-        )
-    column_D = tl.arange(0, D)
+        own_X = tl.load(own_ptr + lane.to(tl.int64) * own_groups + group_X, mask=real_X, other=float("-inf"))
+        own_X = own_X / factor_X
+    q_row = lane * padded_I + first_group + tile * X
+    k_row = (batch * (heads // share) + head // share) * padded_J
     column_Y = tl.arange(0, Y)
     block_W = tl.arange(0, W)
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // share * stride_kg
-    out_X = out_ptr + batch * stride_ob + head * stride_oh + (group_X - first_group).to(tl.int64) * stride_oi
-    last = tl.minimum(first_group + tile * X + X, last_group) - 1 + q_start // STEP
-    end = last // PER_BLOCK + 1
-    for block in range(0, end, W):
-        group_Y = block * PER_BLOCK + column_Y
+    out_X = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    out_X += (group_X - first_group).to(tl.int64) * stride_oi
+    end = (tl.minimum(first_group + tile * X + X, last_group) - 1 + start_group) // PER_BLOCK + 1
+    for block in tl.range(0, end, W, flatten=FLATTEN):
         score_XY = tl.zeros((X, Y), tl.float32)
-        for slot in tl.range(0, SLOTS, num_stages=STAGES):
-            row_X = group_X * STEP + slot
-            row_Y = group_Y * STEP + SLOTS - 1 - slot
-            q_XD = tl.load(
-                q_ptr + row_X[:, None].to(tl.int64) * stride_qt + column_D[None, :],
-                mask=(row_X < rows)[:, None],
-                other=0.0,
-            )
-            k_YD = tl.load(
-                k_ptr + row_Y[:, None].to(tl.int64) * stride_ks + column_D[None, :],
-                mask=(row_Y < keys)[:, None],
-                other=0.0,
-            )
-            score_XY = tl.dot(q_XD, tl.trans(k_YD), score_XY, input_precision="ieee")
-        score_XY *= factor_X[:, None]
-        if block + W > tile_first_block(first_group + tile * X, q_start, STEP, PER_BLOCK):
+        for part in tl.range(0, F, BF, num_stages=STAGES):
+            q_XF = q_desc.load([q_row, part])
+            k_YF = k_desc.load([k_row + block * PER_BLOCK, part])
+            score_XY = tl.dot(q_XF, tl.trans(k_YF), score_XY, input_precision="ieee")
+        group_Y = block * PER_BLOCK + column_Y
+        if (block + W) * PER_BLOCK > start_group + first_group + tile * X:
             if SLOTS > 1:
                 score_XY = tl.where(group_Y[None, :] == absolute_X[:, None], own_X[:, None], score_XY)
             score_XY = tl.where(group_Y[None, :] <= absolute_X[:, None], score_XY, float("-inf"))
-        score_XY = tl.where((filled_X > 0)[:, None], score_XY, float("-inf"))
         score_XWP = tl.reshape(score_XY, (X, W, PER_BLOCK))
         top_XW = tl.max(score_XWP, axis=2)
-        base_XW = tl.where(top_XW == float("-inf"), 0.0, top_XW)
-        sums_XW = base_XW + tl.log2(tl.sum(tl.exp2(score_XWP - base_XW[:, :, None]), axis=2))
+        base_XW = tl.where(top_XW == float("-inf"), 0.0, top_XW * factor_X[:, None])
+        mass_XWP = tl.exp2(score_XWP * factor_X[:, None, None] - base_XW[:, :, None])
+        sums_XW = base_XW + tl.log2(tl.sum(mass_XWP, axis=2))
+        sums_XW = tl.where((filled_X > 0)[:, None], sums_XW, float("-inf"))
         tl.store(
             out_X[:, None] + (block + block_W[None, :]),
             sums_XW.to(out_ptr.dtype.element_ty),
             mask=real_X[:, None] & (block + block_W[None, :] < end),
         )
-
-
-@triton.jit
-def tile_first_block(group, q_start, STEP: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """The diagonal key block of a chunk's query group."""
-    return (q_start // STEP + group) // PER_BLOCK
 
 
 @dataclass(frozen=True)
@@ -173,52 +194,110 @@ class Grouping:
     per_block: int
 
 
-def log_sums(
+@dataclass(frozen=True)
+class Packed:
+    """Groups side by side: q_XF and k_XF hold (lanes x padded groups, slots x D); own_BHI as in
+    `own_logits`, None for one slot. rows, start: query rows and the prompt's group where they begin."""
+
+    q_XF: torch.Tensor
+    k_XF: torch.Tensor
+    own_BHI: torch.Tensor | None
+    grouping: Grouping
+    batch: int
+    heads: int
+    share: int
+    rows: int
+    start: int
+    scale: float
+
+
+def pack(
     q_BHTD: torch.Tensor,
     k_BGSD: torch.Tensor,
     q_start: int,
     scale: float,
     grouping: Grouping,
-    *,
-    first_row: int,
-    blocks: int,
     own_BHI: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """log2 of the sums of e^logit per query group and key block: fp16 part_BHNRM.
-
-    For N = `blocks` query blocks from `first_row` of q on, R = groups per block; M covers the key blocks of
-    the last of them. own_BHI comes from `own_logits` where more than one slot is paired.
-    """
-    batch, heads, rows, dim = q_BHTD.shape
-    check_head_dim(dim)
-    per_block = grouping.per_block
-    columns = q_start // grouping.step // per_block + first_row + blocks
-    part = empty_parts(q_BHTD, (batch, heads, blocks, per_block), columns)
-    _grouped_kernel[(batch * heads, triton.cdiv(blocks * per_block, _TILE))](
-        q_BHTD,
-        k_BGSD,
+) -> Packed:
+    """Copy q's and k's groups side by side; k's rows in reverse within their group."""
+    batch, heads, rows, _ = q_BHTD.shape
+    return Packed(
+        _packed(q_BHTD, grouping, _TILE_X, reverse=False),
+        _packed(k_BGSD, grouping, _TILE_Y, reverse=True),
         own_BHI,
-        part,
-        *q_BHTD.stride()[:3],
-        *k_BGSD.stride()[:3],
-        *part.stride()[:2],
-        part.stride(3),
+        grouping,
+        batch,
         heads,
         heads // k_BGSD.shape[1],
         rows,
-        k_BGSD.shape[2],
-        q_start,
-        first_row * per_block,
-        (first_row + blocks) * per_block,
-        0 if own_BHI is None else own_BHI.shape[2],
-        scale * LOG2_E,
+        q_start // grouping.step,
+        scale,
+    )
+
+
+def _packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: bool) -> torch.Tensor:
+    batch, heads, rows, dim = x_BGSD.shape
+    check_head_dim(dim)
+    padded = triton.cdiv(triton.cdiv(rows, grouping.step), multiple) * multiple
+    small = x_BGSD.element_size() == 2
+    dtype = torch.float8_e4m3fn if small else x_BGSD.dtype
+    out_XF = torch.empty((batch * heads * padded, grouping.slots * dim), dtype=dtype, device=x_BGSD.device)
+    _pack_kernel[(triton.cdiv(padded * grouping.slots, 64), batch * heads)](
+        x_BGSD,
+        out_XF,
+        *x_BGSD.stride()[:3],
+        heads,
+        rows,
+        padded,
         D=dim,
         STEP=grouping.step,
         SLOTS=grouping.slots,
+        REVERSED=reverse,
+        LIMIT=torch.finfo(dtype).max,
+        ROWS=64,
+        num_warps=4,
+    )
+    return out_XF
+
+
+def log_sums(packed: Packed, first_row: int, blocks: int) -> torch.Tensor:
+    """log2 of the sums of e^logit per query group and key block: fp16 part_BHNRM.
+
+    For N = `blocks` query blocks from `first_row` of q on, R = groups per block; M covers the key blocks of
+    the last of them.
+    """
+    grouping, lanes = packed.grouping, packed.batch * packed.heads
+    per_block, width = grouping.per_block, packed.q_XF.shape[1]
+    columns = packed.start // per_block + first_row + blocks
+    part = empty_parts(packed.q_XF, (packed.batch, packed.heads, blocks, per_block), columns)
+    per_load = min(width, 128 // packed.q_XF.element_size())
+    own = packed.own_BHI
+    _grouped_kernel[(lanes, triton.cdiv(blocks * per_block, _TILE_X))](
+        TensorDescriptor.from_tensor(packed.q_XF, [_TILE_X, per_load]),
+        TensorDescriptor.from_tensor(packed.k_XF, [_TILE_Y, per_load]),
+        own,
+        part,
+        *part.stride()[:2],
+        part.stride(3),
+        packed.heads,
+        packed.share,
+        packed.rows,
+        packed.q_XF.shape[0] // lanes,
+        packed.k_XF.shape[0] // (lanes // packed.share),
+        0 if own is None else own.shape[2],
+        packed.start,
+        first_row * per_block,
+        (first_row + blocks) * per_block,
+        packed.scale * LOG2_E,
+        STEP=grouping.step,
+        SLOTS=grouping.slots,
         PER_BLOCK=per_block,
-        X=_TILE,
-        Y=_TILE,
-        STAGES=3,
+        F=width,
+        BF=per_load,
+        X=_TILE_X,
+        Y=_TILE_Y,
+        STAGES=4,
+        FLATTEN=True,
         num_warps=8,
     )
     return part

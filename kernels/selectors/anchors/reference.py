@@ -6,14 +6,29 @@ import torch
 from torch.nn import functional
 
 from ...anchors.reference import scan
+from ...anchors.runs import AnchorRuns
 from ...interface import BLOCK, AttentionInput
 from .table import AnchorSettings, BlockAnchors, SideSettings
 
 
 def summarise(x_BGSD: torch.Tensor, cos: float, side: SideSettings, first_block: int = 0) -> BlockAnchors:
     """The slots of every block of x, whose first row is the first of block `first_block`; float32."""
-    batch, heads, rows, dim = x_BGSD.shape
     runs = scan(x_BGSD, cos, BLOCK)
+    strict = _fill(x_BGSD, runs, side, first_block)
+    if side.relax is None:
+        return strict
+    crowded_BGM1 = (runs.runs_BGC > side.cap)[..., None]
+    loose = _fill(x_BGSD, scan(x_BGSD, cos - side.relax, BLOCK), side, first_block)
+    return BlockAnchors(
+        torch.where(crowded_BGM1[..., None], loose.vector_BGMAD, strict.vector_BGMAD),
+        torch.where(crowded_BGM1, loose.first_BGMA, strict.first_BGMA),
+        torch.where(crowded_BGM1, loose.count_BGMA, strict.count_BGMA),
+    )
+
+
+def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_block: int) -> BlockAnchors:
+    """The slots of every block, given its runs."""
+    batch, heads, rows, dim = x_BGSD.shape
     blocks = runs.runs_BGC.shape[2]
     padding = blocks * BLOCK - rows
     x_BGMRD = functional.pad(x_BGSD.float(), (0, 0, 0, padding)).view(batch, heads, blocks, BLOCK, dim)

@@ -19,7 +19,7 @@ class AnchorsSelector(ScoredSelector):
 
     values: `tau`, `cos`, `q_anchors`, `k_anchors`. The keyword arguments open the rest of the form (see
     `SideSettings` and `AnchorSettings`). The thesis's own: q_anchors = k_anchors = 128, both
-    representatives "anchor", weighted and row_normalised False.
+    representatives "anchor", k_relax None, weighted and row_normalised False.
     """
 
     name = "anchors"
@@ -33,6 +33,7 @@ class AnchorsSelector(ScoredSelector):
         k_representative: Representative = "mean",
         q_overflow: Overflow = "drop",
         k_overflow: Overflow = "drop",
+        k_relax: float | None = 0.15,
         weighted: bool = True,
         row_normalised: bool = True,
     ) -> None:
@@ -40,7 +41,7 @@ class AnchorsSelector(ScoredSelector):
         self.form = AnchorSettings(
             cos=float(values["cos"]),
             q=SideSettings(int(values["q_anchors"]), q_representative, q_overflow),
-            k=SideSettings(int(values["k_anchors"]), k_representative, k_overflow),
+            k=SideSettings(int(values["k_anchors"]), k_representative, k_overflow, k_relax),
             weighted=weighted,
             row_normalised=row_normalised,
         )
@@ -69,15 +70,15 @@ class AnchorsSelector(ScoredSelector):
             return reference.scores(x, queries, state.table.until(x.key_blocks), self.form)
 
     def slab_sums(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> tuple[int, SlabSums]:
-        from . import kernel
+        from . import kernel, summary_kernel
 
         with phase("anchors"):
             start = _first_missing(x, state)
             new_keys = x.k_BGSD[:, :, start * BLOCK :]
-            kernel.summarise(new_keys, self.form.cos, self.form.k, state.table, start, start)
+            summary_kernel.summarise(new_keys, self.form.cos, self.form.k, state.table, start, start)
             state.done = x.key_blocks
-            queries = kernel.empty_table(x.q_BHTD, self.form.q.cap)
-            kernel.summarise(x.q_BHTD, self.form.cos, self.form.q, queries, 0, x.first_block)
+            queries = summary_kernel.empty_table(x.q_BHTD, self.form.q.cap)
+            summary_kernel.summarise(x.q_BHTD, self.form.cos, self.form.q, queries, 0, x.first_block)
         return self.form.q.cap, lambda first, blocks: kernel.score_sums(
             x, queries, state.table, self.form, first, blocks
         )

@@ -23,11 +23,14 @@ class SideSettings:
     cap: slots per block, a power of two up to 128. representative: what a slot holds, the mean of its rows
     or the run's first row. overflow: where a block has more runs than slots, runs floor(i * runs / cap)
     are picked; the runs between two picks join the earlier one (merge) or are left out (drop).
+    relax: a block with more runs than slots is scanned again with the cosine lowered by this much, before
+    anything is picked; None: it is not.
     """
 
     cap: int
     representative: Representative
     overflow: Overflow
+    relax: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.cap <= BLOCK or self.cap & (self.cap - 1):

@@ -30,10 +30,10 @@ class AntidiagonalSelector(ScoredSelector):
             return reference.scores(x, self.stride)
 
     def slab_sums(self, x: AttentionInput, state: object, phase: Phase) -> tuple[int, SlabSums]:
+        from ..grouped_kernel import log_sums
+        from ..rules.kernel import Sums
         from . import kernel
 
         with phase("scoring"):
-            own_BHI = kernel.prepare(x, self.stride)
-        return BLOCK // self.stride, lambda first, blocks: kernel.score_sums(
-            x, self.stride, own_BHI, first, blocks
-        )
+            packed = kernel.prepare(x, self.stride)
+        return BLOCK // self.stride, lambda first, blocks: Sums(log_sums(packed, first, blocks), first)

@@ -27,8 +27,10 @@ class BlockPoolSelector(ScoredSelector):
             return reference.scores(x)
 
     def slab_sums(self, x: AttentionInput, state: object, phase: Phase) -> tuple[int, SlabSums]:
+        from ..grouped_kernel import log_sums
+        from ..rules.kernel import Sums
         from . import kernel
 
         with phase("scoring"):
-            means = kernel.prepare(x)
-        return 1, lambda first, blocks: kernel.score_sums(x, means, first, blocks)
+            packed = kernel.prepare(x)
+        return 1, lambda first, blocks: Sums(log_sums(packed, first, blocks), first)

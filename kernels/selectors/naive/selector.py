@@ -30,6 +30,10 @@ class NaiveSelector(ScoredSelector):
             return reference.scores(x, self.stride)
 
     def slab_sums(self, x: AttentionInput, state: object, phase: Phase) -> tuple[int, SlabSums]:
+        from ..grouped_kernel import log_sums
+        from ..rules.kernel import Sums
         from . import kernel
 
-        return BLOCK // self.stride, lambda first, blocks: kernel.score_sums(x, self.stride, first, blocks)
+        with phase("scoring"):
+            packed = kernel.prepare(x, self.stride)
+        return BLOCK // self.stride, lambda first, blocks: Sums(log_sums(packed, first, blocks), first)
