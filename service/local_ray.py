@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,14 @@ def shown_name(spec: ModelSpec) -> str:
 
 
 @contextlib.contextmanager
-def running(settings: ServiceConfig) -> Iterator[None]:
+def running(
+    settings: ServiceConfig, application: Callable[[ServiceConfig], Any] | None = None
+) -> Iterator[None]:
     """Start everything, wait until it is healthy, and stop it when the block ends.
 
-    `settings` from `local_model`. Ray reads its environment when it is imported, so this module imports it
-    only here. Raises RuntimeError if the application does not come up.
+    `settings` from `local_model`. application: what to serve, by default `app.build`. Ray reads its
+    environment when it is imported, so this module imports it only here. Raises RuntimeError if the
+    application does not come up.
     """
     folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
     os.environ.update(environment(settings, folder))
@@ -67,7 +70,7 @@ def running(settings: ServiceConfig) -> Iterator[None]:
         )
         try:
             serve.start(http_options={"host": LOOPBACK, "port": settings.door.http_port}, **grpc(settings))
-            serve.run(build(settings), name=APP_NAME, route_prefix="/")
+            serve.run((application or build)(settings), name=APP_NAME, route_prefix="/")
             yield
         finally:
             with contextlib.suppress(Exception):  # Ray may be gone already; stopping goes on

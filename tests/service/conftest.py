@@ -11,6 +11,7 @@ import pytest
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.metrics import Metrics
 
+from . import fakes
 from .inprocess import House, Loop, open_house, settings, write_model
 
 
@@ -46,3 +47,58 @@ def house(make_house: Callable[..., House]) -> House:
 def client(house: House) -> Iterator[DeltafrontClient]:
     with DeltafrontClient(house.address) as client:
         yield client
+
+
+class Served:
+    """The door under Ray Serve with HAProxy, and fake workers as named Ray actors."""
+
+    address = "127.0.0.1:9000"
+    metrics = "http://127.0.0.1:9464/metrics"
+    token, other = "alpha", "beta"
+
+    def __init__(self, group: Any, decode: Any) -> None:
+        self.group = group
+        self.decode = decode
+
+    def configure(self, actor: Any, **attributes: Any) -> None:
+        import ray
+
+        ray.get(actor.configure.remote(**attributes))
+
+    def pages_used(self) -> int:
+        import ray
+
+        group, decode = ray.get([self.group.stats.remote(), self.decode.stats.remote()])
+        return int(group.pages_total - group.pages_free + decode.pages_total - decode.pages_free)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Started once; takes fixed ports, so nothing else may use Serve meanwhile."""
+    from deltafront.service.local_ray import running
+
+    folder = tmp_path_factory.mktemp("served")
+    tokens = folder / "tokens"
+    tokens.write_text(f"# two people\n{Served.token}\n{Served.other}\n")
+    config = settings(
+        write_model(folder / "model", positions=1 << 20), tokens_file=str(tokens), metrics_host="127.0.0.1"
+    )
+    with running(config, _door_alone):
+        yield Served(_actor(fakes.GroupProcess, "prefill:g0"), _actor(fakes.DecodeProcess, "decode:d0"))
+
+
+def _door_alone(config: Any) -> Any:
+    from deltafront.service.app import assemble
+
+    return assemble(config)
+
+
+def _actor(kind: type, name: str) -> Any:
+    import ray
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(fakes)
+    from deltafront.workers.messages import NAMESPACE
+
+    options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 1000}
+    return ray.remote(kind).options(**options).remote(name)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltafront.workers.messages import (
+    NAMESPACE,
     DecodeReport,
     DecodeStats,
     FinishEvent,
@@ -260,3 +261,34 @@ class FakeDecode:
         return DecodeStats(
             self.name, self.total, self.total - self.used(), len(self._requests), 0, sessions, PAGE
         )
+
+
+class GroupProcess(FakeGroup):
+    """FakeGroup as a Ray actor."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, _deliver)
+
+    async def configure(self, **attributes: Any) -> None:
+        for attribute, value in attributes.items():
+            setattr(self, attribute, value)
+
+    async def seen(self, attribute: str) -> Any:
+        return getattr(self, attribute)
+
+
+class DecodeProcess(FakeDecode):
+    """FakeDecode as a Ray actor."""
+
+    async def configure(self, **attributes: Any) -> None:
+        for attribute, value in attributes.items():
+            setattr(self, attribute, value)
+
+    async def seen(self, attribute: str) -> Any:
+        return getattr(self, attribute)
+
+
+def _deliver(worker: str, request_id: str, ids: bytes) -> Any:
+    import ray
+
+    return ray.get_actor(worker, namespace=NAMESPACE).deliver.remote(request_id, ids)

@@ -1,0 +1,246 @@
+"""What only a real Ray Serve with HAProxy can show: codes, trailing metadata, cancelling, big messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, PrefillProgress
+from deltafront.service.errors import (
+    DeadlineExceeded,
+    DeltafrontError,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unauthenticated,
+)
+
+from .conftest import Served
+from .fakes import Speed
+from .test_requests import collect, expected, ids
+
+pytestmark = pytest.mark.service
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[DeltafrontClient]:
+    served.configure(served.group, speed=Speed(), rate=0.0, waiting_tokens=0)
+    served.configure(served.decode, speed=Speed(), script=[])
+    with DeltafrontClient(served.address, served.token) as client:
+        until = time.monotonic() + 20
+        while client.info().decode_workers == 0:
+            assert time.monotonic() < until, "the door does not see its workers"
+            time.sleep(0.05)
+        yield client
+
+
+@pytest.fixture
+def channel(served: Served) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(served.address) as channel:
+        yield channel
+
+
+def nothing_left(served: Served, patience_s: float = 3.0) -> None:
+    until = time.monotonic() + patience_s
+    while served.pages_used():
+        assert time.monotonic() < until, "pages are left"
+        time.sleep(0.02)
+
+
+def test_a_request_from_end_to_end(served: Served, client: DeltafrontClient) -> None:
+    text, tokens, finish, progress = collect(client.generate("y" * 400, append="?", max_tokens=20))
+    assert text == expected(ids("y" * 400 + "?"), 20)
+    assert len(tokens) == 20
+    assert progress[-1].tokens_done == 402
+    assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
+    assert finish.timings.parts["transport"] < 0.1
+    nothing_left(served)
+
+
+def test_health_and_reflection(client: DeltafrontClient, channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    serving = health_pb2.HealthCheckResponse.SERVING
+    for name in ("", "deltafront.v1.DeltafrontService"):
+        assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == serving
+    with pytest.raises(grpc.RpcError) as caught:
+        health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    watch = health.Watch(health_pb2.HealthCheckRequest())
+    assert next(watch).status == serving
+    watch.cancel()
+
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    (reply,) = list(stub.ServerReflectionInfo(asked))
+    names = {service.name for service in reply.list_services_response.service}
+    assert {"deltafront.v1.DeltafrontService", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "alpha "])
+def test_tokens(served: Served, token: str, client: DeltafrontClient) -> None:
+    with DeltafrontClient(served.address, token) as stranger:
+        if token.strip() == served.token:
+            assert stranger.info().vocabulary == 258
+            return
+        for call in (stranger.info, lambda: list(stranger.generate("x")), lambda: stranger.release("a.b")):
+            with pytest.raises(Unauthenticated):
+                call()
+
+
+def test_a_session_belongs_to_its_token(served: Served, client: DeltafrontClient) -> None:
+    *_, result = client.prefill("document", session_ttl_s=30)
+    assert isinstance(result, PrefillFinished)
+    session = result.session.session_id
+    with DeltafrontClient(served.address, served.other) as other:
+        with pytest.raises(NotFound):
+            list(other.generate(session_id=session, append="?"))
+        with pytest.raises(NotFound):
+            other.release(session)
+    client.release(session)
+    nothing_left(served)
+
+
+def test_overload_carries_a_retry_time(served: Served, client: DeltafrontClient) -> None:
+    served.configure(served.group, rate=100.0, waiting_tokens=1000)
+    client.info()  # polls
+    with pytest.raises(Overloaded) as caught:
+        list(client.generate("x" * 100, timeout_s=5))
+    assert caught.value.retry_after_s is not None
+    assert 6 <= caught.value.retry_after_s <= 8
+    with pytest.raises(DeadlineExceeded, match="takes about 10"):
+        list(client.generate("x" * 1000, timeout_s=5))
+
+
+def test_a_deadline_in_every_phase(served: Served, client: DeltafrontClient) -> None:
+    served.configure(served.group, speed=Speed(chunk=0.2))
+    with pytest.raises(DeadlineExceeded):
+        list(client.generate("x" * 1000, timeout_s=0.5))
+    served.configure(served.group, speed=Speed())
+    served.configure(served.decode, speed=Speed(token=0.1))
+    seen: list[Any] = []
+    with pytest.raises(DeadlineExceeded):
+        for event in client.generate("x", max_tokens=100, timeout_s=0.7):
+            seen.append(event)
+    assert len(seen) > 3
+    nothing_left(served)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 8, 12, 20])
+def test_a_client_that_leaves_frees_everything(served: Served, client: DeltafrontClient, after: int) -> None:
+    served.configure(served.group, speed=Speed(chunk=0.05))
+    served.configure(served.decode, speed=Speed(token=0.05))
+    stream = client.generate("x" * 1280, max_tokens=200)
+    for _ in range(after):
+        next(stream)
+    threading.Timer(0.02 if after == 0 else 0, stream.close).run()  # type: ignore[attr-defined]
+    nothing_left(served, 2.0)
+
+
+def test_half_a_million_ids_pass(served: Served, client: DeltafrontClient) -> None:
+    served.configure(served.group, speed=Speed(chunk=0.0), total=1 << 16)
+    served.configure(served.decode, total=1 << 16)
+    client.info()
+    text, _, finish, _ = collect(client.generate([65] * (1 << 19), max_tokens=3))
+    assert finish.usage.prompt_tokens == 1 << 19
+    assert len(text) == 3
+    nothing_left(served)
+
+
+def test_a_huge_message_is_refused(served: Served, client: DeltafrontClient, channel: grpc.Channel) -> None:
+    call = channel.unary_stream("/deltafront.v1.DeltafrontService/Generate")
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call(b"\x0a" + b"\0" * 600_000_000, timeout=60))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert client.info().vocabulary == 258
+
+
+@pytest.mark.parametrize(
+    ("rpc", "kind"),
+    [("Generate", "unary_stream"), ("Prefill", "unary_stream"), ("ReleaseSession", "unary_unary")],
+)
+def test_what_cannot_be_decoded_is_an_invalid_argument(
+    served: Served, client: DeltafrontClient, channel: grpc.Channel, rpc: str, kind: str
+) -> None:
+    call = getattr(channel, kind)(f"/deltafront.v1.DeltafrontService/{rpc}")
+    for data in (
+        b"\x0a\x04\x0a\x02\xff\xfe" if rpc != "ReleaseSession" else b"\x0a\x02\xff\xfe",
+        b"\xff\xff\xff",
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            answer = call(data, metadata=[("authorization", f"Bearer {served.token}")])
+            list(answer)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "UTF-8" in caught.value.details()
+
+
+def test_errors_say_what_is_wrong_and_no_more(served: Served, client: DeltafrontClient) -> None:
+    with pytest.raises(InvalidArgument, match="sampling.temperature") as caught:
+        list(client.generate("x", temperature=-1))
+    assert caught.value.field == "sampling.temperature"
+    with pytest.raises(DeltafrontError) as hidden:
+        served.configure(served.decode, fail_after=[0, 0, 0])
+        list(client.generate("x"))
+    assert hidden.value.code is grpc.StatusCode.UNAVAILABLE
+    assert "a hand-off failed; gave up after 3 tries" in hidden.value.message
+    assert "Traceback" not in hidden.value.message
+    nothing_left(served)
+
+
+def test_metrics_are_exact(served: Served, client: DeltafrontClient) -> None:
+    def scrape() -> dict[str, float]:
+        with urllib.request.urlopen(served.metrics, timeout=5) as reply:
+            lines = reply.read().decode().splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
+
+    def parts(samples: dict[str, float]) -> float:
+        return sum(v for k, v in samples.items() if k.startswith("deltafront_ttft_part_seconds_total{"))
+
+    before, finishes = scrape(), []
+    for count in (3, 5):
+        *_, finish = client.generate("z" * 300, max_tokens=count)
+        assert isinstance(finish, GenerateFinished)
+        finishes.append(finish)
+    after = scrape()
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    seen = sum(finish.timings.ttft_seconds for finish in finishes)
+    assert grown("deltafront_time_to_first_token_seconds_sum") == pytest.approx(seen, abs=1e-9)
+    assert parts(after) - parts(before) == pytest.approx(seen, abs=1e-9)
+    assert grown("deltafront_generation_tokens_total") == 8
+    assert grown("deltafront_inter_token_latency_seconds_count") == 6
+    assert grown('deltafront_requests_total{method_rpc="Generate",outcome="finished"}') == 2
+    assert after['deltafront_kv_cache_usage_ratio{worker="decode:d0"}'] >= 0
+    assert (
+        max(
+            float(k.split('le="')[1][:-2])
+            for k in after
+            if "first_token_seconds_bucket" in k and "Inf" not in k
+        )
+        == 640
+    )
+
+
+def test_raw_responses_keep_the_contract(
+    served: Served, client: DeltafrontClient, channel: grpc.Channel
+) -> None:
+    call = channel.unary_stream(
+        "/deltafront.v1.DeltafrontService/Generate",
+        request_serializer=pb.GenerateRequest.SerializeToString,
+        response_deserializer=pb.GenerateResponse.FromString,
+    )
+    request = pb.GenerateRequest(prompt=pb.Prompt(text="x"), sampling=pb.SamplingOptions(max_tokens=2))
+    kinds = [r.WhichOneof("event") for r in call(request, metadata=[("authorization", "Bearer alpha")])]
+    assert kinds == ["progress", "token", "token", "finish"]
+    assert PrefillProgress(1, 2).tokens_total == 2
