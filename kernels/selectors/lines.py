@@ -1,0 +1,83 @@
+"""Vertical and slash lines, as blocks of them, from the attention of a prompt's last queries.
+
+Shape suffixes as in `kernels.interface`; L the last queries. What the two whole-prompt baselines share. Both
+papers keep single lines (columns, diagonals); tiles of 128 x 128 cannot, so a line here is a key block, or
+a band of 128 diagonals, which crosses two tiles of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ..interface import BLOCK, AttentionInput, KernelInputError, TileMask
+from .rules import reference as rules
+from .rules.rule import Rule
+
+
+def require_whole_prompt(x: AttentionInput, method: str) -> None:
+    if x.q_start or x.q_BHTD.shape[2] != x.prompt_tokens:
+        raise KernelInputError(f"{method} estimates from the prompt's last queries: give it the whole prompt")
+
+
+def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
+    """Attention of the last `queries` rows (fewer if there are not so many): float32 mass_BHLS."""
+    batch, heads, rows, dim = x.q_BHTD.shape
+    groups, keys = x.k_BGSD.shape[1:3]
+    taken = min(queries, rows)
+    q_BGXD = x.q_BHTD[:, :, rows - taken :].reshape(batch, groups, -1, dim)
+    logit_BHLS = (q_BGXD @ x.k_BGSD.transpose(2, 3)).float().view(batch, heads, taken, keys) * x.scale
+    position_L1 = torch.arange(keys - taken, keys, device=logit_BHLS.device)[:, None]
+    future_LS = torch.arange(keys, device=logit_BHLS.device) > position_L1
+    return logit_BHLS.masked_fill(future_LS, float("-inf")).softmax(-1)
+
+
+def line_masses(mass_BHLS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mass of each key block and of each band of distances 128 d .. 128 d + 127, both float32 (B, H, M)."""
+    batch, heads, taken, keys = mass_BHLS.shape
+    slash_BHS = torch.zeros((batch, heads, keys), device=mass_BHLS.device)
+    for row in range(taken):
+        seen = keys - taken + row + 1
+        slash_BHS[..., :seen] += mass_BHLS[:, :, row, :seen].flip(-1)
+    return by_block(mass_BHLS.sum(2)), by_block(slash_BHS)
+
+
+def by_block(mass_BHS: torch.Tensor) -> torch.Tensor:
+    padded = functional.pad(mass_BHS, (0, -mass_BHS.shape[-1] % BLOCK))
+    return padded.unflatten(-1, (-1, BLOCK)).sum(-1)
+
+
+def heaviest(mass_BHM: torch.Tensor, lines: int) -> torch.Tensor:
+    """bool_BHM: the blocks that `lines` lines fill, heaviest first."""
+    top = mass_BHM.topk(min(-(-lines // BLOCK), mass_BHM.shape[-1]), dim=-1).indices
+    return torch.zeros_like(mass_BHM, dtype=torch.bool).scatter_(-1, top, True)
+
+
+def heaviest_share(mass_BHM: torch.Tensor, share: float) -> torch.Tensor:
+    """bool_BHM: the fewest entries of the last dimension that hold `share` of its sum."""
+    value, order = mass_BHM.sort(dim=-1, descending=True)
+    before = value.cumsum(-1) - value
+    kept = before < share * value.sum(-1, keepdim=True)
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def tiles_of_lines(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor) -> torch.Tensor:
+    """bool_BHNM: tiles that a kept key block or a kept band crosses, for a whole prompt of M blocks."""
+    blocks = vertical_BHM.shape[-1]
+    block_M = torch.arange(blocks, device=vertical_BHM.device)
+    distance_NM = block_M[:, None] - block_M
+    crossed_BHM = band_BHM | functional.pad(band_BHM[..., :-1], (1, 0))
+    banded_BHNM = crossed_BHM[..., distance_NM.clamp(min=0)] & (distance_NM >= 0)
+    return banded_BHNM | vertical_BHM[..., None, :]
+
+
+def mask_of(keep_BHNM: torch.Tensor) -> TileMask:
+    """The kept causal tiles, diagonal and sink added."""
+    rule = Rule("max_relative", 1.0)
+    score_BHNM = keep_BHNM.float()
+    score_BHNM[..., 0] = 1.0
+    if keep_BHNM.is_cuda:
+        from .rules import kernel
+
+        return kernel.select(score_BHNM, rule, 0)
+    return rules.select(score_BHNM, rule, 0)
