@@ -67,18 +67,16 @@ def _input(config: BenchConfig, lengths: list[int]) -> PagedInput:
     )
 
 
-def _arguments(x: PagedInput) -> tuple[torch.Tensor, ...]:
+def _arguments(
+    x: PagedInput,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R
 
 
 def _captured(run: Callable[[], object], note: str, flops: float | None = None) -> Timed:
     """`run` as one CUDA graph, after two runs that compile and allocate."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
+    run()
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

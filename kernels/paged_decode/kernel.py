@@ -1,13 +1,14 @@
 """Paged decode attention in Triton: split over keys (flash-decoding), merged, and page scores in one pass.
 
-Shape suffixes as in `pages.py`; C splits, B blocks of keys, T keys of a block.
+Shape suffixes as in `pages.py`; C splits, B blocks of keys, T keys of a block, E groups of 8
+blocks, W the 8 blocks of a group.
 
 `_attend` reads each key and value once. For page scores it also leaves what it computed anyway: the
 weights of each key under the running maximum of its block, in the pages' dtype, and that maximum. Once
 `_merge` knows the LSE, `_score` turns them into weights; they are heads × tokens, 1/(2 D / group) of what
 was read (1.6% for D 128 and 4 heads a group). Storing weights under a near maximum rather than logits
 keeps their relative error that of the dtype, however large the logits are. All heads of a block lie
-together, because the programs of one block's key heads run side by side and their small writes meet in L2.
+together, and the maxima of 8 blocks: small writes between the reads cost far more than their bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _attend(  # noqa: PLR0915
     top_RHC_ptr,
     sum_RHC_ptr,
     weight_RBHT_ptr,
-    top_RBH_ptr,
+    top_REHW_ptr,
     scale_log2,
     q_stride_r,
     q_stride_h,
@@ -41,7 +42,7 @@ def _attend(  # noqa: PLR0915
     v_stride_g,
     table_stride,
     selected_stride,
-    scratch_blocks,
+    scratch_groups,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -60,7 +61,8 @@ def _attend(  # noqa: PLR0915
         count = tl.load(counts_ptr + r)
         last = tl.load(selected + count - 1)
         tokens = count * 16 - tl.maximum((last + 1) * 16 - tokens, 0)
-    share = tl.cdiv(tl.cdiv(tokens, BLOCK), splits) * BLOCK
+    STEP: tl.constexpr = 8 * BLOCK if SCORED else BLOCK  # no group of 8 blocks in two splits
+    share = tl.cdiv(tl.cdiv(tokens, STEP), splits) * STEP
     begin = split * share
     end = tl.minimum(begin + share, tokens)
 
@@ -79,6 +81,8 @@ def _attend(  # noqa: PLR0915
     if SPARSE:
         column = tl.load(selected + column, mask=begin + key < end, other=0)
     ahead = tl.load(table + column, mask=begin + key < end, other=0)
+    eight = tl.arange(0, 8)
+    tops = tl.zeros([ROWS, 8], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
@@ -103,9 +107,14 @@ def _attend(  # noqa: PLR0915
         acc = tl.dot(weight, v, acc * fade[:, None], input_precision="ieee")
         top = new_top
         if SCORED:
-            lane = (r * scratch_blocks + start // BLOCK).to(tl.int64) * heads + head
-            tl.store(top_RBH_ptr + lane, top, mask=real)
+            block = start // BLOCK
+            group = r * scratch_groups + block // 8
+            lane = (group * 8 + block % 8).to(tl.int64) * heads + head
             tl.store(weight_RBHT_ptr + lane[:, None] * BLOCK + key[None, :], weight, mask=real[:, None])
+            tops = tl.where(eight[None, :] == block % 8, top[:, None], tops)
+            lane_top = group.to(tl.int64) * heads + head
+            full = (block % 8 == 7) | (start + BLOCK >= end)
+            tl.store(top_REHW_ptr + lane_top[:, None] * 8 + eight[None, :], tops, mask=real[:, None] & full)
 
     part = (r * heads + head).to(tl.int64) * splits + split
     tl.store(top_RHC_ptr + part, top, mask=real)  # -inf where the split has no keys
@@ -144,13 +153,13 @@ def _merge(
 @triton.jit
 def _score(
     weight_RBHT_ptr,
-    top_RBH_ptr,
+    top_REHW_ptr,
     lse_ptr,
     lengths_ptr,
     score_ptr,
     heads,
     columns,
-    scratch_blocks,
+    scratch_groups,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -166,8 +175,9 @@ def _score(
         t = tl.arange(0, BLOCK)
         lse_H = tl.load(lse_ptr + r * heads + h, mask=h < heads, other=0.0) * 1.4426950408889634
         live_BH = (h[None, :] < heads) & (b[:, None] * BLOCK < tokens)
-        lane_BH = (r * scratch_blocks + b).to(tl.int64)[:, None] * heads + h[None, :]
-        top_BH = tl.load(top_RBH_ptr + lane_BH, mask=live_BH, other=float("-inf"))
+        lane_BH = (r * scratch_groups * 8 + b).to(tl.int64)[:, None] * heads + h[None, :]
+        group_BH = (r * scratch_groups + b // 8).to(tl.int64)[:, None] * heads + h[None, :]
+        top_BH = tl.load(top_REHW_ptr + group_BH * 8 + (b % 8)[:, None], mask=live_BH, other=float("-inf"))
         weight_BHT = tl.load(
             weight_RBHT_ptr + lane_BH[:, :, None] * BLOCK + t[None, None, :],
             mask=live_BH[:, :, None],
@@ -183,12 +193,12 @@ def _score(
 _ATTEND = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "weight_RBHT_ptr"), "*bf16"),
     **dict.fromkeys(("table_ptr", "lengths_ptr", "selected_ptr", "counts_ptr"), "*i32"),
-    **dict.fromkeys(("part_RHCD_ptr", "top_RHC_ptr", "sum_RHC_ptr", "top_RBH_ptr"), "*fp32"),
+    **dict.fromkeys(("part_RHCD_ptr", "top_RHC_ptr", "sum_RHC_ptr", "top_REHW_ptr"), "*fp32"),
     "scale_log2": "fp32",
     **dict.fromkeys(("q_stride_r", "q_stride_h"), "i32"),
     **dict.fromkeys(("k_stride_p", "k_stride_s", "k_stride_g"), "i32"),
     **dict.fromkeys(("v_stride_p", "v_stride_s", "v_stride_g"), "i32"),
-    **dict.fromkeys(("table_stride", "selected_stride", "scratch_blocks"), "i32"),
+    **dict.fromkeys(("table_stride", "selected_stride", "scratch_groups"), "i32"),
 }
 _SIZES = {"GROUP": 4, "ROWS": 16, "D": 128, "BLOCK": 64}
 _PARTS = {"part_RHCD_ptr": "*fp32", "top_RHC_ptr": "*fp32", "sum_RHC_ptr": "*fp32"}
@@ -203,13 +213,13 @@ COMPILE_CASES = [
         _score,
         {
             "weight_RBHT_ptr": "*bf16",
-            "top_RBH_ptr": "*fp32",
+            "top_REHW_ptr": "*fp32",
             "lse_ptr": "*fp32",
             "lengths_ptr": "*i32",
             "score_ptr": "*fp32",
             "heads": "i32",
             "columns": "i32",
-            "scratch_blocks": "i32",
+            "scratch_groups": "i32",
         },
         {"H": 32, "BLOCK": 64, "BLOCKS": 1},
     ),

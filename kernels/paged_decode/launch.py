@@ -62,19 +62,20 @@ def paged_attention_scored(
     """`attention.paged_attention_scored` with the Triton kernels."""
     columns = x.table_RP.shape[1]
     chosen = launch or Launch.of(x, columns)
-    weight_RBHT, top_RBH = scratch = _scratch(x, chosen, -(-columns * PAGE_TOKENS // chosen.block))
+    blocks = -(-columns * PAGE_TOKENS // chosen.block)
+    weight_RBHT, top_REHW = scratch = _scratch(x, chosen, -(-blocks // 8))
     out_RHD, lse_RH = _attend(x, None, chosen, scratch)
-    requests, blocks, heads = top_RBH.shape
+    requests, groups, heads, _ = top_REHW.shape
     page_score_RP = torch.empty((requests, columns), dtype=torch.float32, device=x.q_RHD.device)
     kernel._score[(-(-blocks // chosen.score_blocks), requests)](
         weight_RBHT,
-        top_RBH,
+        top_REHW,
         lse_RH,
         x.lengths_R,
         page_score_RP,
         heads,
         columns,
-        blocks,
+        groups,
         H=triton.next_power_of_2(heads),
         BLOCK=chosen.block,
         BLOCKS=chosen.score_blocks,
@@ -83,11 +84,12 @@ def paged_attention_scored(
     return out_RHD, lse_RH, page_score_RP
 
 
-def _scratch(x: PagedInput, launch: Launch, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight_RBHT and top_RBH for page scores (without memory when blocks is 0)."""
+def _scratch(x: PagedInput, launch: Launch, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight_RBHT and top_REHW for page scores of `groups` groups of 8 blocks (no memory for none)."""
     requests, heads, _ = x.q_RHD.shape
-    weight_RBHT = x.k_PSGD.new_empty((requests, blocks, heads, launch.block))
-    return weight_RBHT, torch.empty((requests, blocks, heads), dtype=torch.float32, device=x.q_RHD.device)
+    weight_RBHT = x.k_PSGD.new_empty((requests, 8 * groups, heads, launch.block))
+    top_REHW = torch.empty((requests, groups, heads, 8), dtype=torch.float32, device=x.q_RHD.device)
+    return weight_RBHT, top_REHW
 
 
 def _attend(
@@ -96,11 +98,11 @@ def _attend(
     launch: Launch,
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every split, then their merge. Page scores are prepared where scratch has blocks."""
+    """Attention of every split, then their merge. Page scores are prepared where scratch has groups."""
     requests, heads, dim = x.q_RHD.shape
     if dim not in (64, 128, 256):
         raise KernelInputError(f"head dimension {dim} is not 64, 128 or 256")
-    weight_RBHT, top_RBH = scratch
+    weight_RBHT, top_REHW = scratch
     splits = (requests, heads, launch.splits)
     part_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
     top_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
@@ -117,20 +119,20 @@ def _attend(
         top_RHC,
         sum_RHC,
         weight_RBHT,
-        top_RBH,
+        top_REHW,
         x.scale * _LOG2_E,
         *x.q_RHD.stride()[:2],
         *x.k_PSGD.stride()[:3],
         *x.v_PSGD.stride()[:3],
         x.table_RP.stride(0),
         0 if selection is None else selection.selected_RK.stride(0),
-        top_RBH.shape[1],
+        top_REHW.shape[1],
         GROUP=x.group,
         ROWS=max(16, triton.next_power_of_2(x.group)),
         D=dim,
         BLOCK=launch.block,
         SPARSE=selection is not None,
-        SCORED=top_RBH.shape[1] > 0,
+        SCORED=top_REHW.shape[1] > 0,
         num_warps=launch.warps,
         num_stages=launch.stages,
     )

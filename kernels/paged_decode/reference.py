@@ -78,7 +78,7 @@ def _request(
     past_T = (columns_N[:, None] * PAGE_TOKENS + slots_S >= x.lengths_R[request]).flatten()
     if bool(past_T[-PAGE_TOKENS:].any()):  # ascending columns: only the last can be part empty
         v_GTD[:, -PAGE_TOKENS:].masked_fill_(past_T[-PAGE_TOKENS:, None], 0)
-    q_GQD = x.q_RHD[request].float().unflatten(0, (k_GTD.shape[0], -1))
+    q_GQD = x.q_RHD[request].float().reshape(k_GTD.shape[0], x.group, -1)
     logits_GQT = (q_GQD * x.scale) @ k_GTD.mT
     logits_GQT.masked_fill_(past_T, float("-inf"))
     lse_GQ = logits_GQT.logsumexp(-1)
