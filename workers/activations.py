@@ -124,7 +124,9 @@ class GroupActivations:
         self._sending.append((hidden_TC, work))  # the buffer must outlive the transfer
 
     def close(self) -> None:
-        self._sending.clear()
+        """Wait until everything sent has been taken, then leave the group."""
+        while self._sending:
+            self._sending.popleft()[1].wait()
         dist.destroy_process_group()
 
 

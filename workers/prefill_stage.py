@@ -110,7 +110,7 @@ class PrefillStage:
         try:
             method = build(request.method)
             states = {layer: method.new_state(spec) for layer in self.stack.layers}
-        except _REQUEST_ERRORS as error:
+        except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
         pages_N = torch.tensor(request.pages, dtype=torch.int64, device=self.stack.device)
         self._open[request.request_id] = _Prompt(request, method, states, pages_N)
