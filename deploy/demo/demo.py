@@ -8,12 +8,14 @@ question on the session, which does not read the document again. Stops everythin
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from deltafront.benchmarks import needles as hay
@@ -25,25 +27,31 @@ CONFIG = HERE.parent / "config" / "demo.yaml"
 CHARACTERS_PER_TOKEN = 3.9  # of this text with this model's tokenizer; the server reports the true count
 
 
-def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source: object) -> GenerateFinished:
+def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source: Any) -> GenerateFinished:
     """Send one question, show progress and tokens, return the finish event."""
     console.print(f"\n[bold]Question:[/bold] {needle.question.strip()} …")
     finish: GenerateFinished | None = None
     answer = ""
-    columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=False) as bar:
-        task = bar.add_task("reading", total=None)
-        for event in client.generate(append=needle.question, max_tokens=48, stop=["\n"], **source):
-            match event:
-                case PrefillProgress(done, total):
-                    bar.update(task, completed=done, total=total)
-                case TokenReceived(text=text):
-                    bar.stop()
-                    answer += text
-                    console.print(text, end="", style="green", markup=False, highlight=False)
-                case GenerateFinished() as finish:
-                    answer += finish.text
-                    console.print(finish.text, style="green", markup=False, highlight=False)
+    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    bar = Progress(*columns, TimeElapsedColumn(), console=console)
+    task = bar.add_task("reading", total=None)
+    with bar:
+        events = client.generate(append=needle.question, max_tokens=48, stop=["."], **source)
+        first = next(events)
+        while isinstance(first, PrefillProgress):
+            bar.update(task, completed=first.tokens_done, total=first.tokens_total)
+            first = next(events)
+        if bar.tasks[task].total is None:
+            bar.remove_task(task)  # nothing had to be read
+    console.print("[bold]Answer:[/bold]", end="")
+    for event in itertools.chain([first], events):
+        match event:
+            case TokenReceived(text=text):
+                answer += text
+                console.print(text, end="", style="green", markup=False, highlight=False)
+            case GenerateFinished() as finish:
+                answer += finish.text
+                console.print(finish.text, style="green", markup=False, highlight=False)
     if finish is None:
         raise SystemExit("the stream ended without a finish event")
     verdict = (
