@@ -39,17 +39,15 @@ def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def orbit(next_R, start):
-    """The rows reached from row `start` (none if it is 128) by following `next`, and the last of them."""
+    """The rows reached from row `start` (none if it is 128) by following `next`."""
     row_R = tl.arange(0, 128)
     lead_R = tl.zeros((128,), tl.int32)
     current = start
-    last = start
     while current < 128:
         here_R = row_R == current
         lead_R = tl.where(here_R, 1, lead_R)
-        last = current
         current = tl.sum(tl.where(here_R, next_R, 0), axis=0)
-    return lead_R, last
+    return lead_R
 
 
 @triton.jit
@@ -88,8 +86,9 @@ def _scan_kernel(
         close_R = is_close(dot_R, square_R, tl.sum(anchor_D * anchor_D, axis=0), threshold, METRIC)
         opens_R = ((close_R == 0) | (start + row_R == chunk * CHUNK)) & real_R
         entry = tl.min(tl.where(opens_R, row_R, 128), axis=0)
-        lead_R, last = orbit(next_far(x_RD, square_R, rows - start, threshold, METRIC), entry)
-        anchor = tl.where(last < 128, start + last, anchor)
+        lead_R = orbit(next_far(x_RD, square_R, rows - start, threshold, METRIC), entry)
+        last = tl.max(tl.where(lead_R > 0, row_R, -1), axis=0)
+        anchor = tl.where(last >= 0, start + last, anchor)
         tl.store(lead_ptr + start + row_R, lead_R.to(tl.int8), mask=real_R)
 
 

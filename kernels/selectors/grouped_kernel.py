@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..anchors.kernel import check_head_dim
 from ..interface import BLOCK, AttentionInput
-from .rules.kernel import LOG2_E, empty_parts
+from .rules.kernel import LOG2_E, empty_parts, fast_log2
 
 _TILE_X, _TILE_Y = 128, 256
 
@@ -176,7 +176,7 @@ def _grouped_kernel(
         top_XW = tl.max(score_XWP, axis=2)
         base_XW = tl.where(top_XW == float("-inf"), 0.0, top_XW * factor_X[:, None])
         mass_XWP = tl.exp2(score_XWP * factor_X[:, None, None] - base_XW[:, :, None])
-        sums_XW = base_XW + tl.log2(tl.sum(mass_XWP, axis=2))
+        sums_XW = base_XW + fast_log2(tl.sum(mass_XWP, axis=2))
         sums_XW = tl.where((filled_X > 0)[:, None], sums_XW, float("-inf"))
         tl.store(
             out_X[:, None] + (block + block_W[None, :]),

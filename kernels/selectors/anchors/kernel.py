@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 
 from ...interface import AttentionInput
-from ..rules.kernel import LOG2_E, Sums, empty_parts
+from ..rules.kernel import LOG2_E, Sums, empty_parts, fast_log2
 from .table import AnchorSettings, BlockAnchors
 
 _TILE = 128
 
 
 @triton.jit
-def _score_kernel(
+def _score_kernel(  # noqa: PLR0915
     q_ptr,
     q_first_ptr,
     q_count_ptr,
@@ -99,17 +99,21 @@ def _score_kernel(
             count_Y = tl.load(k_count_ptr + place + column_Y, mask=held_Y, other=0)
             first_Y = tl.load(k_first_ptr + place + column_Y, mask=held_Y, other=0)
             seen_XY = tl.minimum(q_first_X[:, None] - first_Y[None, :] + 1, count_Y[None, :])
-            seen_XY = tl.maximum(seen_XY, 0).to(tl.float32)
-            bias_XY = tl.log2(seen_XY if WEIGHTED else tl.minimum(seen_XY, 1.0))
+            weight_XY = tl.maximum(seen_XY, 0).to(tl.float32)
+            hidden_XY = (first_Y[None, :] > q_first_X[:, None]) | (held_Y[None, :] == 0)
         else:
             k_YD = tl.load(k_ptr + (place + column_Y[:, None]).to(tl.int64) * D + column_D[None, :])
-            count_Y = tl.load(k_count_ptr + place + column_Y).to(tl.float32)
-            bias_XY = tl.log2(count_Y if WEIGHTED else tl.minimum(count_Y, 1.0))[None, :]
-        score_XY = tl.dot(q_XD, tl.trans(k_YD), input_precision="ieee") * scale_log2 + bias_XY
+            weight_XY = tl.load(k_count_ptr + place + column_Y).to(tl.float32)[None, :]
+        if not WEIGHTED:
+            weight_XY = tl.minimum(weight_XY, 1.0)
+        score_XY = tl.dot(q_XD, tl.trans(k_YD), input_precision="ieee")
+        if DIAGONAL:
+            score_XY = tl.where(hidden_XY, float("-inf"), score_XY)
         score_XWA = tl.reshape(score_XY, (X, W, K_SLOTS))
         top_XW = tl.max(score_XWA, axis=2)
-        base_XW = tl.where(top_XW == float("-inf"), 0.0, top_XW)
-        sums_XW = base_XW + tl.log2(tl.sum(tl.exp2(score_XWA - base_XW[:, :, None]), axis=2))
+        base_XW = tl.where(top_XW == float("-inf"), 0.0, top_XW * scale_log2)
+        mass_XY = tl.reshape(tl.exp2(score_XWA * scale_log2 - base_XW[:, :, None]), (X, Y)) * weight_XY
+        sums_XW = base_XW + fast_log2(tl.sum(tl.reshape(mass_XY, (X, W, K_SLOTS)), axis=2))
         sums_XW = tl.where(used_X[:, None], sums_XW, float("-inf"))
         tl.store(
             out_X[:, None] + (block + block_W[None, :]),

@@ -46,12 +46,13 @@ def _next_kernel(
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     own_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
     length_R = tl.sqrt_rn(tl.sum(own_RR, axis=1))
-    lengths_RR = length_R[:, None] * length_R[None, :]
+    length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # then a zero row's cosine counts as 0
     later_RR = (row_R[None, :] > row_R[:, None]) & real_R[None, :]
     out = next_ptr + (lane * blocks + block) * 128 + row_R
     for level in tl.static_range(LEVELS):
         threshold = cos if level == 0 else relaxed_cos
-        near_RR = tl.where(lengths_RR > 0.0, dot_RR >= threshold * lengths_RR, threshold <= 0.0)
+        threshold = tl.where(threshold == 0.0, -1e-30, threshold)  # 0 x inf would be no number
+        near_RR = dot_RR >= (threshold * length_R)[:, None] * length_R[None, :]
         end_R = tl.min(tl.where(later_RR & (near_RR == 0), row_R[None, :], 128), axis=1)
         tl.store(out + level * level_stride, end_R.to(tl.uint8))
 
@@ -113,7 +114,7 @@ def _fill_kernel(
 
     slot_A = tl.arange(0, SLOTS)
     crowded = runs > CAP
-    filled_A = slot_A < tl.minimum(runs, CAP)
+    filled_A = slot_A < tl.minimum(runs, CAP)  # an empty slot is a copy of slot 0 that counts no rows
     run_A = tl.where(crowded, slot_A * runs // CAP, slot_A)
     after_A = run_A + 1
     if MERGE:
@@ -121,8 +122,10 @@ def _fill_kernel(
     start_ptr += lane * 128
     first_A = tl.load(start_ptr + run_A, mask=filled_A, other=0).to(tl.int32)
     end_A = tl.load(start_ptr + after_A, mask=filled_A & (after_A < runs), other=0).to(tl.int32)
-    end_A = tl.where(filled_A, tl.where(after_A < runs, end_A, height), first_A)
-    held_A = end_A if MEAN else tl.minimum(first_A + 1, end_A)
+    end_A = tl.where(filled_A, tl.where(after_A < runs, end_A, height), 0)
+    one = tl.load(start_ptr + 1, mask=runs > 1, other=0).to(tl.int32)
+    second = tl.where(runs > 1, one, height) if MEAN else 1
+    held_A = tl.where(filled_A, end_A if MEAN else tl.minimum(first_A + 1, end_A), second)
 
     row_R = tl.arange(0, 128)
     held_AR = (row_R[None, :] >= first_A[:, None]) & (row_R[None, :] < held_A[:, None])
@@ -140,7 +143,7 @@ def _fill_kernel(
     fits_A = slot_A < CAP
     table = batch * stride_ab + group * stride_ag + block.to(tl.int64) * CAP
     tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * 128, mask=fits_A)
-    tl.store(count_ptr + table + slot_A, end_A - first_A, mask=fits_A)
+    tl.store(count_ptr + table + slot_A, tl.where(filled_A, end_A - first_A, 0), mask=fits_A)
     vector_ptr += batch * stride_vb + group * stride_vg + block.to(tl.int64) * CAP * D
     tl.store(
         vector_ptr + slot_A[:, None] * D + column_D[None, :],

@@ -27,6 +27,18 @@ _KINDS = {"cumulative": 0, "max_relative": 1, "top_k": 2}
 
 
 @triton.jit
+def fast_log2(x):
+    """log2 of normal positive numbers within 2e-5, -inf for 0: the results are kept in 16 bits, and the
+    exact function costs twice the instructions."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    series = -0.1912625 + t * 0.0442437
+    series = 1.4418359 + t * (-0.7083722 + t * (0.4135551 + t * series))
+    return tl.where(x > 0.0, exponent + t * series, float("-inf"))
+
+
+@triton.jit
 def _highest_floor(level_W, weight_W, forced_W, need, limit, ROUNDS: tl.constexpr):
     """The highest level below `limit` at which the kept weight is still `need`."""
     low = tl.zeros((), tl.int32)
@@ -64,34 +76,25 @@ def _kept(score_W, column_W, diagonal, amount, KIND: tl.constexpr, LEVELS: tl.co
 
 @triton.jit
 def _score_of_sums(
-    in_ptr,
-    stride_r,
-    column_W,
-    causal_W,
-    R: tl.constexpr,
-    RB: tl.constexpr,
-    W: tl.constexpr,
-    NORM: tl.constexpr,
+    in_ptr, stride_r, column_W, causal_W, R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr
 ):
     """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's."""
     score_W = tl.zeros((W,), tl.float32)
-    ceiling = float("-inf")
-    row_RB = tl.arange(0, RB)
+    top = tl.full((), float("-inf"), tl.float32)
     if not NORM:
-        for start in range(0, R, RB):
-            at_RW = (start + row_RB[:, None]) * stride_r + column_W[None, :]
-            part_RW = tl.load(in_ptr + at_RW, mask=causal_W[None, :], other=float("-inf"))
-            ceiling = tl.maximum(ceiling, tl.max(tl.max(part_RW.to(tl.float32), axis=1), axis=0))
-    for start in range(0, R, RB):
-        at_RW = (start + row_RB[:, None]) * stride_r + column_W[None, :]
-        part_RW = tl.load(in_ptr + at_RW, mask=causal_W[None, :], other=float("-inf")).to(tl.float32)
-        top_R = tl.max(part_RW, axis=1) if NORM else tl.zeros((RB,), tl.float32) + ceiling
-        base_R = tl.where(top_R == float("-inf"), 0.0, top_R)
-        mass_RW = tl.exp2(part_RW - base_R[:, None])
+        for row in range(R):
+            part_W = tl.load(in_ptr + row * stride_r + column_W, mask=causal_W, other=float("-inf"))
+            top = tl.maximum(top, tl.max(part_W.to(tl.float32), axis=0))
+    for row in range(R):
+        part_W = tl.load(in_ptr + row * stride_r + column_W, mask=causal_W, other=float("-inf"))
+        part_W = part_W.to(tl.float32)
         if NORM:
-            total_R = tl.sum(mass_RW, axis=1)
-            mass_RW = mass_RW * (1.0 / tl.where(total_R > 0.0, total_R, 1.0))[:, None]
-        score_W += tl.sum(mass_RW, axis=0)
+            top = tl.max(part_W, axis=0)
+        mass_W = tl.exp2(part_W - tl.where(top == float("-inf"), 0.0, top))
+        if NORM:
+            total = tl.sum(mass_W, axis=0)
+            mass_W = mass_W * (1.0 / tl.where(total > 0.0, total, 1.0))
+        score_W += mass_W
     if not NORM:
         total = tl.sum(score_W, axis=0)
         score_W = score_W / tl.where(total > 0.0, total, 1.0)
@@ -117,7 +120,6 @@ def _rule_kernel(
     heads,
     first_block,
     R: tl.constexpr,
-    RB: tl.constexpr,
     W: tl.constexpr,
     NORM: tl.constexpr,
     KIND: tl.constexpr,
@@ -135,7 +137,7 @@ def _rule_kernel(
     if R == 0:
         score_W = tl.load(in_ptr + column_W, mask=causal_W, other=0.0).to(tl.float32)
     else:
-        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, RB, W, NORM)
+        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, W, NORM)
     place = batch * stride_mb + head * stride_mh + row.to(tl.int64) * stride_mn
     if KIND == -1:
         tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
@@ -235,7 +237,6 @@ def _launch(
         heads,
         x.first_block + sums.first_row,
         R=parts,
-        RB=_rows_at_once(parts, width),
         W=width,
         NORM=sums.normalised,
         KIND=-1 if rule is None else _KINDS[rule.kind],
@@ -269,7 +270,6 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
         heads,
         first_block,
         R=0,
-        RB=1,
         W=width,
         NORM=True,
         KIND=_KINDS[rule.kind],
@@ -281,9 +281,5 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
 
 
 def _warps(width: int) -> int:
-    return min(16, max(1, width // 256))
-
-
-def _rows_at_once(parts: int, width: int) -> int:
-    """Part rows held in registers together: about 64 values a thread."""
-    return max(1, min(parts, 64 * 32 * _warps(width) // width))
+    """One warp needs no barrier in its sums, and 32 values a thread leave room for enough programs."""
+    return min(16, max(1, width // 1024))
