@@ -207,7 +207,7 @@ COMPILE_CASES = [
     (_attend, _ATTEND, {**_SIZES, "SPARSE": False, "SCORED": False}),
     (_attend, _ATTEND, {**_SIZES, "SPARSE": False, "SCORED": True}),
     (_attend, _ATTEND, {**_SIZES, "SPARSE": True, "SCORED": False}),
-    (_attend, _ATTEND, {**_SIZES, "GROUP": 3, "D": 64, "SPARSE": False, "SCORED": True}),
+    (_attend, _ATTEND, {**_SIZES, "GROUP": 3, "D": 64, "BLOCK": 128, "SPARSE": False, "SCORED": True}),
     (_merge, {**_PARTS, "out_ptr": "*bf16", "lse_ptr": "*fp32", "splits": "i32"}, {"C": 8, "D": 128}),
     (
         _score,

@@ -35,7 +35,8 @@ class Launch:
     @classmethod
     def of(cls, x: PagedInput, pages: int) -> Launch:
         """For at most `pages` pages a request. Measured on an H200; docs/LOG.md has the alternatives."""
-        block = 64 if x.k_PSGD.shape[3] * x.k_PSGD.element_size() <= 512 else 32
+        row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
+        block = 128 if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
         lanes = x.q_RHD.shape[0] * x.k_PSGD.shape[2]
         blocks = -(-pages * PAGE_TOKENS // block)
         return cls(block, min(blocks, max(1, _PROGRAMS // lanes)))
