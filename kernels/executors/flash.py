@@ -21,27 +21,25 @@ gathered there is multiplied by exp2(NEGATIVE - m) = 0 once it meets a seen key.
 
 
 @triton.jit
-def _step(
-    acc, l, m, q, k_ptr, v_ptr, k_stride, v_stride, col, stop, seen_to, weight, scale,
+def step_tile(
+    acc, total, top, q, k_ptr, v_ptr, k_stride, v_stride, col, stop, seen_to, weight, scale,
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: rows `col` of k and v, those at or after `stop` absent, those after seen_to unseen."""
+    """One tile: rows `col` of k and v; those at or after `stop` are absent, those after seen_to unseen."""
     dim = tl.arange(0, D)
     there = (col < stop)[:, None]
     k = tl.load(k_ptr + col.to(tl.int64)[:, None] * k_stride + dim[None, :], mask=there, other=0.0)
     s = tl.dot(q, k.T, input_precision=PRECISION) * scale
     if MASKED:
         s = tl.where(col[None, :] <= seen_to[:, None], s, NEGATIVE)
-    top = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - top[:, None])
-    shrink = tl.exp2(m - top)
-    if WEIGHTED:
-        l = l * shrink + tl.sum(p * weight[None, :], 1)
-    else:
-        l = l * shrink + tl.sum(p, 1)
+    higher = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp2(s - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    counted = p * weight[None, :] if WEIGHTED else p
+    total = total * shrink + tl.sum(counted, 1)
     v = tl.load(v_ptr + col.to(tl.int64)[:, None] * v_stride + dim[None, :], mask=there, other=0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, l, top
+    return acc, total, higher
 
 
 @triton.jit
@@ -67,8 +65,8 @@ def flash_kernel(
     k_base = k_ptr + b * k_batch + g * k_head
     v_base = v_ptr + b * v_batch + g * v_head
     acc = tl.zeros([ROWS, D], tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    m = tl.full([ROWS], NEGATIVE, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], NEGATIVE, tl.float32)
     last = tl.minimum(row0 + step * (tile * ROWS + ROWS - 1), keys - 1)
     first = row0 + step * tile * ROWS
     lane = tl.arange(0, COLS)
@@ -77,11 +75,11 @@ def flash_kernel(
         n = tile * ROWS // BLOCK
         entry_ptr = index_ptr + b * index_batch + h * index_head + n * index_row
         kept = tl.load(count_ptr + tl.program_id(1) * (tl.cdiv(rows, BLOCK)) + n)
-        for i in range(0, (kept - 1) * (BLOCK // COLS)):
+        for i in range((kept - 1) * (BLOCK // COLS)):
             block = tl.load(entry_ptr + i // (BLOCK // COLS)).to(tl.int32)
             col = block * BLOCK + (i % (BLOCK // COLS)) * COLS + lane
-            acc, l, m = _step(
-                acc, l, m, q, k_base, v_base, k_row, v_row, col, keys, position, 0.0, scale,
+            acc, total, top = step_tile(
+                acc, total, top, q, k_base, v_base, k_row, v_row, col, keys, position, 0.0, scale,
                 D, False, False, PRECISION,
             )  # fmt: skip
         begin = (row0 + tile * ROWS) // BLOCK * BLOCK
@@ -92,27 +90,27 @@ def flash_kernel(
         packed = tl.load(packed_ptr + lane_head * chunk_slots + begin // chunk)
         packed_k = packed_k_ptr + b * packed_batch + g * packed_head
         packed_v = packed_v_ptr + b * packed_batch + g * packed_head
-        for i in range(0, tl.cdiv(packed, COLS)):
+        for i in range(tl.cdiv(packed, COLS)):
             col = i * COLS + lane
             weight = tl.load(weight_ptr + lane_head * packed_slots + col, mask=col < packed, other=0.0)
-            acc, l, m = _step(
-                acc, l, m, q, packed_k, packed_v, packed_row, packed_row, col, packed,
+            acc, total, top = step_tile(
+                acc, total, top, q, packed_k, packed_v, packed_row, packed_row, col, packed,
                 tl.zeros_like(row) + (packed - 1), weight, scale, D, True, True, PRECISION,
             )  # fmt: skip
     whole = tl.maximum((first + 1) // COLS, begin // COLS)
     if MODE != 1:
         for i in range(begin // COLS, whole):
-            acc, l, m = _step(
-                acc, l, m, q, k_base, v_base, k_row, v_row, i * COLS + lane, keys, position, 0.0, scale,
+            acc, total, top = step_tile(
+                acc, total, top, q, k_base, v_base, k_row, v_row, i * COLS + lane, keys, position, 0.0, scale,
                 D, False, False, PRECISION,
             )  # fmt: skip
     else:
         whole = begin // COLS
     for i in range(whole, last // COLS + 1):
-        acc, l, m = _step(
-            acc, l, m, q, k_base, v_base, k_row, v_row, i * COLS + lane, keys, position, 0.0, scale,
+        acc, total, top = step_tile(
+            acc, total, top, q, k_base, v_base, k_row, v_row, i * COLS + lane, keys, position, 0.0, scale,
             D, True, False, PRECISION,
         )  # fmt: skip
     out_base = out_ptr + b * out_batch + h * out_head
-    out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_base + row.to(tl.int64)[:, None] * out_row + dim[None, :], out, mask=inside)

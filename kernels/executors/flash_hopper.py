@@ -108,7 +108,7 @@ def _load(
     """The copying warp: for each item its queries, then keys and values tile by tile."""
     q, k, v, q_lead, packed_k, packed_v, weight = sources
     index_ptr, index_batch, index_head, index_row = index
-    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = buffers
     done = 0
     taken = 0
     for turn in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -166,7 +166,8 @@ def _weigh(s, m, l, scale, weight, WEIGHTED: gl.constexpr):
 
 @gluon.jit
 def _advance(
-    acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers,
+    acc, m, l, p, shrink, done, taken, q, i, position, limits, scale, buffers,
+    half: gl.constexpr, EARLY: gl.constexpr, PINGPONG: gl.constexpr,
     KIND: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile i while tile i - 1, whose exponentials are p, is summed.
@@ -174,7 +175,7 @@ def _advance(
     KIND 0: all keys are seen, 1: causal, 2: packed, 3: packed and the last. What waits for the scores' issue
     (rounding p, shrinking acc) overlaps with the matrix unit's work on them.
     """
-    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = buffers
     whole, exact, total, packed = limits
     dtype: gl.constexpr = q_smem.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
@@ -184,13 +185,20 @@ def _advance(
     next_stage = (done + 1) % STAGES
     mbarrier.wait(k_full.index(next_stage), ((done + 1) // STAGES) & 1)
     k = k_smem.index(next_stage)._reinterpret(dtype, [128, D], flat)
+    if PINGPONG:
+        mbarrier.wait(turns.index(half), ((done - taken) & 1) ^ half)
     s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
     stage = done % STAGES
     mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
     v = v_smem.index(stage)._reinterpret(dtype, [128, D], flat)
-    w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if EARLY:
+        w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    else:
+        w = p
     acc = warpgroup_mma(w, v, acc, is_async=True)
+    if PINGPONG:
+        mbarrier.arrive(turns.index(1 - half))
     s = warpgroup_mma_wait(1, deps=[s])
     weight = scale
     if KIND >= 2:
@@ -207,6 +215,9 @@ def _advance(
         mbarrier.arrive(k_empty.index(next_stage))  # its stage holds the tile's run lengths too
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(stage))
+    if not EARLY:
+        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, m, l, p, shrink, done + 1
 
 
@@ -214,10 +225,11 @@ def _advance(
 def _compute(
     half: gl.constexpr, results, buffers, items, shape, spans, tables,
     MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each item."""
     out, out_lead, scale = results
-    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = buffers
     batch, heads, group, tiles, lead_tiles = shape
     dtype: gl.constexpr = q_smem.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
@@ -250,28 +262,36 @@ def _compute(
             mbarrier.arrive(k_empty.index(done % STAGES))
             s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
             p, m, l, shrink = _weigh(s, m, l, scale, scale, False)
-            for i in range(1, masked):
-                acc, m, l, p, shrink, done = _advance(
-                    acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers, 1, D, STAGES
-                )  # fmt: skip
+            if not EARLY:
+                p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+            if MODE != 1:
+                for i in range(1, masked):
+                    acc, m, l, p, shrink, done = _advance(
+                        acc, m, l, p, shrink, done, taken, q, i, position, limits, scale, buffers,
+                            half, EARLY, PINGPONG, 1, D, STAGES
+                    )  # fmt: skip
             for i in range(masked, exact):
                 acc, m, l, p, shrink, done = _advance(
-                    acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers, 0, D, STAGES
+                    acc, m, l, p, shrink, done, taken, q, i, position, limits, scale, buffers,
+                        half, EARLY, PINGPONG, 0, D, STAGES
                 )  # fmt: skip
             if MODE == 2:
                 for i in range(exact, total - 1):
                     acc, m, l, p, shrink, done = _advance(
-                        acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers, 2, D, STAGES
+                        acc, m, l, p, shrink, done, taken, q, i, position, limits, scale, buffers,
+                        half, EARLY, PINGPONG, 2, D, STAGES
                     )  # fmt: skip
                 for i in range(gl.maximum(exact, total - 1), total):
                     acc, m, l, p, shrink, done = _advance(
-                        acc, m, l, p, shrink, done, q, i, position, limits, scale, buffers, 3, D, STAGES
+                        acc, m, l, p, shrink, done, taken, q, i, position, limits, scale, buffers,
+                        half, EARLY, PINGPONG, 3, D, STAGES
                     )  # fmt: skip
             mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
             v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
-            w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-            acc = warpgroup_mma(w, v, acc, is_async=True)
+            if EARLY:
+                p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+            acc = warpgroup_mma(p, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(done % STAGES))
             done += 1
@@ -292,6 +312,7 @@ def hopper_kernel(
     index_batch, index_head, index_row, items, batch, heads, group, tiles, lead_tiles,
     keys, row0, step, lead_row0, critical, chunk, chunk_slots, scale,
     MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, then the three roles. Shapes and orders: `launch`."""
     q_smem = gl.allocate_shared_memory(q.dtype, [2, 1, 1, 64, D], q.layout)
@@ -306,7 +327,9 @@ def hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for half in gl.static_range(2):
+        mbarrier.init(turns.index(half), count=1)
         mbarrier.init(q_full.index(half), count=1)
         mbarrier.init(q_empty.index(half), count=1)
     for stage in gl.static_range(STAGES):
@@ -315,7 +338,7 @@ def hopper_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
-    buffers = (q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    buffers = (q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     shape = (batch, heads, group, tiles, lead_tiles)
     spans = (keys, row0, step, lead_row0, critical, chunk)
     tables = (count_ptr, packed_ptr, chunk_slots)
@@ -324,8 +347,8 @@ def hopper_kernel(
     sources = (q, k, v, q_lead, packed_k, packed_v, weight)
     gl.warp_specialize(
         [
-            (_compute, (0, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES)),
-            (_compute, (1, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES)),
+            (_compute, (0, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, EARLY, PINGPONG)),
+            (_compute, (1, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, EARLY, PINGPONG)),
             (_load, (sources, index, buffers, items, shape, spans, tables, MODE, ORDER, STAGES)),
         ],
         [4, 1],
@@ -335,7 +358,7 @@ def hopper_kernel(
 
 def launch(
     x: AttentionInput, rows: Rows, lead: Rows | None, *, mask: TileMask | None, packed: Packed | None,
-    order: int | None = None,
+    order: int | None = None, stages: int = 2, early: bool = True, pingpong: bool = False,
 ) -> None:  # fmt: skip
     """See `launch.launch`; x, rows and lead satisfy `launch.takes_hopper`."""
     batch, heads, count, dim = rows.q_BHRD.shape
@@ -377,7 +400,9 @@ def launch(
         MODE=RANGE if mask is None and packed is None else LIST if packed is None else PACKED,
         ORDER=1 if order is None else order,
         D=dim,
-        STAGES=2 if dim == 128 else 4,
+        STAGES=stages if dim == 128 else 4,
+        EARLY=early,
+        PINGPONG=pingpong,
         REGISTERS=240,
         num_warps=4,
     )
