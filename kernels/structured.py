@@ -113,14 +113,16 @@ class _Head:
         dim = self.topic_KD.shape[1]
         shape = (topic_S.shape[0], dim)
         noise_SD = torch.randn(shape, generator=self.generator, device=topic_S.device)
-        return self.topic_KD[topic_S] + noise_SD * (self.recipe.noise / dim**0.5)
+        rows_SD: torch.Tensor = self.topic_KD[topic_S] + noise_SD * (self.recipe.noise / dim**0.5)
+        return rows_SD
 
     def _directions(self, count: int, pairs_P: torch.Tensor) -> torch.Tensor:
         """Random unit vectors that live in some pairs only."""
         dim = 2 * pairs_P.shape[0]
         x_KD = torch.randn((count, dim), generator=self.generator, device=pairs_P.device)
         x_KD = x_KD * pairs_P.repeat(2)
-        return x_KD / x_KD.norm(dim=-1, keepdim=True)
+        length_K1: torch.Tensor = torch.linalg.vector_norm(x_KD, dim=-1, keepdim=True)
+        return x_KD / length_K1
 
     def _turned(self, x_SD: torch.Tensor, position_S: torch.Tensor) -> torch.Tensor:
         """RoPE: pair p of a row at position s turns by s * theta^(-p/P)."""

@@ -121,19 +121,17 @@ def check_head_dim(dim: int) -> None:
         raise KernelInputError(f"head dimension {dim} is not a power of two within 16 .. 256")
 
 
+_SCAN = {
+    "x_ptr": "*bf16",
+    "lead_ptr": "*i8",
+    "threshold": "fp32",
+    "groups": "i32",
+    "rows": "i32",
+    **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
+}
+
 COMPILE_CASES = [
-    (
-        _scan_kernel,
-        {
-            "x_ptr": "*bf16",
-            "lead_ptr": "*i8",
-            "stride_xb": "i64",
-            "stride_xg": "i64",
-            "stride_xs": "i64",
-            "groups": "i32",
-            "rows": "i32",
-            "threshold": "fp32",
-        },
-        {"CHUNK": 512, "D": 128, "METRIC": 0},
-    ),
+    (_scan_kernel, _SCAN, {"CHUNK": 128, "D": 64, "METRIC": 1}),
+    (_scan_kernel, _SCAN, {"CHUNK": 512, "D": 128, "METRIC": 0}),
 ]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

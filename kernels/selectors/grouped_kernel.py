@@ -16,94 +16,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..anchors.kernel import check_head_dim
-from ..interface import BLOCK, AttentionInput
+from .packing_kernel import Grouping, packed
 from .rules.kernel import LOG2_E, empty_parts, fast_log2
 
 _TILE_X, _TILE_Y = 128, 256
-
-
-@triton.jit
-def _pack_kernel(
-    x_ptr,
-    out_ptr,
-    stride_xb,
-    stride_xg,
-    stride_xs,
-    groups,
-    rows,
-    padded_I,
-    D: tl.constexpr,
-    STEP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    REVERSED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """The first SLOTS rows of each group side by side, zeros past the end, cut off at +-LIMIT."""
-    lane = tl.program_id(1).to(tl.int64)
-    x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
-    place_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot_R = place_R % SLOTS
-    if REVERSED:
-        slot_R = SLOTS - 1 - slot_R
-    row_R = place_R // SLOTS * STEP + slot_R
-    column_D = tl.arange(0, D)
-    x_RD = tl.load(
-        x_ptr + row_R[:, None].to(tl.int64) * stride_xs + column_D[None, :],
-        mask=(row_R < rows)[:, None],
-        other=0.0,
-    )
-    x_RD = tl.minimum(tl.maximum(x_RD.to(tl.float32), -LIMIT), LIMIT)
-    place_RD = (lane * padded_I * SLOTS + place_R[:, None]) * D + column_D[None, :]
-    tl.store(
-        out_ptr + place_RD, x_RD.to(out_ptr.dtype.element_ty), mask=(place_R < padded_I * SLOTS)[:, None]
-    )
-
-
-@triton.jit
-def _own_kernel(
-    q_ptr,
-    k_ptr,
-    own_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kg,
-    stride_ks,
-    heads,
-    share,
-    rows,
-    q_start,
-    groups_I,
-    scale_log2,
-    D: tl.constexpr,
-    STEP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Logits of groups against themselves, over the pairs whose key is not after the query."""
-    group_I = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // share * stride_kg
-    column_D = tl.arange(0, D)
-    total_I = tl.zeros((ROWS,), tl.float32)
-    for slot in range(STEP // 2, STEP):
-        row_I = group_I * STEP + slot
-        real_I1 = (row_I < rows)[:, None]
-        key_I = q_start + group_I * STEP + STEP - 1 - slot
-        q_ID = tl.load(
-            q_ptr + row_I[:, None].to(tl.int64) * stride_qt + column_D[None, :], mask=real_I1, other=0.0
-        )
-        k_ID = tl.load(
-            k_ptr + key_I[:, None].to(tl.int64) * stride_ks + column_D[None, :], mask=real_I1, other=0.0
-        )
-        total_I += tl.sum(q_ID.to(tl.float32) * k_ID.to(tl.float32), axis=1)
-    pairs_I = tl.minimum(tl.maximum(rows - group_I * STEP - STEP // 2, 0), STEP - STEP // 2)
-    own_I = tl.where(pairs_I > 0, total_I * scale_log2 / tl.maximum(pairs_I, 1), float("-inf"))
-    tl.store(own_ptr + tl.program_id(1).to(tl.int64) * groups_I + group_I, own_I, mask=group_I < groups_I)
 
 
 @triton.jit
@@ -154,7 +70,7 @@ def _grouped_kernel(
     if SLOTS > 1:
         own_X = tl.load(own_ptr + lane.to(tl.int64) * own_groups + group_X, mask=real_X, other=float("-inf"))
         own_X = own_X / factor_X
-    q_row = lane * padded_I + first_group + tile * X
+    q_row = lane * padded_I + tile * X
     k_row = (batch * (heads // share) + head // share) * padded_J
     column_Y = tl.arange(0, Y)
     block_W = tl.arange(0, W)
@@ -186,27 +102,16 @@ def _grouped_kernel(
 
 
 @dataclass(frozen=True)
-class Grouping:
-    """Rows per group, rows of a group that are paired (all, or the first), groups per block."""
-
-    step: int
-    slots: int
-    per_block: int
-
-
-@dataclass(frozen=True)
 class Packed:
-    """Groups side by side: q_XF and k_XF hold (lanes x padded groups, slots x D); own_BHI as in
-    `own_logits`, None for one slot. rows, start: query rows and the prompt's group where they begin."""
+    """k's groups side by side, (lanes x padded groups, slots x D), and what their products with q's need;
+    q's are packed slab by slab. own_BHI as in `own_logits`, None for one slot. share: query heads of a key
+    head. start: the prompt's group where q begins."""
 
-    q_XF: torch.Tensor
+    q_BHTD: torch.Tensor
     k_XF: torch.Tensor
     own_BHI: torch.Tensor | None
     grouping: Grouping
-    batch: int
-    heads: int
     share: int
-    rows: int
     start: int
     scale: float
 
@@ -219,76 +124,45 @@ def pack(
     grouping: Grouping,
     own_BHI: torch.Tensor | None = None,
 ) -> Packed:
-    """Copy q's and k's groups side by side; k's rows in reverse within their group."""
-    batch, heads, rows, _ = q_BHTD.shape
-    return Packed(
-        _packed(q_BHTD, grouping, _TILE_X, reverse=False),
-        _packed(k_BGSD, grouping, _TILE_Y, reverse=True),
-        own_BHI,
-        grouping,
-        batch,
-        heads,
-        heads // k_BGSD.shape[1],
-        rows,
-        q_start // grouping.step,
-        scale,
-    )
+    """Copy k's groups side by side, rows in reverse within a group."""
+    k_XF = packed(k_BGSD, grouping, _TILE_Y, reverse=True)
+    share = q_BHTD.shape[1] // k_BGSD.shape[1]
+    return Packed(q_BHTD, k_XF, own_BHI, grouping, share, q_start // grouping.step, scale)
 
 
-def _packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: bool) -> torch.Tensor:
-    batch, heads, rows, dim = x_BGSD.shape
-    check_head_dim(dim)
-    padded = triton.cdiv(triton.cdiv(rows, grouping.step), multiple) * multiple
-    small = x_BGSD.element_size() == 2
-    dtype = torch.float8_e4m3fn if small else x_BGSD.dtype
-    out_XF = torch.empty((batch * heads * padded, grouping.slots * dim), dtype=dtype, device=x_BGSD.device)
-    _pack_kernel[(triton.cdiv(padded * grouping.slots, 64), batch * heads)](
-        x_BGSD,
-        out_XF,
-        *x_BGSD.stride()[:3],
-        heads,
-        rows,
-        padded,
-        D=dim,
-        STEP=grouping.step,
-        SLOTS=grouping.slots,
-        REVERSED=reverse,
-        LIMIT=torch.finfo(dtype).max,
-        ROWS=64,
-        num_warps=4,
-    )
-    return out_XF
-
-
-def log_sums(packed: Packed, first_row: int, blocks: int) -> torch.Tensor:
+def log_sums(groups: Packed, first_row: int, blocks: int) -> torch.Tensor:
     """log2 of the sums of e^logit per query group and key block: fp16 part_BHNRM.
 
     For N = `blocks` query blocks from `first_row` of q on, R = groups per block; M covers the key blocks of
     the last of them.
     """
-    grouping, lanes = packed.grouping, packed.batch * packed.heads
-    per_block, width = grouping.per_block, packed.q_XF.shape[1]
-    columns = packed.start // per_block + first_row + blocks
-    part = empty_parts(packed.q_XF, (packed.batch, packed.heads, blocks, per_block), columns)
-    per_load = min(width, 128 // packed.q_XF.element_size())
-    own = packed.own_BHI
+    grouping, per_block = groups.grouping, groups.grouping.per_block
+    batch, heads, rows, _ = groups.q_BHTD.shape
+    lanes, block_rows = batch * heads, per_block * grouping.step
+    slab = groups.q_BHTD[:, :, first_row * block_rows : (first_row + blocks) * block_rows]
+    q_XF = packed(slab, grouping, _TILE_X, reverse=False)
+    columns = groups.start // per_block + first_row + blocks
+    part = empty_parts(q_XF, (batch, heads, blocks, per_block), columns)
+    width = q_XF.shape[1]
+    per_load = min(width, 128 // q_XF.element_size())
+    own = groups.own_BHI
     _grouped_kernel[(lanes, triton.cdiv(blocks * per_block, _TILE_X))](
-        TensorDescriptor.from_tensor(packed.q_XF, [_TILE_X, per_load]),
-        TensorDescriptor.from_tensor(packed.k_XF, [_TILE_Y, per_load]),
+        TensorDescriptor.from_tensor(q_XF, [_TILE_X, per_load]),
+        TensorDescriptor.from_tensor(groups.k_XF, [_TILE_Y, per_load]),
         own,
         part,
         *part.stride()[:2],
         part.stride(3),
-        packed.heads,
-        packed.share,
-        packed.rows,
-        packed.q_XF.shape[0] // lanes,
-        packed.k_XF.shape[0] // (lanes // packed.share),
+        heads,
+        groups.share,
+        rows,
+        q_XF.shape[0] // lanes,
+        groups.k_XF.shape[0] // (lanes // groups.share),
         0 if own is None else own.shape[2],
-        packed.start,
+        groups.start,
         first_row * per_block,
         (first_row + blocks) * per_block,
-        packed.scale * LOG2_E,
+        groups.scale * LOG2_E,
         STEP=grouping.step,
         SLOTS=grouping.slots,
         PER_BLOCK=per_block,
@@ -296,34 +170,27 @@ def log_sums(packed: Packed, first_row: int, blocks: int) -> torch.Tensor:
         BF=per_load,
         X=_TILE_X,
         Y=_TILE_Y,
-        STAGES=4,
+        STAGES=3,
         FLATTEN=True,
         num_warps=8,
     )
     return part
 
 
-def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
-    """Logits, times log2 e, of the chunk's groups against themselves: float32 own_BHI; -inf where none."""
-    batch, heads, rows, dim = x.q_BHTD.shape
-    check_head_dim(dim)
-    groups = x.query_blocks * (BLOCK // step)
-    own_BHI = torch.empty((batch, heads, groups), dtype=torch.float32, device=x.q_BHTD.device)
-    _own_kernel[(triton.cdiv(groups, 32), batch * heads)](
-        x.q_BHTD,
-        x.k_BGSD,
-        own_BHI,
-        *x.q_BHTD.stride()[:3],
-        *x.k_BGSD.stride()[:3],
-        heads,
-        x.group,
-        rows,
-        x.q_start,
-        groups,
-        x.scale * LOG2_E,
-        D=dim,
-        STEP=step,
-        ROWS=32,
-        num_warps=4,
-    )
-    return own_BHI
+_GROUPED = {
+    "q_desc": "tensordesc<fp8e4nv[128, 128]>",
+    "k_desc": "tensordesc<fp8e4nv[256, 128]>",
+    "own_ptr": "*fp32",
+    "out_ptr": "*fp16",
+    "scale_log2": "fp32",
+    **dict.fromkeys(("stride_ob", "stride_oh", "stride_oi"), "i64"),
+    **dict.fromkeys(("heads", "share", "rows", "padded_I", "padded_J", "own_groups"), "i32"),
+    **dict.fromkeys(("start_group", "first_group", "last_group"), "i32"),
+}
+_TILES = {"BF": 128, "X": _TILE_X, "Y": _TILE_Y, "STAGES": 3, "FLATTEN": True}
+
+COMPILE_CASES = [
+    (_grouped_kernel, _GROUPED, {"STEP": 8, "SLOTS": 8, "PER_BLOCK": 16, "F": 1024, **_TILES}),
+    (_grouped_kernel, _GROUPED, {"STEP": 4, "SLOTS": 1, "PER_BLOCK": 32, "F": 128, **_TILES}),
+]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -44,7 +44,7 @@ def line_masses(mass_BHLS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def by_block(mass_BHS: torch.Tensor) -> torch.Tensor:
     padded = functional.pad(mass_BHS, (0, -mass_BHS.shape[-1] % BLOCK))
-    return padded.unflatten(-1, (-1, BLOCK)).sum(-1)
+    return padded.view(*padded.shape[:-1], -1, BLOCK).sum(-1)
 
 
 def heaviest(mass_BHM: torch.Tensor, lines: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..interface import AttentionInput, Phase, StateSpec, TileMask
+from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
 from ..methods import Value
 from .rules import reference as rules
 from .rules.rule import Rule
@@ -48,16 +48,21 @@ class ScoredSelector(ABC):
 
     def scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         """float32 score_BHNM, the estimate itself; columns after a row's diagonal are 0."""
-        x.require_aligned(self.name)
+        self._check(x)
         if x.q_BHTD.is_cuda:
             return self.kernel_scores(x, state, phase)
         return self.reference_scores(x, state, phase)
 
     def select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask:
-        x.require_aligned(self.name)
+        self._check(x)
         if x.q_BHTD.is_cuda:
             return self.kernel_select(x, state, phase)
         return self.reference_select(x, state, phase)
+
+    def _check(self, x: AttentionInput) -> None:
+        x.require_aligned(self.name)
+        if not x.scale > 0:
+            raise KernelInputError(f"{self.name}: the scale must be positive, got {x.scale}")
 
     def reference_select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask:
         score_BHNM = self.reference_scores(x, state, phase)

@@ -161,6 +161,27 @@ def score_sums(
             W=_TILE // form.k.cap,
             DIAGONAL=diagonal,
             STAGES=1 if diagonal else 2,
-            num_warps=8 if diagonal else 4,
+            num_warps=8,
+            maxnreg=None if diagonal else 128,
         )
     return Sums(part, first_row, form.row_normalised)
+
+
+_SCORE = {
+    **dict.fromkeys(("q_ptr", "k_ptr"), "*bf16"),
+    **dict.fromkeys(("q_first_ptr", "q_count_ptr", "k_first_ptr", "k_count_ptr"), "*i32"),
+    "out_ptr": "*fp16",
+    "scale_log2": "fp32",
+    **dict.fromkeys(("stride_kb", "stride_kg", "stride_tb", "stride_tg"), "i64"),
+    **dict.fromkeys(("stride_ob", "stride_oh", "stride_on", "stride_or"), "i64"),
+    **dict.fromkeys(("groups", "share", "query_blocks", "first_block"), "i32"),
+    **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
+}
+_OURS = {"Q_SLOTS": 8, "K_SLOTS": 32, "WEIGHTED": True, "X": _TILE, "W": 4, "STAGES": 2}
+
+COMPILE_CASES = [
+    (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": False}),
+    (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": True}),
+    (_score_kernel, _SCORE, {"D": 64, **_OURS, "DIAGONAL": False}),
+]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -187,6 +187,7 @@ def summarise(
         D=dim,
         LEVELS=levels,
         num_warps=4,
+        maxnreg=168,
     )
     _orbit_kernel[(triton.cdiv(levels * lanes, 32),)](
         next_ZR, start_ZR, runs_Z, levels * lanes, Z=32, num_warps=1
@@ -215,3 +216,35 @@ def summarise(
         MERGE=side.overflow == "merge",
         num_warps=4,
     )
+
+
+_X_STRIDES = dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64")
+_NEXT = {
+    "x_ptr": "*bf16",
+    "next_ptr": "*u8",
+    "cos": "fp32",
+    "relaxed_cos": "fp32",
+    "level_stride": "i64",
+    **_X_STRIDES,
+    **dict.fromkeys(("groups", "rows", "blocks"), "i32"),
+}
+_ORBIT = {"next_ptr": "*u8", "start_ptr": "*u8", "runs_ptr": "*i32", "lanes": "i32"}
+_FILL = {
+    "x_ptr": "*bf16",
+    "vector_ptr": "*bf16",
+    "start_ptr": "*u8",
+    **dict.fromkeys(("runs_ptr", "first_ptr", "count_ptr"), "*i32"),
+    **_X_STRIDES,
+    **dict.fromkeys(("stride_vb", "stride_vg", "stride_ab", "stride_ag"), "i64"),
+    **dict.fromkeys(("groups", "rows", "blocks", "lanes", "first_block"), "i32"),
+}
+_KEYS = {"CAP": 32, "SLOTS": 32, "LEVELS": 2, "MEAN": True, "MERGE": False}
+
+COMPILE_CASES = [
+    (_next_kernel, _NEXT, {"D": 128, "LEVELS": 2}),
+    (_next_kernel, _NEXT, {"D": 64, "LEVELS": 1}),
+    (_orbit_kernel, _ORBIT, {"Z": 32}),
+    (_fill_kernel, _FILL, {"D": 128, **_KEYS}),
+    (_fill_kernel, _FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False, "MERGE": True}),
+]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

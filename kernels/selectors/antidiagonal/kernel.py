@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...interface import BLOCK, AttentionInput
-from ..grouped_kernel import Grouping, Packed, own_logits, pack
+from ..grouped_kernel import Packed, pack
+from ..packing_kernel import Grouping, own_logits
 
 
 def prepare(x: AttentionInput, stride: int) -> Packed:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...interface import BLOCK, AttentionInput
-from ..grouped_kernel import Grouping, Packed, pack
+from ..grouped_kernel import Packed, pack
+from ..packing_kernel import Grouping
 from .reference import block_means
 
 
@@ -18,8 +19,8 @@ def _means(x_BGSD: torch.Tensor) -> torch.Tensor:
     """float32, so that what is small already is not rounded further."""
     whole = x_BGSD.shape[2] // BLOCK * BLOCK
     batch, heads, _, dim = x_BGSD.shape
-    blocks = x_BGSD[:, :, :whole].unflatten(2, (-1, BLOCK)) if whole else x_BGSD[:, :, :0]
-    parts = [blocks.mean(3, dtype=torch.float32)] if whole else []
+    blocks = x_BGSD[:, :, :whole].reshape(batch, heads, -1, BLOCK, dim)
+    parts = [blocks.mean(3, dtype=torch.float32)]
     if whole < x_BGSD.shape[2]:
         parts.append(block_means(x_BGSD[:, :, whole:]))
     return torch.cat(parts, dim=2).view(batch, heads, -1, dim)

@@ -31,6 +31,11 @@ def keep(x: AttentionInput, gamma: float, tau: float) -> torch.Tensor:
 def js_distance(p_BHM: torch.Tensor, q_BHM: torch.Tensor) -> torch.Tensor:
     """Square root of the Jensen-Shannon divergence of two distributions over the last dimension."""
     middle_BHM = (p_BHM + q_BHM) / 2
-    total_BH = torch.special.xlogy(p_BHM, p_BHM / middle_BHM).nan_to_num(0.0).sum(-1)
-    total_BH += torch.special.xlogy(q_BHM, q_BHM / middle_BHM).nan_to_num(0.0).sum(-1)
+    total_BH = _divergence(p_BHM, middle_BHM) + _divergence(q_BHM, middle_BHM)
     return (total_BH / 2).clamp(min=0).sqrt()
+
+
+def _divergence(p_BHM: torch.Tensor, middle_BHM: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence, where 0 log 0 is 0."""
+    terms_BHM = torch.where(p_BHM > 0, p_BHM * (p_BHM / middle_BHM).log(), 0.0)
+    return terms_BHM.sum(-1)

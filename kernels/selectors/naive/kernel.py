@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...interface import BLOCK, AttentionInput
-from ..grouped_kernel import Grouping, Packed, pack
+from ..grouped_kernel import Packed, pack
+from ..packing_kernel import Grouping
 
 
 def prepare(x: AttentionInput, stride: int) -> Packed:

@@ -194,7 +194,7 @@ def width_of(prompt_tokens: int) -> int:
     blocks = -(-prompt_tokens // BLOCK)
     if blocks > MAX_BLOCKS:
         raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
-    return max(16, triton.next_power_of_2(blocks))
+    return max(16, int(triton.next_power_of_2(blocks)))
 
 
 def select_from_sums(x: AttentionInput, sums: Sums, rule: Rule, out: TileMask) -> None:
@@ -283,3 +283,22 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
 def _warps(width: int) -> int:
     """One warp needs no barrier in its sums, and 32 values a thread leave room for enough programs."""
     return min(16, max(1, width // 1024))
+
+
+_RULE = {
+    "in_ptr": "*fp16",
+    "amount_ptr": "*fp32",
+    "index_ptr": "*i16",
+    "count_ptr": "*i32",
+    "score_ptr": "*fp32",
+    **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "stride_ir"), "i64"),
+    **dict.fromkeys(("stride_mb", "stride_mh", "stride_mn", "stride_cb", "stride_ch"), "i64"),
+    **dict.fromkeys(("heads", "first_block"), "i32"),
+}
+_LONG = {"R": 8, "W": 1024, "NORM": True, "LEVELS": LEVELS, "WITH_SCORES": False}
+
+COMPILE_CASES = [
+    *((_rule_kernel, _RULE, {**_LONG, "KIND": kind}) for kind in (0, 1, 2, -1)),
+    (_rule_kernel, _RULE, {**_LONG, "R": 16, "W": 4096, "KIND": 0, "NORM": False, "WITH_SCORES": True}),
+]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -29,7 +29,7 @@ class StreamingSelector:
         x.require_aligned("streaming")
         with phase("selection"):
             if x.q_BHTD.is_cuda:
-                from . import kernel
+                from .kernel import select
 
-                return kernel.select(x, self.sink, self.window)
+                return select(x, self.sink, self.window)
             return reference.select(x, self.sink, self.window)
