@@ -56,9 +56,9 @@ def launch(
     """
     check_launch(x)
     if takes_hopper(x, rows) and (lead is None or takes_hopper(x, lead)):
-        from . import flash_hopper
+        from . import hopper_launch
 
-        flash_hopper.launch(x, rows, lead, mask=mask, packed=packed)
+        hopper_launch.launch(x, rows, lead, mask=mask, packed=packed)
         return
     launch_plain(x, rows, mask=mask, packed=packed)
     if lead is not None:
