@@ -25,6 +25,7 @@ from .messages import (
     ModelSpec,
     OpenRequest,
     PrefillConfig,
+    PrefillFailed,
     PrefillJob,
     RequestFailed,
 )
@@ -168,6 +169,9 @@ class ControllerActor:
         self._controller.renew(request_ids)
 
     async def stats(self) -> GroupStats:
+        """Raises PrefillFailed once the group is lost, so that no door sends it anything more."""
+        if self._controller.failure:
+            raise PrefillFailed(self._controller.failure)
         return self._controller.stats()
 
     async def stage_pages(self) -> list[int]:

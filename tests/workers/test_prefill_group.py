@@ -190,6 +190,8 @@ async def test_a_killed_stage_ends_the_whole_group(cluster: None, decode: Any, m
     assert "prefill:" in messages[0] and "\n" not in messages[0] and "stage" in messages[0]
     with pytest.raises(RuntimeError, match="is lost"):
         await doomed.check_health()
+    with pytest.raises(PrefillFailed, match="is lost"):
+        await doomed.controller.stats.remote()
     with pytest.raises(ray.exceptions.RayActorError):
         await doomed._stages[0].pages_used.remote()
     doomed.stop()

@@ -59,9 +59,11 @@ class Collector:
     def first_logits(self, message: FirstLogits) -> None:
         self.logits[message.request_id] = message.logits
 
-    async def joined(self, request_id: str, layer: int) -> tuple[torch.Tensor, ...]:
+    async def joined(
+        self, request_id: str, layer: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, ...]:
         """k_TGD, v_TGD of the whole prompt; announcements must come in order and without gaps."""
-        receiver = KVReceiver(KV_HEADS, HEAD_DIM, torch.float32)
+        receiver = KVReceiver(KV_HEADS, HEAD_DIM, dtype)
         parts, end = [], 0
         for announcement in self.kv[request_id, layer]:
             assert announcement.start == end
@@ -229,3 +231,33 @@ def test_run_in_process_returns_report_and_logits(model: ModelSpec) -> None:
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="'int8' is unknown"):
         torch_dtype(ModelSpec("x", dtype="int8"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+def test_cuda_hands_over_what_the_cpu_computes(model: ModelSpec, stages: int, method: MethodSpec) -> None:
+    """bf16 on the device against fp32 here: hand-off through pinned memory, phases by events."""
+    ids, sink = random_ids(900), Collector()
+    half = replace(model, dtype="bfloat16")
+
+    async def run() -> Any:
+        async with pipeline(half, sink, stages=stages, chunk_tokens=256, device="cuda") as controller:
+            for name in ("warm-up", "r"):
+                report = await prefill(controller, name, ids, method)
+            assert await controller.stage_pages() == [0] * stages
+            return report
+
+    report = asyncio.run(run())
+    if method is DENSE:
+        logits_V, kv = whole_prompt(Path(model.path), ids, DENSE)
+        assert_rows_close(
+            torch.from_numpy(sink.logits["r"])[None], logits_V[None], dtype=torch.bfloat16, factor=3
+        )
+        for layer in range(LAYERS):
+            got = asyncio.run(sink.joined("r", layer, torch.bfloat16))
+            for x, wanted in zip(got, kv[layer], strict=True):
+                assert_rows_close(x.float(), wanted, dtype=torch.bfloat16, factor=3)
+    assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
+    assert report.critical["group_overhead"] > 0

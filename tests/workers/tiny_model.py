@@ -15,7 +15,7 @@ from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.model import load_stack
 from deltafront.workers.model_config import read_config
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 16, 199
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199
 
 
 def make_tiny_model(directory: Path) -> Path:
