@@ -1,0 +1,103 @@
+"""Selection alone: which tiles, from q and k to a TileMask, whole prompt in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ..kernels.interface import AttentionInput, StateSpec, TileMask, no_phase
+from ..kernels.selectors.anchors.selector import AnchorsSelector
+from ..kernels.selectors.antidiagonal.selector import AntidiagonalSelector
+from ..kernels.selectors.scored import ScoredSelector
+from ..kernels.structured import statistics, structured_input
+from ..kernels.testing import assert_rows_close, chunk_of
+from .harness import BenchConfig, Case, Timed
+
+CHECKED_TOKENS = 4000
+CHUNK_TOKENS = 1280
+
+
+def cases(config: BenchConfig) -> list[Case]:
+    """One case a selector; both are checked first, at both head sizes and in chunks."""
+    check = partial(_check, config)
+    return [
+        Case("dpxa_selection", config.tokens, partial(_prepare, config, _dpxa), check),
+        Case("xattention_s8_selection", config.tokens, partial(_prepare, config, _xattention), check),
+    ]
+
+
+def _dpxa() -> ScoredSelector:
+    return AnchorsSelector({"tau": 0.9, "cos": 0.75, "q_anchors": 8, "k_anchors": 32})
+
+
+def _xattention() -> ScoredSelector:
+    return AntidiagonalSelector({"tau": 0.9, "stride": 8})
+
+
+def _input(config: BenchConfig, tokens: int, q_heads: int, kv_heads: int, dim: int) -> AttentionInput:
+    return structured_input(
+        tokens,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=config.dtype,
+        device=config.device,
+        seed=config.seed,
+    )
+
+
+def _state(selector: ScoredSelector, x: AttentionInput) -> object:
+    batch, heads, _, dim = x.q_BHTD.shape
+    groups, keys = x.k_BGSD.shape[1:3]
+    return selector.new_state(StateSpec(batch, heads, groups, dim, keys, x.q_BHTD.device, x.q_BHTD.dtype))
+
+
+def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector]) -> Timed:
+    x = _input(config, config.tokens, config.q_heads, config.kv_heads, config.head_dim)
+    selector = make()
+    state = _state(selector, x)
+    mask = selector.select(x, state, no_phase)
+    batch, heads = x.q_BHTD.shape[:2]
+    causal = batch * heads * x.key_blocks * (x.key_blocks + 1) / 2
+    density = float(mask.count_BHN.double().sum()) / causal
+    note = ", ".join(f"{name} {value:.3f}" for name, value in statistics(x).items())
+
+    def run() -> TileMask:
+        if selector.name == "anchors":
+            state.done = 0  # type: ignore[attr-defined]  # the keys' anchors are part of what is timed
+        return selector.select(x, state, no_phase)
+
+    return Timed(run, density=density, note=note)
+
+
+def _check(config: BenchConfig) -> None:
+    """Scores of the kernels in `config.dtype` against the fp32 references, row by row; chunks give the very
+    same tiles as the whole prompt."""
+    for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
+        x = _input(config, CHECKED_TOKENS, heads, groups, dim)
+        exact = replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float())
+        for selector in (_dpxa(), _xattention()):
+            score_BHNM = selector.scores(x, _state(selector, x), no_phase)
+            expected_BHNM = selector.reference_scores(exact, _state(selector, exact), no_phase)
+            assert_rows_close(score_BHNM, expected_BHNM, dtype=config.dtype, factor=2.0)
+            _check_chunks(selector, x)
+
+
+def _check_chunks(selector: ScoredSelector, x: AttentionInput) -> None:
+    whole = selector.select(x, _state(selector, x), no_phase)
+    state = _state(selector, x)
+    tokens = x.q_BHTD.shape[2]
+    for start in range(0, tokens, CHUNK_TOKENS):
+        part = selector.select(chunk_of(x, start, min(start + CHUNK_TOKENS, tokens)), state, no_phase)
+        first, blocks, columns = start // 128, *part.index_BHNM.shape[2:]
+        count_BHN = whole.count_BHN[:, :, first : first + blocks]
+        index_BHNM = whole.index_BHNM[:, :, first : first + blocks, :columns]
+        listed = torch.arange(columns, device=count_BHN.device) < count_BHN[..., None]
+        same = torch.equal(part.count_BHN, count_BHN) and not bool(
+            ((part.index_BHNM != index_BHNM) & listed).any()
+        )
+        if not same:
+            raise AssertionError(f"{selector.name}: the chunk at {start} selects other tiles than the whole")
