@@ -35,7 +35,7 @@ class Sizes:
     cancels: int
 
 
-SMALL = Sizes(document=2048, short=256, mid=1024, needles=10, questions=4, cancels=8)
+SMALL = Sizes(document=2048, short=256, mid=1024, needles=10, questions=5, cancels=8)
 FULL = Sizes(document=8192, short=256, mid=8192, needles=40, questions=10, cancels=20)
 
 
