@@ -186,7 +186,7 @@ def test_a_failed_answer_fails_its_request_once_and_only_it() -> None:
     fake.errors[0] = RuntimeError("page table too short\ntraceback")
     fake.answered |= {0, 1}
     post.check("b")
-    with pytest.raises(HandoffError, match="decode:x did not take K/V: RuntimeError: page table too short$"):
+    with pytest.raises(HandoffError, match=r"decode:x did not take K/V: RuntimeError: page table too short$"):
         post.check("a")
     post.kv("decode:x", announcement("a"))
     assert len(fake.sent) == 2, "nothing more is sent for a lost request"

@@ -17,7 +17,7 @@ def report(stage: int, wall: float, **phases: float) -> ChunkReport:
 
 
 def test_two_requests_sharing_the_last_stage() -> None:
-    """Last stage: other's chunk until 12 (3 s of its 5 s in our window), ours 12-16, other 16-17, ours 17-19."""
+    """Last stage: another's chunk 7-12 (3 s of it in our window), ours 12-16, another's 16-17, ours 17-19."""
     account = Account(2, resolve("dense"), arrived=5.0)
     account.other_chunk(1.0, 6.0)
     account.began = 9.0

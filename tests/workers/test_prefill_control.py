@@ -42,6 +42,7 @@ class FakeStage:
         self.stopped = False
         self._tail: asyncio.Future[Any] | None = None
         self._owed: set[asyncio.Future[Any]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, request: OpenRequest) -> Awaitable[None]:
         return self._send(("open", request.request_id, 0), lambda: self._open(request))
@@ -83,7 +84,7 @@ class FakeStage:
                 if not owed.done():
                     owed.set_exception(error)
 
-        loop.create_task(run())
+        self._tasks.append(loop.create_task(run()))
         return owed
 
     def _open(self, request: OpenRequest) -> None:
@@ -319,7 +320,9 @@ async def abuse(seed: int, fatal: bool) -> None:
         name, tokens = f"r{number}", rng.randint(1, 500)
         deadline = time.time() + rng.random() * 0.02 if rng.random() < 0.3 else None
         stop_after = rng.choice([1, 2, 99, 99])
-        readers[name] = asyncio.create_task(read(controller, job(name, tokens, deadline=deadline), stop_after))
+        readers[name] = asyncio.create_task(
+            read(controller, job(name, tokens, deadline=deadline), stop_after)
+        )
         if rng.random() < 0.4:
             chores.append(asyncio.create_task(controller.cancel(name)))
         await asyncio.sleep(rng.random() * 2e-3)
