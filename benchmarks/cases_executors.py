@@ -1,0 +1,253 @@
+"""The executors' and the correction's cases, beside torch's own attention.
+
+Work is counted as the products really made: two matrix products of 2·128·128·D operations per tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..kernels.anchors.scan import scan
+from ..kernels.delta_correction.wrapper import DeltaCorrection
+from ..kernels.executors.block_sparse import kernel as block_sparse
+from ..kernels.executors.block_sparse_packed import kernel as block_sparse_packed
+from ..kernels.executors.block_sparse_packed import reference as block_sparse_packed_reference
+from ..kernels.executors.common import causal_tiles
+from ..kernels.executors.dense import kernel as dense
+from ..kernels.executors.packed_kv import kernel as packed_kv
+from ..kernels.executors.packed_kv import reference as packed_kv_reference
+from ..kernels.executors.packed_kv.executor import CHUNK, PackedKVExecutor
+from ..kernels.executors.packed_kv.packing import PackedRuns, SimilarRuns
+from ..kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
+from ..kernels.structured import structured_input
+from ..kernels.testing import (
+    assert_rows_close,
+    chunk_of,
+    naive_attention,
+    poisoned_empty,
+    random_input,
+    random_mask,
+)
+from .harness import BenchConfig, Case, Timed
+
+DENSITY = 0.085
+GAMMA = 64
+SMALL = (9, 3, 64)
+"""Query heads, key heads and head dimension of SmolLM2, the second shape measured."""
+
+
+def cases(config: BenchConfig) -> list[Case]:
+    """torch's attention first, because ours is measured against it."""
+    shape = (config.q_heads, config.kv_heads, config.head_dim)
+    check = partial(_check, config)
+    rows = []
+    for tokens in (config.tokens, config.tokens // 4, 4096):
+        at = partial(_prepare, config, shape, tokens)
+        for name, backend in (
+            ("sdpa_fa2", SDPBackend.FLASH_ATTENTION),
+            ("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
+        ):
+            rows.append(Case(name, tokens, partial(at, partial(_sdpa, backend))))
+        rows.append(Case("dense", tokens, partial(at, _dense), check, over="sdpa_cudnn"))
+        rows.append(Case("block_sparse_0.085", tokens, partial(at, _sparse), check, over="dense"))
+        rows.append(Case("delta_kv_50", tokens, partial(at, _delta_kv), check, over="dense"))
+        rows.append(Case("delta_correction_g64", tokens, partial(at, _correction), check))
+    at = partial(_prepare, config, SMALL, config.tokens)
+    rows.append(Case("dense_d64", config.tokens, partial(at, _dense), check))
+    rows.append(Case("block_sparse_0.085_d64", config.tokens, partial(at, _sparse), check, over="dense_d64"))
+    rows.append(Case("delta_kv_50_d64", config.tokens, partial(at, _delta_kv), check, over="dense_d64"))
+    rows.append(
+        Case(
+            "block_sparse_0.02",
+            4 * config.tokens,
+            partial(_prepare, config, shape, 4 * config.tokens, partial(_sparse, density=0.02)),
+            check,
+        )
+    )
+    return rows
+
+
+def _prepare(
+    config: BenchConfig, shape: tuple[int, int, int], tokens: int, make: Callable[[AttentionInput], Timed]
+) -> Timed:
+    heads, key_heads, dim = shape
+    x = structured_input(
+        tokens,
+        q_heads=heads,
+        kv_heads=key_heads,
+        head_dim=dim,
+        dtype=config.dtype,
+        device=config.device,
+        seed=config.seed,
+    )
+    return make(x)
+
+
+def _flops(x: AttentionInput, tiles: float) -> float:
+    return tiles * 4 * 128 * 128 * x.q_BHTD.shape[3]
+
+
+def _triangle(x: AttentionInput) -> float:
+    """Operations of exactly the causal half, as attention is usually counted."""
+    batch, heads, rows, dim = x.q_BHTD.shape
+    return 2.0 * batch * heads * rows * rows * dim
+
+
+def _sdpa(backend: SDPBackend, x: AttentionInput) -> Timed:
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(x.q_BHTD, x.k_BGSD, x.v_BGSD, is_causal=True, enable_gqa=True)
+
+    return Timed(run, _triangle(x), 1.0)
+
+
+def _dense(x: AttentionInput) -> Timed:
+    return Timed(partial(dense.attend, x), _triangle(x), 1.0)
+
+
+def _sparse(x: AttentionInput, density: float = DENSITY) -> Timed:
+    """Random tiles: the hardest on L2. The kept diagonal and sink are counted in the density drawn."""
+    rows = x.query_blocks
+    always = 2 * rows / (rows * (rows + 1) / 2)
+    mask = random_mask(x, max(0.0, (density - always) / (1 - always)))
+    tiles = float(mask.count_BHN.sum())
+    return Timed(partial(block_sparse.attend, x, mask), _flops(x, tiles), tiles / causal_tiles(x))
+
+
+def _delta_kv(x: AttentionInput) -> Timed:
+    """Everything a prompt's prefill pays for it: scan, packing, attention."""
+    cos = _halving_cosine(x)
+    executor = PackedKVExecutor({"cos": cos, "counts": True, "critical": 512})
+    spec = _spec(x)
+
+    def run() -> PackedRuns:
+        state = executor.new_state(spec)
+        executor.attend(x, None, state, no_phase)
+        return state
+
+    state = run()
+    tiles = float(executor.computed_tiles(x, None, state))
+    kept = float(state.offset_BGC[:, :, -1].double().mean()) / (state.chunks * CHUNK)
+    return Timed(
+        run, _flops(x, tiles), tiles / causal_tiles(x), f"cos {cos:.3f} keeps {kept:.3f} of the keys"
+    )
+
+
+def _halving_cosine(x: AttentionInput) -> float:
+    """The threshold at which half of the keys lead a run, by bisection on the first 16,384."""
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        leads = scan(x.k_BGSD[:, :, :16_384], middle, min(CHUNK, x.k_BGSD.shape[2]), "cosine").is_anchor_BGS
+        low, high = (low, middle) if float(leads.double().mean()) > 0.5 else (middle, high)
+    return low
+
+
+class _Given:
+    """A method whose output is already there, so that only the correction is timed."""
+
+    def __init__(self, out_BHTD: torch.Tensor) -> None:
+        self.out_BHTD = out_BHTD
+
+    def new_state(self, spec: StateSpec) -> None:
+        del spec
+
+    def attend(
+        self, x: AttentionInput, state: None, phase: Phase = no_phase
+    ) -> tuple[torch.Tensor, Coverage]:
+        del state, phase
+        return self.out_BHTD, Coverage(torch.zeros((), device=x.q_BHTD.device), causal_tiles(x), 0.0)
+
+
+def _correction(x: AttentionInput) -> Timed:
+    method = DeltaCorrection(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
+    state = method.new_state(_spec(x))
+    extra = float(method.attend(x, state)[1].computed)
+    run = partial(method.attend, x, state)
+    return Timed(run, _flops(x, extra), extra / causal_tiles(x), "dense rows, their tail and the addition")
+
+
+def _spec(x: AttentionInput) -> StateSpec:
+    q = x.q_BHTD
+    batch, heads, rows, dim = q.shape
+    return StateSpec(batch, heads, x.k_BGSD.shape[1], dim, rows, q.device, q.dtype)
+
+
+def _check(config: BenchConfig) -> None:
+    """Every kernel timed here, in the timed type, against float references; ragged lengths and a chunk."""
+    shapes = ((8, 2, config.head_dim), SMALL)
+    for seed, (heads, key_heads, dim) in enumerate(shapes):
+        made = {"q_heads": heads, "kv_heads": key_heads, "head_dim": dim, "seed": config.seed + 7 + seed}
+        device = str(config.device)
+        whole = structured_input(4096, dtype=config.dtype, device=device, **made)
+        ragged = random_input(5000, dtype=config.dtype, device=device, **made)
+        for x in (whole, ragged, chunk_of(ragged, 4096, 5000)):
+            _check_input(x)
+
+
+def _check_input(x: AttentionInput) -> None:
+    expected = _by_head(x, None)
+    mask = random_mask(x, 0.2)
+    share = 0.3
+    with poisoned_empty():
+        assert_rows_close(dense.attend(x), expected)
+        assert_rows_close(block_sparse.attend(x, mask), _by_head(x, mask))
+        packed_kv_state, tile_state = _states(x, CHUNK), _states(x, 128)
+        options = {"critical": 512, "counts": True}
+        found = packed_kv.attend(x, packed_kv_state, chunk=CHUNK, **options)
+        mixed = block_sparse_packed.attend(x, mask, tile_state, share=share)
+    y = AttentionInput.of(*(t.float().cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start)
+    on_cpu = TileMask(*(t.cpu() for t in (mask.index_BHNM, mask.count_BHN, mask.score_BHNM) if t is not None))
+    wanted = packed_kv_reference.attend(y, _moved(packed_kv_state), chunk=CHUNK, **options)
+    assert_rows_close(found.cpu(), wanted, factor=1.5)
+    wanted = block_sparse_packed_reference.attend(y, on_cpu, _moved(tile_state), share=share)
+    assert_rows_close(mixed.cpu(), wanted, factor=1.5)
+    if x.q_start == 0:
+        _check_correction(x, expected)
+
+
+def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
+    """Around zeros, the correction must give each row the dense row at or before it, and a dense tail."""
+    given = DeltaCorrection(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
+    found = given.attend(x, given.new_state(_spec(x)))[0]
+    tail = (x.prompt_tokens // 128 - 1) * 128
+    row_T = torch.arange(tail, device=found.device)
+    assert_rows_close(found[:, :, :tail], expected[:, :, row_T // GAMMA * GAMMA])
+    assert_rows_close(found[:, :, tail:], expected[:, :, tail:])
+
+
+def _states(x: AttentionInput, chunk: int) -> PackedRuns:
+    spec = StateSpec(*x.k_BGSD.shape[:1], x.q_BHTD.shape[1], x.k_BGSD.shape[1], x.q_BHTD.shape[3],
+                     x.k_BGSD.shape[2], x.k_BGSD.device, x.k_BGSD.dtype)  # fmt: skip
+    state = PackedRuns.empty(spec, chunk)
+    state.extend(x.k_BGSD, chunk, SimilarRuns(0.8))
+    return state
+
+
+def _moved(state: PackedRuns) -> PackedRuns:
+    return PackedRuns(state.start_BGP.cpu(), state.offset_BGC.cpu(), state.max_tokens, state.chunks)
+
+
+def _by_head(x: AttentionInput, mask: TileMask | None) -> torch.Tensor:
+    """`naive_attention` one head at a time, to bound the score matrix."""
+    parts = []
+    for h in range(x.q_BHTD.shape[1]):
+        g = h // x.group
+        one = AttentionInput.of(
+            x.q_BHTD[:, h : h + 1], x.k_BGSD[:, g : g + 1], x.v_BGSD[:, g : g + 1], q_start=x.q_start
+        )
+        parts.append(naive_attention(one, None if mask is None else _table(x, mask)[:, h : h + 1]))
+    return torch.cat(parts, dim=1)
+
+
+def _table(x: AttentionInput, mask: TileMask) -> torch.Tensor:
+    """The mask as booleans (B, H, N, M)."""
+    listed = torch.arange(mask.index_BHNM.shape[3], device=x.q_BHTD.device) < mask.count_BHN[..., None]
+    place = torch.where(listed, mask.index_BHNM.long(), x.key_blocks)
+    table = torch.zeros(*place.shape[:3], x.key_blocks + 1, dtype=torch.bool, device=place.device)
+    return table.scatter_(3, place, True)[..., :-1]

@@ -1,0 +1,43 @@
+"""`python -m deltafront.benchmarks.kernels`: every kernel on one GPU, checked first, as a table and JSON.
+
+Writes benchmarks/results/kernels_h200.json (or --out): {"gpu", "commit", "torch", "triton", "rows"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from .harness import BenchConfig, commit_of, run_cases, write_rows
+
+MODULES = ("cases_executors", "cases_selection", "cases_decode")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases; all by default")
+    parser.add_argument("--modules", nargs="*", default=list(MODULES), choices=MODULES)
+    parser.add_argument("--seed", type=int, default=0, help="of every input, checks included")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kernels_h200.json")
+    parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    config = BenchConfig(
+        device=torch.device("cuda"), tokens=args.tokens, seed=args.seed, only=frozenset(args.only)
+    )
+    rows = []
+    for name in args.modules:
+        module = import_module(f".{name}", __package__)
+        rows += run_cases(module.cases(config), config)
+    write_rows(args.out, rows, args.commit or commit_of(ROOT))
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
