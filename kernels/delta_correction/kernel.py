@@ -67,3 +67,10 @@ def add_delta(
         num_warps=4,
     )
     return delta_BHRD[:, :, -1].clone()
+
+
+_NUMBERS = ("out_batch", "out_head", "out_row", "heads", "rows", "deltas", "first", "gamma")
+_TYPES = {"out_ptr": "*bf16", "delta_ptr": "*fp32", **dict.fromkeys(_NUMBERS, "i32")}
+
+COMPILE_CASES = [(add_kernel, _TYPES, {"D": 128, "ROWS": 64})]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -114,3 +114,25 @@ def flash_kernel(
     out_base = out_ptr + b * out_batch + h * out_head
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_base + row.to(tl.int64)[:, None] * out_row + dim[None, :], out, mask=inside)
+
+
+_STRIDES = [f"{name}_{part}" for name in ("q", "k", "v", "out") for part in ("batch", "head", "row")]
+_NUMBERS = (*_STRIDES, "packed_batch", "packed_head", "packed_row", "index_batch", "index_head", "index_row",
+            "heads", "group", "rows", "keys", "row0", "step", "critical", "chunk", "packed_slots",
+            "chunk_slots")  # fmt: skip
+_TYPES = {
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
+    "weight_ptr": "*fp32",
+    "packed_ptr": "*i32",
+    "index_ptr": "*i16",
+    "count_ptr": "*i32",
+    **dict.fromkeys(_NUMBERS, "i32"),
+    "scale": "fp32",
+}
+_SIZES = {"ROWS": 128, "COLS": 128, "BLOCK": 128, "PRECISION": "tf32"}
+
+COMPILE_CASES = [
+    (flash_kernel, _TYPES, {"MODE": mode, "D": dim, **_SIZES}, {"num_warps": 8, "num_stages": 2})
+    for mode, dim in ((RANGE, 128), (LIST, 64), (PACKED, 128))
+]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

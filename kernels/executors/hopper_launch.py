@@ -88,3 +88,28 @@ def _descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
         shape = [1, 1, block]
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     return TensorDescriptor(t, list(t.shape), [*strides, 1], shape, layout)
+
+
+def _case(mode: int, dim: int, groups: int) -> tuple[object, dict[str, str], dict[str, int], dict[str, int]]:
+    def tile(rows: int) -> str:
+        shape = [1, 1, rows, dim]
+        return f"tensordesc<bf16{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
+
+    line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    types = {
+        **dict.fromkeys(("q", "out", "q_lead", "out_lead"), tile(64)),
+        **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile(BLOCK)),
+        "weight": f"tensordesc<fp32[1, 1, 128],{line!r}>" if mode == PACKED else tile(BLOCK),
+        "index_ptr": "*i16",
+        **dict.fromkeys(("count_ptr", "packed_ptr"), "*i32"),
+        **dict.fromkeys(("index_batch", "index_head", "index_row", "items", "batch", "heads"), "i32"),
+        **dict.fromkeys(("group", "tiles", "lead_tiles", "keys", "row0", "step", "lead_row0"), "i32"),
+        **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
+        "scale": "fp32",
+    }
+    sizes = {"STAGES": 3 if dim == 128 else 4, "GROUPS": groups, "REGISTERS": 240 if groups == 2 else 160}
+    return hopper_kernel, types, {"MODE": mode, "ORDER": 0, "D": dim, **sizes}, {"num_warps": 4}
+
+
+COMPILE_CASES = [_case(RANGE, 128, 2), _case(LIST, 128, 2), _case(PACKED, 128, 2), _case(RANGE, 64, 3)]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -165,3 +165,29 @@ def attend(
         num_stages=2,
     )
     return out
+
+
+_STRIDES = [f"{name}_{part}" for name in ("q", "k", "v", "out") for part in ("batch", "head", "row")]
+_NUMBERS = (*_STRIDES, "index_batch", "index_head", "index_block", "exact_row", "heads", "group", "rows",
+            "keys", "row0", "packed_slots", "offset_slots")  # fmt: skip
+_TYPES = {
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
+    "weight_ptr": "*fp32",
+    **dict.fromkeys(("offset_ptr", "count_ptr"), "*i32"),
+    "index_ptr": "*i16",
+    "exact_ptr": "*i8",
+    **dict.fromkeys(_NUMBERS, "i32"),
+    "scale": "fp32",
+}
+_EXACT = {"score_ptr": "*fp32", "count_ptr": "*i32", "exact_ptr": "*i8", "score_row": "i32", "share": "fp32"}
+
+COMPILE_CASES = [
+    (
+        mixed_kernel,
+        _TYPES,
+        {"D": 128, "ROWS": 128, "COLS": 64, "BLOCK": 128, "PRECISION": "tf32"},
+        {"num_warps": 8, "num_stages": 2},
+    ),
+    (exact_kernel, _EXACT, {"ENTRIES": 1024}),
+]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -113,3 +113,17 @@ def attend(
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
     launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start), packed=packed)
     return out_BHTD
+
+
+_NUMBERS = ("k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "heads", "start_slots",
+            "offset_slots", "packed_slots", "chunks")  # fmt: skip
+_TYPES = {
+    **dict.fromkeys(("k_ptr", "v_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
+    **dict.fromkeys(("start_ptr", "offset_ptr"), "*i32"),
+    "weight_ptr": "*fp32",
+    **dict.fromkeys(_NUMBERS, "i32"),
+}
+_SIZES = {"D": 128, "RUNS": 64, "ROWS": 64, "COUNTS": True, "MEAN": True, "PRECISION": "tf32"}
+
+COMPILE_CASES = [(pack_kernel, _TYPES, _SIZES)]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

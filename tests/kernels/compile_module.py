@@ -1,0 +1,57 @@
+"""Compiles a module's COMPILE_CASES for sm_90 and prints what came out, one JSON line a case.
+
+Run as a script, without TRITON_INTERPRET, by test_compile_sm90.py: `compile_module.py MODULE`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib import import_module
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+DOT = re.compile(r"tt\.dot .*: tensor<(\d+)x(\d+)x(\w+)> \* tensor<\d+x(\d+)x\w+>")
+
+
+def compiled(function: Any, types: dict[str, str], sizes: dict[str, Any], options: dict[str, int]) -> Any:
+    names = function.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    missing = [name for name in names if name not in types and name not in sizes]
+    if missing:
+        raise TypeError(f"{function.__name__}: COMPILE_CASES says nothing of {missing}")
+    constants = {(names.index(name),): value for name, value in sizes.items()}
+    make = GluonASTSource if function.is_gluon() else ASTSource
+    return triton.compile(
+        make(function, signature, constants), target=GPUTarget("cuda", 90, 32), options=options
+    )
+
+
+def needs_wgmma(kernel: Any, function: Any) -> bool:
+    """Gluon code here is written with wgmma; Triton's dots of 64 rows or more in 16 bits must become it."""
+    if function.is_gluon():
+        return True
+    dots = DOT.findall(kernel.asm["ttir"])
+    return any(int(m) >= 64 and int(n) >= 16 and kind in ("bf16", "f16") for m, _, kind, n in dots)
+
+
+def main() -> None:
+    for function, types, sizes, *rest in import_module(sys.argv[1]).COMPILE_CASES:
+        options = rest[0] if rest else {}
+        kernel = compiled(function, types, sizes, options)
+        record = {
+            "case": f"{function.__name__} {sizes}",
+            "shared": kernel.metadata.shared,
+            "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
+            "needs_wgmma": needs_wgmma(kernel, function) and options.get("num_warps", 4) >= 4,
+        }
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
