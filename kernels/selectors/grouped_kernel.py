@@ -3,8 +3,8 @@
 Shape suffixes as in `kernels.interface`; I query groups, J key groups of `step` rows each; F the numbers of a
 group that are multiplied, slots x D; X query groups and Y key groups of a tile, W key blocks of it. The logit
 of two groups is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]: antidiagonals for slots =
-step, every step-th row for slots = 1. The groups are copied side by side first, in 8 bits where the inputs
-have 16: the products are bound by L2 reads, and each logit is a mean over many rounded products.
+step, every step-th row for slots = 1. The groups are copied side by side first; antidiagonals in 8 bits where
+the inputs have 16: the products are bound by L2 reads, and each logit is a mean over many rounded rows.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: 
     batch, heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
     padded = triton.cdiv(triton.cdiv(rows, grouping.step), multiple) * multiple
-    small = x_BGSD.element_size() == 2
+    small = x_BGSD.element_size() == 2 and grouping.slots > 1
     dtype = torch.float8_e4m3fn if small else x_BGSD.dtype
     out_XF = torch.empty((batch * heads * padded, grouping.slots * dim), dtype=dtype, device=x_BGSD.device)
     _pack_kernel[(triton.cdiv(padded * grouping.slots, 64), batch * heads)](

@@ -61,7 +61,7 @@ def _kept(score_W, column_W, diagonal, amount, KIND: tl.constexpr, LEVELS: tl.co
     if KIND == 1:
         kept_W = score_W >= amount * top
     elif KIND == 0:
-        per_level = tl.where(top > 0.0, LEVELS / top, 0.0)
+        per_level = LEVELS / tl.where(top > 0.0, top, 1.0)
         level_W = (score_W * per_level + 0.5).to(tl.int32)
         need = amount * tl.sum(level_W, axis=0).to(tl.float32)
         floor = _highest_floor(level_W, level_W, forced_W, need, LEVELS + 2, 18)
