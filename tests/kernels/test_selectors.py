@@ -316,21 +316,32 @@ def window(row: int, size: int) -> range:
     return range(max(0, row - size + 1), row + 1)
 
 
-def test_vertical_slash_keeps_a_planted_column_and_diagonal() -> None:
-    """Every query looks at key 172 and at the key 300 before it; 1 line of each kind is allowed."""
-    tokens, dim = 1100, 64
-    q, k = torch.zeros(1, 1, tokens, dim), torch.zeros(1, 1, tokens, dim)
-    rates = torch.tensor([0.8, 0.49, 0.3, 0.18])
-    angle = torch.arange(tokens)[:, None] * rates
-    turns = torch.cat([angle.cos(), angle.sin()], -1)
-    past = torch.cat([(angle - 300 * rates).cos(), (angle - 300 * rates).sin()], -1)
-    q[0, 0, :, :8], k[0, 0, :, :8] = past * 6, turns * 6
-    q[0, 0, :, 8], k[0, 0, 172, 8] = 11.8, 11.8
+def test_vertical_slash_keeps_a_planted_column() -> None:
+    """Every query looks at key 150, 886 to 949 before the last 64 queries: band 7 of the distances."""
+    q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)
+    q[..., 8], k[0, 0, 150, 8] = 8.0, 8.0
     x = AttentionInput.of(q, k, torch.zeros_like(k))
     rows = tiles(select(VerticalSlashSelector({"verticals": 1, "slashes": 1}), x))
     for n, kept in enumerate(rows):
-        banded = {m for m in (n - 2, n - 3) if m >= 0}
+        banded = {m for m in (n - 7, n - 8) if m >= 0}
         assert set(kept) == banded | {0, n} | ({1} if n else set())
+
+
+def test_vertical_slash_keeps_a_planted_diagonal() -> None:
+    """Every query looks at the key 300 before it: band 2 of the distances, two tiles of a row."""
+    rates = torch.tensor([0.8, 0.49, 0.3, 0.18])
+    angle = torch.arange(1100)[:, None] * rates
+    q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)
+    k[0, 0, :, :8] = 6 * torch.cat([angle.cos(), angle.sin()], -1)
+    q[0, 0, :, :8] = 6 * torch.cat([(angle - 300 * rates).cos(), (angle - 300 * rates).sin()], -1)
+    x = AttentionInput.of(q, k, torch.zeros_like(k))
+    rows = tiles(select(VerticalSlashSelector({"verticals": 1, "slashes": 1}), x))
+    columns = set()
+    for n, kept in enumerate(rows):
+        banded = {m for m in (n - 2, n - 3) if m >= 0}
+        assert banded <= set(kept)
+        columns |= set(kept) - banded - {0, n}
+    assert len(columns) <= 1
 
 
 def test_flex_budgets_and_patterns() -> None:
