@@ -56,7 +56,7 @@ class BlockSparsePackedExecutor:
         entry_M = torch.arange(kept.index_BHNM.shape[-1], device=exact_BHNM.device)
         listed_BHNM = entry_M < kept.count_BHN[..., None]
         batch, heads = x.q_BHTD.shape[:2]
-        runs_BGM = torch.diff(state.offset_BGC, dim=-1)
+        runs_BGM = torch.diff(state.offset_BGC, dim=-1, append=state.offset_BGC[..., -1:])
         runs_BHM = runs_BGM.repeat_interleave(x.group, dim=1).double() / BLOCK
         lesser_BHNM = listed_BHNM & ~exact_BHNM
         tile_BHX = torch.where(lesser_BHNM, kept.index_BHNM, 0).long().view(batch, heads, -1)

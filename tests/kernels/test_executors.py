@@ -1,0 +1,317 @@
+"""The executors: references against one big softmax, kernels against references, bad input refused.
+
+Kernels run in the interpreter (fp32, fp16) without a GPU, and on the GPU (bf16 too) with one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.kernels.executors.block_sparse import kernel as sparse_kernel
+from deltafront.kernels.executors.block_sparse import reference as sparse_reference
+from deltafront.kernels.executors.block_sparse.executor import BlockSparseExecutor
+from deltafront.kernels.executors.block_sparse_packed import kernel as mixed_kernel
+from deltafront.kernels.executors.block_sparse_packed import reference as mixed_reference
+from deltafront.kernels.executors.block_sparse_packed.executor import BlockSparsePackedExecutor, exact_table
+from deltafront.kernels.executors.dense import kernel as dense_kernel
+from deltafront.kernels.executors.dense import reference as dense_reference
+from deltafront.kernels.executors.packed_kv import kernel as packed_kernel
+from deltafront.kernels.executors.packed_kv import reference as packed_reference
+from deltafront.kernels.executors.packed_kv.ablations import PeriodicRuns, RandomRuns
+from deltafront.kernels.executors.packed_kv.executor import CHUNK, PackedKVExecutor
+from deltafront.kernels.executors.packed_kv.packing import PackedRuns, SimilarRuns
+from deltafront.kernels.interface import AttentionInput, KernelInputError, StateSpec, TileMask, no_phase
+from deltafront.kernels.testing import (
+    assert_rows_close,
+    chunk_of,
+    full_mask,
+    mask_of,
+    naive_attention,
+    poisoned_empty,
+    random_input,
+    random_mask,
+)
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+"""bf16 arithmetic is wrong in the interpreter."""
+SHAPES = [
+    {"tokens": 300, "q_heads": 3, "kv_heads": 1, "head_dim": 64},
+    {"tokens": 388, "rows": 132, "q_heads": 4, "kv_heads": 2, "head_dim": 128},
+    {"tokens": 257, "rows": 1, "q_heads": 2, "kv_heads": 2, "head_dim": 32, "batch": 2},
+]
+MIXED: dict[str, Any] = {"cos": 0.8, "exact_share": 0.3}
+
+
+def on_cpu(x: AttentionInput) -> AttentionInput:
+    return AttentionInput.of(
+        *(t.float().cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), prompt_tokens=x.prompt_tokens
+    )
+
+
+def mask_on_cpu(mask: TileMask) -> TileMask:
+    assert mask.score_BHNM is not None
+    return TileMask(mask.index_BHNM.cpu(), mask.count_BHN.cpu(), mask.score_BHNM.cpu())
+
+
+def state_on_cpu(state: PackedRuns) -> PackedRuns:
+    return replace(state, start_BGP=state.start_BGP.cpu(), offset_BGC=state.offset_BGC.cpu())
+
+
+def with_runs(x: AttentionInput) -> AttentionInput:
+    """Every three neighbouring keys alike."""
+    k = x.k_BGSD
+    k.copy_(0.9 * k[:, :, torch.arange(k.shape[2], device=k.device) // 3 * 3] + 0.3 * k)
+    return x
+
+
+def spec_of(x: AttentionInput) -> StateSpec:
+    batch, heads, _, dim = x.q_BHTD.shape
+    keys = x.k_BGSD.shape
+    return StateSpec(batch, heads, keys[1], dim, keys[2], x.k_BGSD.device, x.k_BGSD.dtype)
+
+
+def table_of(x: AttentionInput, mask: TileMask) -> torch.Tensor:
+    place = torch.where(mask.index_BHNM < 0, x.key_blocks, mask.index_BHNM.long())
+    table = torch.zeros(*place.shape[:3], x.key_blocks + 1, dtype=torch.bool)
+    return table.scatter_(3, place, True)[..., :-1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_references_equal_one_big_softmax(shape: dict[str, int]) -> None:
+    x = random_input(**shape)
+    assert_rows_close(dense_reference.attend(x), naive_attention(x))
+    if x.q_start % 128 == 0:
+        mask = random_mask(x, 0.5)
+        assert_rows_close(sparse_reference.attend(x, mask), naive_attention(x, table_of(x, mask)))
+
+
+def test_dense_takes_any_start_and_large_logits() -> None:
+    whole = random_input(300, q_heads=4, kv_heads=2)
+    x = chunk_of(whole, 37, 291)
+    x = replace(x, scale=30.0)
+    expected = naive_attention(replace(whole, scale=30.0))[:, :, 37:291]
+    assert_rows_close(dense_reference.attend(x), expected)
+    y = AttentionInput.of(
+        *(t.to(DEVICE) for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start, scale=30.0
+    )
+    with poisoned_empty():
+        assert_rows_close(dense_kernel.attend(y).cpu(), expected, factor=2)
+
+
+def packed_by_hand(x: AttentionInput, starts: list[int], critical: int, counts: bool) -> torch.Tensor:
+    """Delta-KV of one head, row by row from the definition: repeat each mean, or take it once."""
+    q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
+    rows = []
+    for position in range(q.shape[0]):
+        exact_from = max(0, position // 128 * 128 - critical) // CHUNK * CHUNK
+        keys, values = [], []
+        for first, stop in zip(starts, [*starts[1:], k.shape[0]], strict=True):
+            if first < exact_from:
+                times = stop - first if counts else 1
+                keys += [k[first:stop].mean(0)] * times
+                values += [v[first:stop].mean(0)] * times
+        keys += list(k[exact_from : position + 1])
+        values += list(v[exact_from : position + 1])
+        weights = (torch.stack(keys) @ q[position] * x.scale).softmax(0)
+        rows.append(weights @ torch.stack(values))
+    return torch.stack(rows)[None, None].float()
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_packed_reference_repeats_means(counts: bool) -> None:
+    x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
+    executor = PackedKVExecutor({"cos": 0.8, "counts": counts, "critical": 128})
+    state = executor.new_state(spec_of(x))
+    found = executor.attend(x, None, state, no_phase)
+    runs = int(state.offset_BGC[0, 0, -1])
+    assert 100 < runs < 300
+    starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(512, 700)]
+    assert_rows_close(found, packed_by_hand(x, starts, 128, counts))
+
+
+def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
+    """Runs of equal keys: counting them is exact, forgetting the counts is not."""
+    x = random_input(700, q_heads=2, kv_heads=1)
+    x.k_BGSD.copy_(x.k_BGSD[:, :, torch.arange(700) // 5 * 5])
+    dense = dense_reference.attend(x)
+
+    def run(counts: bool) -> torch.Tensor:
+        executor = PackedKVExecutor({"cos": 1.0, "counts": counts, "critical": 128})
+        return executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
+
+    assert_rows_close(run(True), dense)
+    with pytest.raises(AssertionError):
+        assert_rows_close(run(False), dense)
+
+
+@pytest.mark.parametrize("runs", [PeriodicRuns(2), RandomRuns(0.5, seed=3)])
+def test_ablations_pack_half_the_keys_and_do_not_depend_on_chunks(runs: Any) -> None:
+    x = random_input(1700, q_heads=1, kv_heads=1, head_dim=16)
+    executor = PackedKVExecutor({"cos": 0.9, "counts": True, "critical": 128}, runs=runs)
+    state = executor.new_state(spec_of(x))
+    whole = executor.attend(x, None, state, no_phase)
+    assert abs(int(state.offset_BGC[0, 0, 3]) - 768) < 80
+    state = executor.new_state(spec_of(x))
+    parts = [
+        executor.attend(chunk_of(x, a, b), None, state, no_phase)
+        for a, b in ((0, 640), (640, 768), (768, 1700))
+    ]
+    assert_rows_close(torch.cat(parts, 2), whole)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_equal_references(shape: dict[str, int], dtype: torch.dtype) -> None:
+    x = with_runs(random_input(**shape, dtype=dtype, device=DEVICE))
+    y = on_cpu(x)
+    with poisoned_empty():
+        found = dense_kernel.attend(x)
+    assert_rows_close(found.cpu(), dense_reference.attend(y), dtype=dtype)
+    mask = random_mask(x, 0.5)
+    with poisoned_empty():
+        found = sparse_kernel.attend(x, mask)
+    assert_rows_close(found.cpu(), sparse_reference.attend(y, mask_on_cpu(mask)), dtype=dtype)
+    mixed = BlockSparsePackedExecutor(MIXED)
+    state = mixed.new_state(spec_of(x))
+    state.extend(x.k_BGSD, 128, mixed.runs)
+    with poisoned_empty():
+        found = mixed_kernel.attend(x, mask, state, share=0.3)
+    expected = mixed_reference.attend(y, mask_on_cpu(mask), state_on_cpu(state), share=0.3)
+    assert_rows_close(found.cpu(), expected, dtype=dtype, factor=1.5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("counts", "mean_keys"), [(True, True), (False, True), (True, False)])
+def test_packed_kernel_equals_reference(dtype: torch.dtype, counts: bool, mean_keys: bool) -> None:
+    x = with_runs(random_input(900, rows=260, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE))
+    state = PackedRuns.empty(spec_of(x), CHUNK)
+    state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
+    options = {"chunk": CHUNK, "critical": 128, "counts": counts, "mean_keys": mean_keys}
+    with poisoned_empty():
+        found = packed_kernel.attend(x, state, **options)  # type: ignore[arg-type]
+    expected = packed_reference.attend(on_cpu(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
+    assert_rows_close(found.cpu(), expected, dtype=dtype, factor=1.5)
+
+
+def test_strided_heads_are_read_in_place() -> None:
+    """Tokens-major storage (batch, tokens, heads, D), as the model makes it, and an odd row stride."""
+    x = random_input(300, q_heads=4, kv_heads=2, device=DEVICE, dtype=torch.float16)
+    expected = dense_reference.attend(on_cpu(x))
+    for pad in (0, 1):
+        q, k, v = (
+            torch.nn.functional.pad(t.transpose(1, 2), (0, pad)).contiguous()[..., :64].transpose(1, 2)
+            for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)
+        )
+        assert not k.is_contiguous()
+        with poisoned_empty():
+            found = dense_kernel.attend(AttentionInput.of(q, k, v))
+        assert_rows_close(found.cpu(), expected, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_exact_table_of_the_kernel(share: float) -> None:
+    x = random_input(900, q_heads=2, kv_heads=1, head_dim=16, device=DEVICE)
+    mask = random_mask(x, 0.7)
+    assert mask.score_BHNM is not None
+    for scores in (mask.score_BHNM, mask.score_BHNM - 0.5, (4 * mask.score_BHNM).round()):
+        scored = replace(mask, score_BHNM=scores)
+        with poisoned_empty():
+            found = mixed_kernel.exact_table(scored, share).cpu()
+        listed = torch.arange(found.shape[3]) < mask.count_BHN.cpu()[..., None]
+        assert torch.equal(found & listed, exact_table(mask_on_cpu(scored), share) & listed)
+
+
+def test_computed_tiles_count_the_work() -> None:
+    x = with_runs(random_input(1200, q_heads=4, kv_heads=2))
+    mask = random_mask(x, 0.4)
+    listed = float(mask.count_BHN.sum())
+    assert float(BlockSparseExecutor({}).computed_tiles(x, mask, None)) == listed
+    everything = BlockSparsePackedExecutor({"cos": 0.8, "exact_share": 1.0})
+    state = everything.new_state(spec_of(x))
+    everything.attend(x, mask, state, no_phase)
+    assert float(everything.computed_tiles(x, mask, state)) == listed
+    some = BlockSparsePackedExecutor({"cos": 0.8, "exact_share": 0.0})
+    diagonals = mask.count_BHN.numel()
+    assert diagonals + (listed - diagonals) / 4 < float(some.computed_tiles(x, mask, state)) < 0.6 * listed
+    packed = PackedKVExecutor({"cos": 0.8, "counts": True, "critical": 128})
+    packed_state = packed.new_state(spec_of(x))
+    packed.attend(x, None, packed_state, no_phase)
+    runs = packed_state.offset_BGC[0].double()
+    # Blocks 5..8 take one packed chunk (their critical region begins at token 512 or later), block 9 two.
+    expected = 4 * sum(range(1, 11)) - 4 * 4 * 4 - 4 * 8
+    expected += 2 * (4 * float(runs[:, 1].sum()) + float(runs[:, 2].sum())) / 128
+    assert float(packed.computed_tiles(x, None, packed_state)) == pytest.approx(expected)
+
+
+def bad_masks(x: AttentionInput) -> dict[str, TileMask | None]:
+    good = full_mask(x)
+    return {
+        "missing": None,
+        "index type": replace(good, index_BHNM=good.index_BHNM.int()),
+        "count type": replace(good, count_BHN=good.count_BHN.long()),
+        "rows": replace(good, index_BHNM=good.index_BHNM[:, :, :1], count_BHN=good.count_BHN[:, :, :1]),
+        "heads": replace(good, index_BHNM=good.index_BHNM[:, :1], count_BHN=good.count_BHN[:, :1]),
+        "strided": replace(good, index_BHNM=good.index_BHNM.mT.contiguous().mT),
+        "device": replace(good, count_BHN=good.count_BHN.to("meta")),
+    }
+
+
+def test_unusable_masks_are_refused_before_any_launch() -> None:
+    x = random_input(300, device=DEVICE)
+    mixed = BlockSparsePackedExecutor(MIXED)
+    for name, mask in bad_masks(x).items():
+        with pytest.raises(KernelInputError, match="block_sparse"):
+            BlockSparseExecutor({}).attend(x, mask, None, no_phase)
+        with pytest.raises(KernelInputError, match="block_sparse_packed"):
+            mixed.attend(x, mask, mixed.new_state(spec_of(x)), no_phase)
+        if name != "missing":
+            assert mask is not None
+            with pytest.raises(KernelInputError):
+                sparse_kernel.attend(x, mask)
+    unscored = replace(full_mask(x), score_BHNM=None)
+    with pytest.raises(KernelInputError, match="exact_share"):
+        mixed.attend(x, unscored, mixed.new_state(spec_of(x)), no_phase)
+
+
+def test_unaligned_chunks_and_foreign_states_are_refused() -> None:
+    x = chunk_of(random_input(300, device=DEVICE), 30, 300)
+    packed = PackedKVExecutor({"cos": 0.8, "counts": True, "critical": 128})
+    with pytest.raises(KernelInputError, match="multiple of 128"):
+        packed.attend(x, None, packed.new_state(spec_of(x)), no_phase)
+    with pytest.raises(KernelInputError, match="multiple of 128"):
+        BlockSparseExecutor({}).attend(x, mask_of(x, torch.ones(3, 3, dtype=torch.bool)), None, no_phase)
+    y = random_input(300, device=DEVICE)
+    short = packed.new_state(replace(spec_of(y), max_tokens=256))
+    with pytest.raises(KernelInputError, match="max_tokens"):
+        packed.attend(y, None, short, no_phase)
+    with pytest.raises(KernelInputError, match="state is for"):
+        packed.attend(y, None, packed.new_state(replace(spec_of(y), kv_heads=2)), no_phase)
+
+
+def test_kernels_refuse_what_they_cannot_compute() -> None:
+    odd = random_input(130, head_dim=48, device=DEVICE)
+    with pytest.raises(KernelInputError, match="not 48"):
+        dense_kernel.attend(odd)
+    x = random_input(130, device=DEVICE)
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(KernelInputError, match="scale"):
+            dense_kernel.attend(replace(x, scale=scale))
+    many = torch.empty(1, 1, 1, 16, device=DEVICE).expand(1, 1, 1 << 22, 16)
+    with pytest.raises(KernelInputError, match="fewer than"):
+        dense_kernel.attend(AttentionInput.of(many[:, :, :1], many, many))
+    with pytest.raises(KernelInputError, match="not on meta"):
+        meta = torch.empty(1, 1, 128, 64, device="meta")
+        BlockSparseExecutor({}).attend(
+            AttentionInput.of(meta, meta, meta), meta_mask(meta.device), None, no_phase
+        )
+
+
+def meta_mask(device: torch.device) -> TileMask:
+    index = torch.empty(1, 1, 1, 1, dtype=torch.int16, device=device)
+    return TileMask(index, torch.empty(1, 1, 1, dtype=torch.int32, device=device))

@@ -1,0 +1,212 @@
+"""What every attention method must keep, whatever it skips. Whole-prompt baselines are left out.
+
+On the CPU the references run, on a GPU the kernels. Inputs are structured, so that methods have runs to pack
+and tiles to skip, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.kernels.build import Composition, build
+from deltafront.kernels.interface import BLOCK, AttentionInput, StateSpec, no_phase
+from deltafront.kernels.methods import PRESETS, WHOLE_PROMPT_ONLY, Value, resolve
+from deltafront.kernels.structured import structured_input
+from deltafront.kernels.testing import assert_rows_close, chunk_of, naive_attention, row_errors
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+METHODS = [name for name in PRESETS if name not in WHOLE_PROMPT_ONLY]
+SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
+CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta"]
+LEAN: dict[str, dict[str, Value]] = {
+    "streaming": {"window": 256},
+    "delta_kv": {"critical": 128, "cos": 0.8},
+    **{name: {"tau": 0.6} for name in ("xattention", "dpxa", "naive", "block_pool")},
+    "delta_xattention": {"tau": 0.8, "cos": 0.8},
+}
+"""Options under which each method really skips something in 1,200 tokens."""
+FULL: dict[str, dict[str, Value]] = {
+    "streaming": {"window": 1 << 20},
+    "delta_kv": {"cos": 1.0},
+    **{name: {"tau": 1.0} for name in ("xattention", "dpxa", "naive", "block_pool")},
+    "delta_xattention": {"tau": 1.0, "exact_share": 1.0},
+}
+"""Options under which nothing is left out."""
+
+
+def options_of(name: str, table: dict[str, dict[str, Value]]) -> dict[str, Value]:
+    base = name.removesuffix("+delta")
+    chosen = dict(table.get(base, {}))
+    if "min_tokens" in PRESETS[base].options:
+        chosen["min_tokens"] = 0
+    if name.endswith("+delta"):
+        chosen["gamma"] = 48
+    return chosen
+
+
+def method_of(name: str, table: dict[str, dict[str, Value]] = LEAN) -> Any:
+    return build(resolve(name, options_of(name, table)))
+
+
+def spec_of(x: AttentionInput) -> StateSpec:
+    batch, heads, _, dim = x.q_BHTD.shape
+    return StateSpec(batch, heads, x.k_BGSD.shape[1], dim, x.prompt_tokens, x.q_BHTD.device, x.q_BHTD.dtype)
+
+
+def run(method: Any, x: AttentionInput, cuts: tuple[int, ...] = ()) -> torch.Tensor:
+    """The prompt's output, in the chunks that the cuts make of it."""
+    state = method.new_state(spec_of(x))
+    edges = (0, *cuts, x.q_BHTD.shape[2])
+    return torch.cat([method.attend(chunk_of(x, a, b), state)[0] for a, b in pairwise(edges)], dim=2)
+
+
+def prompt(
+    tokens: int = 1200, heads: int = 4, key_heads: int = 2, dim: int = 64, seed: int = 5
+) -> AttentionInput:
+    return structured_input(tokens, q_heads=heads, kv_heads=key_heads, head_dim=dim, device=DEVICE, seed=seed)
+
+
+def density(method: Any, x: AttentionInput) -> float:
+    coverage = method.attend(x, method.new_state(spec_of(x)))[1]
+    return float(coverage.computed) / coverage.causal
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_full_budget_is_dense_and_a_lean_one_skips(name: str) -> None:
+    x = prompt()
+    assert_rows_close(run(method_of(name, FULL), x), naive_attention(x))
+    assert density(method_of(name, FULL), x) == pytest.approx(1.0, abs=0.02)
+    if name != "dense":
+        assert density(method_of(name), x) < 0.9
+        assert float(row_errors(run(method_of(name), x), naive_attention(x)).max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+def test_later_keys_never_matter(name: str) -> None:
+    """Keys and values from a block boundary on are replaced: rows before it do not change at all."""
+    x = prompt()
+    border = 5 * BLOCK
+    k, v = x.k_BGSD.clone(), x.v_BGSD.clone()
+    k[:, :, border:] = 40 * torch.randn_like(k[:, :, border:])
+    v[:, :, border:] = 1e4
+    changed = run(method_of(name), replace(x, k_BGSD=k, v_BGSD=v))
+    assert_rows_close(changed[:, :, :border], run(method_of(name), x)[:, :, :border])
+
+
+@pytest.mark.parametrize("name", ["dense", "streaming", "delta_kv"])
+def test_later_keys_of_the_same_block_never_matter(name: str) -> None:
+    """Methods that do not look at scores: true of every single row, not only of whole blocks."""
+    x = prompt(700)
+    border = 5 * BLOCK - 37
+    k, v = x.k_BGSD.clone(), x.v_BGSD.clone()
+    k[:, :, border:] *= -3
+    v[:, :, border:] = 1e4
+    changed = run(method_of(name), replace(x, k_BGSD=k, v_BGSD=v))
+    assert_rows_close(changed[:, :, :border], run(method_of(name), x)[:, :, :border])
+
+
+@pytest.mark.parametrize("cuts", [(128,), (384, 512, 1152), (256, 640, 768, 896)])
+@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+def test_chunks_give_what_the_whole_prompt_gives(name: str, cuts: tuple[int, ...]) -> None:
+    x = prompt(1153)
+    assert_rows_close(run(method_of(name), x, cuts), run(method_of(name), x))
+
+
+@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+def test_one_token_chunks_and_ragged_prompts(name: str) -> None:
+    for tokens, cuts in ((1, ()), (127, ()), (129, (128,)), (641, (128, 640))):
+        x = prompt(tokens, heads=2, key_heads=1)
+        found = run(method_of(name), x, cuts)
+        assert_rows_close(found, run(method_of(name), x))
+        assert_rows_close(found[:, :, :BLOCK], naive_attention(x)[:, :, :BLOCK])
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_grouped_heads_equal_repeated_keys(name: str, group: int) -> None:
+    x = prompt(640, heads=2 * group if group < 8 else 8, key_heads=2 if group < 8 else 1)
+    repeated = replace(
+        x,
+        k_BGSD=x.k_BGSD.repeat_interleave(group, dim=1),
+        v_BGSD=x.v_BGSD.repeat_interleave(group, dim=1),
+    )
+    assert_rows_close(run(method_of(name), x), run(method_of(name), repeated))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_batch_is_its_sequences(name: str) -> None:
+    one, other = prompt(640, seed=1), prompt(640, seed=2)
+    both = AttentionInput.of(
+        torch.cat([one.q_BHTD, other.q_BHTD]),
+        torch.cat([one.k_BGSD, other.k_BGSD]),
+        torch.cat([one.v_BGSD, other.v_BGSD]),
+    )
+    found = run(method_of(name), both)
+    assert_rows_close(found[:1], run(method_of(name), one))
+    assert_rows_close(found[1:], run(method_of(name), other))
+
+
+def strange(kind: str) -> AttentionInput:
+    x = prompt(700, heads=2, key_heads=1)
+    if kind == "duplicated rows":
+        same = torch.arange(700, device=DEVICE) // 100 * 100
+        return replace(x, q_BHTD=x.q_BHTD[:, :, same], k_BGSD=x.k_BGSD[:, :, same])
+    if kind == "zero keys":
+        return replace(x, k_BGSD=torch.zeros_like(x.k_BGSD))
+    if kind == "zero queries":
+        return replace(x, q_BHTD=torch.zeros_like(x.q_BHTD))
+    return replace(x, q_BHTD=x.q_BHTD * 50)  # large logits
+
+
+@pytest.mark.parametrize("kind", ["duplicated rows", "zero keys", "zero queries", "large logits"])
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_sum_to_one_on_strange_inputs(name: str, kind: str) -> None:
+    """Values of one everywhere come out as one, and a full budget is still dense."""
+    x = strange(kind)
+    ones = run(method_of(name), replace(x, v_BGSD=torch.ones_like(x.v_BGSD)))
+    assert_rows_close(ones, torch.ones_like(ones))
+    assert_rows_close(run(method_of(name, FULL), x), naive_attention(x), factor=5)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_diagonal_and_sink_are_always_kept(name: str) -> None:
+    x = prompt()
+    method = method_of(name, {name: {"tau": 0.01}} if name != "streaming" else {name: {"window": 1}})
+    assert isinstance(method, Composition)
+    assert method.selector is not None
+    mask = method.selector.select(x, method.selector.new_state(spec_of(x)), no_phase)
+    count_BHN = mask.count_BHN.long()
+    diagonal_BHN = mask.index_BHNM.long().gather(3, count_BHN[..., None] - 1)[..., 0]
+    assert torch.equal(diagonal_BHN, torch.arange(x.query_blocks, device=DEVICE).expand_as(diagonal_BHN))
+    assert bool((mask.index_BHNM[..., 0] == 0).all())
+    assert float(count_BHN[..., 5:].double().mean()) < 4
+
+
+def test_short_prompts_are_dense() -> None:
+    x = prompt(600)
+    method = build(resolve("streaming", {"window": 128, "min_tokens": 600}))
+    assert_rows_close(run(method, x, (128, 256)), naive_attention(x))
+    longer = prompt(601)
+    assert float(row_errors(run(method, longer), naive_attention(longer)).max()) > 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+def test_nothing_waits_for_the_device(name: str) -> None:
+    x = prompt()
+    method = method_of(name)
+    method.attend(x, method.new_state(spec_of(x)))  # compiles
+    state = method.new_state(spec_of(x))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for begin, end in ((0, 512), (512, 1200)):
+            method.attend(chunk_of(x, begin, end), state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
