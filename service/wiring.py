@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 
-from ..workers.messages import DecodeStats, GroupStats
+from .. import __version__
+from ..workers.messages import DecodeStats, GroupStats, ModelSpec
 from ..workers.model_config import read_config
+from ..workers.model_store import resolve, resolve_adapter
 from .attempt import Resources
 from .auth import Authenticator, TokenFile
 from .config import ConfigError, DoorConfig, ServiceConfig
@@ -16,6 +17,27 @@ from .front_door import About
 from .metrics import Metrics
 from .tokenizer import TextTokenizer
 from .validate import Limits
+
+
+def local_model(settings: ServiceConfig) -> ServiceConfig:
+    """The same configuration with model and adapter as directories, everything checked.
+
+    Downloads or converts the model if need be. Raises ModelError or ConfigError.
+    """
+    spec = settings.model
+    adapter = None if spec.adapter is None else str(resolve_adapter(spec.adapter))
+    found = settings.with_model(path=str(resolve(spec.path)), adapter=adapter)
+    if not settings.door.model_name:
+        door = settings.door.model_copy(update={"model_name": shown_name(spec)})
+        found = found.model_copy(update={"door": door})
+    check_start(found)
+    return found
+
+
+def shown_name(spec: ModelSpec) -> str:
+    """What GetServerInfo calls a model, so that no server's directories are shown."""
+    name = spec.path if not Path(spec.path).exists() else Path(spec.path).name
+    return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
 
 
 def prepare(settings: ServiceConfig, fleet: Fleet, metrics: Metrics) -> tuple[Resources, Limits]:
@@ -49,7 +71,7 @@ def authenticator(door: DoorConfig) -> Authenticator:
 
 def about(settings: ServiceConfig, metrics_address: str) -> About:
     return About(
-        version=importlib.metadata.version("deltafront"),
+        version=__version__,
         model=settings.door.model_name or settings.model.path,
         prefill_stages=settings.prefill.stages,
         chunk_tokens=settings.prefill.chunk_tokens,
@@ -61,7 +83,11 @@ def check_start(settings: ServiceConfig) -> None:
     """What would otherwise fail in a replica, over and over: the token file, the model's files, the split."""
     authenticator(settings.door)
     directory = Path(settings.model.path)
-    read_config(directory, settings.model.overrides).split(settings.prefill.stages)
+    model = read_config(directory, settings.model.overrides)
+    model.split(settings.prefill.stages)
+    for name in ("full_layers", "delta_layers"):
+        if wrong := [layer for layer in getattr(settings.decode, name) if not 0 <= layer < model.layers]:
+            raise ConfigError(f"decode.{name}: {wrong} are not among the model's {model.layers} layers")
     TextTokenizer.load(directory)
 
 
