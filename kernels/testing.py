@@ -97,7 +97,8 @@ def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     wanted = expected.detach().to(torch.float64)
     norm = wanted.norm(dim=-1)
     floor = 0.01 * norm.mean() + torch.finfo(torch.float32).tiny
-    return (actual.detach().to(torch.float64) - wanted).norm(dim=-1) / torch.maximum(norm, floor)
+    difference: torch.Tensor = (actual.detach().to(torch.float64) - wanted).norm(dim=-1)
+    return difference / torch.maximum(norm, floor)
 
 
 def assert_rows_close(

@@ -84,4 +84,5 @@ class DeltaCorrection:
         batch, heads, rows, _ = x.q_BHTD.shape
         tail, first = self._tail_begin(x), -x.q_start % self.gamma
         dense = [*range(first, tail, self.gamma), *range(tail, rows)]
-        return batch * heads * sum((x.q_start + row) // BLOCK + 1 for row in dense) / BLOCK
+        tiles: int = batch * heads * sum((x.q_start + row) // BLOCK + 1 for row in dense)
+        return tiles / BLOCK

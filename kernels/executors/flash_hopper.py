@@ -1,10 +1,10 @@
 """Online-softmax attention for Hopper, in Gluon: the algorithm of `flash.py` with the roles split by warps.
 
-One warp copies (TMA), two or three warpgroups compute 64 rows each. A warpgroup issues the scores of the next tile and
-the weighted sum of the last one together and takes the exponentials of one while the matrix unit works on the
-other (FlashAttention-3, section 3.2). The grid is persistent: 132 programs walk over all row tiles, the tiles
-of a key head's query heads side by side so that they share keys in L2, longest rows first, every second round
-in reverse so that the programs' shares even out.
+One warp copies (TMA), two or three warpgroups compute 64 rows each. A warpgroup issues the scores of the next
+tile and the weighted sum of the last one together and takes the exponentials of one while the matrix unit
+works on the other (FlashAttention-3, section 3.2). The grid is persistent: one program per multiprocessor
+walks over the row tiles, the tiles of a key head's query heads side by side so that they share keys in L2,
+longest rows first, every second round in reverse so that the programs' shares even out.
 
 RANGE, LIST and PACKED as in `flash.py`; masked tiles come first in a row's list.
 """
@@ -33,11 +33,8 @@ def _weigh(s, m, mass, scale, weight, WEIGHTED: gl.constexpr):
     top = gl.maximum(m, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - top[:, None])
     shrink = gl.exp2(m - top)
-    if WEIGHTED:
-        mass = mass * shrink + gl.sum(p * weight[None, :], 1)
-    else:
-        mass = mass * shrink + gl.sum(p, 1)
-    return p, top, mass, shrink
+    counted = p * weight[None, :] if WEIGHTED else p
+    return p, top, mass * shrink + gl.sum(counted, 1), shrink
 
 
 @gluon.jit
@@ -52,8 +49,8 @@ def _advance(
     the long loops of D 128 and loses 4% in lists and 8% at D 64.
     """
     q, position, limits, scale, buffers = fixed
-    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
-    whole, exact, total, packed = limits
+    q_smem, k_smem, v_smem, w_smem, _q_full, _q_empty, k_full, k_empty, v_full, v_empty = buffers
+    whole, exact, packed = limits
     EARLY: gl.constexpr = (MODE == 2) | ((MODE == 0) & (D == 128))
     dtype: gl.constexpr = q_smem.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
@@ -82,7 +79,7 @@ def _advance(
         mbarrier.arrive(k_empty.index(next_stage))
     if KIND == 1:
         s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
-    if KIND == 4:
+    if KIND == 4:  # noqa: SIM102 (KIND is known when compiling, i is not)
         if i < exact - whole:
             s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
     if KIND == 3:
@@ -105,7 +102,7 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
 ):  # fmt: skip
     """One warpgroup: 64 rows of each item."""
     out, out_lead, scale = results
-    q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    q_smem, k_smem, v_smem, _w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     dtype: gl.constexpr = q_smem.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -122,7 +119,7 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
             first, step, total, exact, masked, _, whole, packed = extent_of(
                 b, h, g, tile, lead, shape, spans, tables, MODE, 64 * GROUPS
             )
-            limits = (whole, exact, total, packed)
+            limits = (whole, exact, packed)
             position = first + step * (half * 64 + gl.arange(0, 64, layout=row_layout))
             m = gl.full([64], NEGATIVE, gl.float32, layout=row_layout)
             mass = gl.zeros([64], gl.float32, layout=row_layout)

@@ -1,6 +1,6 @@
 """Which tiles a program of the Hopper kernel visits, and the warp that copies them. See `flash_hopper.py`.
 
-An item is a tile of 64 rows for each computing warpgroup. Leading items (Δ correction's dense tail) come first.
+An item is a tile of 64 rows for each computing warpgroup. Leading items (a prompt's dense tail) come first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def place_of(item, shape, ORDER: gl.constexpr):
 
 @gluon.jit
 def extent_of(b, h, g, tile, lead, shape, spans, tables, MODE: gl.constexpr, ROWS: gl.constexpr):
-    """First position and step of the rows; tiles in all, exact, masked; first exact and masked one; packed."""
+    """First position and step; tiles in all, exact and masked; first exact and masked one; packed rows."""
     _, heads, group, tiles, _ = shape
     keys, row0, step, lead_row0, critical, chunk = spans
     count_ptr, packed_ptr, chunk_slots = tables

@@ -96,8 +96,8 @@ def mixed_kernel(
         if tl.load(exact_ptr + listed * exact_row + i) != 0:
             for begin in range(block * BLOCK, block * BLOCK + BLOCK, COLS):
                 acc, total, top = step_tile(
-                    acc, total, top, q, k_base, v_base, k_row, v_row, begin + lane, keys, position, 0.0, scale,
-                    D, False, False, PRECISION,
+                    acc, total, top, q, k_base, v_base, k_row, v_row, begin + lane, keys, position, 0.0,
+                    scale, D, False, False, PRECISION,
                 )  # fmt: skip
         else:
             first = tl.load(offset_ptr + lane_head * offset_slots + block)

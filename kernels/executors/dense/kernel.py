@@ -9,7 +9,7 @@ from ..launch import Rows, launch
 
 
 def attend(x: AttentionInput) -> torch.Tensor:
-    """See `reference.attend`; any q_start. Scores in float32, weights rounded to q's dtype for the product."""
+    """See `reference.attend`; any q_start. Scores in float32, weights rounded to q's type."""
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
     launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start))
     return out_BHTD

@@ -19,7 +19,7 @@ def attend(x: AttentionInput) -> torch.Tensor:
 def attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor:
     """Dense attention of the chunk's rows at the ascending absolute positions position_R: out_BHRD."""
     parts = []
-    for position in position_R.split(ROWS):
+    for position in torch.split(position_R, ROWS):
         end = int(position[-1]) + 1
         seen = torch.arange(end, device=position.device) <= position[:, None]
         part = scaled_dot_product_attention(
