@@ -38,7 +38,6 @@ COVERAGES = (0.75, 0.90, 0.95)
 LAYERS = (3, 15, 24)
 ROOT = Path(__file__).resolve().parent.parent
 _OURS = {"tau": 0.9, "cos": 0.75, "q_anchors": 8, "k_anchors": 32}
-_THESIS = {"q_representative": "anchor", "k_representative": "anchor", "weighted": False}
 
 ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
     "xattention_s8": lambda: AntidiagonalSelector({"tau": 0.9, "stride": 8}),
@@ -52,7 +51,12 @@ ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
     "dpxa_cells": lambda: AnchorsSelector(_OURS, row_normalised=False),
     "dpxa_unweighted": lambda: AnchorsSelector(_OURS, weighted=False),
     "dpxa_thesis": lambda: AnchorsSelector(
-        {**_OURS, "q_anchors": BLOCK, "k_anchors": BLOCK}, **_THESIS, k_relax=None, row_normalised=False
+        {**_OURS, "q_anchors": BLOCK, "k_anchors": BLOCK},
+        q_representative="anchor",
+        k_representative="anchor",
+        k_relax=None,
+        weighted=False,
+        row_normalised=False,
     ),
 }
 """dpxa: as served. The others change one thing of it; dpxa_thesis is the thesis's form: every anchor of

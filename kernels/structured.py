@@ -24,14 +24,14 @@ class Recipe:
     shrink. run and vertical_every: rows, on average."""
 
     rope_theta: float = 500_000.0
-    topics: int = 96
+    topics: int = 1500
     run: float = 8.0
-    topic: float = 8.0
-    noise: float = 3.1
-    mean: float = 5.0
-    slash: float = 5.0
-    sink: float = 9.0
-    vertical: float = 7.0
+    topic: float = 10.8
+    noise: float = 4.2
+    mean: float = 6.75
+    slash: float = 6.75
+    sink: float = 19.0
+    vertical: float = 14.0
     vertical_every: float = 600.0
     free_pairs: int = 8
 

@@ -17,7 +17,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .packing_kernel import Grouping, packed
-from .rules.kernel import LOG2_E, empty_parts, fast_log2
+from .rules.kernel import LOG2_E, fast_log2, in_16_bits
+from .rules.sums import empty_parts
 
 _TILE_X, _TILE_Y = 128, 256
 
@@ -96,7 +97,7 @@ def _grouped_kernel(
         sums_XW = tl.where((filled_X > 0)[:, None], sums_XW, float("-inf"))
         tl.store(
             out_X[:, None] + (block + block_W[None, :]),
-            sums_XW.to(out_ptr.dtype.element_ty),
+            in_16_bits(sums_XW),
             mask=real_X[:, None] & (block + block_W[None, :] < end),
         )
 

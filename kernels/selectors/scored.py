@@ -14,7 +14,7 @@ from .rules import reference as rules
 from .rules.rule import Rule
 
 if TYPE_CHECKING:
-    from .rules.kernel import Sums
+    from .rules.sums import Sums
 
 SlabSums = Callable[[int, int], "Sums"]
 """(first query block, query blocks) -> the logarithms that those blocks' scores are made of."""
@@ -71,10 +71,11 @@ class ScoredSelector(ABC):
 
     def kernel_select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask:
         from .rules import kernel
+        from .rules import sums as sums_of
 
         parts, slab_sums = self.slab_sums(x, state, phase)
         mask = kernel.empty_mask(x, self.with_scores)
-        for first, blocks in kernel.slabs(x, parts):
+        for first, blocks in sums_of.slabs(x, parts):
             with phase("scoring"):
                 sums = slab_sums(first, blocks)
             with phase("selection"):
@@ -83,11 +84,12 @@ class ScoredSelector(ABC):
 
     def kernel_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         from .rules import kernel
+        from .rules import sums as sums_of
 
         parts, slab_sums = self.slab_sums(x, state, phase)
         shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
         score_BHNM = torch.empty(shape, dtype=torch.float32, device=x.q_BHTD.device)
-        for first, blocks in kernel.slabs(x, parts):
+        for first, blocks in sums_of.slabs(x, parts):
             with phase("scoring"):
                 kernel.scores_from_sums(x, slab_sums(first, blocks), score_BHNM)
         return score_BHNM

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from ...interface import AttentionInput
-from ..rules.kernel import LOG2_E, Sums, empty_parts, fast_log2
+from ..rules.kernel import LOG2_E, fast_log2, in_16_bits
+from ..rules.sums import Sums, empty_parts
 from .table import AnchorSettings, BlockAnchors
 
 _TILE = 128
@@ -117,7 +118,7 @@ def _score_kernel(  # noqa: PLR0915
         sums_XW = tl.where(used_X[:, None], sums_XW, float("-inf"))
         tl.store(
             out_X[:, None] + (block + block_W[None, :]),
-            sums_XW.to(out_ptr.dtype.element_ty),
+            in_16_bits(sums_XW),
             mask=real_X[:, None] & (block + block_W[None, :] <= highest),
         )
 

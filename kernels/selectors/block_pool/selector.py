@@ -28,7 +28,7 @@ class BlockPoolSelector(ScoredSelector):
 
     def slab_sums(self, x: AttentionInput, state: object, phase: Phase) -> tuple[int, SlabSums]:
         from ..grouped_kernel import log_sums
-        from ..rules.kernel import Sums
+        from ..rules.sums import Sums
         from . import kernel
 
         with phase("scoring"):

@@ -9,8 +9,6 @@ sums are formed in the same order however the prompt is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,11 +16,9 @@ import triton.language as tl
 
 from ...interface import BLOCK, AttentionInput, KernelInputError, TileMask
 from .rule import LEVELS, MAX_BLOCKS, Rule, check_scores
+from .sums import Sums
 
 LOG2_E = math.log2(math.e)
-PART_BYTES = 768 << 20
-"""Most memory that one slab's logarithms may take."""
-
 _KINDS = {"cumulative": 0, "max_relative": 1, "top_k": 2}
 
 
@@ -36,6 +32,12 @@ def fast_log2(x):
     series = -0.1912625 + t * 0.0442437
     series = 1.4418359 + t * (-0.7083722 + t * (0.4135551 + t * series))
     return tl.where(x > 0.0, exponent + t * series, float("-inf"))
+
+
+@triton.jit
+def in_16_bits(log2_sum):
+    """Cut off above what fp16 holds: logits of tens of thousands tie instead of turning infinite."""
+    return tl.minimum(log2_sum, 60000.0).to(tl.float16)
 
 
 @triton.jit
@@ -149,33 +151,6 @@ def _rule_kernel(
         if WITH_SCORES:
             tl.store(score_ptr + place + slot_W, score_W, mask=kept_W)
         tl.store(count_ptr + batch * stride_cb + head * stride_ch + row, tl.sum(kept_W.to(tl.int32), axis=0))
-
-
-@dataclass(frozen=True)
-class Sums:
-    """log2 of the parts of a slab's tile scores: part_BHNRM, N the slab's query blocks from `first_row` of
-    the chunk on; columns after a row's diagonal are never read. `normalised`: every part row's values are
-    divided by their sum before the rows are added."""
-
-    part_BHNRM: torch.Tensor
-    first_row: int
-    normalised: bool = True
-
-
-def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torch.Tensor:
-    """fp16 (*rows, columns), every row starting on 32 bytes."""
-    return torch.empty((*rows, -(-columns // 16) * 16), dtype=torch.float16, device=like.device)[
-        ..., :columns
-    ]
-
-
-def slabs(x: AttentionInput, parts: int) -> Iterator[tuple[int, int]]:
-    """(first query block, query blocks) of slabs whose logarithms, `parts` rows a block, fit PART_BYTES."""
-    batch, heads = x.q_BHTD.shape[:2]
-    row_bytes = batch * heads * parts * (x.key_blocks + 16) * 2
-    size = max(8, PART_BYTES // row_bytes // 8 * 8)
-    for first in range(0, x.query_blocks, size):
-        yield first, min(size, x.query_blocks - first)
 
 
 def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:

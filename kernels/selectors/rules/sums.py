@@ -1,0 +1,43 @@
+"""Logarithms of sums, slab by slab: what score kernels hand to the rules.
+
+Shape suffixes as in `kernels.interface`; R rows of logarithms of one query block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ...interface import AttentionInput
+
+PART_BYTES = 768 << 20
+"""Most memory that one slab's logarithms may take."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """log2 of the parts of a slab's tile scores: part_BHNRM, N the slab's query blocks from `first_row` of
+    the chunk on; columns after a row's diagonal are never read. `normalised`: every part row's values are
+    divided by their sum before the rows are added."""
+
+    part_BHNRM: torch.Tensor
+    first_row: int
+    normalised: bool = True
+
+
+def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torch.Tensor:
+    """fp16 (*rows, columns), every row starting on 32 bytes."""
+    return torch.empty((*rows, -(-columns // 16) * 16), dtype=torch.float16, device=like.device)[
+        ..., :columns
+    ]
+
+
+def slabs(x: AttentionInput, parts: int) -> Iterator[tuple[int, int]]:
+    """(first query block, query blocks) of slabs whose logarithms, `parts` rows a block, fit PART_BYTES."""
+    batch, heads = x.q_BHTD.shape[:2]
+    row_bytes = batch * heads * parts * (x.key_blocks + 16) * 2
+    size = max(8, PART_BYTES // row_bytes // 8 * 8)
+    for first in range(0, x.query_blocks, size):
+        yield first, min(size, x.query_blocks - first)
