@@ -191,7 +191,12 @@ _GROUPED = {
 _TILES = {"BF": 128, "X": _TILE_X, "Y": _TILE_Y, "STAGES": 3, "FLATTEN": True}
 
 COMPILE_CASES = [
-    (_grouped_kernel, _GROUPED, {"STEP": 8, "SLOTS": 8, "PER_BLOCK": 16, "F": 1024, **_TILES}),
+    (
+        _grouped_kernel,
+        _GROUPED,
+        {"STEP": 8, "SLOTS": 8, "PER_BLOCK": 16, "F": 1024, **_TILES},
+        {"num_warps": 8},
+    ),
     (_grouped_kernel, _GROUPED, {"STEP": 4, "SLOTS": 1, "PER_BLOCK": 32, "F": 128, **_TILES}),
 ]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -181,7 +181,7 @@ _SCORE = {
 _OURS = {"Q_SLOTS": 8, "K_SLOTS": 32, "WEIGHTED": True, "X": _TILE, "W": 4, "STAGES": 2}
 
 COMPILE_CASES = [
-    (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": False}),
+    (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
     (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": True}),
     (_score_kernel, _SCORE, {"D": 64, **_OURS, "DIAGONAL": False}),
 ]
