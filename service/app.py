@@ -16,14 +16,13 @@ from typing import Any
 import ray
 from ray import serve
 
-from ..workers.model_store import resolve
 from .config import ServiceConfig, parse
 from .dispatch import RayDirectory
 from .exporter import Exporter
 from .fleet import Fleet
 from .front_door import FrontDoor
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import about, authenticator, check_start, observer, prepare
+from .wiring import about, authenticator, local_model, observer, prepare
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -36,6 +35,8 @@ MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 
 _HEALTH_PERIOD_S = 1.0
 """Serve rebuilds a worker after three failed checks; until then the door's replays wait."""
+
+_CONSTRUCTOR_TRIES = 3
 
 
 class DoorReplica(FrontDoor):
@@ -51,22 +52,35 @@ class DoorReplica(FrontDoor):
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = f"{shown}:{settings.door.metrics_port}"
         super().__init__(resources, limits, authenticator(settings.door), about(settings, address))
+        self._fleet = fleet
         fleet.start()
         self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
         self._exporter.start()
 
+    async def __del__(self) -> None:
+        """Serve awaits this when it stops the replica."""
+        self._exporter.stop()
+        await self._fleet.stop()
+
 
 def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
-    """The whole application. Raises ConfigError, or ModelError for a model that cannot be used."""
+    """The whole application, as Serve's application builder. Raises ConfigError, or ModelError for a model
+    that cannot be used."""
     settings = config if isinstance(config, ServiceConfig) else parse(config)
-    settings = settings.with_model(path=str(resolve(settings.model.path)))
+    return application(local_model(settings), Path(tempfile.gettempdir()))
+
+
+def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
+    """`build` for a model that is a directory already. scratch: where each node's metrics are kept."""
     from ..workers import decode_worker, prefill_group
 
     prefill = _owner("PrefillGroup", prefill_group, settings.prefill, settings.prefill.groups)
     decode = _owner("DecodeReplica", decode_worker, settings.decode, settings.decode.workers)
-    return assemble(
-        settings, prefill.bind(settings.model, settings.prefill), decode.bind(settings.model, settings.decode)
+    owners = (
+        prefill.bind(settings.model, settings.prefill),
+        decode.bind(settings.model, settings.decode),
     )
+    return assemble(settings, scratch, *owners)
 
 
 def _owner(name: str, module: Any, config: Any, replicas: int) -> Any:
@@ -79,13 +93,13 @@ def _owner(name: str, module: Any, config: Any, replicas: int) -> Any:
         placement_group_bundles=bundles,
         placement_group_strategy=strategy,
         health_check_period_s=_HEALTH_PERIOD_S,
+        max_constructor_retry_count=_CONSTRUCTOR_TRIES,
     )(getattr(module, name))
 
 
-def assemble(settings: ServiceConfig, *workers: serve.Application) -> serve.Application:
+def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application) -> serve.Application:
     """The door with the applications that own its workers; they are bound so that Serve starts them."""
-    check_start(settings)
-    directory = Path(tempfile.gettempdir()) / f"deltafront-metrics-{secrets.token_hex(6)}"
+    directory = scratch / f"deltafront-metrics-{secrets.token_hex(6)}"
     environment = {
         DIRECTORY_VARIABLE: str(directory),
         MESSAGE_SIZE_VARIABLE: str(settings.door.max_message_bytes),

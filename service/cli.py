@@ -23,6 +23,7 @@ from .client import DeltafrontClient, GenerateFinished, PrefillFinished, Prefill
 from .config import ConfigError, ServiceConfig, load, parse
 from .display import advice, as_json, reading_bar, show_info, show_timings
 from .errors import DeltafrontError
+from .wiring import local_model
 
 app = typer.Typer(
     help="A distributed long-context prefill service.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -49,7 +50,7 @@ def serve(
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
 ) -> None:
     """Start Ray and the service on this machine; Ctrl-C stops both."""
-    from .local_ray import LOOPBACK, local_model, running
+    from .local_ray import LOOPBACK, running
 
     stop = threading.Event()
     try:

@@ -34,15 +34,20 @@ class ReadingBar:
         columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
         self._task: Any = None
+        self._stopped = False
 
     def show(self, event: PrefillProgress) -> None:
+        if self._stopped:
+            return
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task("reading", total=event.tokens_total)
         self._bar.update(self._task, completed=event.tokens_done, total=event.tokens_total)
 
     def stop(self) -> None:
-        self._bar.stop()
+        if self._task is not None and not self._stopped:  # rich ends a line each time
+            self._bar.stop()
+        self._stopped = True
 
 
 @contextlib.contextmanager

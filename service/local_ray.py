@@ -11,44 +11,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..workers.messages import NAMESPACE, ModelSpec
-from ..workers.model_store import resolve, resolve_adapter
+from ..workers.messages import NAMESPACE
 from .config import ServiceConfig
-from .wiring import check_start
 
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 << 30
 _OWNER_CPUS = 0.1
 
 
-def local_model(settings: ServiceConfig) -> ServiceConfig:
-    """The same configuration with model and adapter as directories, everything checked.
-
-    Downloads or converts the model if need be. Raises ModelError or ConfigError.
-    """
-    spec = settings.model
-    adapter = None if spec.adapter is None else str(resolve_adapter(spec.adapter))
-    found = settings.with_model(path=str(resolve(spec.path)), adapter=adapter)
-    if not settings.door.model_name:
-        door = settings.door.model_copy(update={"model_name": shown_name(spec)})
-        found = found.model_copy(update={"door": door})
-    check_start(found)
-    return found
-
-
-def shown_name(spec: ModelSpec) -> str:
-    """What GetServerInfo calls a model, so that no server's directories are shown."""
-    name = spec.path if not Path(spec.path).exists() else Path(spec.path).name
-    return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
-
-
 @contextlib.contextmanager
 def running(
-    settings: ServiceConfig, application: Callable[[ServiceConfig], Any] | None = None
+    settings: ServiceConfig, make: Callable[[ServiceConfig, Path], Any] | None = None
 ) -> Iterator[None]:
     """Start everything, wait until it is healthy, and stop it when the block ends.
 
-    `settings` from `local_model`. application: what to serve, by default `app.build`. Ray reads its
+    `settings` from `wiring.local_model`. make: what to serve, by default `app.application`. Ray reads its
     environment when it is imported, so this module imports it only here. Raises RuntimeError if the
     application does not come up.
     """
@@ -57,7 +34,7 @@ def running(
     import ray
     from ray import serve
 
-    from .app import APP_NAME, build
+    from .app import APP_NAME, application
 
     try:
         ray.init(
@@ -70,7 +47,7 @@ def running(
         )
         try:
             serve.start(http_options={"host": LOOPBACK, "port": settings.door.http_port}, **grpc(settings))
-            serve.run((application or build)(settings), name=APP_NAME, route_prefix="/")
+            serve.run((make or application)(settings, folder), name=APP_NAME, route_prefix="/")
             yield
         finally:
             with contextlib.suppress(Exception):  # Ray may be gone already; stopping goes on

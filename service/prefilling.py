@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from ..workers.messages import KeepSession, RefusalReason, Refused, Reserve
+import asyncio
+import contextlib
+
+from ..workers.messages import KeepSession, RefusalReason, Refused, Reserve, SessionKept
 from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
 from .calls import Measured, PrefillCall, SessionInfo, SessionMade, Usage
-from .errors import WorkerFailed
+from .errors import WorkerError, WorkerFailed
+from .links import DecodeLink
 from .plan import plan_session
 from .timings import TtftClock, decode_parts, prefill_parts
 
@@ -35,7 +39,7 @@ class Prefilling:
             clock.lap("admission")
             report = await read(lease, group, worker, plan, call.method, call.deadline, self._emit)
             clock.span(prefill_parts(report))
-            kept = await worker.keep(KeepSession(lease.request_id, call.ttl_s, call.deadline))
+            kept = await self._keep(worker, KeepSession(lease.request_id, call.ttl_s, call.deadline))
             if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:
                 raise WorkerFailed(worker.name, kept.message)
             if isinstance(kept, Refused):
@@ -48,3 +52,18 @@ class Prefilling:
         session = SessionInfo(kept.session_id, kept.expires, kept.tokens)
         measured = Measured(clock.read(), clock.elapsed, report, kept.report)
         self._emit(SessionMade(call.request_id, session, Usage(plan.read_tokens), measured))
+
+    async def _keep(self, worker: DecodeLink, order: KeepSession) -> SessionKept | Refused:
+        """A session that comes into being while its client leaves is released again."""
+        keeping = asyncio.ensure_future(worker.keep(order))
+        try:
+            return await asyncio.shield(keeping)
+        except asyncio.CancelledError:
+            self._resources.fleet.spawn(self._release(worker, keeping))
+            raise
+
+    async def _release(self, worker: DecodeLink, keeping: asyncio.Future[SessionKept | Refused]) -> None:
+        with contextlib.suppress(WorkerError):
+            kept = await keeping
+            if isinstance(kept, SessionKept):
+                await worker.release_session(kept.session_id, self._call.owner)

@@ -87,10 +87,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(_actor(fakes.GroupProcess, "prefill:g0"), _actor(fakes.DecodeProcess, "decode:d0"))
 
 
-def _door_alone(config: Any) -> Any:
+def _door_alone(config: Any, scratch: Path) -> Any:
     from deltafront.service.app import assemble
 
-    return assemble(config)
+    return assemble(config, scratch)
 
 
 def _actor(kind: type, name: str) -> Any:

@@ -53,7 +53,7 @@ def pages(tokens: int) -> int:
 
 @dataclass
 class Speed:
-    """Seconds: per chunk of 128 tokens, per token."""
+    """Seconds: per chunk, per token."""
 
     chunk: float = 0.002
     token: float = 0.001
@@ -76,6 +76,7 @@ class FakeGroup:
         self.total = total
         self.speed = speed or Speed()
         self.fail_after: list[int] = []
+        self.chunk_tokens = 128
         self.rate = 0.0
         self.waiting_tokens = 0
         self.jobs: list[PrefillJob] = []
@@ -90,7 +91,7 @@ class FakeGroup:
         started = time.monotonic()
         failing = self.fail_after.pop(0) if self.fail_after else None
         try:
-            for number, done in enumerate(range(0, job.tokens, 128)):
+            for number, done in enumerate(range(0, job.tokens, self.chunk_tokens)):
                 if failing is not None and number >= failing:
                     raise PrefillFailed("a stage died")
                 await asyncio.sleep(self.speed.chunk)
@@ -99,7 +100,7 @@ class FakeGroup:
                 if job.deadline is not None and time.time() > job.deadline:
                     yield Refused(RefusalReason.DEADLINE, "too late")
                     return
-                yield PrefillProgress(job.request_id, min(done + 128, job.tokens), job.tokens)
+                yield PrefillProgress(job.request_id, min(done + self.chunk_tokens, job.tokens), job.tokens)
             delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids)
             if delivered is not None:
                 await delivered

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.service
 
 @pytest.fixture
 def client(served: Served) -> Iterator[DeltafrontClient]:
-    served.configure(served.group, speed=Speed(), rate=0.0, waiting_tokens=0)
+    served.configure(served.group, speed=Speed(), rate=0.0, waiting_tokens=0, chunk_tokens=128)
     served.configure(served.decode, speed=Speed(), script=[])
     with DeltafrontClient(served.address, served.token) as client:
         until = time.monotonic() + 20
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_frees_everything(served: Served, client: Deltafron
 
 
 def test_half_a_million_ids_pass(served: Served, client: DeltafrontClient) -> None:
-    served.configure(served.group, speed=Speed(chunk=0.0), total=1 << 16)
+    served.configure(served.group, speed=Speed(chunk=0.0), total=1 << 16, chunk_tokens=1 << 14)
     served.configure(served.decode, total=1 << 16)
     client.info()
     text, _, finish, _ = collect(client.generate([65] * (1 << 19), max_tokens=3))
@@ -184,7 +184,7 @@ def test_what_cannot_be_decoded_is_an_invalid_argument(
 
 
 def test_errors_say_what_is_wrong_and_no_more(served: Served, client: DeltafrontClient) -> None:
-    with pytest.raises(InvalidArgument, match="sampling.temperature") as caught:
+    with pytest.raises(InvalidArgument, match=r"sampling\.temperature") as caught:
         list(client.generate("x", temperature=-1))
     assert caught.value.field == "sampling.temperature"
     with pytest.raises(DeltafrontError) as hidden:

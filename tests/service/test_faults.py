@@ -1,0 +1,322 @@
+"""Workers that die or fail under a request, clients that leave, deadlines: one outcome, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from deltafront.service import attempt
+from deltafront.service.client import DeltafrontClient, GenerateFinished, TokenReceived
+from deltafront.service.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
+from deltafront.service.fleet import Fleet
+from deltafront.service.links import LocalDirectory
+from deltafront.workers.messages import FinishReason, RefusalReason, Refused
+
+from .fakes import EOS, FakeDecode, Speed
+from .inprocess import House
+from .test_requests import collect, expected, ids, nothing_left
+
+PROMPT = "p" * 700
+
+
+def outcomes(house: House) -> dict[tuple[str, str], float]:
+    samples = (s for m in house.metrics.registry().collect() for s in m.samples)
+    return {
+        (s.labels["method_rpc"], s.labels["outcome"]): s.value
+        for s in samples
+        if s.name == "deltafront_requests_total"
+    }
+
+
+def counter(house: House, name: str) -> float:
+    return sum(s.value for m in house.metrics.registry().collect() for s in m.samples if s.name == name)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 5])
+def test_a_dying_group_is_replaced_unnoticed(house: House, client: DeltafrontClient, chunks: int) -> None:
+    spare = house.add_group("prefill:g1")
+    house.cut("group").cut_after = -1
+    first = house.directory.groups[0]
+    first.cut_after = chunks  # type: ignore[attr-defined]
+    text, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9))
+    assert text == expected(ids(PROMPT), 9)
+    assert len(spare.jobs) + len(first.worker.jobs) == 2  # type: ignore[attr-defined]
+    assert finish.timings.parts["replay"] > 0
+    assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
+    assert counter(house, "deltafront_replays_total") == 1
+    nothing_left(house)
+
+
+def test_a_stage_failure_is_replayed(house: House, client: DeltafrontClient) -> None:
+    house.group.fail_after = [2, 0]
+    text, *_ = collect(client.generate(PROMPT, max_tokens=5))
+    assert text == expected(ids(PROMPT), 5)
+    nothing_left(house)
+
+
+def test_no_more_replays_than_configured(house: House, client: DeltafrontClient) -> None:
+    house.group.fail_after = [1, 1, 1]
+    with pytest.raises(Unavailable, match="a stage died; gave up after 3 tries"):
+        list(client.generate(PROMPT))
+    assert outcomes(house) == {("Generate", "unavailable"): 1}
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("events", [0, 1, 2, 7])
+def test_a_dying_decode_worker_costs_a_pause(house: House, client: DeltafrontClient, events: int) -> None:
+    """The answer goes on where it stopped, token by token as without the fault."""
+    house.add_decode("decode:d1")
+    dying = house.directory.workers[0]
+    dying.cut_after = events  # type: ignore[attr-defined]
+    house.directory.workers[1].worker.total = 100  # type: ignore[attr-defined]  # so that d0 is chosen
+    text, tokens, finish, _ = collect(client.generate(PROMPT, max_tokens=20))
+    assert text == expected(ids(PROMPT), 20)
+    assert [t.index for t in tokens] == list(range(20))
+    assert finish.usage.completion_tokens == 20
+    assert dying.cut  # type: ignore[attr-defined]
+    assert counter(house, "deltafront_time_to_first_token_seconds_count") == 1
+    until = time.monotonic() + 2
+    while house.fleet.in_progress:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_worker_that_comes_back_is_waited_for(house: House, client: DeltafrontClient) -> None:
+    house.cut("decode").cut_after = 4
+    threading.Timer(0.5, house.add_decode, ["decode:new"]).start()
+    text, *_ = collect(client.generate(PROMPT, max_tokens=12))
+    assert text == expected(ids(PROMPT), 12)
+
+
+def test_without_workers_a_request_is_unavailable(make_house: Callable[..., House]) -> None:
+    house = make_house(worker_wait_s=0.3)
+    house.cut("decode").cut = True
+    with DeltafrontClient(house.address) as client:
+        with pytest.raises(Unavailable, match="no decode worker is running") as caught:
+            list(client.generate(PROMPT))
+        assert caught.value.retry_after_s == 5
+
+
+def test_death_after_the_last_token_repeats_nothing(house: House, client: DeltafrontClient) -> None:
+    house.decode.script = [*b"all of it", EOS]
+    house.cut("decode").cut_after = 1 + len(house.decode.script)
+    text, tokens, finish, _ = collect(client.generate(PROMPT, max_tokens=40))
+    assert (text, finish.reason, len(tokens)) == ("all of it", "stop", 10)
+
+
+def test_sessions_die_with_their_worker(house: House, client: DeltafrontClient) -> None:
+    *_, made = client.prefill(PROMPT)
+    session = made.session.session_id  # type: ignore[union-attr]
+    house.cut("decode").cut_after = 3
+    with pytest.raises(NotFound, match="its decode worker died"):
+        list(client.generate(session_id=session, append="q", max_tokens=9))
+    with pytest.raises(NotFound, match="send the prompt again"):
+        list(client.generate(session_id=session, append="q"))
+    with pytest.raises(NotFound):
+        client.release(session)
+
+
+def test_a_failed_session_request_goes_on(house: House, client: DeltafrontClient) -> None:
+    *_, made = client.prefill("doc")
+    house.decode.fail_after = [4]
+    session = made.session.session_id  # type: ignore[union-attr]
+    text, *_ = collect(client.generate(session_id=session, append="q", max_tokens=10))
+    assert text == expected(ids("doc") + ids("q", bos=False), 10)
+    client.release(session)
+    nothing_left(house)
+
+
+def test_a_session_of_a_failed_attempt_is_dropped(house: House, client: DeltafrontClient) -> None:
+    house.decode.fail_after = [3]
+    *_, finish = client.generate(PROMPT, max_tokens=5, session_ttl_s=30)
+    assert isinstance(finish, GenerateFinished)
+    assert finish.session is not None
+    until = time.monotonic() + 2
+    while len(house.decode._sessions) != 1:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    client.release(finish.session.session_id)
+    nothing_left(house)
+
+
+def test_a_client_that_leaves_before_the_finish_leaves_no_session(
+    house: House, client: DeltafrontClient
+) -> None:
+    house.decode.speed.token = 0.02
+    stream = client.generate(PROMPT, max_tokens=50, session_ttl_s=30)
+    while not isinstance(next(stream), TokenReceived):
+        pass
+    assert house.decode._sessions
+    stream.close()  # type: ignore[attr-defined]
+    nothing_left(house)
+
+
+# --- leaving and running late --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rpc", ["generate", "prefill"])
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03, 0.1, 0.2, 0.3])
+def test_leaving_at_any_moment_frees_everything(
+    house: House, client: DeltafrontClient, after_s: float, rpc: str
+) -> None:
+    house.group.speed, house.decode.speed = Speed(chunk=0.03), Speed(token=0.03)
+    call = client.generate(PROMPT, max_tokens=50) if rpc == "generate" else client.prefill(PROMPT)
+    timer = threading.Timer(after_s, client.close)
+    timer.start()
+    try:
+        for _event in call:
+            pass
+    except (Cancelled, Unavailable, ValueError):
+        pass
+    timer.join()
+    if rpc == "generate" or not house.decode._sessions:
+        nothing_left(house)
+        assert not house.group.cancelled or set(house.group.cancelled) <= {
+            j.request_id for j in house.group.jobs
+        }
+
+
+def test_leaving_while_tokenizing_takes_nothing(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = house.door._resources.tokenizer
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: time.sleep(0.3) or encode(*a, **k))
+    with pytest.raises(DeadlineExceeded):
+        list(client.generate(PROMPT, timeout_s=0.1))
+    time.sleep(0.4)
+    assert not house.group.jobs
+    nothing_left(house)
+
+
+def test_leaving_while_reserving_gives_the_pages_back(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = house.decode.reserve
+
+    async def slow(order: object) -> object:
+        answer = await reserve(order)  # type: ignore[arg-type]
+        await asyncio.sleep(0.3)
+        return answer
+
+    monkeypatch.setattr(house.decode, "reserve", slow)
+    with pytest.raises(DeadlineExceeded):
+        list(client.generate(PROMPT, timeout_s=0.1))
+    assert len(house.decode.cancelled) == 1
+    nothing_left(house)
+
+
+def test_leaving_while_a_session_is_kept_leaves_none(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep, kept = house.decode.keep, []
+
+    async def slow(order: object) -> object:
+        answer = await keep(order)  # type: ignore[arg-type]
+        kept.append(answer)
+        await asyncio.sleep(0.2)
+        return answer
+
+    monkeypatch.setattr(house.decode, "keep", slow)
+    with pytest.raises(DeadlineExceeded):
+        list(client.prefill("short", timeout_s=0.1))
+    assert kept
+    nothing_left(house)
+
+
+@pytest.mark.parametrize(("chunk", "token"), [(0.1, 0.0), (0.0, 0.1)])
+def test_a_deadline_cancels_workers(
+    house: House, client: DeltafrontClient, chunk: float, token: float
+) -> None:
+    house.group.speed, house.decode.speed = Speed(chunk=chunk), Speed(token=token)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        list(client.generate(PROMPT, max_tokens=100, timeout_s=0.4))
+    assert time.monotonic() - started < 1.0
+    assert outcomes(house) == {("Generate", "deadline_exceeded"): 1}
+    nothing_left(house)
+
+
+def test_everything_in_progress_is_renewed(house: House, client: DeltafrontClient) -> None:
+    house.group.speed, house.decode.speed = Speed(chunk=0.05), Speed(token=0.05)
+    list(client.generate(PROMPT, max_tokens=10))
+    (request_id,) = {job.request_id for job in house.group.jobs}
+    assert (request_id,) in house.group.renewed
+    assert (request_id,) in house.decode.renewed
+    seen = len(house.decode.renewed)
+    time.sleep(0.3)
+    assert len(house.decode.renewed) == seen
+
+
+# --- a no from a worker ------------------------------------------------------------------------------------
+
+
+def test_the_next_worker_is_asked_when_one_is_full(house: House, client: DeltafrontClient) -> None:
+    """Stats are a moment old: d0 says no after all."""
+    other = house.add_decode("decode:d1")
+    other.total = 2000
+    first: FakeDecode = house.directory.workers[0].worker  # type: ignore[attr-defined]
+    house.loop.run(house.fleet.refresh())
+
+    async def no(_order: object) -> Refused:
+        return Refused(RefusalReason.PAGES, "just taken")
+
+    first.reserve = no  # type: ignore[method-assign,assignment]
+    text, *_ = collect(client.generate(PROMPT, max_tokens=4))
+    assert text == expected(ids(PROMPT), 4)
+    assert other.jobs
+
+
+def test_a_full_pool_is_refused_with_a_time(house: House, client: DeltafrontClient) -> None:
+    house.decode.total = 100
+    house.decode.speed.token = 0.05
+    house.loop.run(house.fleet.refresh())
+    stream = client.generate("a" * 600, max_tokens=600)
+    next(stream)
+    with pytest.raises(Overloaded) as caught:
+        list(client.generate("b" * 600, max_tokens=600))
+    assert caught.value.retry_after_s is not None
+    assert caught.value.retry_after_s >= 1
+    stream.close()  # type: ignore[attr-defined]
+    nothing_left(house)
+    with pytest.raises(Overloaded, match="more than any worker") as never:
+        list(client.generate("b" * 600, max_tokens=2000))
+    assert never.value.retry_after_s is None
+
+
+def test_a_worker_giving_up_is_replayed(house: House, client: DeltafrontClient) -> None:
+    """CANCELLED that nobody asked for (a lease ran out while the door was stalled)."""
+    house.decode.speed.token = 0.02
+    stream = client.generate(PROMPT, max_tokens=10)
+    text = ""
+    for event in stream:
+        if isinstance(event, TokenReceived) and event.index == 3 and len(house.decode.jobs) == 1:
+            house.loop.run(house.decode.cancel(house.decode.jobs[0].request_id))
+        text += getattr(event, "text", "")
+    assert text == expected(ids(PROMPT), 10)
+    assert len(house.decode.jobs) == 2
+    assert FinishReason.CANCELLED not in [job.selection for job in house.decode.jobs]
+
+
+async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltafront.service.fleet._STATS_PATIENCE_S", 0.05)
+    decode = FakeDecode("decode:d0")
+    fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
+    await fleet.refresh()
+    assert set(fleet.view.workers) == {"decode:d0"}
+
+    async def stuck() -> None:
+        await asyncio.sleep(10)
+
+    decode.stats = stuck  # type: ignore[method-assign,assignment]
+    await fleet.refresh()
+    assert set(fleet.view.workers) == {"decode:d0"}
