@@ -174,8 +174,9 @@ def _correction(x: AttentionInput) -> Timed:
 
 def _spec(x: AttentionInput) -> StateSpec:
     q = x.q_BHTD
-    batch, heads, rows, dim = q.shape
-    return StateSpec(batch, heads, x.k_BGSD.shape[1], dim, rows, q.device, q.dtype)
+    batch, heads, _, dim = q.shape
+    key_heads, keys = x.k_BGSD.shape[1:3]
+    return StateSpec(batch, heads, key_heads, dim, keys, q.device, q.dtype)
 
 
 def _check(config: BenchConfig) -> None:
@@ -198,12 +199,11 @@ def _check_input(x: AttentionInput) -> None:
         assert_rows_close(dense.attend(x), expected)
         assert_rows_close(block_sparse.attend(x, mask), _by_head(x, mask))
         packed_kv_state, tile_state = _states(x, CHUNK), _states(x, 128)
-        options = {"critical": 512, "counts": True}
-        found = packed_kv.attend(x, packed_kv_state, chunk=CHUNK, **options)
+        found = packed_kv.attend(x, packed_kv_state, chunk=CHUNK, critical=512, counts=True)
         mixed = block_sparse_packed.attend(x, mask, tile_state, share=share)
     y = AttentionInput.of(*(t.float().cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start)
     on_cpu = TileMask(*(t.cpu() for t in (mask.index_BHNM, mask.count_BHN, mask.score_BHNM) if t is not None))
-    wanted = packed_kv_reference.attend(y, _moved(packed_kv_state), chunk=CHUNK, **options)
+    wanted = packed_kv_reference.attend(y, _moved(packed_kv_state), chunk=CHUNK, critical=512, counts=True)
     assert_rows_close(found.cpu(), wanted, factor=1.5)
     wanted = block_sparse_packed_reference.attend(y, on_cpu, _moved(tile_state), share=share)
     assert_rows_close(mixed.cpu(), wanted, factor=1.5)
@@ -222,9 +222,7 @@ def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
 
 
 def _states(x: AttentionInput, chunk: int) -> PackedRuns:
-    spec = StateSpec(*x.k_BGSD.shape[:1], x.q_BHTD.shape[1], x.k_BGSD.shape[1], x.q_BHTD.shape[3],
-                     x.k_BGSD.shape[2], x.k_BGSD.device, x.k_BGSD.dtype)  # fmt: skip
-    state = PackedRuns.empty(spec, chunk)
+    state = PackedRuns.empty(_spec(x), chunk)
     state.extend(x.k_BGSD, chunk, SimilarRuns(0.8))
     return state
 
