@@ -22,15 +22,17 @@ def scan(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str =
     x_BGSD = functional.pad(x_BGSD.float(), (0, 0, 0, chunks * chunk - rows))
     close_LRR = _closeness(x_BGSD.reshape(-1, chunk, dim), threshold, metric)
 
-    lanes = torch.arange(close_LRR.shape[0], device=x_BGSD.device)
-    anchor_L = torch.zeros_like(lanes)
-    leads_LR = torch.zeros(close_LRR.shape[:2], dtype=torch.bool, device=x_BGSD.device)
-    leads_LR[:, 0] = True
-    for row in range(1, chunk):
-        far_L = ~close_LRR[lanes, anchor_L, row]
-        leads_LR[:, row] = far_L
-        anchor_L = torch.where(far_L, row, anchor_L)
+    later_RR = torch.ones(chunk, chunk, dtype=torch.bool, device=x_BGSD.device).triu(1)
+    ends_LRR = ~close_LRR & later_RR
+    next_LR = torch.where(ends_LRR.any(-1), ends_LRR.byte().argmax(-1), chunk)
+    leads = [[False] * chunk for _ in range(next_LR.shape[0])]
+    for led, following in zip(leads, next_LR.tolist(), strict=True):
+        row = 0
+        while row < chunk:
+            led[row] = True
+            row = following[row]
 
+    leads_LR = torch.tensor(leads, device=x_BGSD.device)
     is_anchor_BGS = leads_LR.view(batch, heads, chunks * chunk)[..., :rows]
     return runs_of(is_anchor_BGS, chunk)
 

@@ -71,7 +71,7 @@ def _score_kernel(  # noqa: PLR0915
     column_D = tl.arange(0, D)
     q_XD = tl.load(q_ptr + table_X[:, None] * D + column_D[None, :], mask=real_X[:, None], other=0.0)
     q_first_X = tl.load(q_first_ptr + table_X, mask=real_X, other=-1)
-    used_X = tl.load(q_count_ptr + table_X, mask=real_X, other=0) > 0
+    used_X = tl.load(q_count_ptr + table_X, mask=real_X, other=0.0) > 0.0
     lowest = first_block + first_row_block + tile * PER_TILE // share
     highest = (
         first_block + first_row_block + tl.minimum((tile * PER_TILE + PER_TILE - 1) // share, slab_blocks - 1)
@@ -97,14 +97,14 @@ def _score_kernel(  # noqa: PLR0915
                 mask=held_Y[:, None],
                 other=0.0,
             )
-            count_Y = tl.load(k_count_ptr + place + column_Y, mask=held_Y, other=0)
+            count_Y = tl.load(k_count_ptr + place + column_Y, mask=held_Y, other=0.0)
             first_Y = tl.load(k_first_ptr + place + column_Y, mask=held_Y, other=0)
-            seen_XY = tl.minimum(q_first_X[:, None] - first_Y[None, :] + 1, count_Y[None, :])
-            weight_XY = tl.maximum(seen_XY, 0).to(tl.float32)
+            seen_XY = (q_first_X[:, None] - first_Y[None, :] + 1).to(tl.float32)
+            weight_XY = tl.maximum(tl.minimum(seen_XY, count_Y[None, :]), 0.0)
             hidden_XY = (first_Y[None, :] > q_first_X[:, None]) | (held_Y[None, :] == 0)
         else:
             k_YD = tl.load(k_ptr + (place + column_Y[:, None]).to(tl.int64) * D + column_D[None, :])
-            weight_XY = tl.load(k_count_ptr + place + column_Y).to(tl.float32)[None, :]
+            weight_XY = tl.load(k_count_ptr + place + column_Y)[None, :]
         if not WEIGHTED:
             weight_XY = tl.minimum(weight_XY, 1.0)
         score_XY = tl.dot(q_XD, tl.trans(k_YD), input_precision="ieee")
@@ -170,7 +170,8 @@ def score_sums(
 
 _SCORE = {
     **dict.fromkeys(("q_ptr", "k_ptr"), "*bf16"),
-    **dict.fromkeys(("q_first_ptr", "q_count_ptr", "k_first_ptr", "k_count_ptr"), "*i32"),
+    **dict.fromkeys(("q_first_ptr", "k_first_ptr"), "*i32"),
+    **dict.fromkeys(("q_count_ptr", "k_count_ptr"), "*fp32"),
     "out_ptr": "*fp16",
     "scale_log2": "fp32",
     **dict.fromkeys(("stride_kb", "stride_kg", "stride_tb", "stride_tg"), "i64"),

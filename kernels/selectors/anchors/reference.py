@@ -45,7 +45,7 @@ def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_bloc
     lead_BGMRA = slot_BGMRA & (picked_BGMR & leads_BGMR)[..., None]
 
     held_BGMRA = member_BGMRA if side.representative == "mean" else lead_BGMRA
-    count_BGMA = member_BGMRA.sum(3, dtype=torch.int32)
+    count_BGMA = member_BGMRA.sum(3, dtype=torch.float32)
     total_BGMAD = held_BGMRA.float().transpose(3, 4) @ x_BGMRD
     vector_BGMAD = total_BGMAD / held_BGMRA.sum(3).clamp(min=1)[..., None]
     start_M1 = (torch.arange(blocks, device=x_BGSD.device)[:, None] + first_block) * BLOCK
@@ -72,12 +72,12 @@ def scores(
     first_BHNA1 = queries.first_BGMA[..., None]
     key_first_BH11Y = keys.first_BGMA.reshape(batch, groups, 1, 1, -1).repeat_interleave(x.group, dim=1)
     key_count_BH11Y = keys.count_BGMA.reshape(batch, groups, 1, 1, -1).repeat_interleave(x.group, dim=1)
-    seen_BHNAY = torch.minimum(first_BHNA1 - key_first_BH11Y + 1, key_count_BH11Y)
+    seen_BHNAY = torch.minimum((first_BHNA1 - key_first_BH11Y + 1).float(), key_count_BH11Y)
     weight_BHNAY = seen_BHNAY.clamp(min=0) * (queries.count_BGMA > 0)[..., None]
     if not form.weighted:
-        weight_BHNAY = (weight_BHNAY > 0).int()
+        weight_BHNAY = (weight_BHNAY > 0).float()
 
-    logit_BHNAY = logit_BHNAY + weight_BHNAY.float().log()
+    logit_BHNAY = logit_BHNAY + weight_BHNAY.log()
     if form.row_normalised:
         mass_BHNAY = torch.softmax(logit_BHNAY, dim=-1).nan_to_num(0.0)
     else:

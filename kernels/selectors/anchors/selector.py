@@ -53,7 +53,7 @@ class AnchorsSelector(ScoredSelector):
             BlockAnchors(
                 vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=spec.dtype, device=spec.device),
                 first_BGMA=torch.zeros(shape, dtype=torch.int32, device=spec.device),
-                count_BGMA=torch.zeros(shape, dtype=torch.int32, device=spec.device),
+                count_BGMA=torch.zeros(shape, dtype=torch.float32, device=spec.device),
             )
         )
 

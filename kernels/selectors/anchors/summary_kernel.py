@@ -143,7 +143,8 @@ def _fill_kernel(
     fits_A = slot_A < CAP
     table = batch * stride_ab + group * stride_ag + block.to(tl.int64) * CAP
     tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * 128, mask=fits_A)
-    tl.store(count_ptr + table + slot_A, tl.where(filled_A, end_A - first_A, 0), mask=fits_A)
+    count_A = tl.where(filled_A, end_A - first_A, 0).to(tl.float32)
+    tl.store(count_ptr + table + slot_A, count_A, mask=fits_A)
     vector_ptr += batch * stride_vb + group * stride_vg + block.to(tl.int64) * CAP * D
     tl.store(
         vector_ptr + slot_A[:, None] * D + column_D[None, :],
@@ -159,7 +160,7 @@ def empty_table(x_BGSD: torch.Tensor, cap: int) -> BlockAnchors:
     return BlockAnchors(
         torch.empty((*shape, x_BGSD.shape[3]), dtype=x_BGSD.dtype, device=device),
         torch.empty(shape, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
     )
 
 
@@ -233,7 +234,8 @@ _FILL = {
     "x_ptr": "*bf16",
     "vector_ptr": "*bf16",
     "start_ptr": "*u8",
-    **dict.fromkeys(("runs_ptr", "first_ptr", "count_ptr"), "*i32"),
+    **dict.fromkeys(("runs_ptr", "first_ptr"), "*i32"),
+    "count_ptr": "*fp32",
     **_X_STRIDES,
     **dict.fromkeys(("stride_vb", "stride_vg", "stride_ab", "stride_ag"), "i64"),
     **dict.fromkeys(("groups", "rows", "blocks", "lanes", "first_block"), "i32"),

@@ -64,7 +64,7 @@ class BlockAnchors:
     """The slots of consecutive blocks.
 
     vector_BGMAD: what each slot stands for. first_BGMA: int32, absolute position of its first row.
-    count_BGMA: int32, rows it stands for; 0 where the slot is empty, and then its vector
+    count_BGMA: float32, rows it stands for; 0 where the slot is empty, and then its vector
     means nothing.
     """
 

@@ -27,7 +27,7 @@ def fast_log2(x):
     """log2 of normal positive numbers within 2e-5, -inf for 0: the results are kept in 16 bits, and the
     exact function costs twice the instructions."""
     bits = x.to(tl.int32, bitcast=True)
-    exponent = ((bits >> 23) - 127).to(tl.float32)
+    exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
     t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     series = -0.1912625 + t * 0.0442437
     series = 1.4418359 + t * (-0.7083722 + t * (0.4135551 + t * series))
