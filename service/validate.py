@@ -154,16 +154,18 @@ def _selection(value: int, limits: Limits) -> str:
 
 def _sampling(options: pb.SamplingOptions, limits: Limits) -> Sampling:
     top_p = options.top_p if options.HasField("top_p") else 1.0
-    max_tokens = options.max_tokens if options.HasField("max_tokens") else limits.default_max_tokens
+    wanted = min(limits.default_max_tokens, limits.positions)
+    max_tokens = options.max_tokens if options.HasField("max_tokens") else wanted
     if not math.isfinite(options.temperature) or options.temperature < 0:
         raise InvalidArgument("sampling.temperature", f"{options.temperature} must be a number of at least 0")
     if not (math.isfinite(top_p) and 0 < top_p <= 1):
         raise InvalidArgument("sampling.top_p", f"{top_p} must be above 0 and at most 1")
     if not 0 <= options.top_k <= _MAX_TOP_K:
         raise InvalidArgument("sampling.top_k", f"{options.top_k} must be between 0 (off) and {_MAX_TOP_K}")
-    if max_tokens < 1:
+    if not 1 <= max_tokens <= limits.positions:
+        bounds = f"between 1 and the model's {limits.positions} positions"
         raise InvalidArgument(
-            "sampling.max_tokens", f"{max_tokens} must be at least 1; use Prefill for no answer"
+            "sampling.max_tokens", f"{max_tokens} must be {bounds}; for no answer use Prefill"
         )
     return Sampling(
         options.temperature,

@@ -1,0 +1,127 @@
+"""Configuration files: every mistake names the file and the key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltafront.service.config import ConfigError, load, parse
+from deltafront.service.local_ray import cpus, environment
+from deltafront.service.wiring import check_start
+from deltafront.workers.messages import DecodeConfig, ModelSpec
+
+CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_samples_are_valid(path: Path) -> None:
+    config = load(path)
+    assert parse(config.model_dump(mode="json")) == config, "it must survive the way through Serve"
+
+
+def test_values_reach_the_workers_as_their_own_types() -> None:
+    config = parse({"model": {"path": "m", "rope_theta": "8e6"}, "decode": {"delta_layers": [4, 9]}})
+    assert config.model == ModelSpec("m", rope_theta=8e6)
+    assert config.decode == DecodeConfig(delta_layers=(4, 9))
+    assert config.with_model(path="n").model.path == "n"
+
+
+def content(section: str = "", **values: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {"model": {"path": "m"}, "decode": {"selection": "full"}}
+    return {**base, section: {**base.get(section, {}), **values}} if section else base
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        ("prefill", {"stagse": 2}, "unknown key 'prefill.stagse'; did you mean 'stages'?"),
+        ("door", {"grpc_prot": 1}, "unknown key 'door.grpc_prot'; did you mean 'grpc_port'?"),
+        ("model", {"zzz": 1}, "unknown key 'model.zzz'; known: path, adapter"),
+        ("prefill", {"chunk_tokens": 500}, "prefill.chunk_tokens = 500: must be a multiple of 128"),
+        ("prefill", {"stages": 0}, "prefill.stages: at least 1"),
+        ("prefill", {"stages": "many"}, "prefill.stages = 'many'"),
+        ("prefill", {"cache_tokens": 100}, "prefill.cache_tokens = 100"),
+        ("decode", {"cache_tokens": 100}, "decode.cache_tokens = 100: must be a positive multiple of 16"),
+        ("decode", {"selection": "delta"}, "decode.delta_layers: empty"),
+        ("decode", {"recency": 65}, "decode.recency"),
+        ("decode", {"delta_layers": [1, 5]}, "full_layers and delta_layers share [1]"),
+        ("decode", {"max_session_ttl_s": 60}, "door.default_session_ttl_s: must not exceed"),
+        ("decode", {"stream_lease_s": 8}, "door.renew_s: must be at most half"),
+        ("door", {"metrics_port": 9000}, "must differ"),
+        ("door", {"default_method": "flex"}, "door.default_method: flex reads whole prompts only"),
+        ("door", {"default_method": "nope"}, "door.default_method: unknown attention method 'nope'"),
+        ("door", {"default_session_ttl_s": float("nan")}, "door.default_session_ttl_s"),
+        ("door", {"grpc_port": 70_000}, "door.grpc_port = 70000"),
+    ],
+)
+def test_a_mistake_names_its_key(section: str, values: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text(yaml.safe_dump(content(section, **values)))
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("a: [", "is not YAML"), ("just text", "must hold keys"), ("decode: {}", "key 'model' is missing")],
+)
+def test_files_that_are_no_configuration(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load(path)
+    with pytest.raises(ConfigError, match=r"key 'model\.path' is missing"):
+        parse({"model": {}})
+
+
+def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text(yaml.safe_dump(content("door", tokens_file="secret")))
+    assert load(path).door.tokens_file == tmp_path / "secret"
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        ("door", {"tokens_file": "/nowhere/tokens"}, "door.tokens_file: .*/nowhere/tokens"),
+        ("decode", {"full_layers": [0, 4]}, r"decode.full_layers: \[4\] are not among the model's 4 layers"),
+        ("prefill", {"stages": 5}, "4 layers cannot be split over 5 stages"),
+    ],
+)
+def test_what_does_not_fit_the_model_fails_at_start(
+    section: str, values: dict[str, Any], says: str, model: Path
+) -> None:
+    base = content(section, **values)
+    base["model"] = {"path": str(model)}
+    with pytest.raises(ValueError, match=says):
+        check_start(parse(base))
+
+
+def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
+    config = parse(content("prefill", groups=2, stages=20, cpus_per_stage=0.5))
+    variables = environment(config, tmp_path)
+    assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert variables["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(64 << 20)
+    assert variables["RAY_SERVE_HAPROXY_SOCKET_PATH"].startswith(str(tmp_path))
+    assert cpus(config) >= 2 * 20 * 0.5 + 1
+
+
+def test_the_builder_is_what_serve_accepts(model: Path) -> None:
+    """In a process of its own, because it imports Serve. The model has no weights, so building refuses."""
+    code = (
+        "from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call\n"
+        "from deltafront.service.app import build\n"
+        f"call(build, {{'model': {{'path': {str(model)!r}}}, 'decode': {{'selection': 'full'}}}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert "ModelError" in done.stderr
+    assert "*.safetensors" in done.stderr

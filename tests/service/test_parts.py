@@ -1,0 +1,237 @@
+"""The small parts: clock, plan, errors, sessions, tokens, metrics and their port."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.service import errors
+from deltafront.service.auth import ANYONE, Authenticator, TokenFile, digest
+from deltafront.service.errors import DeltafrontError, InvalidArgument, NotFound, Overloaded, Unauthenticated
+from deltafront.service.exporter import Exporter
+from deltafront.service.metrics import Metrics
+from deltafront.service.plan import packed, plan_answer, plan_session
+from deltafront.service.sessions import worker_of
+from deltafront.service.timings import TtftClock
+
+seconds = st.floats(0, 1e3)
+
+
+# --- time to first token ---------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(seconds, st.dictionaries(st.sampled_from("abc"), seconds, max_size=3)), max_size=6))
+def test_parts_always_add_up_to_what_passed(steps: list[tuple[float, dict[str, float]]]) -> None:
+    now = [100.0]
+    clock = TtftClock(lambda: now[0])
+    for passed, reported in steps:
+        now[0] += passed
+        clock.span(reported) if reported else clock.lap("lap")
+    ttft = clock.read()
+    assert ttft.seconds == sum(part for _name, part in ttft.parts)
+    assert ttft.seconds == pytest.approx(clock.elapsed, abs=1e-6)
+    assert all(part >= 0 for _name, part in ttft.parts)
+    assert ttft.parts[-1][0] == "transport"
+
+
+def test_what_a_worker_does_not_account_for_is_transport() -> None:
+    now = [0.0]
+    clock = TtftClock(lambda: now[0])
+    now[0] = 1.0
+    clock.lap("tokenize")
+    now[0] = 4.0
+    clock.span({"queue": 1.0, "prefill.attention": 1.5})
+    assert dict(clock.read().parts) == {
+        "tokenize": 1.0, "queue": 1.0, "prefill.attention": 1.5, "transport": 0.5,
+    }  # fmt: skip
+
+
+# --- plan ------------------------------------------------------------------------------------------------
+
+
+def test_ids_are_little_endian() -> None:
+    assert packed([1, 258]) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
+
+
+@given(st.integers(1, 40), st.integers(0, 20), st.integers(1, 60), st.integers(0, 10), st.booleans())
+def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: int, keep: bool) -> None:
+    positions = 50
+    head, tail, said = packed(range(prompt)), packed(range(append)), list(range(streamed))
+    try:
+        plan = plan_answer(head, tail, wanted, positions, said, keep)
+    except InvalidArgument as error:
+        assert prompt + append >= positions
+        assert error.field == "prompt"
+        return
+    assert plan.read_ids == head + tail + packed(said)
+    assert plan.keep_tokens == (prompt if keep else 0)
+    assert plan.max_tokens + streamed == min(wanted, positions - prompt - append)
+    assert plan.read_tokens + plan.max_tokens <= max(positions, prompt + append + streamed)
+
+
+def test_a_session_may_fill_the_model() -> None:
+    assert plan_session(packed(range(50)), 50).keep_tokens == 50
+    with pytest.raises(InvalidArgument, match="51 tokens exceed the model's 50 positions"):
+        plan_session(packed(range(51)), 50)
+
+
+# --- errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [kind for kind in errors.STATUS if kind is not InvalidArgument])
+@pytest.mark.parametrize("retry_after_s", [None, 0.2, 7.0])
+def test_errors_survive_the_wire(kind: type[DeltafrontError], retry_after_s: float | None) -> None:
+    sent = kind("two\nlines", retry_after_s=retry_after_s)
+    got = errors.from_status(sent.code, errors.details(sent), errors.trailers(sent))
+    assert type(got) is kind
+    assert got.message == "two lines"
+    assert got.retry_after_s == {None: None, 0.2: 1.0, 7.0: 7.0}[retry_after_s]
+
+
+def test_an_invalid_argument_keeps_its_field() -> None:
+    sent = InvalidArgument("sampling.top_p", "1.5 must be at most 1")
+    got = errors.from_status(sent.code, errors.details(sent))
+    assert isinstance(got, InvalidArgument)
+    assert (got.field, got.message) == ("sampling.top_p", sent.message)
+
+
+def test_never_is_said_to_grpc_too() -> None:
+    assert errors.trailers(Overloaded("too large")) == [(errors.PUSHBACK, "-1")]
+    assert dict(errors.trailers(Overloaded("full", retry_after_s=1.5))) == {
+        "retry-after": "2", "grpc-retry-pushback-ms": "1500",
+    }  # fmt: skip
+    assert len(errors.details(NotFound("x" * 5000))) == 1000
+
+
+def test_every_error_has_a_status_of_its_own() -> None:
+    assert len(set(errors.STATUS.values())) == len(errors.STATUS)
+    assert errors.from_status(grpc.StatusCode.UNIMPLEMENTED, "no").code is grpc.StatusCode.UNIMPLEMENTED
+
+
+# --- sessions and tokens ---------------------------------------------------------------------------------
+
+
+def test_a_session_names_its_worker() -> None:
+    assert worker_of("ab12.r_a-ndom") == worker_of("decode:ab12.r_a-ndom") == "decode:ab12"
+    for wrong in ("", "ab12", ".x", "a.", "a b.c", "a.b.c", "../x.y", "x" * 1000 + ".y"):
+        with pytest.raises(NotFound):
+            worker_of(wrong)
+
+
+def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("# staff\nalpha\n\n  beta  \n")
+    door = Authenticator(TokenFile(path))
+
+    def owner(token: str) -> str:
+        return door.owner([("authorization", f"Bearer {token}")])
+
+    assert owner("alpha") == digest("alpha") != owner("beta")
+    for wrong in ("gamma", "", "# staff", "alpha beta"):
+        with pytest.raises(Unauthenticated):
+            owner(wrong)
+    for metadata in ([], [("authorization", "Basic alpha")], [("authorization", "Bearer alpha")] * 2):
+        with pytest.raises(Unauthenticated):
+            door.owner(metadata)
+    path.write_text("gamma\n")
+    assert owner("gamma") == digest("gamma")
+    with pytest.raises(Unauthenticated):
+        owner("alpha")
+    path.unlink()
+    with pytest.raises(Unauthenticated):
+        owner("gamma")
+
+
+def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("# nothing\n")
+    with pytest.raises(ValueError, match="holds no token"):
+        TokenFile(tmp_path / "tokens")
+    assert Authenticator(None).owner([]) == ANYONE
+
+
+# --- metrics ---------------------------------------------------------------------------------------------
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    lines = metrics.expose().decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
+
+
+def test_sums_are_exact(tmp_path: Path) -> None:
+    metrics, rng, total = Metrics(tmp_path), random.Random(3), 0.0
+    for _ in range(50):
+        now = [0.0]
+        clock = TtftClock(lambda now=now: now[0])  # type: ignore[misc]
+        for part in ("tokenize", "admission"):
+            now[0] += rng.random()
+            clock.lap(part)
+        metrics.first_token(clock.read())
+        total += clock.read().seconds
+    seen = samples(metrics)
+    assert seen["deltafront_time_to_first_token_seconds_sum"] == pytest.approx(total, rel=1e-12)
+    parts = [v for k, v in seen.items() if k.startswith("deltafront_ttft_part_seconds_total")]
+    assert sum(parts) == pytest.approx(total, rel=1e-12)
+    assert seen['deltafront_time_to_first_token_seconds_bucket{le="640.0"}'] == 50
+
+
+def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        dying = Metrics(tmp_path)
+        dying.replayed()
+        dying.state({"decode:x": 0.75}, running=3, waiting=2, sessions=1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    metrics = Metrics(tmp_path)
+    metrics.replayed()
+    seen = samples(metrics)
+    assert seen["deltafront_replays_total"] == 2
+    assert 'deltafront_kv_cache_usage_ratio{worker="decode:x"}' not in seen
+    metrics.state({"decode:x": 0.5}, 1, 0, 0)
+    metrics.state({"decode:y": 0.25}, 1, 0, 0)
+    seen = samples(metrics)
+    assert seen['deltafront_kv_cache_usage_ratio{worker="decode:x"}'] == 0
+    assert seen['deltafront_kv_cache_usage_ratio{worker="decode:y"}'] == 0.25
+
+
+def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltafront.service.exporter._TAKEOVER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first, second = (Exporter(Metrics(tmp_path / name), "127.0.0.1", port) for name in ("a", "b"))
+    for metrics, times in ((first._metrics, 1), (second._metrics, 2)):
+        for _ in range(times):
+            metrics.replayed()
+
+    def scrape() -> float:
+        until = time.monotonic() + 5
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+                    text = reply.read().decode()
+                return float(
+                    next(x for x in text.splitlines() if x.startswith("deltafront_replays")).split()[1]
+                )
+            except urllib.error.URLError:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+
+    first.start()
+    assert scrape() >= 1
+    second.start()
+    held = scrape()
+    first.stop()
+    assert scrape() >= held
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/secrets", timeout=5)
+    second.stop()
