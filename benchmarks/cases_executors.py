@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -183,7 +184,12 @@ def _check(config: BenchConfig) -> None:
     """Every kernel timed here, in the timed type, against float references; ragged lengths and a chunk."""
     shapes = ((8, 2, config.head_dim), SMALL)
     for seed, (heads, key_heads, dim) in enumerate(shapes):
-        made = {"q_heads": heads, "kv_heads": key_heads, "head_dim": dim, "seed": config.seed + 7 + seed}
+        made: dict[str, Any] = {
+            "q_heads": heads,
+            "kv_heads": key_heads,
+            "head_dim": dim,
+            "seed": config.seed + 7 + seed,
+        }
         device = str(config.device)
         whole = structured_input(4096, dtype=config.dtype, device=device, **made)
         ragged = random_input(5000, dtype=config.dtype, device=device, **made)

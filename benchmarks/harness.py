@@ -85,7 +85,8 @@ def median_ms(run: Callable[[], object], *, budget_ms: float = 600.0, at_least: 
 
 
 def _event_ms(run: Callable[[], object]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    event: Any = torch.cuda.Event  # untyped in torch
+    begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
     run()
     end.record()
