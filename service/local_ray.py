@@ -6,13 +6,14 @@ import contextlib
 import math
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..workers.messages import NAMESPACE
-from .config import ServiceConfig
+from .config import ConfigError, ServiceConfig
 
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 << 30
@@ -26,9 +27,10 @@ def running(
     """Start everything, wait until it is healthy, and stop it when the block ends.
 
     `settings` from `wiring.local_model`. make: what to serve, by default `app.application`. Ray reads its
-    environment when it is imported, so this module imports it only here. Raises RuntimeError if the
-    application does not come up.
+    environment when it is imported, so this module imports it only here. Raises ConfigError for a port
+    that is taken and RuntimeError if the application does not come up.
     """
+    check_ports(settings)
     folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
     os.environ.update(environment(settings, folder))
     import ray
@@ -55,6 +57,22 @@ def running(
             ray.shutdown()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_ports(settings: ServiceConfig) -> None:
+    """HAProxy listens with SO_REUSEPORT: a second service on the same port would get half the requests
+    instead of an error. So look first. Raises ConfigError naming the key."""
+    for key in ("grpc_port", "http_port", "metrics_port"):
+        port = getattr(settings.door, key)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise ConfigError(
+                    f"door.{key}: port {port} cannot be used ({error.strerror}): "
+                    "stop what listens there, or configure another port"
+                ) from None
 
 
 def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from deltafront.service.config import ConfigError, load, parse
-from deltafront.service.local_ray import cpus, environment
+from deltafront.service.local_ray import check_ports, cpus, environment
 from deltafront.service.wiring import check_start
 from deltafront.workers.messages import DecodeConfig, ModelSpec
 
@@ -111,6 +112,18 @@ def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
     assert variables["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(64 << 20)
     assert variables["RAY_SERVE_HAPROXY_SOCKET_PATH"].startswith(str(tmp_path))
     assert cpus(config) >= 2 * 20 * 0.5 + 1
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_taken_port_is_named(reuse: bool) -> None:
+    with socket.socket() as taken:
+        if reuse:  # as HAProxy does
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"door.http_port: port {port} cannot be used"):
+            check_ports(parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026)))
 
 
 def test_the_builder_is_what_serve_accepts(model: Path) -> None:
