@@ -75,7 +75,7 @@ def test_reference_equals_brute_force(metric: str, threshold: float, chunk: int)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "chunk"), [(300, 128), (700, 512), (1, 128), (128, 128)])
+@pytest.mark.parametrize(("rows", "chunk"), [(300, 128), (520, 512), (1, 128)])
 @pytest.mark.parametrize(("metric", "threshold"), [("cosine", 0.75), ("euclidean", 3.0)])
 def test_kernel_equals_reference(
     metric: str, threshold: float, rows: int, chunk: int, dtype: torch.dtype

@@ -48,7 +48,8 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "anchors_thesis": lambda: AnchorsSelector({**OPTIONS, "q_anchors": 128, "k_anchors": 128}, **THESIS),
 }
 IN_EIGHT_BITS = ("antidiagonal", "antidiagonal_4")
-"""Selectors whose products are of 8-bit copies where the inputs have 16 bits."""
+"""Selectors whose products are of 8-bit copies where the inputs have 16 bits; tested on inputs that 8 bits
+hold, so that the comparison stays strict."""
 
 
 def spec_of(x: AttentionInput) -> StateSpec:
@@ -64,6 +65,10 @@ def sample(tokens: int, dtype: torch.dtype = torch.float32, **changes: Any) -> A
 
 def wide(x: AttentionInput) -> AttentionInput:
     return replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float())
+
+
+def eight_bits(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def tiles(mask: TileMask) -> list[list[int]]:
@@ -82,20 +87,26 @@ def kernel_mask(selector: ScoredSelector, x: AttentionInput) -> TileMask:
         return selector.kernel_select(x, selector.new_state(spec_of(x)), no_phase)
 
 
-@pytest.mark.parametrize("name", SCORED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float16) for name in SCORED),
+        *((name, torch.float32) for name in ("antidiagonal", "anchors")),
+    ],
+)
 def test_scores_and_mask_equal_the_reference(name: str, dtype: torch.dtype) -> None:
-    x = sample(420, dtype, batch=2 if name == "anchors" else 1)
+    x = sample(300, dtype, batch=2 if name == "anchors" else 1, q_heads=1 if name == "anchors_thesis" else 3)
+    if name in IN_EIGHT_BITS:
+        x = replace(x, q_BHTD=eight_bits(x.q_BHTD), k_BGSD=eight_bits(x.k_BGSD))
     selector = SCORED[name]()
     score_BHNM = kernel_scores(selector, x)
     exact = wide(x)
     expected_BHNM = selector.reference_scores(exact, selector.new_state(spec_of(exact)), no_phase)
-    coarse = dtype == torch.float16 and name in IN_EIGHT_BITS
-    assert_rows_close(score_BHNM, expected_BHNM, dtype=torch.bfloat16 if coarse else torch.float16, factor=2)
+    assert_rows_close(score_BHNM, expected_BHNM, dtype=torch.float16, factor=2)
     assert tiles(kernel_mask(selector, x)) == tiles(rules.select(score_BHNM, selector.rule, 0))
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(1, 1), (2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (4, 1), (8, 1)])
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors"])
 def test_groups_of_query_heads(name: str, q_heads: int, kv_heads: int) -> None:
     x = sample(200, q_heads=q_heads, kv_heads=kv_heads, head_dim=16)
@@ -106,11 +117,11 @@ def test_groups_of_query_heads(name: str, q_heads: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("name", ["antidiagonal", "naive", "block_pool", "anchors"])
 def test_chunks_select_what_the_whole_prompt_selects(name: str) -> None:
-    x = sample(513, torch.float16, q_heads=2)
+    x = sample(385, torch.float16, q_heads=2)
     selector = SCORED[name]()
     whole = kernel_mask(selector, x)
     state = selector.new_state(spec_of(x))
-    for start, stop in ((0, 384), (384, 512), (512, 513)):
+    for start, stop in ((0, 128), (128, 384), (384, 385)):
         part = selector.kernel_select(chunk_of(x, start, stop), state, no_phase)
         first, blocks = start // BLOCK, part.count_BHN.shape[2]
         index_BHNM = whole.index_BHNM[:, :, first : first + blocks]
@@ -134,9 +145,9 @@ def test_slabs_do_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["antidiagonal", "anchors"])
 @pytest.mark.parametrize("kind", ["duplicates", "zeros", "large", "absurd", "one token"])
 def test_degenerate_rows(name: str, kind: str) -> None:
-    x = sample(300, q_heads=1, head_dim=16)
+    x = sample(200, q_heads=1, head_dim=16)
     if kind == "one token":
-        x = chunk_of(sample(257, q_heads=1, head_dim=16), 256, 257)
+        x = chunk_of(sample(129, q_heads=1, head_dim=16), 128, 129)
     factor = {"duplicates": 1.0, "zeros": 0.0, "large": 8.0, "absurd": 300.0, "one token": 1.0}[kind]
     q, k = x.q_BHTD * factor, x.k_BGSD * factor
     if kind == "duplicates":
