@@ -46,6 +46,7 @@ from .timings import REPLAY, TtftClock
 from .tokenizer import TemplateError, TextTokenizer
 
 Emit = Callable[[Event], None]
+Mark = Callable[[str], None]
 
 _FIRST_PAUSE_S = 0.25
 """Before a replay; four times as long before each next one, because a group takes seconds to come back."""
@@ -130,11 +131,15 @@ async def tokenize(resources: Resources, prompt: PromptInput, *, follows: bool, 
 
 
 async def place(
-    resources: Resources, lease: Lease, plan: Plan, wish: Reserve, deadline: float | None
+    resources: Resources, lease: Lease, plan: Plan, wish: Reserve, deadline: float | None, mark: Mark
 ) -> tuple[GroupLink, DecodeLink]:
-    """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable."""
+    """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
+
+    mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
+    """
     settings, fleet = resources.settings, resources.fleet
     view = await fleet.ready(settings.worker_wait_s)
+    mark("worker_wait")
     left = None if deadline is None else deadline - time.time()
     need = admission.Need(plan.read_tokens, plan.max_tokens, left)
     groups, workers = tuple(view.groups.values()), tuple(view.workers.values())
@@ -149,6 +154,7 @@ async def place(
         refused = await reserve(lease, worker, wish)
         if refused is None:
             fleet.charge(group.name, plan.read_tokens, name, decision.pages)
+            mark("admission")
             return group, worker
     raise refusal(refused or Refused(RefusalReason.PAGES, "no room"), retry_after_s)
 

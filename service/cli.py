@@ -9,8 +9,6 @@ import dataclasses
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -21,8 +19,8 @@ from ..workers.messages import ModelSpec
 from ..workers.model_config import ModelError
 from .client import DeltafrontClient, GenerateFinished, PrefillFinished, PrefillProgress, TokenReceived
 from .config import ConfigError, ServiceConfig, load, parse
-from .display import advice, as_json, reading_bar, show_info, show_timings
-from .errors import DeltafrontError
+from .display import as_json, reading_bar, show_info, show_timings
+from .terminal import calling, err, fail, read_options, read_text
 from .wiring import local_model
 
 app = typer.Typer(
@@ -30,7 +28,6 @@ app = typer.Typer(
 )
 sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is_help=True)
 app.add_typer(sessions, name="sessions")
-_err = Console(stderr=True)
 
 Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
 Token = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]
@@ -57,19 +54,19 @@ def serve(
         settings = local_model(_settings(config, model, adapter))
         signal.signal(signal.SIGTERM, _interrupt)
         door = settings.door
-        _err.print(f"Starting Ray and Deltafront for {door.model_name} …")
+        err.print(f"Starting Ray and Deltafront for {door.model_name} …")
         with running(settings):
             signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler there
-            _err.print(f"gRPC      {LOOPBACK}:{door.grpc_port}")
-            _err.print(f"metrics   http://{LOOPBACK}:{door.metrics_port}/metrics")
-            _err.print("Ready. Ctrl-C stops.")
+            err.print(f"gRPC      {LOOPBACK}:{door.grpc_port}")
+            err.print(f"metrics   http://{LOOPBACK}:{door.metrics_port}/metrics")
+            err.print("Ready. Ctrl-C stops.")
             stop.wait()
     except KeyboardInterrupt:
-        _err.print("Stopped.")
+        err.print("Stopped.")
     except (ConfigError, ModelError, FileNotFoundError) as error:
-        _fail(str(error))
+        fail(str(error))
     except RuntimeError as error:
-        _fail(f"the service did not start: {str(error).strip().splitlines()[-1]}")
+        fail(f"the service did not start: {str(error).strip().splitlines()[-1]}")
 
 
 @app.command()
@@ -86,22 +83,22 @@ def prefill(
     json: Json = False,
 ) -> None:
     """Read a document and keep it; prints the session's id."""
-    text = _text(file)
-    with _calling(address, token, tls) as client, reading_bar(_err) as bar:
+    text = read_text(file)
+    with calling(address, token, tls) as client, reading_bar(err) as bar:
         result: PrefillFinished | None = None
         for event in client.prefill(
-            text, method=method, options=_options(option), session_ttl_s=keep, timeout_s=timeout
+            text, method=method, options=read_options(option), session_ttl_s=keep, timeout_s=timeout
         ):
             if isinstance(event, PrefillProgress):
                 bar.show(event)
             else:
                 result = event
         if result is None:
-            _fail("the stream ended without a result")
+            fail("the stream ended without a result")
         bar.stop()
         print(as_json(result) if json else result.session.session_id)
         if timings:
-            show_timings(_err, result.timings)
+            show_timings(err, result.timings)
 
 
 @app.command()
@@ -129,16 +126,16 @@ def generate(
 ) -> None:
     """Answer a document, or a question about a session."""
     if (file is None) == (session is None):
-        _fail("give either FILE or --session")
+        fail("give either FILE or --session")
     if session is not None and not question:
-        _fail("a session needs a --question")
-    document = None if file is None else _text(file)
+        fail("a session needs a --question")
+    document = None if file is None else read_text(file)
     request = {
         "prompt": None if document is None else _said(document, chat),
         "session_id": session,
         "append": _said(question, chat) if question else None,
         "method": method,
-        "options": _options(option),
+        "options": read_options(option),
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -149,30 +146,30 @@ def generate(
         "session_ttl_s": keep,
         "timeout_s": timeout,
     }
-    with _calling(address, token, tls) as client:
+    with calling(address, token, tls) as client:
         text, finish = _answer(client, request, quiet=json)
     if json:
         print(as_json(dataclasses.replace(finish, text=text)))
         return
     if finish.session is not None:
-        _err.print(f"session {finish.session.session_id} holds {finish.session.tokens} tokens")
+        err.print(f"session {finish.session.session_id} holds {finish.session.tokens} tokens")
     if timings:
         usage = finish.usage
-        show_timings(_err, finish.timings)
-        _err.print(f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session")
+        show_timings(err, finish.timings)
+        err.print(f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session")
 
 
 @sessions.command()
 def release(session_id: str, address: Address = _ADDRESS, token: Token = "", tls: Tls = False) -> None:
     """Free a session's pages now."""
-    with _calling(address, token, tls) as client:
+    with calling(address, token, tls) as client:
         client.release(session_id)
 
 
 @app.command()
 def info(address: Address = _ADDRESS, token: Token = "", tls: Tls = False, json: Json = False) -> None:
     """The model, its limits, methods and capacity."""
-    with _calling(address, token, tls) as client:
+    with calling(address, token, tls) as client:
         found = client.info()
     if json:
         print(as_json(found))
@@ -197,15 +194,17 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
     settings = load(config)
     if model is None:
         return settings
-    # Adapter and rope settings of the file belong to the file's model.
+    # Adapter, rope, name and Δ-layers of the file belong to the file's model.
     spec = ModelSpec(path=model, adapter=adapter, dtype=settings.model.dtype)
-    return settings.model_copy(update={"model": spec})
+    decode = dataclasses.replace(settings.decode, selection="full", delta_layers=())
+    door = settings.door.model_copy(update={"model_name": ""})
+    return settings.model_copy(update={"model": spec, "decode": decode, "door": door})
 
 
 def _answer(client: DeltafrontClient, request: dict[str, Any], quiet: bool) -> tuple[str, GenerateFinished]:
     """Stream an answer to standard output unless quiet; the whole text and the finish event."""
     text = ""
-    with reading_bar(_err) as bar:
+    with reading_bar(err) as bar:
         for event in client.generate(**request):
             if isinstance(event, PrefillProgress):
                 bar.show(event)
@@ -220,50 +219,15 @@ def _answer(client: DeltafrontClient, request: dict[str, Any], quiet: bool) -> t
                     print()
                 return text, event
             assert isinstance(event, TokenReceived)
-    _fail("the stream ended without a finish event")
-
-
-@contextmanager
-def _calling(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
-    try:
-        with DeltafrontClient(address, token or None, tls=tls) as client:
-            yield client
-    except DeltafrontError as error:
-        hint = advice(error, address)
-        _fail(f"{error.message or error.code.name}" + (f" ({hint})" if hint else ""))
-    except KeyboardInterrupt:
-        _fail("interrupted; the request was cancelled")
-
-
-def _text(file: str) -> str:
-    try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        _fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
+    fail("the stream ended without a finish event")
 
 
 def _said(text: str, chat: bool) -> Any:
     return [{"role": "user", "content": text}] if chat else text
 
 
-def _options(pairs: list[str]) -> dict[str, float]:
-    options = {}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        try:
-            options[name] = float(value)
-        except ValueError:
-            _fail(f"--option {pair}: must be NAME=NUMBER")
-    return options
-
-
 def _interrupt(_signal: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _fail(message: str) -> NoReturn:
-    _err.print(f"deltafront: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -80,8 +80,7 @@ class Generation:
         self._forget_session()
         with Lease(self._resources.fleet) as lease:
             wish = self._reservation(lease, plan, keep_tokens=plan.keep_tokens)
-            group, worker = await place(self._resources, lease, plan, wish, call.deadline)
-            self._mark_admitted()
+            group, worker = await place(self._resources, lease, plan, wish, call.deadline, self._mark)
             report = await read(lease, group, worker, plan, call.method, call.deadline, self._progress)
             if not self._streamed:
                 self._prefill = report
@@ -112,7 +111,7 @@ class Generation:
                     lease.settle(worker)
                     raise refusal(answer)
                 self._cached = answer.session_tokens
-                self._mark_admitted()
+                self._mark("admission")
                 job = GenerateJob(
                     lease.request_id,
                     self._sampling(plan),
@@ -229,9 +228,9 @@ class Generation:
         if not self._streamed:
             self._emit(event)
 
-    def _mark_admitted(self) -> None:
+    def _mark(self, part: str) -> None:
         if not self._streamed:
-            self._clock.lap("admission")
+            self._clock.lap(part)
 
     def _count_pages(self, report: DecodeReport) -> None:
         attended, held = self._pages

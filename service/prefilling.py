@@ -35,8 +35,7 @@ class Prefilling:
         plan = plan_session(self._prompt, self._resources.positions)
         with Lease(self._resources.fleet) as lease:
             wish = Reserve(lease.request_id, call.owner, plan.read_tokens, plan.max_tokens)
-            group, worker = await place(self._resources, lease, plan, wish, call.deadline)
-            clock.lap("admission")
+            group, worker = await place(self._resources, lease, plan, wish, call.deadline, clock.lap)
             report = await read(lease, group, worker, plan, call.method, call.deadline, self._emit)
             clock.span(prefill_parts(report))
             kept = await self._keep(worker, KeepSession(lease.request_id, call.ttl_s, call.deadline))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from deltafront.service.cli import app
+from deltafront.service.cli import _settings, app
+from deltafront.workers.messages import ModelSpec
 
 from .inprocess import House
 from .test_requests import expected, ids
@@ -83,6 +84,15 @@ def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
     done = run("serve", "--config", config)
     assert done.exit_code == 1
     assert f"{config}: unknown key 'prefill.stagse'; did you mean 'stages'?" in done.stderr
+
+
+def test_another_model_leaves_the_files_model_behind() -> None:
+    demo = Path(__file__).parents[2] / "deploy" / "config" / "demo.yaml"
+    settings = _settings(demo, "owner/name", None)
+    assert settings.model == ModelSpec("owner/name", dtype=settings.model.dtype)
+    assert (settings.decode.selection, settings.decode.delta_layers) == ("full", ())
+    assert settings.door.model_name == ""
+    assert _settings(demo, None, None).model.adapter is not None
 
 
 def test_serve_refuses_a_directory_without_weights(model: Path) -> None:
