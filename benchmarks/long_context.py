@@ -39,7 +39,7 @@ def ask(
 ) -> tuple[str, GenerateFinished]:
     answer = ""
     events = client.generate(
-        session_id=session, append=question, max_tokens=48, stop=["\n"], page_selection=selection
+        session_id=session, append=question, max_tokens=48, stop=["."], page_selection=selection
     )
     for event in events:
         if isinstance(event, GenerateFinished):
@@ -58,11 +58,13 @@ def run_method(
     result = results[-1]
     session = result.session.session_id
     right = {"full": 0, "delta": 0}
-    question_ttft = []
+    question_ttft, wrong = [], []
     for needle in asked:
         for selection in right:
             answer, finish = ask(client, session, needle.question, selection)
             right[selection] += needle.answered_by(answer)
+            if not needle.answered_by(answer):
+                wrong.append({"decode": selection, "expected": needle.value, "answer": answer.strip()})
             question_ttft.append(finish.timings.ttft_seconds)
     client.release(session)
     return {
@@ -75,6 +77,7 @@ def run_method(
         "question_ttft_s": round(statistics.median(question_ttft), 4),
         "density": round(result.density.mean, 4),
         "scoring_over_attention": round(result.density.scoring_overhead, 4),
+        "wrong": wrong,
         "parts": {name: round(seconds, 4) for name, seconds in result.timings.parts.items()},
     }
 
@@ -105,7 +108,7 @@ def main() -> None:
         lambda t: len(tokenizer.encode(t).ids),
         seed=3,
     )
-    asked = needles[:: max(1, len(needles) // arguments.questions)][: arguments.questions]
+    asked = needles[: arguments.questions]  # hide() spreads them at random over the document
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
         rows = [run_method(client, document, m, asked, arguments.repeats) for m in arguments.methods]
     commit = subprocess.run(
@@ -114,7 +117,7 @@ def main() -> None:
     result = {"hardware": arguments.hardware, "commit": commit.stdout.strip(), "rows": rows}
     arguments.result.write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:
-        print({key: value for key, value in row.items() if key != "parts"})
+        print({key: value for key, value in row.items() if key not in ("parts", "wrong")})
 
 
 if __name__ == "__main__":

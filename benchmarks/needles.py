@@ -7,6 +7,7 @@ text at seeded places; questions ask for them by key. Same form as RULER's NIAH 
 from __future__ import annotations
 
 import random
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,32 @@ from pathlib import Path
 
 DEMO_TEXT = Path(__file__).resolve().parent.parent / "deploy" / "demo" / "moby-dick.txt"
 
-_ADJECTIVES = ("amber", "brisk", "calm", "dusky", "eager", "faded", "gentle", "hollow", "ivory", "jolly")
-_NOUNS = ("falcon", "harbor", "lantern", "meadow", "orchard", "pebble", "quarry", "ribbon", "valley", "reef")
+_ADJECTIVES = """
+    amber ancient arctic autumn bashful blazing bitter brave breezy brisk bronze bumpy calm candid
+    careful charming chilly civic clever coastal copper cosmic crimson curious daring dapper dreamy
+    dusty eager earnest elastic electric elegant faded fancy fearless feisty floral foggy formal
+    frosty gentle giddy gilded glacial golden grumpy happy hasty hollow honest humble icy idle ivory
+    jagged jolly jovial keen kindly laconic lavish lazy leafy lively lonely loyal lucid lunar lush
+    magic marble mellow merry mighty misty modest mossy muddy musical narrow nimble noble noisy
+    northern oblong olive opal orderly pale patient peppery placid plucky polite proud quaint quiet
+    rapid royal rustic sandy scarlet
+""".split()
+_NOUNS = """
+    acorn anchor anvil apricot armour badger balloon banjo barley basket beacon bishop blanket
+    blossom bonfire bottle bramble bucket buffalo button cabin cactus camel candle canyon carpet
+    castle cavern cello chapel cherry chimney cobbler comet compass coral cottage cradle cricket
+    crystal curtain cymbal daisy desert dolphin donkey drummer eagle elbow falcon feather fiddle
+    finch forest fountain galaxy garden garlic ginger giraffe glacier glove goblet gondola granite
+    guitar hammer harbor harvest hazel helmet heron hickory island jasmine jigsaw kayak kettle
+    ladder lantern lemon lizard lobster locket magnet mango maple meadow mirror monsoon mustard
+    needle nutmeg orchard otter oyster paddle parrot pebble pelican pigeon piano
+""".split()
+_KINDS = ("uuid", "number", "word")
 
 
 @dataclass(frozen=True)
 class Needle:
-    """One hidden fact. kind: `uuid` or `number`."""
+    """One hidden fact. kind: `uuid`, `number` or `word`."""
 
     key: str
     value: str
@@ -43,32 +63,36 @@ class Needle:
 
 
 def make_needles(count: int, seed: int) -> list[Needle]:
-    """`count` needles with distinct keys, uuids and numbers in turn."""
+    """`count` needles, of the kinds in turn; no two keys share a word. Raises ValueError past 100."""
+    if count > min(len(_ADJECTIVES), len(_NOUNS)):
+        raise ValueError(f"at most {min(len(_ADJECTIVES), len(_NOUNS))} needles, {count} asked for")
     rng = random.Random(seed)
-    keys = [f"{a}-{n}" for a in _ADJECTIVES for n in _NOUNS]
-    chosen = rng.sample(keys, count)
+    pairs = zip(rng.sample(_ADJECTIVES, count), rng.sample(_NOUNS, count), strict=True)
     return [
-        Needle(key, str(uuid.UUID(int=rng.getrandbits(128), version=4)), "uuid")
-        if i % 2 == 0
-        else Needle(key, str(rng.randint(1_000_000, 9_999_999)), "number")
-        for i, key in enumerate(chosen)
+        Needle(f"{adjective}-{noun}", _value(_KINDS[i % len(_KINDS)], rng), _KINDS[i % len(_KINDS)])
+        for i, (adjective, noun) in enumerate(pairs)
     ]
 
 
+def _value(kind: str, rng: random.Random) -> str:
+    if kind == "uuid":
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    if kind == "number":
+        return str(rng.randint(1_000_000, 9_999_999))
+    return f"{rng.choice(_NOUNS)}-{rng.choice(_NOUNS)}"
+
+
 def hide(text: str, needles: list[Needle], seed: int) -> str:
-    """The text with each needle after a sentence, evenly spread with seeded jitter."""
+    """The text with each needle after the end of a sentence, evenly spread with seeded jitter."""
     rng = random.Random(seed)
-    sentences = text.replace("\n", " ").split(". ")
-    share = len(sentences) / max(1, len(needles))
-    places = sorted(int((i + rng.random()) * share) for i in range(len(needles)))
-    order = rng.sample(needles, len(needles))
-    parts, taken = [], 0
-    for i, sentence in enumerate(sentences):
-        parts.append(sentence.strip())
-        while taken < len(places) and places[taken] <= i:
-            parts.append(order[taken].sentence.removesuffix("."))
-            taken += 1
-    return ". ".join(parts) + "."
+    ends = [match.end() for match in re.finditer(r"[.!?]\s", text)] or [len(text)]
+    share = len(ends) / max(1, len(needles))
+    places = sorted(ends[int((i + rng.random()) * share)] for i in range(len(needles)))
+    parts, last = [], 0
+    for place, needle in zip(places, rng.sample(needles, len(needles)), strict=True):
+        parts += [text[last:place], needle.sentence, " "]
+        last = place
+    return "".join([*parts, text[last:]])
 
 
 def document(

@@ -121,7 +121,9 @@ def _check_tensors(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Ten
     if q_BHTD.shape[0] != k_BGSD.shape[0] or q_BHTD.shape[3] != k_BGSD.shape[3]:
         raise KernelInputError(f"q {tuple(q_BHTD.shape)} and k {tuple(k_BGSD.shape)}: batch or D differ")
     if q_BHTD.shape[1] % k_BGSD.shape[1]:
-        raise KernelInputError(f"{q_BHTD.shape[1]} query heads on {k_BGSD.shape[1]} key heads: not a multiple")
+        raise KernelInputError(
+            f"{q_BHTD.shape[1]} query heads on {k_BGSD.shape[1]} key heads: not a multiple"
+        )
 
 
 @dataclass(frozen=True)

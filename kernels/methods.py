@@ -156,7 +156,9 @@ def resolve(name: str, options: Mapping[str, Value] | None = None) -> MethodSpec
     """Check a method's name and options and fill in defaults. Raises MethodError naming the field."""
     base, plus, wrapper = name.partition("+")
     if base not in PRESETS or (plus and wrapper != "delta"):
-        raise MethodError("method", f"unknown attention method {name!r}; known: {', '.join(PRESETS)}, X+delta")
+        raise MethodError(
+            "method", f"unknown attention method {name!r}; known: {', '.join(PRESETS)}, X+delta"
+        )
     preset = PRESETS[base]
     known = {**preset.options, **(_DELTA if plus else {})}
     given = dict(options or {})
