@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,10 @@ class LocalService:
         return self._process.pid
 
     def __enter__(self) -> LocalService:
+        host, _, port = self.address.partition(":")
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                raise LaunchError(f"{self.address} is taken: stop what serves there first")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
