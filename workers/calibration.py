@@ -1,17 +1,18 @@
-"""Which layers should be Δ-layers: those where attention moves to other tokens (DELTA, its calibration).
+"""Which layers should be Δ-layers: those whose page selection serves the layers after them best.
 
-A sparse layer reads the pages that the Δ-layer before it chose, so a Δ-layer belongs where the attention
-map differs most from the previous layer's: change = 1 - cos of the two maps, averaged over queries. The map
-of a query is what selection looks at: for each token the largest attention weight over the heads.
+A sparse layer reads the pages that the Δ-layer before it chose, so what counts is the attention that falls
+outside them. One dense pass over a text gives every layer's page scores; from these, what each layer loses
+when any earlier one chooses for it; and from that, by dynamic programming, the Δ-layers with the least
+loss in all. DELTA itself takes the layers whose attention map differs most from the one before (largest
+1 - cos). On SmolLM2 that picks layers that do not see retrieved text at all, and answers get lost.
 
-Shape suffixes: L layers, Q queries looked at, S keys, T tokens, H query heads, G key/value heads, D head
-dimension, J = H / G.
+Shape suffixes: L layers (two L: choosing layer, reading layer), Q queries looked at, P pages, S keys, T
+tokens, H query heads, G key/value heads, D head dimension, J = H / G.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from ..kernels.interface import AttentionInput, StateSpec
 from ..kernels.methods import resolve
 from .model import LayerStack, load_stack
 from .model_config import ModelConfig
+from .page_pool import PAGE_TOKENS
 
 QUERIES = 64
 """Queries of a text whose maps are compared, evenly spaced over its second half."""
@@ -32,15 +34,18 @@ def calibrate(
     text_ids: Sequence[int],
     count: int,
     *,
+    budget: int = 64,
+    recency: int = 8,
     full_layers: Collection[int] = (0, 1),
     adapter: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[int, ...]:
-    """`count` Δ-layers for a model, from one dense pass over a text (a few thousand tokens of real prose).
+    """`count` Δ-layers for a model, from one dense pass over a text of real prose.
 
-    Raises ModelError for a model that cannot be loaded, ValueError for too short a text or too large a
-    count.
+    budget, recency: K and L of the selection, in pages; a text of four times the budget is a good choice.
+    Raises ModelError for a model that cannot be loaded, ValueError for a text that the budget covers and
+    for too large a count.
     """
     stack = load_stack(
         directory,
@@ -52,12 +57,16 @@ def calibrate(
         device=device,
         adapter=adapter,
     )
-    return choose(changes(attention_maps(stack, text_ids)), count, full_layers)
+    maps_LQS, positions_Q = attention_maps(stack, text_ids)
+    return choose(losses(maps_LQS, positions_Q, budget, recency), count, full_layers)
 
 
 @torch.inference_mode()
-def attention_maps(stack: LayerStack, text_ids: Sequence[int], queries: int = QUERIES) -> torch.Tensor:
-    """maps_LQS: weight of each key for each query looked at, the largest over the heads (fp32, CPU)."""
+def attention_maps(
+    stack: LayerStack, text_ids: Sequence[int], queries: int = QUERIES
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """maps_LQS (fp32) and positions_Q, on the CPU: the weight of each key for each query looked at, the
+    largest over the heads, which is DELTA's token score."""
     tokens = len(text_ids)
     if tokens < 2 * queries:
         raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * queries}")
@@ -73,7 +82,7 @@ def attention_maps(stack: LayerStack, text_ids: Sequence[int], queries: int = QU
 
     ids_T = torch.tensor(text_ids, dtype=torch.int64, device=stack.device)
     stack.forward(stack.embed(ids_T), torch.arange(tokens, device=stack.device), attend)
-    return torch.stack(maps)
+    return torch.stack(maps), positions_Q.cpu()
 
 
 def _largest_weights(q_THD: torch.Tensor, k_SGD: torch.Tensor, positions_Q: torch.Tensor) -> torch.Tensor:
@@ -86,27 +95,48 @@ def _largest_weights(q_THD: torch.Tensor, k_SGD: torch.Tensor, positions_Q: torc
     return weights_GJQS.amax((0, 1))
 
 
-def changes(maps_LQS: torch.Tensor) -> tuple[float, ...]:
-    """How much each layer's map differs from the one before: mean over queries of 1 - cos; 0 for layer 0."""
-    cos_LQ = torch.cosine_similarity(maps_LQS[1:], maps_LQS[:-1], dim=-1)
-    return (0.0, *(1.0 - cos_LQ.double().mean(1)).tolist())
+def losses(maps_LQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
+    """loss_LL[a, b]: page score that layer b loses, against its own best pages, if layer a chooses them.
 
-
-def choose(change: Sequence[float], count: int, full_layers: Collection[int]) -> tuple[int, ...]:
-    """The layers with the largest change, one in each of `count` equal parts of the depth.
-
-    The parts cover the layers after the leading run of full ones, so that no stretch of sparse layers is
-    longer than two parts. The last layer is left out: nothing after it would use its selection.
+    Mean over queries. Chosen are the last `recency` pages up to the query's and the best others, `budget`
+    in all (DELTA, Algorithm 2). Raises ValueError if every page would be chosen.
     """
-    last = len(change) - 1
-    first = next((layer for layer in range(last) if layer not in full_layers), last)
-    free = last - first
-    if not 1 <= count <= free:
-        raise ValueError(f"{count} Δ-layers cannot be chosen among {free} layers")
-    edges = [first + part * free // count for part in range(count + 1)]
-    chosen = []
-    for start, stop in pairwise(edges):
-        part = [layer for layer in range(start, stop) if layer not in full_layers]
-        if part:
-            chosen.append(max(part, key=change.__getitem__))
-    return tuple(chosen)
+    tokens = maps_LQS.shape[2]
+    if tokens // 2 <= budget * PAGE_TOKENS:
+        raise ValueError(
+            f"{tokens} tokens are too few for a budget of {budget} pages: give four times as many"
+        )
+    padded_LQS = torch.nn.functional.pad(maps_LQS, (0, -tokens % PAGE_TOKENS))
+    score_LQP = padded_LQS.unflatten(2, (-1, PAGE_TOKENS)).sum(-1).double()
+    page_P = torch.arange(score_LQP.shape[2])
+    last_Q1 = positions_Q[:, None] // PAGE_TOKENS
+    recent_QP = (page_P > last_Q1 - recency) & (page_P <= last_Q1)
+    rivals_LQP = score_LQP.masked_fill(recent_QP | (page_P > last_Q1), -1.0)
+    best_LQK = rivals_LQP.topk(budget - recency, dim=-1).indices
+    kept_LQP = recent_QP.expand_as(score_LQP).scatter(2, best_LQK, True).double()
+    found_LL = torch.einsum("aqp,bqp->ab", kept_LQP, score_LQP) / len(positions_Q)
+    return (found_LL.diagonal() - found_LL).clamp(min=0.0)
+
+
+def choose(loss_LL: torch.Tensor, count: int, full_layers: Collection[int]) -> tuple[int, ...]:
+    """The `count` layers that lose least in all when each chooses for the sparse layers up to the next.
+
+    Layers before the first of them have to be dense, so it lies in the first quarter of those that can be
+    chosen. The last layer is left out: nothing after it would use its selection.
+    """
+    layers = loss_LL.shape[0]
+    candidates = [layer for layer in range(layers - 1) if layer not in full_layers]
+    if not 1 <= count <= len(candidates):
+        raise ValueError(f"{count} Δ-layers cannot be chosen among {len(candidates)} layers")
+    sparse_L = torch.tensor([layer not in full_layers for layer in range(layers)])
+    until_LL = torch.cumsum((loss_LL * sparse_L).triu(1), dim=1).tolist()
+    # plans[layer]: least loss with n layers from `layer` on, `layer` the first of them, and which.
+    plans = {layer: (until_LL[layer][-1], (layer,)) for layer in candidates}
+    for _ in range(count - 1):
+        plans = {
+            layer: min((until_LL[layer][later - 1] + loss, (layer, *rest)) for later, (loss, rest) in after)
+            for layer in candidates
+            if (after := [(later, plan) for later, plan in plans.items() if later > layer])
+        }
+    limit = candidates[len(candidates) // 4]
+    return min(plan for layer, plan in plans.items() if layer <= limit)[1]

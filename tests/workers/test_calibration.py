@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.kernels.testing import assert_rows_close
-from deltafront.workers.calibration import attention_maps, calibrate, changes, choose
+from deltafront.workers.calibration import attention_maps, calibrate, choose, losses
 from deltafront.workers.model_config import read_config
 
-IDS = [random.Random(1).randrange(199) for _ in range(150)]
+IDS = random.Random(1).choices(range(199), k=150)
 
 
 def test_maps_are_transformers_attention_weights(tiny_llama: Path, tiny_stack: Any) -> None:
@@ -28,38 +28,60 @@ def test_maps_are_transformers_attention_weights(tiny_llama: Path, tiny_stack: A
     with torch.no_grad():
         weights = model(torch.tensor([IDS]), output_attentions=True).attentions
     expected = torch.stack([layer[0].amax(0) for layer in weights])
-    found = attention_maps(tiny_stack, IDS, queries=20)
-    positions = torch.linspace(75, 149, 20).long()
+    found, positions = attention_maps(tiny_stack, IDS, queries=20)
+    assert positions[0] == 75 and positions[-1] == 149
     assert_rows_close(found, expected[:, positions])
 
 
-def test_changes_are_one_minus_cos() -> None:
-    maps = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [0.0, 1.0]], [[2.0, 2.0], [0.0, 3.0]]])
-    assert changes(maps) == pytest.approx((0.0, (1 - math.sqrt(0.5) + 1) / 2, 0.0), abs=1e-6)
+def test_losses_are_what_algorithm_2_misses() -> None:
+    draw = torch.Generator().manual_seed(3)
+    positions = torch.tensor([79, 90, 149])
+    maps = torch.rand(3, 3, 150, generator=draw) ** 4
+    maps[:, torch.arange(150) > positions[:, None]] = 0
+    found = losses(maps, positions, budget=4, recency=2)
+    expected = torch.zeros(3, 3, dtype=torch.float64)
+    for query, position in enumerate(positions.tolist()):
+        score = [[float(row[16 * p : 16 * p + 16].sum()) for p in range(10)] for row in maps[:, query]]
+        last = position // 16
+        for a in range(3):
+            others = sorted(range(last - 1), key=lambda page: -score[a][page])
+            kept = {last, last - 1, *others[:2]}
+            for b in range(3):
+                expected[a, b] += sum(score[b][page] for page in kept) / 3
+    expected = expected.diagonal() - expected
+    torch.testing.assert_close(found, expected.clamp(min=0), atol=1e-5, rtol=0)
 
 
-@given(st.lists(st.floats(0, 1), min_size=4, max_size=40, unique=True), st.data())
-def test_the_choice_is_the_largest_change_of_each_part(change: list[float], data: st.DataObject) -> None:
-    full = data.draw(st.sampled_from([(), (0,), (0, 1)]))
-    count = data.draw(st.integers(1, max(1, len(change) - len(full) - 1)))
-    chosen = choose(change, count, full)
-    assert len(chosen) == count and list(chosen) == sorted(set(chosen))
-    free = list(range(len(full), len(change) - 1))
-    sizes = {len(free) // count, -(-len(free) // count)}
-    for part, layer in enumerate(chosen):
-        mine = free[part * len(free) // count : (part + 1) * len(free) // count]
-        assert len(mine) in sizes and layer in mine
-        assert change[layer] == max(change[other] for other in mine)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(4, 10), st.sampled_from([(), (0,), (0, 1), (0, 4)]), st.integers(0, 999), st.data())
+def test_the_choice_is_the_best_of_all(
+    layers: int, full: tuple[int, ...], seed: int, data: st.DataObject
+) -> None:
+    loss = torch.rand(layers, layers, generator=torch.Generator().manual_seed(seed)).double()
+    free = [layer for layer in range(layers) if layer not in full]
+    candidates = [layer for layer in free if layer < layers - 1]
+    count = data.draw(st.integers(1, len(candidates)))
+    limit = candidates[len(candidates) // 4]
+
+    def total(chosen: tuple[int, ...]) -> float:
+        sparse = [layer for layer in free if layer > chosen[0] and layer not in chosen]
+        return sum(float(loss[max(c for c in chosen if c < layer), layer]) for layer in sparse)
+
+    possible = [c for c in itertools.combinations(candidates, count) if c[0] <= limit]
+    found = choose(loss, count, full)
+    assert found in possible
+    assert total(found) == pytest.approx(min(map(total, possible)))
 
 
 def test_impossible_requests_are_refused(tiny_stack: Any) -> None:
     with pytest.raises(ValueError, match="4 Δ-layers"):
-        choose([0.0] * 6, 4, (0, 1))
+        choose(torch.zeros(6, 6), 4, (0, 1))
     with pytest.raises(ValueError, match="too few"):
-        attention_maps(tiny_stack, IDS)[0]
         attention_maps(tiny_stack, IDS[:127])
+    with pytest.raises(ValueError, match="budget of 5 pages"):
+        losses(torch.zeros(6, 1, 160), torch.tensor([100]), 5, 2)
 
 
 def test_calibrate_is_the_whole_way(tiny_llama: Path, tiny_stack: Any) -> None:
-    expected = choose(changes(attention_maps(tiny_stack, IDS)), 2, (0, 1))
-    assert calibrate(tiny_llama, read_config(tiny_llama), IDS, 2) == expected
+    expected = choose(losses(*attention_maps(tiny_stack, IDS), 4, 2), 2, (0, 1))
+    assert calibrate(tiny_llama, read_config(tiny_llama), IDS, 2, budget=4, recency=2) == expected
