@@ -92,7 +92,8 @@ def _largest_weights(q_THD: torch.Tensor, k_SGD: torch.Tensor, positions_Q: torc
     logits_GJQS = q_GJQD @ k_SGD.float().permute(1, 2, 0)[:, None] * head_dim**-0.5
     future_QS = torch.arange(tokens, device=k_SGD.device) > positions_Q[:, None]
     weights_GJQS = logits_GJQS.masked_fill(future_QS, float("-inf")).softmax(-1)
-    return weights_GJQS.amax((0, 1))
+    map_QS: torch.Tensor = weights_GJQS.amax((0, 1))
+    return map_QS
 
 
 def losses(maps_LQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
@@ -107,7 +108,7 @@ def losses(maps_LQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recen
             f"{tokens} tokens are too few for a budget of {budget} pages: give four times as many"
         )
     padded_LQS = torch.nn.functional.pad(maps_LQS, (0, -tokens % PAGE_TOKENS))
-    score_LQP = padded_LQS.unflatten(2, (-1, PAGE_TOKENS)).sum(-1).double()
+    score_LQP = padded_LQS.view(*maps_LQS.shape[:2], -1, PAGE_TOKENS).sum(-1).double()
     page_P = torch.arange(score_LQP.shape[2])
     last_Q1 = positions_Q[:, None] // PAGE_TOKENS
     recent_QP = (page_P > last_Q1 - recency) & (page_P <= last_Q1)
@@ -131,7 +132,9 @@ def choose(loss_LL: torch.Tensor, count: int, full_layers: Collection[int]) -> t
     sparse_L = torch.tensor([layer not in full_layers for layer in range(layers)])
     until_LL = torch.cumsum((loss_LL * sparse_L).triu(1), dim=1).tolist()
     # plans[layer]: least loss with n layers from `layer` on, `layer` the first of them, and which.
-    plans = {layer: (until_LL[layer][-1], (layer,)) for layer in candidates}
+    plans: dict[int, tuple[float, tuple[int, ...]]] = {
+        layer: (until_LL[layer][-1], (layer,)) for layer in candidates
+    }
     for _ in range(count - 1):
         plans = {
             layer: min((until_LL[layer][later - 1] + loss, (layer, *rest)) for later, (loss, rest) in after)
