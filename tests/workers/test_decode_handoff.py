@@ -1,0 +1,117 @@
+"""The receiving end of the hand-off: what it ignores, what ends a request, and what the sender hears."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltafront.workers.messages import (
+    DecodeFailed,
+    FinishReason,
+    FirstLogits,
+    GenerateJob,
+    KeepSession,
+    RefusalReason,
+    Refused,
+    Sampling,
+)
+
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+
+
+def ids_of(length: int) -> list[int]:
+    return [(7 * i + length) % 198 for i in range(length)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_repeated_and_unknown_announcements_are_ignored(bench: Any) -> None:
+    run = await bench()
+    ids = ids_of(70)
+    alone = await run.ask("alone", ids, SHORT)
+    await run.reserve("a", 70, 8)
+    prompt = run.prefill(ids)
+    pieces = run.pieces("a", prompt)
+    for piece in [*pieces, *pieces, replace(pieces[0], request_id="nobody")]:
+        await run.engine.announce(piece)
+    for message in ("a", "a", "nobody"):
+        await run.engine.first_logits(FirstLogits(message, prompt.logits))
+    answer = await run.collect(GenerateJob("a", SHORT))
+    assert answer.ids == alone.ids
+    assert answer.finish.report.handoff_bytes == alone.finish.report.handoff_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer": 6}, "layer 6"),
+        ({"start": 64}, "64 .. 95"),
+        ({"start": 5}, "overlaps"),
+        ({"payload": None}, "not two arrays"),
+        ({"payload": (np.zeros((31, 2, 16), np.float32),) * 2}, "expected"),
+        ({"payload": (np.zeros((32, 2, 16), np.float16),) * 2}, "expected"),
+    ],
+)
+async def test_bad_announcements_fail_the_request_and_reach_the_sender(
+    bench: Any, change: dict[str, Any], words: str
+) -> None:
+    run = await bench()
+    await run.reserve("a", 70, 8)
+    good, bad = run.pieces("a", run.prefill(ids_of(70)))[:: 6 if "layer" not in change else 1][:2]
+    await run.engine.announce(good)
+    with pytest.raises(Exception, match=words):
+        await run.engine.announce(replace(bad, **change))
+    assert run.used == 0
+    answer = await run.collect(GenerateJob("a", SHORT))
+    assert answer.finish.reason is FinishReason.FAILED and words in answer.finish.message
+    await run.reserve("a", 70, 8)  # the id is free again
+    await run.engine.cancel("a")
+
+
+async def test_a_failed_pull_fails_keep_too(bench: Any) -> None:
+    run = await bench()
+    await run.reserve("a", 70, 0)
+    keeping = asyncio.create_task(run.engine.keep(KeepSession("a", 10.0)))
+    piece = run.pieces("a", run.prefill(ids_of(70)))[0]
+    with pytest.raises(Exception, match="not two arrays"):
+        await run.engine.announce(replace(piece, payload="lost"))
+    with pytest.raises(DecodeFailed, match="did not arrive"):
+        await keeping
+
+
+async def test_keep_needs_a_request_and_keeps_to_its_deadline(bench: Any) -> None:
+    clock = Clock()
+    run = await bench(wall=clock)
+    unknown = await run.engine.keep(KeepSession("nobody", 10.0))
+    assert isinstance(unknown, Refused) and unknown.reason is RefusalReason.NO_SESSION
+    await run.reserve("a", 70, 0)
+    keeping = asyncio.create_task(run.engine.keep(KeepSession("a", 10.0, deadline=1001.0)))
+    await asyncio.sleep(0.05)
+    clock.now = 1001.0
+    late = await keeping
+    assert isinstance(late, Refused) and late.reason is RefusalReason.DEADLINE
+    assert run.used == 0
+
+
+async def test_wrong_logits_fail_the_request(bench: Any) -> None:
+    run = await bench()
+    await run.reserve("a", 70, 8)
+    with pytest.raises(Exception, match="vocabulary"):
+        await run.engine.first_logits(FirstLogits("a", np.zeros(5, np.float32)))
+    await run.reserve("b", 70, 8)
+    prompt = run.prefill(ids_of(70))
+    for piece in run.pieces("b", prompt):
+        await run.engine.announce(piece)
+    await run.engine.first_logits(FirstLogits("b", prompt.logits * np.nan))
+    answer = await run.collect(GenerateJob("b", SHORT))
+    assert answer.finish.reason is FinishReason.FAILED and "not finite" in answer.finish.message
