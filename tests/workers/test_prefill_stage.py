@@ -16,7 +16,7 @@ import torch
 
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.testing import assert_rows_close
+from deltafront.kernels.testing import assert_rows_close, row_errors
 from deltafront.workers import prefill_stage
 from deltafront.workers.kv_transport import InProcessPost, KVReceiver
 from deltafront.workers.local_pipeline import local_controller, run_in_process
@@ -233,6 +233,11 @@ def test_an_unknown_dtype_is_named() -> None:
         torch_dtype(ModelSpec("x", dtype="int8"))
 
 
+async def on_the_cpu(model: ModelSpec, sink: Collector, ids: bytes) -> None:
+    async with pipeline(model, sink, stages=1, chunk_tokens=256) as controller:
+        await prefill(controller, "r", ids, DENSE)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("stages", [1, 2])
@@ -251,13 +256,19 @@ def test_cuda_hands_over_what_the_cpu_computes(model: ModelSpec, stages: int, me
 
     report = asyncio.run(run())
     if method is DENSE:
+        # Errors grow from layer to layer of a random model: the CPU's own bf16 is the yardstick.
+        on_cpu = Collector()
+        asyncio.run(on_the_cpu(half, on_cpu, ids))
         logits_V, kv = whole_prompt(Path(model.path), ids, DENSE)
-        assert_rows_close(
-            torch.from_numpy(sink.logits["r"])[None], logits_V[None], dtype=torch.bfloat16, factor=3
-        )
         for layer in range(LAYERS):
             got = asyncio.run(sink.joined("r", layer, torch.bfloat16))
-            for x, wanted in zip(got, kv[layer], strict=True):
-                assert_rows_close(x.float(), wanted, dtype=torch.bfloat16, factor=3)
+            peer = asyncio.run(on_cpu.joined("r", layer, torch.bfloat16))
+            for x, y, wanted in zip(got, peer, kv[layer], strict=True):
+                mean, allowed = (row_errors(z.float().cpu(), wanted).mean() for z in (x, y))
+                assert mean <= 1.5 * allowed
+        mine, theirs = (
+            row_errors(torch.from_numpy(c.logits["r"])[None], logits_V[None]) for c in (sink, on_cpu)
+        )
+        assert mine.item() <= 1.5 * theirs.item()
     assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
     assert report.critical["group_overhead"] > 0
