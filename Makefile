@@ -6,7 +6,7 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test acceptance check proto serve clean install dev model
+.PHONY: demo test acceptance check proto serve dashboards clean install dev model
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -54,6 +54,9 @@ proto: dev
 	$(BIN)/python -m grpc_tools.protoc -I deltafront/protos=protos --python_out=build/proto \
 	  --grpc_python_out=build/proto --pyi_out=build/proto protos/v1/deltafront.proto
 	cp build/proto/deltafront/protos/v1/deltafront_pb2* protos/v1/
+
+dashboards: install
+	$(BIN)/python dashboards/build.py
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis deltafront.egg-info $(VENV)

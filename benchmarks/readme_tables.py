@@ -31,7 +31,9 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def provenance(result: Result) -> str:
     parts = [str(result[key]) for key in ("gpu", "hardware", "machine") if result.get(key)]
     parts += [f"{key} {result[key]}" for key in ("commit", "torch", "triton") if result.get(key)]
-    return f"\n\n{', '.join(parts)}; medians of one run."
+    text = f" Text: {result['text']}." if result.get("text") else ""
+    note = f" {result['note'][0].upper()}{result['note'][1:]}." if result.get("note") else ""
+    return f"\n\n{', '.join(parts)}; medians.{text}{note}"
 
 
 def kernels(result: Result) -> str:
@@ -99,6 +101,7 @@ def service_overhead(result: Result) -> str:
 TABLES: dict[str, Callable[[Result], str]] = {
     "kernels_h200": kernels,
     "recall_h200": recall,
+    "recall_prose_h200": recall,
     "long_context_h200": long_context,
     "service_overhead": service_overhead,
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from deltafront.benchmarks import readme_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,3 +43,37 @@ def test_every_package_is_listed() -> None:
     for folder in folders:
         for path in (ROOT / folder).rglob("*.py"):
             assert (path.parent / "__init__.py").exists(), f"{path.parent} holds modules but no __init__.py"
+
+
+def test_the_readmes_tables_are_made_from_the_results() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme_tables.render(readme) == readme, "run python -m deltafront.benchmarks.readme_tables"
+
+
+def test_every_file_has_its_line_in_the_architecture() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    files = [
+        str(path.relative_to(ROOT))
+        for folder in ("kernels", "workers", "service", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    ]
+    missing = [name for name in files if f"| `{name}` |" not in page]
+    assert not missing, f"docs/architecture.md does not name {missing}"
+
+
+def test_the_dashboard_is_built_and_asks_only_for_metrics_that_exist() -> None:
+    spec = importlib.util.spec_from_file_location("dashboard", ROOT / "dashboards" / "build.py")
+    assert spec is not None and spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    sys.modules["dashboard"] = build
+    spec.loader.exec_module(build)
+    assert build.TARGET.read_text() == build.render(), "run make dashboards"
+    declared = re.findall(
+        r'self\._(histogram|counter|summary|gauge)\(\s*"(\w+)"', (ROOT / "service" / "metrics.py").read_text()
+    )
+    endings = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+    series = {f"deltafront_{name}{end}" for kind, name in declared for end in endings.get(kind, ("",))}
+    asked = set(re.findall(r"deltafront_\w+", build.render()))
+    assert asked, "the dashboard asks for nothing"
+    assert asked <= series, f"no such metrics: {asked - series}"
