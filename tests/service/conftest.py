@@ -72,9 +72,9 @@ class Served:
         return int(group.pages_total - group.pages_free + decode.pages_total - decode.pages_free)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Started once; takes fixed ports, so nothing else may use Serve meanwhile."""
+    """Started once for its module; takes fixed ports, and other modules start a Ray of their own."""
     from deltafront.service.local_ray import running
 
     folder = tmp_path_factory.mktemp("served")
