@@ -4,8 +4,9 @@ One asyncio class without Ray or torch. Every decision is made on the event loop
 to all stages at once, so stages get the same commands in the same order: that is what makes cancelling
 safe in a pipeline whose stages pass tensors on without headers.
 
-At most one chunk per stage is in flight. That fills the pipeline, and bounds how long a cancelled
-request's chunks, or somebody else's, stand between a request and its pages.
+At most one chunk per stage is in flight, and one enters when the first stage has passed on the one before.
+That fills the pipeline, and bounds how long a cancelled request's chunks, or somebody else's, stand between
+a request and its pages: one chunk's way through all stages.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class PrefillController:
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
         self._in_flight = 0
+        self._entry_busy = False
         self._throughput = Throughput()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure = ""
@@ -169,8 +171,9 @@ class PrefillController:
     # --- the pipeline ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Send chunks until every stage has one or nobody waits. Called whenever either may have changed."""
-        while not self._failure and self._in_flight < len(self._links):
+        """Send a chunk if the first stage is free and somebody waits. Called whenever either may have
+        changed."""
+        while not self._failure and not self._entry_busy and self._in_flight < len(self._links):
             waiting = [request.waiting for request in self._requests.values() if request.unsent]
             if not waiting:
                 return
@@ -196,7 +199,16 @@ class PrefillController:
         self._in_flight += 1
         blind = replace(command, token_ids=b"")
         replies = [link.run_chunk(blind if stage else command) for stage, link in enumerate(self._links)]
-        self._spawn(self._watch(request, command, now, [*opening, *replies]))
+        self._entry_busy = True
+        entry = asyncio.ensure_future(outcome(replies[0]))
+        entry.add_done_callback(self._entry_free)
+        self._spawn(self._watch(request, command, now, [*opening, entry, *replies[1:]]))
+
+    def _entry_free(self, entry: asyncio.Future[Any]) -> None:
+        """The first stage has passed its chunk on. A failure of the group shows in `_watch`."""
+        self._entry_busy = False
+        if not entry.cancelled() and entry.exception() is None:
+            self._pump()
 
     async def _watch(
         self, request: Request, command: ChunkCommand, sent: float, replies: list[Awaitable[Any]]

@@ -63,7 +63,8 @@ def releasing(wire: Wire, session: str) -> Iterator[None]:
 def test_needles_are_found_and_delta_decodes_like_full(
     name: str, wire: Wire, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
-    options = {} if name == "dense" else {"min_tokens": 0}
+    # Uncalibrated, one threshold for all heads: 0.9 loses answers at 8K (docs/LOG.md).
+    options = {} if name == "dense" else {"min_tokens": 0, "tau": 0.95}
     result = wire.prefill(
         pb.PrefillRequest(prompt=text(haystack.text), attention=method(name, **options)), timeout=600
     )
@@ -98,7 +99,8 @@ def test_a_second_question_does_not_read_again(wire: Wire, haystack: Haystack, t
         prompt=text(haystack.text),
         append=text(needle.question),
         attention=method("dense"),
-        sampling=pb.SamplingOptions(max_tokens=32, stop=["."]),
+        sampling=pb.SamplingOptions(max_tokens=48, stop=["."]),
+        page_selection=pb.PAGE_SELECTION_FULL,
     )
     request.session_ttl.FromSeconds(300)
     first = wire.generate(request)

@@ -63,8 +63,9 @@ BAD = {
     "zero top_p": (sampled(top_p=0.0), INVALID, "top_p"),
     "negative top_k": (sampled(top_k=-1), INVALID, "top_k"),
     "negative max_tokens": (sampled(max_tokens=-3), INVALID, "max_tokens"),
+    "too many tokens": (sampled(max_tokens=200_000), INVALID, "max_tokens"),
     "an answer that no worker can hold": (
-        sampled(max_tokens=200_000),
+        sampled(max_tokens=100_000),
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "cache_tokens",
     ),

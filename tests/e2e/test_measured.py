@@ -72,7 +72,7 @@ def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
     assert abs(grown("deltafront_ttft_part_seconds_total") - seen) < 1e-6
     assert grown("deltafront_request_prompt_tokens_sum") == len(answers) * len(ids)
     assert grown("deltafront_generation_tokens_total") == sum(len(a.token_ids) for a in answers)
-    assert grown("deltafront_requests_total", 'outcome="finished"') == len(answers)
+    assert grown("deltafront_requests_total", 'method_rpc="Generate",outcome="finished"') == len(answers)
     gaps = sum(a.finish.usage.completion_tokens - 1 for a in answers)
     assert grown("deltafront_inter_token_latency_seconds_count") == gaps
 

@@ -7,12 +7,15 @@ import threading
 import time
 
 import grpc
+import pytest
 from tokenizers import Tokenizer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 
 from .conftest import Haystack, Sizes, Table
 from .wire import Answer, Wire, method, packed, text
+
+pytestmark = pytest.mark.timeout(1800)  # twenty times a document at full size
 
 
 def first_token(wire: Wire, prompt: pb.Prompt) -> Answer:
@@ -112,12 +115,12 @@ def test_a_full_pool_is_refused_with_a_time(wire: Wire, haystack: Haystack) -> N
     room = info.decode_pages_total * info.page_tokens
     request = pb.GenerateRequest(
         prompt=text(haystack.text),
-        sampling=pb.SamplingOptions(max_tokens=min(room - 1, 60_000), ignore_eos=True),
+        sampling=pb.SamplingOptions(max_tokens=int(0.6 * room) - haystack.tokens, ignore_eos=True),
     )
     held = []
     try:
         refused = None
-        for _ in range(room // 50_000 + 2):
+        for _ in range(3):
             stream = wire.start(request)
             try:
                 next(stream)

@@ -166,7 +166,7 @@ async def test_never_more_chunks_in_flight_than_stages_and_short_ones_overtake()
     controller, fakes = make(stages=3)
     long = asyncio.create_task(collect(controller, job("long", 900)))
     await asyncio.sleep(0)
-    assert [kind for kind, _, _ in fakes[0].log].count("chunk") == 3
+    assert [kind for kind, _, _ in fakes[0].log].count("chunk") == 1, "the next waits for the first stage"
     await collect(controller, job("short", 100))
     assert not long.done(), "128-token chunks of the long prompt are still to come"
     events = await long
