@@ -210,8 +210,7 @@ def _check_input(x: AttentionInput) -> None:
     y = AttentionInput.of(*(t.float().cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start)
     on_cpu = TileMask(*(t.cpu() for t in (mask.index_BHNM, mask.count_BHN, mask.score_BHNM) if t is not None))
     wanted = packed_kv_reference.attend(y, _moved(packed_kv_state), chunk=CHUNK, critical=512, counts=True)
-    # Packed values are sums of runs: where they cancel, rounding the weights to bf16 shows more.
-    assert_rows_close(found.cpu(), wanted, factor=2.0)
+    assert_rows_close(found.cpu(), wanted, factor=1.5)
     wanted = block_sparse_packed_reference.attend(y, on_cpu, _moved(tile_state), share=share)
     assert_rows_close(mixed.cpu(), wanted, factor=1.5)
     if x.q_start == 0:
