@@ -14,18 +14,19 @@ def pack_head(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One row per run: the mean key (or the anchor's), the mean value, the run's length n.
 
-    start_P: first rows of the runs, which cover positions start_P[0] .. end-1. All results fp32.
+    start_P: first rows of the runs, which cover positions start_P[0] .. end-1. Packed rows are kept as the
+    cache keeps its rows, so means are rounded to the type of k and v; all results are then fp32.
     """
     length_P = torch.diff(start_P, append=start_P.new_tensor([end]))
     first = int(start_P[0])
     run_S = torch.repeat_interleave(torch.arange(start_P.numel()), length_P.long())
     zeros_PD = torch.zeros(start_P.numel(), k_SD.shape[1])
-    values_PD = zeros_PD.index_add(0, run_S, v_SD[first:end].float()) / length_P[:, None]
+    values_PD = (zeros_PD.index_add(0, run_S, v_SD[first:end].float()) / length_P[:, None]).to(v_SD.dtype)
     if mean_keys:
-        keys_PD = zeros_PD.index_add(0, run_S, k_SD[first:end].float()) / length_P[:, None]
+        keys_PD = (zeros_PD.index_add(0, run_S, k_SD[first:end].float()) / length_P[:, None]).to(k_SD.dtype)
     else:
-        keys_PD = k_SD.index_select(0, start_P).float()
-    return keys_PD, values_PD, length_P.float()
+        keys_PD = k_SD.index_select(0, start_P)
+    return keys_PD.float(), values_PD.float(), length_P.float()
 
 
 def attend(
