@@ -18,6 +18,11 @@ from .config import ConfigError, ServiceConfig
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 << 30
 _OWNER_CPUS = 0.1
+_QUIET = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+}
 
 
 @contextlib.contextmanager
@@ -76,7 +81,12 @@ def check_ports(settings: ServiceConfig) -> None:
 
 
 def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
-    """What has to be set before Ray starts: HAProxy in front of the replicas, with its files in `folder`."""
+    """What has to be set before Ray starts: HAProxy in front of the replicas, with its files in `folder`.
+
+    The last group turns down what costs a small machine a tenth of its time: Serve's control loop looks
+    twice a second instead of ten times, and Ray collects no metrics or task events of its own, for which a
+    service on one machine has no reader. What the caller's environment says comes first.
+    """
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
         "SOCKET_PATH": "admin.sock",
@@ -91,6 +101,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
         "RAY_USAGE_STATS_ENABLED": "0",
         **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
+        **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
     }
 
 

@@ -8,7 +8,7 @@ dimension, S tokens so far, C hidden size, V vocabulary, B = 1.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -80,13 +80,15 @@ class DecodeCompute:
 
     @torch.inference_mode()
     def write(
-        self, layer: int, pages: Sequence[int], start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+        self, pages: Sequence[int], start: int, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Store pulled K/V; when it returns, every later step sees it. Runs on the hand-off thread."""
+        """Store pulled K/V (k_TGD, v_TGD by layer) from position `start` on; when it returns, every later
+        step sees it. Runs on the hand-off thread."""
         with nullcontext() if self._write_stream is None else torch.cuda.stream(self._write_stream):
             table_N = torch.tensor(pages, dtype=torch.int64, device=self.cache.device)
-            k_TGD, v_TGD = k_TGD.to(self.cache.device), v_TGD.to(self.cache.device)
-            self.cache.write(layer, table_N, start, k_TGD, v_TGD)
+            for layer, kv_TGD in layers.items():
+                k_TGD, v_TGD = (x_TGD.to(self.cache.device) for x_TGD in kv_TGD)
+                self.cache.write(layer, table_N, start, k_TGD, v_TGD)
         if self._write_stream is not None:
             self._write_stream.synchronize()
 

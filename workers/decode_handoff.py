@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -26,8 +26,8 @@ from .model_config import ModelConfig
 class Receiver(Protocol):
     """The receiving end of the K/V transport."""
 
-    async def pull(self, announcement: KVAnnouncement, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k_TGD, v_TGD) of an announcement, on any device."""
+    async def pull(self, announcement: KVAnnouncement, /) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """(k_TGD, v_TGD) of each layer of an announcement, on any device."""
 
 
 class Handoff:
@@ -56,35 +56,41 @@ class Handoff:
         if request is None:
             return
         try:
-            if request.arrival.claim(announcement.layer, announcement.start, announcement.tokens):
-                await self._pull(request, announcement)
+            layers = range(announcement.layer, announcement.layer + announcement.layers)
+            start, tokens = announcement.start, announcement.tokens
+            new = [layer for layer in layers if request.arrival.claim(layer, start, tokens)]
+            if new:
+                await self._pull(request, announcement, new)
         except Exception as error:
             self._fail(request, error)
             raise
 
-    async def _pull(self, request: DecodeRequest, announcement: KVAnnouncement) -> None:
+    async def _pull(self, request: DecodeRequest, announcement: KVAnnouncement, new: list[int]) -> None:
+        """Pull an announcement and write its layers `new`."""
         began = time.perf_counter()
-        k_TGD, v_TGD = await self._receiver.pull(announcement)
+        pulled = await self._receiver.pull(announcement)
         expected = (announcement.tokens, self._model.kv_heads, self._model.head_dim)
-        if k_TGD.shape != expected or v_TGD.shape != expected:
-            raise ArrivalError(f"pulled {tuple(k_TGD.shape)} and {tuple(v_TGD.shape)}, expected {expected}")
+        for k_TGD, v_TGD in pulled:
+            if k_TGD.shape != expected or v_TGD.shape != expected:
+                raise ArrivalError(
+                    f"pulled {tuple(k_TGD.shape)} and {tuple(v_TGD.shape)}, expected {expected}"
+                )
         if request.ended is not None:
             return
+        parts = {layer: pulled[layer - announcement.layer] for layer in new}
         self._lifecycle.pin(request)
         writing = asyncio.get_running_loop().run_in_executor(
             self._executor,
             self._compute.write,
-            announcement.layer,
             request.holding.table,
             announcement.start,
-            k_TGD,
-            v_TGD,
+            parts,
         )
         writing.add_done_callback(lambda _done: self._lifecycle.unpin(request))
         await asyncio.shield(writing)  # a caller that is cancelled must not look like a finished write
-        request.times.handoff_bytes += k_TGD.nbytes + v_TGD.nbytes
+        request.times.handoff_bytes += sum(k.nbytes + v.nbytes for k, v in parts.values())
         request.times.handoff_seconds += time.perf_counter() - began
-        request.arrival.written(announcement.tokens)
+        request.arrival.written(announcement.tokens * len(parts))
         if request.arrival.complete and request.ended is None:
             request.times.complete = time.perf_counter()
             request.settled.set()

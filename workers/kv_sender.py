@@ -1,5 +1,8 @@
 """A prefill stage's end of the hand-off: device to host, then to the post.
 
+A layer's chunk of a big model is a message of its own; small ones wait for the next layers', because a
+message costs every process it passes some hundred microseconds.
+
 Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
 """
 
@@ -15,6 +18,9 @@ import torch
 from .kv_transport import NUMPY_TYPES, HandoffError, Post
 from .messages import FirstLogits, KVAnnouncement
 
+MESSAGE_BYTES = 4 << 20
+"""A message is posted once it holds this much K/V, at the latest when its chunk ends."""
+
 
 @dataclass(frozen=True)
 class _Staged:
@@ -28,6 +34,19 @@ class _Staged:
     v_TGD: torch.Tensor
     landed: Any
 
+    @property
+    def bytes(self) -> int:
+        return self.k_TGD.nbytes + self.v_TGD.nbytes
+
+    def continues(self, other: _Staged) -> bool:
+        """True if this is the next layer of the same chunk."""
+        return (self.request_id, self.decode_worker, self.start, self.layer) == (
+            other.request_id,
+            other.decode_worker,
+            other.start,
+            other.layer + 1,
+        )
+
 
 class KVSender:
     """A stage's end of the hand-off. On CUDA the copies run on a side stream into pinned memory while the
@@ -39,6 +58,8 @@ class KVSender:
         if torch.device(device).type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._staged: deque[_Staged] = deque()
+        self._message: list[_Staged] = []
+        """Layers of one chunk that have landed and are not posted yet."""
 
     def announce(
         self,
@@ -70,6 +91,7 @@ class KVSender:
 
     def forget(self, request_id: str) -> None:
         """The request is over: what its announcements end in no longer matters."""
+        self._message = [part for part in self._message if part.request_id != request_id]
         self._post.forget(request_id)
 
     def _to_host(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -94,13 +116,23 @@ class KVSender:
                     staged.landed.synchronize()
                 elif not staged.landed.query():
                     return
-            self._staged.popleft()
-            payload = _as_numpy(staged.k_TGD), _as_numpy(staged.v_TGD)
-            tokens = staged.k_TGD.shape[0]
-            self._post.kv(
-                staged.decode_worker,
-                KVAnnouncement(staged.request_id, staged.layer, staged.start, tokens, payload),
-            )
+            if self._message and not staged.continues(self._message[-1]):
+                self._post_message()
+            self._message.append(self._staged.popleft())
+            if sum(part.bytes for part in self._message) >= MESSAGE_BYTES:
+                self._post_message()
+        if wait:
+            self._post_message()
+
+    def _post_message(self) -> None:
+        if not self._message:
+            return
+        first, layers = self._message[0], len(self._message)
+        payload = tuple(_as_numpy(x) for part in self._message for x in (part.k_TGD, part.v_TGD))
+        self._message = []
+        tokens = first.k_TGD.shape[0]
+        announcement = KVAnnouncement(first.request_id, first.layer, first.start, tokens, payload, layers)
+        self._post.kv(first.decode_worker, announcement)
 
 
 def _as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:

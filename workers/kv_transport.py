@@ -37,7 +37,7 @@ class Post(Protocol):
     remembers it until `check`, so that a stage can finish the chunk and keep in step with its peers."""
 
     def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
-        """announcement.payload: the two host arrays [T, G, D]."""
+        """announcement.payload: host arrays [T, G, D], k then v of each layer."""
 
     def logits(self, decode_worker: str, message: FirstLogits) -> None: ...
 
@@ -111,13 +111,11 @@ class ObjectStorePost:
         """Live requests: why the hand-off failed, None while it has not."""
 
     def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
-        k_TGD, v_TGD = announcement.payload
         if self._dead(announcement.request_id):
             return
-        reference = self._ray.put((k_TGD, v_TGD))
-        self._call(
-            "announce", decode_worker, replace(announcement, payload=reference), k_TGD.nbytes + v_TGD.nbytes
-        )
+        size = sum(x_TGD.nbytes for x_TGD in announcement.payload)
+        reference = self._ray.put(announcement.payload)
+        self._call("announce", decode_worker, replace(announcement, payload=reference), size)
 
     def logits(self, decode_worker: str, message: FirstLogits) -> None:
         if not self._dead(message.request_id):
@@ -182,8 +180,9 @@ class KVReceiver:
         self._shape = (kv_heads, head_dim)
         self._dtype = dtype
 
-    async def pull(self, announcement: KVAnnouncement) -> tuple[torch.Tensor, torch.Tensor]:
-        """k_TGD, v_TGD on the host. They alias shared memory: copy them into pages, never write to them.
+    async def pull(self, announcement: KVAnnouncement) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """k_TGD, v_TGD of each layer, on the host. They alias shared memory: copy them into pages, never
+        write to them.
 
         Raises HandoffError if the arrays are not [tokens, kv_heads, head_dim] of the model's dtype, or if
         their owner died.
@@ -194,10 +193,12 @@ class KVReceiver:
                 payload = await payload
             except Exception as error:
                 raise HandoffError(f"{self._what(announcement)} is lost: {_plain(error)}") from error
-        if not isinstance(payload, tuple) or len(payload) != 2:
-            raise HandoffError(f"{self._what(announcement)} holds {type(payload).__name__}, not two arrays")
-        k, v = (self._tensor(announcement, name, x) for name, x in zip("kv", payload, strict=True))
-        return k, v
+        wanted = 2 * announcement.layers
+        if not isinstance(payload, tuple) or len(payload) != wanted:
+            found = f"{len(payload)} things" if isinstance(payload, tuple) else type(payload).__name__
+            raise HandoffError(f"{self._what(announcement)} holds {found}, not {wanted} arrays")
+        sides = [self._tensor(announcement, "kv"[n % 2], x) for n, x in enumerate(payload)]
+        return list(zip(sides[::2], sides[1::2], strict=True))
 
     def _tensor(self, announcement: KVAnnouncement, name: str, array: Any) -> torch.Tensor:
         expected = (announcement.tokens, *self._shape)
@@ -215,4 +216,6 @@ class KVReceiver:
 
     @staticmethod
     def _what(announcement: KVAnnouncement) -> str:
-        return f"K/V of {announcement.request_id}, layer {announcement.layer} at {announcement.start}"
+        last = announcement.layer + announcement.layers - 1
+        layers = f"layer {last}" if announcement.layers == 1 else f"layers {announcement.layer} .. {last}"
+        return f"K/V of {announcement.request_id}, {layers} at {announcement.start}"

@@ -279,16 +279,17 @@ class ChunkReport:
 
 @dataclass(frozen=True)
 class KVAnnouncement:
-    """K/V of one layer for tokens start .. start+tokens-1, ready to be pulled.
+    """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be pulled.
 
-    payload: what the transport's receiver understands (an object reference to two arrays [tokens, G, D],
-    or the arrays themselves in one process)."""
+    payload: what the transport's receiver understands (an object reference to 2 · layers arrays
+    [tokens, G, D], k then v of each layer, or the arrays themselves in one process)."""
 
     request_id: str
     layer: int
     start: int
     tokens: int
     payload: Any = field(repr=False)
+    layers: int = 1
 
 
 @dataclass(frozen=True)

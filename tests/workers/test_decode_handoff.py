@@ -51,13 +51,33 @@ async def test_repeated_and_unknown_announcements_are_ignored(bench: Any) -> Non
     assert answer.finish.report.handoff_bytes == alone.finish.report.handoff_bytes
 
 
+async def test_layers_that_come_together_count_once_each(bench: Any) -> None:
+    """All layers of a chunk in one message, one of them announced alone before."""
+    run = await bench()
+    ids = ids_of(70)
+    alone = await run.ask("alone", ids, SHORT)
+    await run.reserve("a", 70, 8)
+    prompt = run.prefill(ids)
+    layers = len(prompt.kv)
+    pieces = run.pieces("a", prompt)
+    await run.engine.announce(pieces[2])
+    for first in range(0, len(pieces), layers):
+        chunk = pieces[first : first + layers]
+        payload = tuple(x for piece in chunk for x in piece.payload)
+        await run.engine.announce(replace(chunk[0], payload=payload, layers=layers))
+    await run.engine.first_logits(FirstLogits("a", prompt.logits))
+    answer = await run.collect(GenerateJob("a", SHORT))
+    assert answer.ids == alone.ids
+    assert answer.finish.report.handoff_bytes == alone.finish.report.handoff_bytes
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"layer": 6}, "layer 6"),
         ({"start": 64}, "64 .. 95"),
         ({"start": 5}, "overlaps"),
-        ({"payload": None}, "not two arrays"),
+        ({"payload": None}, "not 2 arrays"),
         ({"payload": (np.zeros((31, 2, 16), np.float32),) * 2}, "expected"),
         ({"payload": (np.zeros((32, 2, 16), np.float16),) * 2}, "expected"),
     ],
@@ -83,7 +103,7 @@ async def test_a_failed_pull_fails_keep_too(bench: Any) -> None:
     await run.reserve("a", 70, 0)
     keeping = asyncio.create_task(run.engine.keep(KeepSession("a", 10.0)))
     piece = run.pieces("a", run.prefill(ids_of(70)))[0]
-    with pytest.raises(Exception, match="not two arrays"):
+    with pytest.raises(Exception, match="not 2 arrays"):
         await run.engine.announce(replace(piece, payload="lost"))
     with pytest.raises(DecodeFailed, match="did not arrive"):
         await keeping

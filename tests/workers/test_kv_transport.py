@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltafront.workers import kv_sender
 from deltafront.workers.kv_sender import KVSender
 from deltafront.workers.kv_transport import HandoffError, InProcessPost, KVReceiver, ObjectStorePost
 from deltafront.workers.messages import FirstLogits, KVAnnouncement
@@ -43,9 +44,50 @@ async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     sender.finish_chunk("r")
     (announced,) = sink.announced
     assert (announced.request_id, announced.layer, announced.start, announced.tokens) == ("r", 4, 128, 37)
-    got_k, got_v = await KVReceiver(3, 8, dtype).pull(announced)
+    ((got_k, got_v),) = await KVReceiver(3, 8, dtype).pull(announced)
     assert got_k.dtype is dtype
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
+
+
+def test_small_layers_travel_together_and_big_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message is posted when it is full, when the next layer is another chunk's, and at the chunk's end."""
+    layer_bytes = 2 * 2 * 3 * 8 * 4
+    monkeypatch.setattr(kv_sender, "MESSAGE_BYTES", 3 * layer_bytes)
+    sink = Sink()
+    sender = KVSender(InProcessPost(sink), "cpu")
+    made = {}
+
+    def announce(request_id: str, layer: int, start: int) -> None:
+        made[request_id, start, layer] = torch.randn(2, 2, 3, 8)
+        sender.announce(request_id, "decode:x", layer, start, *made[request_id, start, layer])
+
+    for layer in range(4, 9):
+        announce("r", layer, 0)
+    announce("r", 4, 2)
+    announce("s", 5, 2)
+    sender.finish_chunk("s")
+    found = [(a.request_id, a.start, a.layer, a.layers) for a in sink.announced]
+    assert found == [("r", 0, 4, 3), ("r", 0, 7, 2), ("r", 2, 4, 1), ("s", 2, 5, 1)]
+    receiver = KVReceiver(3, 8, torch.float32)
+    for a in sink.announced:
+        for n, (k, v) in enumerate(asyncio.run(receiver.pull(a))):
+            assert torch.equal(torch.stack((k, v)), made[a.request_id, a.start, a.layer + n])
+    monkeypatch.setattr(kv_sender, "MESSAGE_BYTES", layer_bytes)
+    sink.announced.clear()
+    for layer in range(3):
+        announce("r", layer, 4)
+    assert [(a.layer, a.layers) for a in sink.announced] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_what_is_left_of_a_closed_request_is_not_posted() -> None:
+    sink = Sink()
+    sender = KVSender(InProcessPost(sink), "cpu")
+    kv = torch.zeros(2, 3, 8)
+    sender.announce("gone", "decode:x", 0, 0, kv, kv)
+    sender.forget("gone")
+    sender.announce("r", "decode:x", 0, 0, kv, kv)
+    sender.finish_chunk("r")
+    assert [a.request_id for a in sink.announced] == ["r"]
 
 
 async def test_logits_travel_as_float32() -> None:
@@ -64,7 +106,7 @@ async def test_a_payload_behind_a_reference_is_awaited_and_its_loss_is_plain() -
         raise RuntimeError("the owner died\nand a traceback")
 
     receiver = KVReceiver(3, 8, torch.float32)
-    _, v = await receiver.pull(KVAnnouncement("r", 0, 0, 2, arrives()))
+    ((_, v),) = await receiver.pull(KVAnnouncement("r", 0, 0, 2, arrives()))
     assert bool((v == 1).all())
     with pytest.raises(HandoffError, match=r"K/V of r, layer 0 at 0 is lost: RuntimeError: the owner died$"):
         await receiver.pull(KVAnnouncement("r", 0, 0, 2, lost()))
@@ -73,7 +115,7 @@ async def test_a_payload_behind_a_reference_is_awaited_and_its_loss_is_plain() -
 async def test_read_only_memory_is_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     array = np.zeros((2, 3, 8), np.float32)
     array.flags.writeable = False
-    k, _ = await KVReceiver(3, 8, torch.float32).pull(KVAnnouncement("r", 0, 0, 2, (array, array)))
+    ((k, _),) = await KVReceiver(3, 8, torch.float32).pull(KVAnnouncement("r", 0, 0, 2, (array, array)))
     assert k.data_ptr() == array.ctypes.data, "no copy"
     assert not list(recwarn)
 

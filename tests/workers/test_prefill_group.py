@@ -77,9 +77,9 @@ def decode(cluster: None) -> Iterator[Any]:
         async def announce(self, announcement: Any) -> None:
             if announcement.request_id == "unwanted":
                 raise ValueError("no such request here")
-            k, v = await self.receiver.pull(announcement)
-            key = announcement.request_id, announcement.layer, announcement.start
-            self.kv[key] = k.clone(), v.clone()
+            for n, (k, v) in enumerate(await self.receiver.pull(announcement)):
+                key = announcement.request_id, announcement.layer + n, announcement.start
+                self.kv[key] = k.clone(), v.clone()
 
         async def first_logits(self, message: Any) -> None:
             self.logits[message.request_id] = message.logits

@@ -54,7 +54,8 @@ class Collector:
     def announce(self, announcement: KVAnnouncement) -> None:
         if announcement.request_id == self.refuse:
             raise ValueError("not mine")
-        self.kv[announcement.request_id, announcement.layer].append(announcement)
+        for n in range(announcement.layers):
+            self.kv[announcement.request_id, announcement.layer + n].append(announcement)
 
     def first_logits(self, message: FirstLogits) -> None:
         self.logits[message.request_id] = message.logits
@@ -68,7 +69,7 @@ class Collector:
         for announcement in self.kv[request_id, layer]:
             assert announcement.start == end
             end += announcement.tokens
-            parts.append(await receiver.pull(announcement))
+            parts.append((await receiver.pull(announcement))[layer - announcement.layer])
         return tuple(torch.cat(side) for side in zip(*parts, strict=True))
 
 
