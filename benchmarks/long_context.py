@@ -3,8 +3,9 @@
     python -m deltafront.benchmarks.long_context --config deploy/config/gpu.yaml --text FILE \
         --tokens 131072 --needles 100 --questions 10 --methods dense dpxa xattention streaming+delta
 
-The same document is read once with every method; then the questions are asked on its session. Reports exact
-answers, the median TTFT of `--repeats` reads, its parts, and the density. The text must be about 10% longer
+The same document is read once with every method; then the questions are asked on its session. A method may
+carry options: `dpxa:tau=0.9,k_anchors=16`. Reports exact answers with full and with DELTA decode, the median
+TTFT of `--repeats` reads, its parts, and the density. The text must be about 10% longer
 than wanted (a whole novel for 131,072 tokens). Prints a table and writes the JSON named by --result.
 """
 
@@ -28,7 +29,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read(client: DeltafrontClient, document: str, method: str) -> PrefillFinished:
-    for event in client.prefill(document, method=method, session_ttl_s=1800):
+    name, _, given = method.partition(":")
+    pairs = [pair.partition("=") for pair in given.split(",") if pair]
+    options = {key: float(value) for key, _, value in pairs}
+    for event in client.prefill(document, method=name, options=options, session_ttl_s=1800):
         if isinstance(event, PrefillFinished):
             return event
     raise RuntimeError("Prefill ended without a result")
@@ -58,7 +62,7 @@ def run_method(
     result = results[-1]
     session = result.session.session_id
     right = {"full": 0, "delta": 0}
-    question_ttft, wrong = [], []
+    question_ttft, wrong, shares = [], [], []
     for needle in asked:
         for selection in right:
             answer, finish = ask(client, session, needle.question, selection)
@@ -66,10 +70,13 @@ def run_method(
             if not needle.answered_by(answer):
                 wrong.append({"decode": selection, "expected": needle.value, "answer": answer.strip()})
             question_ttft.append(finish.timings.ttft_seconds)
+            if selection == "delta":
+                shares.append(finish.page_share)
     client.release(session)
     return {
         "method": method,
         "tokens": result.usage.prompt_tokens,
+        "page_share": round(statistics.mean(shares), 4),
         "exact_full_decode": right["full"],
         "exact_delta_decode": right["delta"],
         "asked": len(asked),
@@ -92,6 +99,7 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=100)
     parser.add_argument("--questions", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=3, help="of the needles and their places")
     parser.add_argument("--methods", nargs="+", default=["dense", "dpxa", "xattention", "streaming+delta"])
     parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "long_context.json")
     parser.add_argument("--hardware", default="", help="what it ran on, for the record")
@@ -99,14 +107,14 @@ def main() -> None:
     config = load(arguments.config)
     directory = model_store.resolve(config.model.path)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    needles = hay.make_needles(arguments.needles, seed=3)
+    needles = hay.make_needles(arguments.needles, arguments.seed)
     # The question and its answer follow the document within the model's positions.
     document = hay.document(
         arguments.text.read_text(),
         needles,
         arguments.tokens - 128,
         lambda t: len(tokenizer.encode(t).ids),
-        seed=3,
+        arguments.seed,
     )
     asked = needles[: arguments.questions]  # hide() spreads them at random over the document
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
@@ -114,7 +122,12 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    result = {"hardware": arguments.hardware, "commit": commit.stdout.strip(), "rows": rows}
+    result = {
+        "hardware": arguments.hardware,
+        "commit": commit.stdout.strip(),
+        "seed": arguments.seed,
+        "rows": rows,
+    }
     arguments.result.write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:
         print({key: value for key, value in row.items() if key not in ("parts", "wrong")})

@@ -92,7 +92,7 @@ PRESETS: Mapping[str, Preset] = {
         "anchors",
         "block_sparse",
         {
-            "tau": _TAU,
+            "tau": Option(0.95, 0.01, 1.0, _TAU.help),
             "cos": Option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run"),
             "q_anchors": Option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32)),
             "k_anchors": Option(32, 8, 32, "key anchors per block", (8, 16, 32)),

@@ -37,6 +37,16 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message names file and key."""
 
 
+def _method_trouble(name: str) -> str:
+    """Why the service cannot prefill with this method; empty if it can."""
+    try:
+        spec = resolve(name)
+    except MethodError as error:
+        return str(error)
+    whole = spec.name.partition("+")[0] in WHOLE_PROMPT_ONLY
+    return f"{name} reads whole prompts only, not chunks" if whole else ""
+
+
 class DoorConfig(BaseModel):
     """The front door: ports, limits, patience."""
 
@@ -69,12 +79,9 @@ class DoorConfig(BaseModel):
 
     @model_validator(mode="after")
     def _method(self) -> DoorConfig:
-        try:
-            spec = resolve(self.default_method)
-        except MethodError as error:
-            raise ValueError(f"default_method: {error}") from None
-        if spec.name.partition("+")[0] in WHOLE_PROMPT_ONLY:
-            raise ValueError(f"default_method: {self.default_method} reads whole prompts only, not chunks")
+        trouble = _method_trouble(self.default_method)
+        if trouble:
+            raise ValueError(f"default_method: {trouble}")
         return self
 
 
@@ -180,6 +187,7 @@ def _prefill_problems(prefill: PrefillConfig) -> list[str]:
             "cpus_per_stage, gpus_per_stage: not negative",
         ),
         (prefill.ageing_tokens_per_second >= 0, "ageing_tokens_per_second: not negative"),
+        *((not trouble, f"warm_up: {trouble}") for trouble in map(_method_trouble, prefill.warm_up)),
     )
     return [f"prefill.{text}" for good, text in checks if not good]
 

@@ -46,6 +46,7 @@ from .model import LayerStack
 from .page_pool import PAGE_TOKENS, OutOfPages, PagePool
 from .page_selection import SelectionError, plan_layers
 from .sessions_table import SessionsTable
+from .warm_up import warm_up_decode
 
 _TICK_S = 0.1
 """How often deadlines and leases are looked at."""
@@ -78,6 +79,7 @@ class DecodeEngine:
         )
         compute = DecodeCompute(stack, cache, self._plan)
         sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
+        self._compute = compute
         self._pages = DecodePages(pool, sessions, model.positions, compute.copy_page)
         self._lifecycle = Lifecycle(self._pages, config.stream_lease_s, wall)
         self._threads = [
@@ -100,6 +102,12 @@ class DecodeEngine:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
+        """Take requests from now on, after the warm-up that the configuration asks for."""
+        if self._config.warm_up:
+            tokens = min(self._model.positions, self._config.cache_tokens)
+            await asyncio.get_running_loop().run_in_executor(
+                self._threads[0], warm_up_decode, self._compute, tokens, self._plan.calibrated
+            )
         self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:

@@ -64,6 +64,8 @@ class PrefillConfig:
     """A waiting request counts as this many tokens shorter for each second it has waited."""
     stream_lease_s: float = 60.0
     """A request whose door has not renewed it for this long is cancelled."""
+    warm_up: tuple[str, ...] = ()
+    """Methods that every stage runs once before it takes requests: a GPU compiles at first use."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class DecodeConfig:
     threads: int = 1
     cpus: float = 0.5
     gpus: float = 0.0
+    warm_up: bool = False
+    """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use."""
 
 
 # --- requests ----------------------------------------------------------------------------------------

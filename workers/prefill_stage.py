@@ -34,11 +34,13 @@ from .messages import (
     PrefillConfig,
     RequestFailed,
 )
+from .messages import resolve as method_spec
 from .model import LayerStack, load_stack
 from .model_config import read_config
 from .model_store import resolve, resolve_adapter
 from .page_pool import pages_for
 from .profile import PhaseTimer, phase_timer
+from .warm_up import warm_up_prefill
 
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)
 
@@ -235,7 +237,8 @@ class PrefillStage:
 def load_stage(
     model: ModelSpec, config: PrefillConfig, stage: int, activations: Activations | None, post: Post
 ) -> PrefillStage:
-    """Load a stage's share of the model and its pages. activations: None in a group of one stage."""
+    """Load a stage's share of the model and its pages, and warm up as configured. activations: None in a
+    group of one stage."""
     directory = resolve(model.path)
     shape = read_config(directory, model.overrides)
     device, dtype = torch.device(config.device), torch_dtype(model)
@@ -250,6 +253,7 @@ def load_stage(
         device=device,
         adapter=None if model.adapter is None else resolve_adapter(model.adapter),
     )
+    warm_up_prefill(stack, [method_spec(name) for name in config.warm_up], config.chunk_tokens)
     pages = pages_for(config.cache_tokens)
     cache = PagedKVCache(layers, shape.kv_heads, shape.head_dim, pages, dtype, device)
     sender = KVSender(post, device)

@@ -45,6 +45,8 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("model", {"zzz": 1}, "unknown key 'model.zzz'; known: path, adapter"),
         ("prefill", {"chunk_tokens": 500}, "prefill.chunk_tokens = 500: must be a multiple of 128"),
         ("prefill", {"stages": 0}, "prefill.stages: at least 1"),
+        ("prefill", {"warm_up": ["dense", "dpax"]}, "prefill.warm_up: unknown attention method 'dpax'"),
+        ("prefill", {"warm_up": ["flex+delta"]}, "prefill.warm_up: flex+delta reads whole prompts only"),
         ("prefill", {"stages": "many"}, "prefill.stages = 'many'"),
         ("prefill", {"cache_tokens": 100}, "prefill.cache_tokens = 100"),
         ("decode", {"cache_tokens": 100}, "decode.cache_tokens = 100: must be a positive multiple of 16"),
