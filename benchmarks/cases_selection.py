@@ -21,11 +21,13 @@ CHUNK_TOKENS = 1280
 
 
 def cases(config: BenchConfig) -> list[Case]:
-    """One case a selector; both are checked first, at both head sizes and in chunks."""
+    """Each selector at the full length and at four times that; both are checked first, at both head sizes
+    and in chunks."""
     check = partial(_check, config)
     return [
-        Case("dpxa_selection", config.tokens, partial(_prepare, config, _dpxa), check),
-        Case("xattention_s8_selection", config.tokens, partial(_prepare, config, _xattention), check),
+        Case(name, tokens, partial(_prepare, config, make, tokens), check)
+        for tokens in (config.tokens, 4 * config.tokens)
+        for name, make in (("dpxa_selection", _dpxa), ("xattention_s8_selection", _xattention))
     ]
 
 
@@ -55,15 +57,19 @@ def _state(selector: ScoredSelector, x: AttentionInput) -> object:
     return selector.new_state(StateSpec(batch, heads, groups, dim, keys, x.q_BHTD.device, x.q_BHTD.dtype))
 
 
-def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector]) -> Timed:
-    x = _input(config, config.tokens, config.q_heads, config.kv_heads, config.head_dim)
+def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector], tokens: int) -> Timed:
+    x = _input(config, tokens, config.q_heads, config.kv_heads, config.head_dim)
     selector = make()
+    torch.cuda.reset_peak_memory_stats(config.device)
+    before = torch.cuda.memory_allocated(config.device)
     state = _state(selector, x)
     mask = selector.select(x, state, no_phase)
+    peak = (torch.cuda.max_memory_allocated(config.device) - before) / 2**30
     batch, heads = x.q_BHTD.shape[:2]
     causal = batch * heads * x.key_blocks * (x.key_blocks + 1) / 2
     density = float(mask.count_BHN.double().sum()) / causal
-    note = ", ".join(f"{name} {value:.3f}" for name, value in statistics(x).items())
+    what = ", ".join(f"{name} {value:.3f}" for name, value in statistics(x).items())
+    note = f"peak {peak:.2f} GiB with state and mask; {what}"
 
     def run() -> TileMask:
         if selector.name == "anchors":

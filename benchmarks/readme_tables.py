@@ -37,8 +37,16 @@ def provenance(result: Result) -> str:
 
 
 def kernels(result: Result) -> str:
-    keys = ("case", "tokens", "ms", "tflops", "density", "ratio", "note")
-    rows = [[row.get(key) for key in keys] for row in result["rows"]]
+    forms = {"ms": ".4g", "tflops": ".0f", "density": ".3f", "ratio": ".2f"}
+    rows = [
+        [
+            row["case"],
+            row["tokens"],
+            *(format(row[key], form) if key in row else None for key, form in forms.items()),
+            row.get("note"),
+        ]
+        for row in result["rows"]
+    ]
     header = ("case", "tokens", "ms", "TFLOP/s", "density", "ratio", "note")
     return markdown(header, rows) + provenance(result)
 

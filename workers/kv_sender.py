@@ -8,7 +8,8 @@ Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V voca
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +50,22 @@ class _Staged:
 
 
 class KVSender:
-    """A stage's end of the hand-off. On CUDA the copies run on a side stream into pinned memory while the
-    layer computes, and are posted as they land; `finish_chunk` waits for the rest."""
+    """A stage's end of the hand-off, used from the stage's thread.
 
-    def __init__(self, post: Post, device: torch.device | str) -> None:
+    On CUDA the copies run on a side stream into pinned memory while the layer computes, and a thread of
+    its own posts them as they land, so that launching the next layers' kernels does not wait for the post.
+    On the CPU, whose cores all compute, the stage's thread posts. background: to choose otherwise.
+    """
+
+    def __init__(self, post: Post, device: torch.device | str, *, background: bool | None = None) -> None:
         self._post = post
-        self._stream: torch.cuda.Stream | None = None
-        if torch.device(device).type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staged: deque[_Staged] = deque()
+        cuda = torch.device(device).type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        own_thread = cuda if background is None else background
+        self._poster = ThreadPoolExecutor(1, "kv-post") if own_thread else None
+        self._posting: list[Future[None]] = []
         self._message: list[_Staged] = []
-        """Layers of one chunk that have landed and are not posted yet."""
+        """Layers of one chunk that have landed and are not posted yet. The posting thread's."""
 
     def announce(
         self,
@@ -75,24 +81,32 @@ class KVSender:
             shapes = f"k {tuple(k_TGD.shape)}, v {tuple(v_TGD.shape)}"
             raise HandoffError(f"cannot hand over {shapes} of {k_TGD.dtype}: expected two [tokens, heads, D]")
         k_host, v_host, landed = self._to_host(k_TGD, v_TGD)
-        self._staged.append(_Staged(decode_worker, request_id, layer, start, k_host, v_host, landed))
-        self._post_landed(wait=False)
+        self._in_order(self._add, _Staged(decode_worker, request_id, layer, start, k_host, v_host, landed))
         return 2 * k_TGD.numel() * k_TGD.element_size()
 
     def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
         """Send the prompt's last logits; synchronises with the device."""
         array = logits_V.detach().float().cpu().numpy()
-        self._post.logits(decode_worker, FirstLogits(request_id, array))
+        self._in_order(self._post.logits, decode_worker, FirstLogits(request_id, array))
 
     def finish_chunk(self, request_id: str) -> None:
         """Post what is still being copied. Raises HandoffError if anything of this request failed so far."""
-        self._post_landed(wait=True)
-        self._post.check(request_id)
+        self._in_order(self._post_message)
+        self._in_order(self._post.check, request_id)
+        posting, self._posting = self._posting, []
+        for work in posting:
+            work.result()
 
     def forget(self, request_id: str) -> None:
         """The request is over: what its announcements end in no longer matters."""
-        self._message = [part for part in self._message if part.request_id != request_id]
-        self._post.forget(request_id)
+        self._in_order(self._drop, request_id)
+
+    def _in_order(self, work: Callable[..., None], *args: Any) -> None:
+        """Here and now, or on the posting thread behind all before; `finish_chunk` raises what it raises."""
+        if self._poster is None:
+            work(*args)
+        else:
+            self._posting.append(self._poster.submit(work, *args))
 
     def _to_host(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         if self._stream is None:
@@ -108,20 +122,13 @@ class KVSender:
             landed.record(self._stream)
         return copies[0], copies[1], landed
 
-    def _post_landed(self, wait: bool) -> None:
-        while self._staged:
-            staged = self._staged[0]
-            if staged.landed is not None:
-                if wait:
-                    staged.landed.synchronize()
-                elif not staged.landed.query():
-                    return
-            if self._message and not staged.continues(self._message[-1]):
-                self._post_message()
-            self._message.append(self._staged.popleft())
-            if sum(part.bytes for part in self._message) >= MESSAGE_BYTES:
-                self._post_message()
-        if wait:
+    def _add(self, staged: _Staged) -> None:
+        if staged.landed is not None:
+            staged.landed.synchronize()
+        if self._message and not staged.continues(self._message[-1]):
+            self._post_message()
+        self._message.append(staged)
+        if sum(part.bytes for part in self._message) >= MESSAGE_BYTES:
             self._post_message()
 
     def _post_message(self) -> None:
@@ -133,6 +140,10 @@ class KVSender:
         tokens = first.k_TGD.shape[0]
         announcement = KVAnnouncement(first.request_id, first.layer, first.start, tokens, payload, layers)
         self._post.kv(first.decode_worker, announcement)
+
+    def _drop(self, request_id: str) -> None:
+        self._message = [part for part in self._message if part.request_id != request_id]
+        self._post.forget(request_id)
 
 
 def _as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:

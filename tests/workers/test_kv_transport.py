@@ -6,6 +6,7 @@ The object store's side runs in `test_prefill_group.py`; here a stand-in for Ray
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -49,12 +50,15 @@ async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
 
 
-def test_small_layers_travel_together_and_big_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_small_layers_travel_together_and_big_ones_alone(
+    background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A message is posted when it is full, when the next layer is another chunk's, and at the chunk's end."""
     layer_bytes = 2 * 2 * 3 * 8 * 4
     monkeypatch.setattr(kv_sender, "MESSAGE_BYTES", 3 * layer_bytes)
     sink = Sink()
-    sender = KVSender(InProcessPost(sink), "cpu")
+    sender = KVSender(InProcessPost(sink), "cpu", background=background)
     made = {}
 
     def announce(request_id: str, layer: int, start: int) -> None:
@@ -76,12 +80,15 @@ def test_small_layers_travel_together_and_big_ones_alone(monkeypatch: pytest.Mon
     sink.announced.clear()
     for layer in range(3):
         announce("r", layer, 4)
+    if background:
+        sender.finish_chunk("r")
     assert [(a.layer, a.layers) for a in sink.announced] == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_what_is_left_of_a_closed_request_is_not_posted() -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_left_of_a_closed_request_is_not_posted(background: bool) -> None:
     sink = Sink()
-    sender = KVSender(InProcessPost(sink), "cpu")
+    sender = KVSender(InProcessPost(sink), "cpu", background=background)
     kv = torch.zeros(2, 3, 8)
     sender.announce("gone", "decode:x", 0, 0, kv, kv)
     sender.forget("gone")
@@ -145,10 +152,11 @@ def test_a_sender_refuses_what_is_no_kv() -> None:
             sender.announce("r", "decode:x", 0, 0, k, v)
 
 
-def test_a_refused_announcement_shows_at_the_end_of_the_chunk() -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_refused_announcement_shows_at_the_end_of_the_chunk(background: bool) -> None:
     sink = Sink()
     sink.refuse = "r"
-    sender = KVSender(InProcessPost(sink), "cpu")
+    sender = KVSender(InProcessPost(sink), "cpu", background=background)
     kv = torch.zeros(2, 3, 8)
     sender.announce("r", "decode:x", 0, 0, kv, kv)
     sender.announce("other", "decode:x", 0, 0, kv, kv)
@@ -157,6 +165,26 @@ def test_a_refused_announcement_shows_at_the_end_of_the_chunk() -> None:
         sender.finish_chunk("r")
     sender.forget("r")
     sender.finish_chunk("r")
+
+
+def test_a_slow_post_does_not_hold_the_stage_but_the_end_of_its_chunk() -> None:
+    let_go = threading.Event()
+    sink = Sink()
+
+    class Slow(InProcessPost):
+        def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+            let_go.wait()
+            super().kv(decode_worker, announcement)
+
+    sender = KVSender(Slow(sink), "cpu", background=True)
+    kv = torch.zeros(2, 3, 8)
+    for chunk in range(3):
+        sender.announce("r", "decode:x", 0, 2 * chunk, kv, kv)  # would hang if it waited
+    sender.first_logits("r", "decode:x", torch.zeros(5))
+    assert not sink.announced
+    threading.Timer(0.05, let_go.set).start()
+    sender.finish_chunk("r")
+    assert [a.start for a in sink.announced] == [0, 2, 4] and len(sink.logits) == 1
 
 
 class FakeRay:
