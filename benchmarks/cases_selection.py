@@ -9,9 +9,14 @@ from functools import partial
 import torch
 
 from ..kernels.interface import AttentionInput, StateSpec, TileMask, no_phase
+from ..kernels.selectors import lines
 from ..kernels.selectors.anchors.selector import AnchorsSelector
 from ..kernels.selectors.antidiagonal.selector import AntidiagonalSelector
+from ..kernels.selectors.flex.selector import FlexSelector
+from ..kernels.selectors.lines_kernel import line_masses
+from ..kernels.selectors.lines_selector import LineSelector
 from ..kernels.selectors.scored import ScoredSelector
+from ..kernels.selectors.vertical_slash.selector import VerticalSlashSelector
 from ..kernels.structured import statistics, structured_input
 from ..kernels.testing import assert_rows_close, chunk_of
 from .harness import BenchConfig, Case, Timed
@@ -24,10 +29,19 @@ def cases(config: BenchConfig) -> list[Case]:
     """Each selector at the full length and at four times that; both are checked first, at both head sizes
     and in chunks."""
     check = partial(_check, config)
+    check_lines = partial(_check_lines, config)
+    ours = (("dpxa_selection", _dpxa), ("xattention_s8_selection", _xattention))
+    baselines = (("vertical_slash_selection", _vertical_slash), ("flex_selection", _flex))
     return [
-        Case(name, tokens, partial(_prepare, config, make, tokens), check)
-        for tokens in (config.tokens, 4 * config.tokens)
-        for name, make in (("dpxa_selection", _dpxa), ("xattention_s8_selection", _xattention))
+        *(
+            Case(name, tokens, partial(_prepare, config, make, tokens), check)
+            for tokens in (config.tokens, 4 * config.tokens)
+            for name, make in ours
+        ),
+        *(
+            Case(name, config.tokens, partial(_prepare, config, make, config.tokens), check_lines)
+            for name, make in baselines
+        ),
     ]
 
 
@@ -37,6 +51,14 @@ def _dpxa() -> ScoredSelector:
 
 def _xattention() -> ScoredSelector:
     return AntidiagonalSelector({"tau": 0.9, "stride": 8})
+
+
+def _vertical_slash() -> LineSelector:
+    return VerticalSlashSelector({"verticals": 1000, "slashes": 4096})
+
+
+def _flex() -> LineSelector:
+    return FlexSelector({"gamma_flex": 0.9, "tau_flex": 0.1})
 
 
 def _input(config: BenchConfig, tokens: int, q_heads: int, kv_heads: int, dim: int) -> AttentionInput:
@@ -51,13 +73,13 @@ def _input(config: BenchConfig, tokens: int, q_heads: int, kv_heads: int, dim: i
     )
 
 
-def _state(selector: ScoredSelector, x: AttentionInput) -> object:
+def _state(selector: ScoredSelector | LineSelector, x: AttentionInput) -> object:
     batch, heads, _, dim = x.q_BHTD.shape
     groups, keys = x.k_BGSD.shape[1:3]
     return selector.new_state(StateSpec(batch, heads, groups, dim, keys, x.q_BHTD.device, x.q_BHTD.dtype))
 
 
-def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector], tokens: int) -> Timed:
+def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelector], tokens: int) -> Timed:
     x = _input(config, tokens, config.q_heads, config.kv_heads, config.head_dim)
     selector = make()
     torch.cuda.reset_peak_memory_stats(config.device)
@@ -90,6 +112,16 @@ def _check(config: BenchConfig) -> None:
             expected_BHNM = selector.reference_scores(exact, _state(selector, exact), no_phase)
             assert_rows_close(score_BHNM, expected_BHNM, dtype=config.dtype, factor=2.0)
             _check_chunks(selector, x)
+
+
+def _check_lines(config: BenchConfig) -> None:
+    """The baselines' line masses in `config.dtype` against the fp32 reference, head by head."""
+    for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
+        x = _input(config, CHECKED_TOKENS, heads, groups, dim)
+        for queries in (64, 128):
+            expected = lines.line_masses(lines.last_attention(x, queries))
+            for found_BHM, wanted_BHM in zip(line_masses(x, queries), expected, strict=True):
+                assert_rows_close(found_BHM, wanted_BHM, dtype=config.dtype)
 
 
 def _check_chunks(selector: ScoredSelector, x: AttentionInput) -> None:

@@ -10,14 +10,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..interface import BLOCK, AttentionInput, KernelInputError, TileMask
-from .rules import reference as rules
+from ..interface import BLOCK, AttentionInput
 from .rules.rule import Rule
 
-
-def require_whole_prompt(x: AttentionInput, method: str) -> None:
-    if x.q_start or x.q_BHTD.shape[2] != x.prompt_tokens:
-        raise KernelInputError(f"{method} estimates from the prompt's last queries: give it the whole prompt")
+KEPT = Rule("max_relative", 1.0)
+"""Of a row of ones and zeros keeps the ones."""
 
 
 def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
@@ -26,7 +23,8 @@ def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
     groups, keys = x.k_BGSD.shape[1:3]
     taken = min(queries, rows)
     q_BGXD = x.q_BHTD[:, :, rows - taken :].reshape(batch, groups, -1, dim)
-    logit_BHLS = (q_BGXD @ x.k_BGSD.transpose(2, 3)).float().view(batch, heads, taken, keys) * x.scale
+    logit_BGXS = q_BGXD.float() @ x.k_BGSD.float().transpose(2, 3)
+    logit_BHLS = logit_BGXS.view(batch, heads, taken, keys) * x.scale
     position_L1 = torch.arange(keys - taken, keys, device=logit_BHLS.device)[:, None]
     future_LS = torch.arange(keys, device=logit_BHLS.device) > position_L1
     return logit_BHLS.masked_fill(future_LS, float("-inf")).softmax(-1)
@@ -48,14 +46,22 @@ def by_block(mass_BHS: torch.Tensor) -> torch.Tensor:
 
 
 def heaviest(mass_BHM: torch.Tensor, lines: int) -> torch.Tensor:
-    """bool_BHM: the blocks that `lines` lines fill, heaviest first."""
-    top = mass_BHM.topk(min(-(-lines // BLOCK), mass_BHM.shape[-1]), dim=-1).indices
-    return torch.zeros_like(mass_BHM, dtype=torch.bool).scatter_(-1, top, True)
+    """bool_BHM: the blocks that `lines` lines fill, heaviest first, of equals the first."""
+    order_BHM = mass_BHM.sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(mass_BHM, dtype=torch.bool).scatter_(
+        -1, order_BHM[..., : -(-lines // BLOCK)], True
+    )
 
 
-def heaviest_share(mass_BHM: torch.Tensor, share: float) -> torch.Tensor:
-    """bool_BHM: the fewest entries of the last dimension that hold `share` of its sum."""
-    value, order = mass_BHM.sort(dim=-1, descending=True)
+def heaviest_share(mass_BHX: torch.Tensor, share: float) -> torch.Tensor:
+    """bool_BHX: the fewest entries of the last dimension that hold `share` of its sum, of equals the first.
+
+    A share of 1 keeps everything. It sorts: `rules` bisects, but row by row and with the forced tiles counted
+    in, while FlexPrefill's map is one row of N x M; 25 bytes an entry, 0.8 GB for 32 heads of 131,072 tokens.
+    """
+    if share >= 1.0:
+        return torch.ones_like(mass_BHX, dtype=torch.bool)
+    value, order = mass_BHX.sort(dim=-1, descending=True, stable=True)
     before = value.cumsum(-1) - value
     kept = before < share * value.sum(-1, keepdim=True)
     return torch.zeros_like(kept).scatter_(-1, order, kept)
@@ -71,13 +77,8 @@ def tiles_of_lines(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor) -> torch.
     return banded_BHNM | vertical_BHM[..., None, :]
 
 
-def mask_of(keep_BHNM: torch.Tensor) -> TileMask:
-    """The kept causal tiles, diagonal and sink added."""
-    rule = Rule("max_relative", 1.0)
+def kept_scores(keep_BHNM: torch.Tensor) -> torch.Tensor:
+    """float32 score_BHNM of which KEPT makes the mask: the kept causal tiles, diagonal and sink."""
     score_BHNM = keep_BHNM.float()
-    score_BHNM[..., 0] = 1.0
-    if keep_BHNM.is_cuda:
-        from .rules import kernel
-
-        return kernel.select(score_BHNM, rule, 0)
-    return rules.select(score_BHNM, rule, 0)
+    score_BHNM[..., 0] = 1.0  # else a row that keeps nothing would be kept whole
+    return score_BHNM

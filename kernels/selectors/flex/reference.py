@@ -6,7 +6,7 @@ import torch
 
 from ...interface import BLOCK, AttentionInput
 from ..block_pool import reference as block_pool
-from ..lines import by_block, heaviest_share, last_attention, line_masses, tiles_of_lines
+from ..lines import heaviest_share, last_attention, line_masses, tiles_of_lines
 
 
 def keep(x: AttentionInput, gamma: float, tau: float) -> torch.Tensor:
@@ -18,12 +18,21 @@ def keep(x: AttentionInput, gamma: float, tau: float) -> torch.Tensor:
     gamma of it. Algorithm 3: any other keeps the heaviest key blocks and bands of distances, each until
     they hold gamma of the last queries' mass.
     """
-    mass_BHLS = last_attention(x, BLOCK)
-    score_BHNM = block_pool.scores(x)
-    true_BHM = by_block(mass_BHLS.mean(2))
+    masses = line_masses(last_attention(x, BLOCK))
+    return choose(*masses, block_pool.scores(x), gamma, tau)
+
+
+def choose(
+    vertical_BHM: torch.Tensor,
+    band_BHM: torch.Tensor,
+    score_BHNM: torch.Tensor,
+    gamma: float,
+    tau: float,
+) -> torch.Tensor:
+    """bool_BHNM from the lines' masses and the block-mean map; plain torch on every device, no host sync."""
+    true_BHM = vertical_BHM / vertical_BHM.sum(-1, keepdim=True)
     aware_BH11 = (js_distance(true_BHM, score_BHNM[:, :, -1]) < tau)[..., None, None]
     map_BHNM = heaviest_share(score_BHNM.flatten(2), gamma).view_as(score_BHNM)
-    vertical_BHM, band_BHM = line_masses(mass_BHLS)
     lines_BHNM = tiles_of_lines(heaviest_share(vertical_BHM, gamma), heaviest_share(band_BHM, gamma))
     return torch.where(aware_BH11, map_BHNM, lines_BHNM)
 

@@ -15,5 +15,9 @@ def keep(x: AttentionInput, verticals: int, slashes: int) -> torch.Tensor:
 
     MInference (Jiang et al. 2024), Algorithm 2, with budgets in lines filled by blocks of 128 lines.
     """
-    vertical_BHM, band_BHM = line_masses(last_attention(x, LAST_QUERIES))
+    return choose(*line_masses(last_attention(x, LAST_QUERIES)), verticals, slashes)
+
+
+def choose(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor, verticals: int, slashes: int) -> torch.Tensor:
+    """bool_BHNM from the lines' masses; plain torch on every device, without a host sync."""
     return tiles_of_lines(heaviest(vertical_BHM, verticals), heaviest(band_BHM, slashes))

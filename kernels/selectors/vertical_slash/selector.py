@@ -1,29 +1,31 @@
-"""MInference's vertical-slash pattern as a selector; a baseline, plain torch on every device."""
+"""MInference's vertical-slash pattern as a selector; a baseline, whole prompt only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
+import torch
+
+from ...interface import AttentionInput, KernelInputError
 from ...methods import Value
-from ..lines import mask_of, require_whole_prompt
+from ..lines_selector import LineSelector
 from . import reference
 
 
-class VerticalSlashSelector:
+class VerticalSlashSelector(LineSelector):
     """MInference (Jiang et al. 2024), Algorithm 2; whole prompt only. values: `verticals`, `slashes`."""
+
+    name = "vertical_slash"
 
     def __init__(self, values: Mapping[str, Value]) -> None:
         self.verticals, self.slashes = int(values["verticals"]), int(values["slashes"])
         if self.verticals < 1 or self.slashes < 1:
             raise KernelInputError(f"{self.verticals} verticals, {self.slashes} slashes: at least 1 of each")
 
-    def new_state(self, spec: StateSpec) -> None:
-        return None
+    def reference_keep(self, x: AttentionInput) -> torch.Tensor:
+        return reference.keep(x, self.verticals, self.slashes)
 
-    def select(self, x: AttentionInput, state: object, phase: Phase) -> TileMask:
-        require_whole_prompt(x, "vertical_slash")
-        with phase("scoring"):
-            keep_BHNM = reference.keep(x, self.verticals, self.slashes)
-        with phase("selection"):
-            return mask_of(keep_BHNM)
+    def kernel_keep(self, x: AttentionInput) -> torch.Tensor:
+        from . import kernel
+
+        return kernel.keep(x, self.verticals, self.slashes)
