@@ -55,6 +55,9 @@ class LocalStageLink:
     def close(self, request_id: str) -> Awaitable[None]:
         return self._send(self._stage.close, request_id)
 
+    def abandon(self, serial: int) -> None:
+        self._stage.abandon(serial)
+
     def pages_used(self) -> Awaitable[int]:
         return self._send(self._stage.pages_used)
 

@@ -233,13 +233,16 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """First command of a request on every stage: its pages there and whom its K/V is announced to."""
+    """First command of a request on every stage: its pages there and whom its K/V is announced to.
+
+    serial: unique in the group for ever, unlike the request's id; what `abandon` names."""
 
     request_id: str
     pages: tuple[int, ...]
     prompt_tokens: int
     method: MethodSpec
     decode_worker: str
+    serial: int = 0
 
 
 @dataclass(frozen=True)

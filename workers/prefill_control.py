@@ -5,13 +5,14 @@ to all stages at once, so stages get the same commands in the same order: that i
 safe in a pipeline whose stages pass tensors on without headers.
 
 At most one chunk per stage is in flight, and one enters when the first stage has passed on the one before.
-That fills the pipeline, and bounds how long a cancelled request's chunks, or somebody else's, stand between
-a request and its pages: one chunk's way through all stages.
+That fills the pipeline, and bounds how long somebody else's chunks stand between a request and its pages:
+one chunk's way through all stages. Its own chunks are abandoned within a layer's time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -61,6 +62,7 @@ class PrefillController:
         self._requests: dict[str, Request] = {}
         self._in_flight = 0
         self._entry_busy = False
+        self._serials = itertools.count(1)
         self._throughput = Throughput()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure = ""
@@ -155,7 +157,8 @@ class PrefillController:
         if needed > free:
             message = f"{needed} prefill pages are needed, {free} are free now"
             return Refused(RefusalReason.PAGES, message, needed, free)
-        request = Request(job, self._pool.allocate(needed), len(self._links), self._clock())
+        pages = self._pool.allocate(needed)
+        request = Request(job, pages, len(self._links), self._clock(), next(self._serials))
         self._requests[job.request_id] = request
         self._arm_lease(request)
         if job.deadline is not None:
@@ -257,6 +260,9 @@ class PrefillController:
                 request.events.put_nowait(event)
             replies: list[Awaitable[None]] = []
             if request.opened and not self._failure:
+                if request.in_flight:
+                    for link in self._links:
+                        link.abandon(request.serial)
                 replies = [link.close(request.job.request_id) for link in self._links]
             request.closing = self._spawn(self._close(request, replies))
         return asyncio.shield(request.closing)

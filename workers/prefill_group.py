@@ -48,13 +48,15 @@ def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
     return [{"CPU": REPLICA_CPUS}, *(dict(stage) for _ in range(config.stages))], "PACK"
 
 
+COMPUTE, CONTROL = "compute", "control"
+"""Concurrency groups of a stage actor, one thread each: commands in the order sent, and what overtakes them.
+Every call names its group: one without would block both."""
+
+
 class StageActor:
-    """A `PrefillStage` in a process of its own. Synchronous, one thread: commands run in the order sent."""
+    """A `PrefillStage` in a process of its own."""
 
     def __init__(self, model: ModelSpec, config: PrefillConfig, stage: int) -> None:
-        import torch
-
-        torch.set_num_threads(config.threads)
         self._model, self._config, self._number = model, config, stage
         self._store: Any = None
         self._stage: PrefillStage | None = None
@@ -69,9 +71,12 @@ class StageActor:
 
     def load(self, rendezvous: tuple[str, int] | None) -> None:
         """Load the model's share, then meet the other stages (None: there are none)."""
+        import torch
+
         from .kv_transport import ObjectStorePost
         from .prefill_stage import load_stage
 
+        torch.set_num_threads(self._config.threads)  # of this thread, which computes
         stage = load_stage(self._model, self._config, self._number, None, ObjectStorePost())
         if rendezvous is not None:
             stage.connect(self._activations(rendezvous, stage))
@@ -85,6 +90,9 @@ class StageActor:
 
     def close(self, request_id: str) -> None:
         self._loaded.close(request_id)
+
+    def abandon(self, serial: int) -> None:
+        self._loaded.abandon(serial)
 
     def pages_used(self) -> int:
         return self._loaded.pages_used()
@@ -124,6 +132,9 @@ class RayStageLink:
     def close(self, request_id: str) -> Awaitable[None]:
         return self._send(self._actor.close, request_id)
 
+    def abandon(self, serial: int) -> None:
+        self._context.run(_in_group(self._actor.abandon, CONTROL).remote, serial)
+
     def pages_used(self) -> Awaitable[int]:
         return self._send(self._actor.pages_used)
 
@@ -131,7 +142,7 @@ class RayStageLink:
         ray.kill(self._actor)
 
     def _send(self, method: Any, *args: Any) -> Awaitable[Any]:
-        return self._outcome(self._context.run(method.remote, *args))
+        return self._outcome(self._context.run(_in_group(method, COMPUTE).remote, *args))
 
     async def _outcome(self, reply: Any) -> Any:
         try:
@@ -195,8 +206,10 @@ class PrefillGroup:
         self.name = PREFILL_PREFIX + secrets.token_hex(4)
         group = get_current_placement_group()
         self._stages = [self._start_stage(model, config, stage, group) for stage in range(config.stages)]
-        rendezvous = ray.get(self._stages[0].host.remote()) if config.stages > 1 else None
-        ray.get([stage.load.remote(rendezvous) for stage in self._stages])
+        rendezvous = None
+        if config.stages > 1:
+            rendezvous = ray.get(_in_group(self._stages[0].host, COMPUTE).remote())
+        ray.get([_in_group(stage.load, COMPUTE).remote(rendezvous) for stage in self._stages])
         self.controller = (
             ray.remote(ControllerActor)
             .options(
@@ -225,7 +238,7 @@ class PrefillGroup:
     @staticmethod
     def _start_stage(model: ModelSpec, config: PrefillConfig, stage: int, group: Any) -> Any:
         return (
-            ray.remote(StageActor)
+            ray.remote(concurrency_groups={COMPUTE: 1, CONTROL: 1})(StageActor)
             .options(
                 num_cpus=config.cpus_per_stage,
                 num_gpus=config.gpus_per_stage,
@@ -234,6 +247,10 @@ class PrefillGroup:
             )
             .remote(model, config, stage)
         )
+
+
+def _in_group(method: Any, group: str) -> Any:
+    return method.options(concurrency_group=group)
 
 
 def _in_bundle(group: Any, bundle: int) -> dict[str, Any]:

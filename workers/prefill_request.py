@@ -23,8 +23,11 @@ Event = PrefillProgress | PrefillDone | Refused
 class Request:
     """A request from admission until its pages are free. `arrived`: seconds of the controller's clock."""
 
-    def __init__(self, job: PrefillJob, pages: tuple[int, ...], stages: int, arrived: float) -> None:
+    def __init__(
+        self, job: PrefillJob, pages: tuple[int, ...], stages: int, arrived: float, serial: int
+    ) -> None:
         self.job = job
+        self.serial = serial
         self.pages = pages
         self.waiting = schedule.arrival(job.request_id, job.tokens, arrived)
         self.account = Account(stages, job.method, arrived)
@@ -50,7 +53,7 @@ class Request:
 
     def open_request(self) -> OpenRequest:
         job = self.job
-        return OpenRequest(job.request_id, self.pages, job.tokens, job.method, job.decode_worker)
+        return OpenRequest(job.request_id, self.pages, job.tokens, job.method, job.decode_worker, self.serial)
 
     def next_chunk(self, chunk_tokens: int) -> ChunkCommand:
         """The next chunk_tokens tokens, or what is left; counts them as sent."""

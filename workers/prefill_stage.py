@@ -74,7 +74,7 @@ class _Tally:
 
 
 class PrefillStage:
-    """Not thread safe: one thread, commands in order."""
+    """One thread, commands in order; only `abandon` may be called from any thread."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class PrefillStage:
         self._stage = stage
         self._last = stage == stages - 1
         self._open: dict[str, _Prompt] = {}
+        self._abandoned: set[int] = set()
 
     def connect(self, activations: Activations) -> None:
         """Take these ends of the links to the neighbours; before the first chunk."""
@@ -131,7 +132,7 @@ class PrefillStage:
             hidden_TC = self._compute(command, received_TC, timer, tally)
         except _REQUEST_ERRORS as error:
             failure = error
-            self._open.pop(command.request_id, None)
+            self._drop(command.request_id)
             width = self.stack.config.hidden
             hidden_TC = torch.zeros(command.tokens, width, dtype=self.stack.dtype, device=self.stack.device)
         if not self._last:
@@ -155,8 +156,17 @@ class PrefillStage:
 
     def close(self, request_id: str) -> None:
         """Forget a request; nothing of it may run here afterwards. Unknown ids are fine."""
-        self._open.pop(request_id, None)
+        self._drop(request_id)
         self._sender.forget(request_id)
+
+    def abandon(self, serial: int) -> None:
+        """Let the request's chunks fail from the next layer on: nobody wants them any more."""
+        self._abandoned.add(serial)
+
+    def _drop(self, request_id: str) -> None:
+        prompt = self._open.pop(request_id, None)
+        if prompt is not None:
+            self._abandoned.discard(prompt.request.serial)
 
     def pages_used(self) -> int:
         """Pages of the requests that are open here."""
@@ -190,6 +200,8 @@ class PrefillStage:
         """out_THD. K/V is announced before attention runs, so that it travels meanwhile."""
         q_THD, k_TGD, v_TGD = qkv
         request = prompt.request
+        if request.serial in self._abandoned:
+            raise RequestFailed(f"request {request.request_id} was abandoned")
         with timer.phase("handoff"):
             tally.handoff_bytes += self._sender.announce(
                 request.request_id, request.decode_worker, layer, start, k_TGD, v_TGD

@@ -19,6 +19,10 @@ class StageLink(Protocol):
 
     def close(self, request_id: str) -> Awaitable[None]: ...
 
+    def abandon(self, serial: int) -> None:
+        """Stop computing this request's chunks: they fail with RequestFailed, within a layer's time.
+        Overtakes the commands; the request is closed all the same."""
+
     def pages_used(self) -> Awaitable[int]: ...
 
     def stop(self) -> None:

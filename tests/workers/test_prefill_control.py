@@ -55,6 +55,9 @@ class FakeStage:
     def close(self, request_id: str) -> Awaitable[None]:
         return self._send(("close", request_id, 0), lambda: self.opened.pop(request_id) and None)
 
+    def abandon(self, serial: int) -> None:
+        self.log.append(("abandon", "", serial))
+
     def pages_used(self) -> Awaitable[int]:
         used = sum(len(request.pages) for request in self.opened.values())
         return self._send(("pages", "", 0), lambda: used)
@@ -226,6 +229,19 @@ async def test_pages_are_free_only_when_every_stage_has_closed() -> None:
     await closing
     assert controller.stats().pages_free == 8
     await stream.aclose()
+    await assert_clean(controller, fakes)
+
+
+async def test_a_cancel_abandons_chunks_in_flight_and_only_those() -> None:
+    controller, fakes = make(pause=lambda: 0.02)
+    stream = controller.prefill(job("a", 1000))
+    await anext(stream)
+    await stream.aclose()
+    await collect(controller, job("a", 200))
+    for fake in fakes:
+        assert fake.log.count(("abandon", "", 1)) == 1, "the first request of that id"
+        assert fake.log.index(("abandon", "", 1)) < fake.log.index(("close", "a", 0))
+        assert [entry for entry in fake.log if entry[0] == "abandon"] == [("abandon", "", 1)]
     await assert_clean(controller, fakes)
 
 

@@ -219,6 +219,35 @@ def test_a_stage_by_hand(model: ModelSpec) -> None:
     stage.close("unknown")
 
 
+def test_an_abandoned_chunk_stops_at_the_next_layer(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stage_of(model, Collector())
+    written: list[int] = []
+    write = stage._cache.write
+
+    def abandoning(layer: int, *rest: Any) -> None:
+        written.append(layer)
+        if layer == 2:
+            stage.abandon(7)
+        write(layer, *rest)
+
+    monkeypatch.setattr(stage._cache, "write", abandoning)
+    command = ChunkCommand("r", 0, 128, True, True, random_ids(128))
+    order = OpenRequest("r", tuple(range(8)), 128, DENSE, "decode:x", serial=7)
+    stage.open(order)
+    with pytest.raises(RequestFailed, match="abandoned"):
+        stage.run_chunk(command)
+    assert written == [0, 1, 2]
+    assert stage.pages_used() == 0 and not stage._abandoned
+    stage.close("r")
+    stage.abandon(7)  # too late: a later request of the same id is another one
+    stage.open(replace(order, serial=8))
+    stage.run_chunk(command)
+    assert written[3:] == list(range(LAYERS))
+    stage.close("r")
+
+
 def test_run_in_process_returns_report_and_logits(model: ModelSpec) -> None:
     ids = random_ids(300)
     report, logits = run_in_process(model, PrefillConfig(stages=2, chunk_tokens=128), ids, DENSE)
