@@ -1,25 +1,28 @@
 """Accuracy and TTFT at full length through gRPC: needles in real text, one session for each method.
 
-    python -m deltafront.benchmarks.long_context --config deploy/config/gpu.yaml --text FILE \
+    python -m deltafront.benchmarks.long_context --config deploy/config/gpu.yaml --text FILE [FILE …] \
         --tokens 131072 --needles 100 --questions 10 --methods dense dpxa xattention streaming+delta
 
-The same document is read once with every method; then the questions are asked on its session. A method may
-carry options: `dpxa:tau=0.9,k_anchors=16`. Reports exact answers with full and with DELTA decode, the median
-TTFT of `--repeats` reads, its parts, and the density. The text must be about 10% longer
-than wanted (a whole novel for 131,072 tokens). Prints a table and writes the JSON named by --result.
+Each text gives one document for each seed, which is read with every method; then the questions are asked on
+its session. A method may carry options: `dpxa:tau=0.9,k_anchors=16`. Reports exact answers with full and with
+DELTA decode, the median TTFT of `--repeats` reads, its parts, and the density. A text must be about 10%
+longer than wanted (a whole novel for 131,072 tokens). Prints a line for each reading and writes the JSON
+named by --result.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
-import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from deltafront.benchmarks import needles as hay
+from deltafront.benchmarks.harness import commit_of
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.config import load
 from deltafront.service.launch import LocalService
@@ -53,7 +56,7 @@ def ask(
 
 
 def run_method(
-    client: DeltafrontClient, document: str, method: str, asked: list[hay.Needle], repeats: int
+    client: DeltafrontClient, document: str, method: str, asked: Sequence[hay.Needle], repeats: int
 ) -> dict[str, object]:
     """One row: `repeats` reads of the document, then the questions with full and with delta decode."""
     results = [read(client, document, method) for _ in range(repeats)]
@@ -89,48 +92,46 @@ def run_method(
     }
 
 
+def make_document(
+    text: Path, arguments: argparse.Namespace, seed: int, tokenizer: Tokenizer
+) -> tuple[str, Sequence[hay.Needle]]:
+    """A document and the needles to ask for. The question and its answer follow it within the positions."""
+    needles = hay.make_needles(arguments.needles, seed)
+    document = hay.document(
+        text.read_text(), needles, arguments.tokens - 128, lambda t: len(tokenizer.encode(t).ids), seed
+    )
+    return document, needles[: arguments.questions]  # hide() spreads them at random over the document
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--text", type=Path, default=hay.DEMO_TEXT)
+    parser.add_argument("--text", type=Path, nargs="+", default=[hay.DEMO_TEXT])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--needles", type=int, default=100)
     parser.add_argument("--questions", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=3, help="of the needles and their places")
+    parser.add_argument("--seed", type=int, nargs="+", default=[3], help="of the needles and their places")
     parser.add_argument("--methods", nargs="+", default=["dense", "dpxa", "xattention", "streaming+delta"])
     parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "long_context.json")
     parser.add_argument("--hardware", default="", help="what it ran on, for the record")
+    parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
-    config = load(arguments.config)
-    directory = model_store.resolve(config.model.path)
+    directory = model_store.resolve(load(arguments.config).model.path)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    needles = hay.make_needles(arguments.needles, arguments.seed)
-    # The question and its answer follow the document within the model's positions.
-    document = hay.document(
-        arguments.text.read_text(),
-        needles,
-        arguments.tokens - 128,
-        lambda t: len(tokenizer.encode(t).ids),
-        arguments.seed,
-    )
-    asked = needles[: arguments.questions]  # hide() spreads them at random over the document
+    rows = []
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
-        rows = [run_method(client, document, m, asked, arguments.repeats) for m in arguments.methods]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    result = {
-        "hardware": arguments.hardware,
-        "commit": commit.stdout.strip(),
-        "seed": arguments.seed,
-        "rows": rows,
-    }
+        for text, seed in itertools.product(arguments.text, arguments.seed):
+            document, asked = make_document(text, arguments, seed, tokenizer)
+            for method in arguments.methods:
+                row = run_method(client, document, method, asked, arguments.repeats)
+                rows.append({"text": text.stem, "seed": seed, **row})
+                print({k: v for k, v in rows[-1].items() if k not in ("parts", "wrong")}, flush=True)
+    commit = arguments.commit or commit_of(ROOT)
+    result = {"hardware": arguments.hardware, "commit": commit, "rows": rows}
     arguments.result.write_text(json.dumps(result, indent=1) + "\n")
-    for row in rows:
-        print({key: value for key, value in row.items() if key not in ("parts", "wrong")})
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def recall(result: Result) -> str:
 
 def long_context(result: Result) -> str:
     header = (
+        "text",
         "method",
         "tokens",
         "exact, full decode",
@@ -69,6 +70,7 @@ def long_context(result: Result) -> str:
     )
     rows = [
         [
+            row["text"],
             row["method"],
             row["tokens"],
             f"{row['exact_full_decode']} of {row['asked']}",
