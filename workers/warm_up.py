@@ -13,27 +13,39 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.build import build
-from ..kernels.interface import AttentionInput, StateSpec
+from ..kernels.interface import BLOCK, AttentionInput, StateSpec
 from .decode_batch import DecodeCompute, Row
 from .messages import MethodSpec, Sampling
 from .model import LayerStack
 from .page_pool import pages_for
 
 _RAGGED = 77
-"""Tokens of the last chunk: no multiple of anything that a kernel might have been specialised for."""
+"""Tokens of a last chunk of one tile: no multiple of anything that a kernel might be specialised for."""
 
 
 @torch.inference_mode()
 def warm_up_prefill(stack: LayerStack, methods: Sequence[MethodSpec], chunk_tokens: int) -> None:
-    """Read one prompt with each method: whole chunks until it is not short for the method, then a ragged
-    one. Only the first layer attends; all layers run the same kernels."""
+    """Read a few prompts with each method, in chunks as requests are. Only the first layer attends; all
+    layers run the same kernels."""
     for spec in methods:
-        shortest = int(spec.values.get("min_tokens", 0))
-        chunks = max(2, shortest // chunk_tokens + 1)
-        _read(stack, spec, [*[chunk_tokens] * chunks, _RAGGED])
+        for tokens in prompt_lengths(int(spec.values.get("min_tokens", 0)), chunk_tokens):
+            whole, rest = divmod(tokens, chunk_tokens)
+            _read(stack, spec, [chunk_tokens] * whole + [rest] * (rest > 0))
     if stack.device.type == "cuda":
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()
+
+
+def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
+    """Prompts longer than `shortest` that meet every specialisation: Triton compiles a kernel anew for an
+    integer that is 1 and for one that is no multiple of 16, whether it counts tokens or tiles.
+
+    So: two whole chunks or more, then one tile, a few tiles, and nearly a chunk; and a single short chunk.
+    """
+    whole = max(2, shortest // chunk_tokens + 1) * chunk_tokens
+    few, most = 2 * BLOCK + _RAGGED, chunk_tokens - BLOCK - _RAGGED
+    lengths = [whole + rest for rest in (_RAGGED, few, most) if 0 < rest < chunk_tokens]
+    return lengths + [n for n in (chunk_tokens - BLOCK, chunk_tokens - _RAGGED) if n > shortest]
 
 
 def _read(stack: LayerStack, spec: MethodSpec, chunks: Sequence[int]) -> None:

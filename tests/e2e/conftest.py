@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from deltafront.benchmarks import needles as hay
+from deltafront.benchmarks.harness import commit_of
 from deltafront.service.launch import LocalService
 from deltafront.workers import model_store
 
@@ -105,6 +108,9 @@ def table(request: pytest.FixtureRequest, sizes: Sizes) -> Iterator[Table]:
     collected = Table()
     yield collected
     if request.config.getoption("--acceptance"):
-        path = Path(__file__).parents[2] / "benchmarks" / "results" / "acceptance_cpu.json"
-        path.write_text(json.dumps({"sizes": asdict(sizes), "rows": collected.rows}, indent=1) + "\n")
+        root = Path(__file__).parents[2]
+        where = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "commit": commit_of(root)}
+        result = {**where, "sizes": asdict(sizes), "rows": collected.rows}
+        path = root / "benchmarks" / "results" / "acceptance_cpu.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
         print("\n" + "\n".join(f"{name:58} {value}" for name, value in collected.rows.items()))

@@ -116,6 +116,16 @@ def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
     assert cpus(config) >= 2 * 20 * 0.5 + 1
 
 
+def test_what_the_caller_sets_for_ray_comes_before_the_quiet_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
+    monkeypatch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "2")
+    variables = environment(parse(content()), tmp_path)
+    assert variables["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "2"
+    assert variables["RAY_enable_metrics_collection"] == "0"
+
+
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_taken_port_is_named(reuse: bool) -> None:
     with socket.socket() as taken:

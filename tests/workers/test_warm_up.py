@@ -17,6 +17,7 @@ from deltafront.workers.local_pipeline import run_in_process
 from deltafront.workers.messages import PrefillConfig, Sampling, resolve
 from deltafront.workers.model import load_stack
 from deltafront.workers.model_config import read_config
+from deltafront.workers.warm_up import prompt_lengths
 
 from .tiny_model import make_tiny_model, random_ids
 
@@ -57,10 +58,26 @@ def test_a_method_meets_whole_chunks_past_its_shortest_prompt_and_a_ragged_one(
     monkeypatch.setattr(warm_up, "build", spying)
     specs = [resolve("dense"), resolve("streaming", {"min_tokens": 1000, "window": 128})]
     warm_up.warm_up_prefill(stack, specs, 256)
-    dense, sparse = spies
-    assert dense.seen == [(0, 256, 256), (256, 256, 512), (512, 77, 589)]
-    assert sparse.seen == [(n * 256, 256, n * 256 + 256) for n in range(4)] + [(1024, 77, 1101)]
-    assert sparse.density < 1.0, "the sparse path must have run"
+    dense = [spy for spy in spies if not hasattr(spy.method, "shortest")]
+    sparse = [spy for spy in spies if hasattr(spy.method, "shortest")]
+    assert dense[0].seen == [(0, 256, 256), (256, 256, 512), (512, 77, 589)]
+    assert sparse[0].seen == [(n * 256, 256, n * 256 + 256) for n in range(4)] + [(1024, 77, 1101)]
+    assert all(spy.density < 1.0 for spy in sparse), "the sparse path must have run"
+    assert [spy.seen[-1][-1] for spy in dense] == prompt_lengths(0, 256)
+
+
+@pytest.mark.parametrize(("shortest", "chunk_tokens"), [(4096, 8192), (4096, 512), (0, 128), (10_000, 4096)])
+def test_the_prompts_meet_every_specialisation(shortest: int, chunk_tokens: int) -> None:
+    lengths = prompt_lengths(shortest, chunk_tokens)
+    assert all(length > shortest for length in lengths)
+    last = [length % chunk_tokens for length in lengths]
+    tiles = [-(-rows // 128) for rows in last if rows]
+    assert 1 in tiles and any(rows % 16 for rows in last)
+    if chunk_tokens > 512:
+        assert any(count % 16 and count > 1 for count in tiles), "tiles of the last chunk"
+        assert any(-(-length // 128) % 16 for length in lengths), "tiles of the prompt"
+    if chunk_tokens > shortest + 128:
+        assert any(length < chunk_tokens for length in lengths), "a prompt of one chunk"
 
 
 def test_a_warm_group_answers_as_a_cold_one(tmp_path: Path) -> None:
