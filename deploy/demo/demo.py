@@ -24,7 +24,8 @@ from deltafront.service.launch import LocalService
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "config" / "demo.yaml"
-CHARACTERS_PER_TOKEN = 3.9  # of this text with this model's tokenizer; the server reports the true count
+CHARACTERS_PER_TOKEN = 4.15  # of this text with this model's tokenizer; the server reports the true count
+CHARACTERS_PER_NEEDLE_TOKEN = 2.34  # numbers and uuids
 
 
 def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source: Any) -> GenerateFinished:
@@ -90,7 +91,8 @@ def main() -> int:
 
     needles = hay.make_needles(40, seed=7)
     text = hay.DEMO_TEXT.read_text()
-    room = int(arguments.tokens * CHARACTERS_PER_TOKEN) - sum(len(n.sentence) + 2 for n in needles) * 2
+    needle_tokens = sum(len(needle.sentence) + 1 for needle in needles) / CHARACTERS_PER_NEEDLE_TOKEN
+    room = int((arguments.tokens - needle_tokens) * CHARACTERS_PER_TOKEN)
     document = hay.hide(text[: max(room, 1000)], needles, seed=7)
 
     console.print("Starting Ray and Deltafront on this machine (about half a minute) …")
