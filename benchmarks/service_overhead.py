@@ -31,7 +31,8 @@ from deltafront.service.config import ServiceConfig, load
 from deltafront.service.launch import LocalService
 from deltafront.workers import model_store
 from deltafront.workers.local_pipeline import run_in_process
-from deltafront.workers.messages import PrefillConfig, resolve
+from deltafront.workers.messages import resolve
+from deltafront.workers.settings import PrefillConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "service_overhead.json"

@@ -15,8 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from ..workers.messages import ModelSpec
 from ..workers.model_config import ModelError
+from ..workers.settings import ModelSpec
 from .client import DeltafrontClient, GenerateFinished, PrefillFinished, PrefillProgress, TokenReceived
 from .config import ConfigError, ServiceConfig, load, parse
 from .display import as_json, reading_bar, show_info, show_timings

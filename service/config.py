@@ -15,14 +15,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.messages import (
-    WHOLE_PROMPT_ONLY,
-    DecodeConfig,
-    MethodError,
-    ModelSpec,
-    PrefillConfig,
-    resolve,
-)
+from ..workers.messages import WHOLE_PROMPT_ONLY, MethodError, resolve
+from ..workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
 _CHUNK = 128
 """Chunks are multiples of this many tokens (the attention tile)."""

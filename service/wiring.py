@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .. import __version__
-from ..workers.messages import DecodeStats, GroupStats, ModelSpec
+from ..workers.messages import DecodeStats, GroupStats
 from ..workers.model_config import read_config
 from ..workers.model_store import resolve, resolve_adapter
+from ..workers.settings import ModelSpec
 from .attempt import Resources
 from .auth import Authenticator, TokenFile
 from .config import ConfigError, DoorConfig, ServiceConfig

@@ -17,6 +17,7 @@ SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py") 
 # service takes the messages, the torch-free planners beside them, and the actor shells.
 SERVICE_MAY_TAKE = {
     "workers.messages",
+    "workers.settings",
     "workers.model_config",
     "workers.model_store",
     "workers.prefill_group",

@@ -25,7 +25,6 @@ from .kv_arrival import KVArrival
 from .kv_cache import PagedKVCache
 from .messages import (
     DECODE_PREFIX,
-    DecodeConfig,
     DecodeFailed,
     DecodeReport,
     DecodeStats,
@@ -46,6 +45,7 @@ from .model import LayerStack
 from .page_pool import PAGE_TOKENS, OutOfPages, PagePool
 from .page_selection import SelectionError, plan_layers
 from .sessions_table import SessionsTable
+from .settings import DecodeConfig
 from .warm_up import warm_up_decode
 
 _TICK_S = 0.1

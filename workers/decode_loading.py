@@ -6,11 +6,11 @@ import torch
 
 from .decode_engine import DecodeEngine
 from .kv_transport import KVReceiver
-from .messages import DecodeConfig, ModelSpec
 from .model import LayerStack, load_stack
 from .model_config import read_config
 from .model_store import resolve, resolve_adapter
 from .prefill_stage import torch_dtype
+from .settings import DecodeConfig, ModelSpec
 
 
 def load_engine(name: str, model: ModelSpec, config: DecodeConfig) -> DecodeEngine:

@@ -16,18 +16,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from .messages import (
     DECODE_PREFIX,
     NAMESPACE,
-    DecodeConfig,
     DecodeStats,
     FirstLogits,
     GenerateJob,
     KeepSession,
     KVAnnouncement,
-    ModelSpec,
     Refused,
     Reserve,
     Reserved,
     SessionKept,
 )
+from .settings import DecodeConfig, ModelSpec
 
 if TYPE_CHECKING:
     from .decode_engine import DecodeEngine

@@ -22,9 +22,7 @@ from .messages import (
     FirstLogits,
     KVAnnouncement,
     MethodSpec,
-    ModelSpec,
     OpenRequest,
-    PrefillConfig,
     PrefillDone,
     PrefillFailed,
     PrefillJob,
@@ -32,6 +30,7 @@ from .messages import (
 )
 from .prefill_control import PrefillController
 from .prefill_stage import PrefillStage, load_stage
+from .settings import ModelSpec, PrefillConfig
 
 T = TypeVar("T")
 _WORKER = "in-process"

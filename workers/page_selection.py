@@ -22,8 +22,8 @@ from ..kernels.paged_decode.attention import (
     paged_attention_sparse,
 )
 from ..kernels.paged_decode.selection import select_pages
-from .messages import DecodeConfig
 from .page_pool import PAGE_TOKENS
+from .settings import DecodeConfig
 
 
 class SelectionError(ValueError):

@@ -24,7 +24,6 @@ from .messages import (
     ChunkReport,
     GroupStats,
     PrefillCancelled,
-    PrefillConfig,
     PrefillDone,
     PrefillFailed,
     PrefillJob,
@@ -36,6 +35,7 @@ from .messages import (
 from .page_pool import PagePool, pages_for
 from .prefill_account import Throughput
 from .prefill_request import Event, Request
+from .settings import PrefillConfig
 from .stage_link import StageLink, outcome
 
 CHUNK_MULTIPLE = 128

@@ -22,13 +22,12 @@ from .messages import (
     ChunkCommand,
     ChunkReport,
     GroupStats,
-    ModelSpec,
     OpenRequest,
-    PrefillConfig,
     PrefillFailed,
     PrefillJob,
     RequestFailed,
 )
+from .settings import ModelSpec, PrefillConfig
 
 if TYPE_CHECKING:
     from .prefill_request import Event

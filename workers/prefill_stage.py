@@ -29,9 +29,7 @@ from .messages import (
     ChunkCommand,
     ChunkReport,
     LayerDensity,
-    ModelSpec,
     OpenRequest,
-    PrefillConfig,
     RequestFailed,
 )
 from .messages import resolve as method_spec
@@ -40,6 +38,7 @@ from .model_config import read_config
 from .model_store import resolve, resolve_adapter
 from .page_pool import pages_for
 from .profile import PhaseTimer, phase_timer
+from .settings import ModelSpec, PrefillConfig
 from .warm_up import warm_up_prefill
 
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)

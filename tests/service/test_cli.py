@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from deltafront.service.cli import _settings, app
-from deltafront.workers.messages import ModelSpec
+from deltafront.workers.settings import ModelSpec
 
 from .inprocess import House
 from .test_requests import expected, ids

@@ -14,7 +14,7 @@ import yaml
 from deltafront.service.config import ConfigError, load, parse
 from deltafront.service.local_ray import check_ports, cpus, environment
 from deltafront.service.wiring import check_start
-from deltafront.workers.messages import DecodeConfig, ModelSpec
+from deltafront.workers.settings import DecodeConfig, ModelSpec
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from deltafront.workers.decode_engine import DecodeEngine
 from deltafront.workers.kv_transport import KVReceiver
 from deltafront.workers.messages import (
-    DecodeConfig,
     FinishEvent,
     FirstLogits,
     FirstTokenTimings,
@@ -29,6 +28,7 @@ from deltafront.workers.messages import (
 )
 from deltafront.workers.model import LayerStack, load_stack
 from deltafront.workers.model_config import read_config
+from deltafront.workers.settings import DecodeConfig
 
 LAYERS = 6
 

@@ -153,7 +153,7 @@ async def test_generating_without_or_beside_a_reservation_fails(bench: Any) -> N
 
 def test_a_configuration_that_does_not_fit_fails_at_start(tiny_stack: Any) -> None:
     from deltafront.workers.decode_engine import DecodeEngine
-    from deltafront.workers.messages import DecodeConfig
+    from deltafront.workers.settings import DecodeConfig
 
     with pytest.raises(SelectionError, match="delta_layers names layer 6"):
         DecodeEngine("decode:x", tiny_stack, DecodeConfig(delta_layers=(6,)), receiver=None)  # type: ignore[arg-type]

@@ -13,14 +13,12 @@ import pytest
 
 from deltafront.workers.messages import (
     NAMESPACE,
-    DecodeConfig,
     DecodeStats,
     FinishEvent,
     FinishReason,
     FirstLogits,
     FirstTokenTimings,
     GenerateJob,
-    ModelSpec,
     RefusalReason,
     Refused,
     Reserve,
@@ -28,6 +26,7 @@ from deltafront.workers.messages import (
     Sampling,
     TokenEvent,
 )
+from deltafront.workers.settings import DecodeConfig, ModelSpec
 
 NEW = 20
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.kernels.testing import assert_rows_close
-from deltafront.workers.messages import DecodeConfig
 from deltafront.workers.page_selection import (
     BatchRows,
     LayerPlan,
@@ -17,6 +16,7 @@ from deltafront.workers.page_selection import (
     StepAttention,
     plan_layers,
 )
+from deltafront.workers.settings import DecodeConfig
 
 D, S, X = LayerRole.DENSE, LayerRole.SCORING, LayerRole.SPARSE
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.4

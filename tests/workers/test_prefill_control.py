@@ -16,7 +16,6 @@ from deltafront.workers.messages import (
     LayerDensity,
     OpenRequest,
     PrefillCancelled,
-    PrefillConfig,
     PrefillDone,
     PrefillFailed,
     PrefillJob,
@@ -27,6 +26,7 @@ from deltafront.workers.messages import (
     resolve,
 )
 from deltafront.workers.prefill_control import PrefillController
+from deltafront.workers.settings import PrefillConfig
 
 DENSE = resolve("dense")
 

@@ -15,9 +15,7 @@ import torch
 from deltafront.kernels.testing import assert_rows_close
 from deltafront.workers.messages import (
     NAMESPACE,
-    ModelSpec,
     PrefillCancelled,
-    PrefillConfig,
     PrefillDone,
     PrefillFailed,
     PrefillJob,
@@ -27,6 +25,7 @@ from deltafront.workers.messages import (
     resolve,
 )
 from deltafront.workers.prefill_group import PrefillGroup, placement
+from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from .tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model, random_ids, whole_prompt
 

@@ -25,9 +25,7 @@ from deltafront.workers.messages import (
     FirstLogits,
     KVAnnouncement,
     MethodSpec,
-    ModelSpec,
     OpenRequest,
-    PrefillConfig,
     PrefillDone,
     PrefillFailed,
     PrefillJob,
@@ -36,6 +34,7 @@ from deltafront.workers.messages import (
 )
 from deltafront.workers.prefill_control import PrefillController
 from deltafront.workers.prefill_stage import PrefillStage, load_stage, torch_dtype
+from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from .tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_tiny_model, random_ids, whole_prompt
 

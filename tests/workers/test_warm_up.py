@@ -14,9 +14,10 @@ from deltafront.kernels.interface import AttentionInput
 from deltafront.workers import warm_up
 from deltafront.workers.decode_batch import DecodeCompute, Row
 from deltafront.workers.local_pipeline import run_in_process
-from deltafront.workers.messages import PrefillConfig, Sampling, resolve
+from deltafront.workers.messages import Sampling, resolve
 from deltafront.workers.model import load_stack
 from deltafront.workers.model_config import read_config
+from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.warm_up import prompt_lengths
 
 from .tiny_model import make_tiny_model, random_ids
