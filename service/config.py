@@ -194,6 +194,7 @@ def _decode_problems(decode: DecodeConfig) -> list[str]:
             decode.cache_tokens >= _PAGE and decode.cache_tokens % _PAGE == 0,
             f"cache_tokens = {decode.cache_tokens}: must be a positive multiple of {_PAGE}",
         ),
+        (not decode.warm_up or decode.cache_tokens >= 256, "warm_up: needs cache_tokens of at least 256"),
         (decode.max_batch >= 1, "max_batch: at least 1"),
         (decode.append_chunk_tokens >= 1, "append_chunk_tokens: at least 1"),
         (decode.selection in ("delta", "full"), f"selection = {decode.selection!r}: delta or full"),

@@ -83,9 +83,9 @@ def check_ports(settings: ServiceConfig) -> None:
 def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
     """What has to be set before Ray starts: HAProxy in front of the replicas, with its files in `folder`.
 
-    The last group turns down what costs a small machine a tenth of its time: Serve's control loop looks
-    twice a second instead of ten times, and Ray collects no metrics or task events of its own, for which a
-    service on one machine has no reader. What the caller's environment says comes first.
+    _QUIET turns down what a small machine pays for and nobody reads: Serve's control loop looks twice a
+    second instead of ten times, and Ray collects no metrics or task events of its own. What the caller's
+    environment says comes first.
     """
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",

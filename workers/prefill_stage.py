@@ -159,7 +159,8 @@ class PrefillStage:
         self._sender.forget(request_id)
 
     def abandon(self, serial: int) -> None:
-        """Let the request's chunks fail from the next layer on: nobody wants them any more."""
+        """Let the request's chunks fail from the next layer on: nobody wants them any more. Serials are
+        never used again, so one that comes late, after `close`, does no harm."""
         self._abandoned.add(serial)
 
     def _drop(self, request_id: str) -> None:

@@ -50,6 +50,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("prefill", {"stages": "many"}, "prefill.stages = 'many'"),
         ("prefill", {"cache_tokens": 100}, "prefill.cache_tokens = 100"),
         ("decode", {"cache_tokens": 100}, "decode.cache_tokens = 100: must be a positive multiple of 16"),
+        ("decode", {"warm_up": True, "cache_tokens": 128}, "decode.warm_up: needs cache_tokens"),
         ("decode", {"selection": "delta"}, "decode.delta_layers: empty"),
         ("decode", {"recency": 65}, "decode.recency"),
         ("decode", {"delta_layers": [1, 5]}, "full_layers and delta_layers share [1]"),
