@@ -52,7 +52,9 @@ class TextTokenizer:
 
     def encode(self, text: str, *, opening: bool) -> bytes:
         """Little-endian uint32 ids. opening: this begins a sequence, so the model's BOS is added."""
-        return _packed(self._tokenizer.encode(text, add_special_tokens=opening).ids)
+        # The fast form keeps no offsets: half the time, and a long prompt's text takes tenths of a second.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=opening)
+        return _packed(encoding.ids)
 
     def encode_chat(self, messages: Sequence[Message], *, answer: bool) -> bytes:
         """A conversation from its beginning. answer: end with the assistant's opening."""
