@@ -17,8 +17,8 @@ from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, KernelInputError, StateSpec, TileMask, no_phase
 from deltafront.kernels.methods import WHOLE_PROMPT_ONLY, Value, resolve
 from deltafront.kernels.selectors import lines, lines_kernel
-from deltafront.kernels.selectors.block_pool import kernel as block_pool_kernel
 from deltafront.kernels.selectors.block_pool import reference as block_pool
+from deltafront.kernels.selectors.block_pool.selector import BlockPoolSelector
 from deltafront.kernels.selectors.flex import reference as flex
 from deltafront.kernels.selectors.flex.selector import FlexSelector
 from deltafront.kernels.selectors.lines_selector import LineSelector
@@ -142,7 +142,7 @@ def test_masks_follow_from_the_masses() -> None:
     with poisoned_empty():
         slashed = VerticalSlashSelector({"verticals": 200, "slashes": 200}).kernel_select(x, no_phase)
         mixed = SELECTORS["flex_mixed"]().kernel_select(x, no_phase)
-        score_BHNM = block_pool_kernel.scores(x)
+        score_BHNM = BlockPoolSelector({"tau": 0.9}).kernel_scores(x, None, no_phase)
     masses = kernel_masses(x, 64)
     keep_BHNM = vertical_slash.choose(*masses, 200, 200)
     assert tiles(slashed) == tiles(rules.select(lines.kept_scores(keep_BHNM), lines.KEPT, 0))

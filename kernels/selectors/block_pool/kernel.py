@@ -5,26 +5,14 @@ from __future__ import annotations
 import torch
 
 from ...interface import BLOCK, AttentionInput
-from ..grouped_kernel import Packed, log_sums, pack
+from ..grouped_kernel import Packed, pack
 from ..packing_kernel import Grouping
-from ..rules.kernel import scores_from_sums
-from ..rules.sums import Sums, slabs
 from .reference import block_means
 
 
 def prepare(x: AttentionInput) -> Packed:
     """Means of the chunk's query blocks and of all key blocks."""
     return pack(_means(x.q_BHTD), _means(x.k_BGSD), x.first_block, x.scale, Grouping(1, 1, 1))
-
-
-def scores(x: AttentionInput) -> torch.Tensor:
-    """See `reference.scores`; columns after a row's diagonal are 0."""
-    packed = prepare(x)
-    shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
-    score_BHNM = torch.empty(shape, dtype=torch.float32, device=x.q_BHTD.device)
-    for first, blocks in slabs(x, 1):
-        scores_from_sums(x, Sums(log_sums(packed, first, blocks), first), score_BHNM)
-    return score_BHNM
 
 
 def _means(x_BGSD: torch.Tensor) -> torch.Tensor:
