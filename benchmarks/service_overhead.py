@@ -18,13 +18,13 @@ import os
 import platform
 import statistics
 import struct
-import subprocess
 from pathlib import Path
 
 import psutil
 import torch
 from tokenizers import Tokenizer
 
+from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.needles import DEMO_TEXT
 from deltafront.service.client import DeltafrontClient, GenerateFinished
 from deltafront.service.config import ServiceConfig, load
@@ -97,12 +97,9 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load(arguments.config)
     measured = measure(arguments.config, config, arguments.tokens, arguments.repeats, arguments.method)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     result = {
         "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-        "commit": commit.stdout.strip(),
+        "commit": commit_of(ROOT),
         "torch": torch.__version__,
         "method": arguments.method,
         "repeats": arguments.repeats,
