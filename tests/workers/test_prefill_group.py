@@ -13,6 +13,7 @@ import ray
 import torch
 
 from deltafront.kernels.testing import assert_rows_close
+from deltafront.workers import prefill_group
 from deltafront.workers.messages import (
     NAMESPACE,
     PrefillCancelled,
@@ -24,7 +25,7 @@ from deltafront.workers.messages import (
     Refused,
     resolve,
 )
-from deltafront.workers.prefill_group import PrefillGroup, placement
+from deltafront.workers.prefill_group import PrefillGroup, RayStageLink, placement
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from .tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model, random_ids, whole_prompt
@@ -138,6 +139,37 @@ async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGro
                 assert await drained(group), "cancel returns when pages are free"
     await group.controller.cancel.remote("r2")
     assert await drained(group)
+
+
+async def test_abandoning_overtakes_the_chunk_that_runs_and_commands_keep_their_order(
+    cluster: None, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        """A stage whose chunks end only when they are abandoned; defined here to travel by value."""
+
+        def __init__(self, *_: Any) -> None:
+            self.wanted, self.order = True, []
+
+        def run_chunk(self, number: int) -> list[int]:
+            until = time.monotonic() + 20.0
+            while self.wanted and time.monotonic() < until:
+                time.sleep(0.005)
+            return self.close(number) if not self.wanted else []
+
+        def close(self, number: int) -> list[int]:
+            self.order.append(number)
+            return list(self.order)
+
+        def abandon(self, serial: int) -> None:
+            self.wanted = False
+
+    monkeypatch.setattr(prefill_group, "StageActor", Slow)
+    actor = PrefillGroup._start_stage(model, PrefillConfig(stages=1, cpus_per_stage=0), 0, None)
+    link: Any = RayStageLink(actor, 0)
+    replies = [link.run_chunk(0), *(link.close(n) for n in range(1, 6))]
+    link.abandon(1)
+    assert (await asyncio.gather(*replies))[-1] == [0, 1, 2, 3, 4, 5]
+    link.stop()
 
 
 async def test_a_reader_that_is_cancelled_takes_its_request_along(group: PrefillGroup, decode: Any) -> None:
