@@ -133,7 +133,7 @@ class PrefillStage:
             failure = error
             self._drop(command.request_id)
             width = self.stack.config.hidden
-            hidden_TC = torch.zeros(command.tokens, width, dtype=self.stack.dtype, device=self.stack.device)
+            hidden_TC = torch.zeros(command.tokens, width, dtype=self.stack.hidden_dtype, device=self.stack.device)
         if not self._last:
             with timer.phase("activation_send"):
                 self._activations.send(hidden_TC)

@@ -98,9 +98,14 @@ def _advance(
 @gluon.jit
 def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would only hide their order)
     half: gl.constexpr, results, buffers, items, shape, spans, tables,
-    MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 rows of each item."""
+    """One warpgroup: 64 rows of each item.
+
+    With AHEAD 2, queries have two buffers. An item's output leaves by its own, which is freed when the next
+    item, whose queries lie in the other, is under way.
+    """
     out, out_lead, scale = results
     q_smem, k_smem, v_smem, _w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     dtype: gl.constexpr = q_smem.dtype
@@ -124,13 +129,17 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
             m = gl.full([64], NEGATIVE, gl.float32, layout=row_layout)
             mass = gl.zeros([64], gl.float32, layout=row_layout)
             acc = gl.zeros([64, D], gl.float32, layout=o_layout)
-            mbarrier.wait(q_full.index(half), taken & 1)
-            taken += 1
-            q = q_smem.index(half)._reinterpret(dtype, [64, D], flat)
+            mine = half * AHEAD + taken % AHEAD
+            mbarrier.wait(q_full.index(mine), (taken // AHEAD) & 1)
+            q = q_smem.index(mine)._reinterpret(dtype, [64, D], flat)
             mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1)
             k = k_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
             blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
             s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
+            if AHEAD == 2:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(half * 2 + (taken + 1) % 2), pred=taken > 0)
+            taken += 1
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(done % STAGES))
             s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
@@ -179,11 +188,13 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
             fence_async_shared()
             place = [b, h, (tile * GROUPS + half) * 64, 0]
             if lead:
-                tma.async_copy_shared_to_global(out_lead, place, q_smem.index(half))
+                tma.async_copy_shared_to_global(out_lead, place, q_smem.index(mine))
             else:
-                tma.async_copy_shared_to_global(out, place, q_smem.index(half))
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(half))
+                tma.async_copy_shared_to_global(out, place, q_smem.index(mine))
+            if AHEAD == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(half))
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -192,24 +203,24 @@ def hopper_kernel(
     index_batch, index_head, index_row, items, batch, heads, group, tiles, lead_tiles,
     keys, row0, step, lead_row0, critical, chunk, chunk_slots, scale,
     MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, then the three roles. Shapes and orders: `launch`."""
-    q_smem = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, 64, D], q.layout)
+    q_smem = gl.allocate_shared_memory(q.dtype, [GROUPS * AHEAD, 1, 1, 64, D], q.layout)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, 128, D], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, 128, D], v.layout)
     w_smem = v_smem
     if MODE == 2:
         w_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 128], weight.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS * AHEAD, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS * AHEAD, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(half), count=1)
-        mbarrier.init(q_empty.index(half), count=1)
+    for buffer in gl.static_range(GROUPS * AHEAD):
+        mbarrier.init(q_full.index(buffer), count=1)
+        mbarrier.init(q_empty.index(buffer), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=GROUPS)
@@ -228,15 +239,15 @@ def hopper_kernel(
             [
                 (
                     _compute,
-                    (0, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS),
+                    (0, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS, AHEAD),
                 ),
                 (
                     _compute,
-                    (1, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS),
+                    (1, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS, AHEAD),
                 ),
                 (
                     load_items,
-                    (sources, index, buffers, items, shape, spans, tables, MODE, ORDER, STAGES, GROUPS),
+                    (sources, index, buffers, items, shape, spans, tables, MODE, ORDER, STAGES, GROUPS, AHEAD),
                 ),
             ],
             [4, 1],
@@ -247,19 +258,19 @@ def hopper_kernel(
             [
                 (
                     _compute,
-                    (0, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS),
+                    (0, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS, AHEAD),
                 ),
                 (
                     _compute,
-                    (1, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS),
+                    (1, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS, AHEAD),
                 ),
                 (
                     _compute,
-                    (2, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS),
+                    (2, results, buffers, items, shape, spans, tables, MODE, ORDER, D, STAGES, GROUPS, AHEAD),
                 ),
                 (
                     load_items,
-                    (sources, index, buffers, items, shape, spans, tables, MODE, ORDER, STAGES, GROUPS),
+                    (sources, index, buffers, items, shape, spans, tables, MODE, ORDER, STAGES, GROUPS, AHEAD),
                 ),
             ],
             [4, 4, 1],

@@ -81,7 +81,7 @@ def _copy(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr, MO
 @gluon.jit
 def load_items(
     sources, index, buffers, items, shape, spans, tables,
-    MODE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    MODE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: for each item its queries, then keys and values tile by tile."""
     q, k, v, q_lead, packed_k, packed_v, weight = sources
@@ -98,8 +98,9 @@ def load_items(
             )
             for half in gl.static_range(GROUPS):
                 row = (tile * GROUPS + half) * 64
-                full, smem = q_full.index(half), q_smem.index(half)
-                mbarrier.wait(q_empty.index(half), (taken & 1) ^ 1)
+                buffer = half * AHEAD + taken % AHEAD
+                full, smem = q_full.index(buffer), q_smem.index(buffer)
+                mbarrier.wait(q_empty.index(buffer), ((taken // AHEAD) & 1) ^ 1)
                 mbarrier.expect(full, q.block_type.nbytes)
                 tma.async_copy_global_to_shared(q, [b, h, row, 0], full, smem, pred=lead == 0)
                 tma.async_copy_global_to_shared(q_lead, [b, h, row, 0], full, smem, pred=lead)
@@ -107,11 +108,15 @@ def load_items(
             entry_ptr = (
                 index_ptr + b.to(gl.int64) * index_batch + h.to(gl.int64) * index_head + tile * index_row
             )
+            listed = 0
+            if MODE == 1:
+                listed = gl.load(entry_ptr + total - 1).to(gl.int32)  # the masked tile first
             for i in range(total):
                 stage = done % STAGES
                 phase = ((done // STAGES) & 1) ^ 1
                 if MODE == 1:
-                    row = gl.load(entry_ptr + gl.where(i == 0, total - 1, i - 1)).to(gl.int32) * 128
+                    row = listed * 128
+                    listed = gl.load(entry_ptr + i).to(gl.int32)  # the next one's, while this one is copied
                 else:
                     row = gl.where(i < masked, whole + i, begin + i - masked) * 128
                 place = (b, g, row)

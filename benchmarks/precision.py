@@ -1,0 +1,179 @@
+"""Which number format keeps the answers: one model in one process, needles at full length.
+
+    python -m deltafront.benchmarks.precision --text FILE [FILE …] --tokens 131072 --needles 100 \
+        --dtypes bfloat16 bfloat16+fp32 float16+fp32 float32 --methods dense dpxa
+
+`+fp32` keeps the residual stream between the layers in float32. The document is read in chunks by the same
+layers and kernels as a prefill worker's, then each question is answered greedily with full attention by
+torch. No service, so that only the arithmetic differs. Prints exact answers and writes the JSON of --result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn.functional import scaled_dot_product_attention
+
+from deltafront.benchmarks import needles as hay
+from deltafront.benchmarks.harness import commit_of
+from deltafront.kernels.build import build
+from deltafront.kernels.interface import AttentionInput, StateSpec
+from deltafront.kernels.methods import resolve
+from deltafront.workers import model_store
+from deltafront.workers.model import LayerStack, load_stack
+from deltafront.workers.model_config import read_config
+
+ROOT = Path(__file__).resolve().parent.parent
+ADAPTER = ROOT / "deploy" / "models" / "smollm2-135m-128k"
+MODEL = "smollm2-135m-instruct"
+LONGEST_ANSWER = 48
+
+
+class Reader:
+    """A stack with its keys and values of one sequence, of at most `room` tokens."""
+
+    def __init__(self, stack: LayerStack, room: int) -> None:
+        config = stack.config
+        shape = (config.layers, 1, config.kv_heads, room, config.head_dim)
+        self._stack = stack
+        self._k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
+        self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
+        self.length = 0
+
+    def read(self, ids: Sequence[int], method: str, chunk: int) -> None:
+        """Read a document from the start with a prefill method."""
+        self.length = 0
+        config, attention = self._stack.config, build(resolve(method))
+        spec = StateSpec(
+            1,
+            config.q_heads,
+            config.kv_heads,
+            config.head_dim,
+            len(ids),
+            self._stack.device,
+            self._stack.dtype,
+        )
+        states = [attention.new_state(spec) for _ in range(config.layers)]
+        for first in range(0, len(ids), chunk):
+
+            def attend(layer: int, q_BHTD: torch.Tensor, start: int = first) -> torch.Tensor:
+                k_BGSD, v_BGSD = self._seen(layer, start + q_BHTD.shape[2])
+                x = AttentionInput.of(
+                    q_BHTD.contiguous(), k_BGSD, v_BGSD, q_start=start, prompt_tokens=len(ids)
+                )
+                return attention.attend(x, states[layer])[0]
+
+            self._forward(ids[first : first + chunk], attend)
+
+    def next_token(self, ids: Sequence[int]) -> int:
+        """Append ids and give the most likely next one."""
+        start = self.length
+
+        def attend(layer: int, q_BHTD: torch.Tensor) -> torch.Tensor:
+            rows = q_BHTD.shape[2]
+            k_BGSD, v_BGSD = self._seen(layer, start + rows)
+            seen_TS = None
+            if rows > 1:
+                seen_TS = torch.ones(rows, start + rows, dtype=torch.bool, device=q_BHTD.device).tril(start)
+            return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=seen_TS, enable_gqa=True)
+
+        hidden_TC = self._forward(ids, attend)
+        return int(self._stack.logits(hidden_TC[-1:]).argmax())
+
+    def _forward(self, ids: Sequence[int], attend) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        start, end = self.length, self.length + len(ids)
+
+        def stored(
+            layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+        ) -> torch.Tensor:
+            self._k_LBGSD[layer, 0, :, start:end] = k_TGD.transpose(0, 1)
+            self._v_LBGSD[layer, 0, :, start:end] = v_TGD.transpose(0, 1)
+            out_BHTD: torch.Tensor = attend(layer, q_THD.transpose(0, 1)[None])
+            return out_BHTD[0].transpose(0, 1)
+
+        positions_T = torch.arange(start, end, device=self._stack.device)
+        hidden_TC = self._stack.forward(self._stack.embed(torch.tensor(ids)), positions_T, stored)
+        self.length = end
+        return hidden_TC
+
+    def _seen(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._k_LBGSD[layer, :, :, :tokens], self._v_LBGSD[layer, :, :, :tokens]
+
+
+def answer(reader: Reader, tokenizer: Tokenizer, question: str) -> str:
+    """The greedy answer up to a full stop; the reader then forgets the question."""
+    before, given = reader.length, []
+    token = reader.next_token(tokenizer.encode(question).ids)
+    while len(given) < LONGEST_ANSWER and "." not in tokenizer.decode([token]):
+        given.append(token)
+        token = reader.next_token([token])
+    reader.length = before
+    text: str = tokenizer.decode(given)
+    return text
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, nargs="+", default=[hay.DEMO_TEXT])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--needles", type=int, default=40)
+    parser.add_argument("--questions", type=int, default=10)
+    parser.add_argument("--seed", type=int, nargs="+", default=[3])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "bfloat16+fp32", "float32"])
+    parser.add_argument("--methods", nargs="+", default=["dense"])
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
+    arguments = parser.parse_args()
+    directory = model_store.resolve(MODEL)
+    config = read_config(directory, {"rope_theta": 8e6, "max_position_embeddings": 131_072})
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    documents = []
+    for text, seed in itertools.product(arguments.text, arguments.seed):
+        needles = hay.make_needles(arguments.needles, seed)
+        made = hay.document(
+            text.read_text(), needles, arguments.tokens - 128, lambda t: len(tokenizer.encode(t).ids), seed
+        )
+        documents.append((text.stem, seed, tokenizer.encode(made).ids, needles[: arguments.questions]))
+    rows = []
+    for name in arguments.dtypes:
+        dtype, _, residual = name.partition("+")
+        stack = load_stack(
+            directory,
+            config,
+            range(config.layers),
+            embedding=True,
+            head=True,
+            dtype=getattr(torch, dtype),
+            device=arguments.device,
+            adapter=ADAPTER,
+        )
+        stack.hidden_dtype = torch.float32 if residual else stack.dtype
+        reader = Reader(stack, arguments.tokens)
+        for (text, seed, ids, asked), method in itertools.product(documents, arguments.methods):
+            reader.read(ids, method, arguments.chunk)
+            wrong = {}
+            for needle in asked:
+                said = answer(reader, tokenizer, needle.question)
+                if not needle.answered_by(said):
+                    wrong[needle.value] = said.strip()
+            row = {"dtype": name, "text": text, "seed": seed, "method": method, "tokens": len(ids)}
+            rows.append({**row, "asked": len(asked), "exact": len(asked) - len(wrong), "wrong": wrong})
+            print(rows[-1], flush=True)
+    if arguments.result:
+        result = {"commit": arguments.commit or commit_of(ROOT), "rows": rows}
+        arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
