@@ -1,11 +1,11 @@
 """Which number format keeps the answers: one model in one process, needles at full length.
 
     python -m deltafront.benchmarks.precision --text FILE [FILE …] --tokens 131072 --needles 100 \
-        --dtypes bfloat16 bfloat16+fp32 float16+fp32 float32 --methods dense dpxa
+        --dtypes bfloat16 float16 float32 --methods dense dpxa
 
-`+fp32` keeps the residual stream between the layers in float32. The document is read in chunks by the same
-layers and kernels as a prefill worker's, then each question is answered greedily with full attention by
-torch. No service, so that only the arithmetic differs. Prints exact answers and writes the JSON of --result.
+The document is read in chunks by the same layers and kernels as a prefill worker's, then each question is
+answered greedily with full attention by torch. No service, so that only the arithmetic differs. Prints exact
+answers and writes the JSON of --result.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class Reader:
     def _forward(self, ids: Sequence[int], attend) -> torch.Tensor:  # type: ignore[no-untyped-def]
         start, end = self.length, self.length + len(ids)
 
-        def stored(
-            layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor
-        ) -> torch.Tensor:
+        def stored(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
             self._k_LBGSD[layer, 0, :, start:end] = k_TGD.transpose(0, 1)
             self._v_LBGSD[layer, 0, :, start:end] = v_TGD.transpose(0, 1)
             out_BHTD: torch.Tensor = attend(layer, q_THD.transpose(0, 1)[None])
@@ -128,7 +126,12 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=40)
     parser.add_argument("--questions", type=int, default=10)
     parser.add_argument("--seed", type=int, nargs="+", default=[3])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "bfloat16+fp32", "float32"])
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=("bfloat16", "float16", "float32"),
+        default=["bfloat16", "float16", "float32"],
+    )
     parser.add_argument("--methods", nargs="+", default=["dense"])
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -147,18 +150,16 @@ def main() -> None:
         documents.append((text.stem, seed, tokenizer.encode(made).ids, needles[: arguments.questions]))
     rows = []
     for name in arguments.dtypes:
-        dtype, _, residual = name.partition("+")
         stack = load_stack(
             directory,
             config,
             range(config.layers),
             embedding=True,
             head=True,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, name),
             device=arguments.device,
             adapter=ADAPTER,
         )
-        stack.hidden_dtype = torch.float32 if residual else stack.dtype
         reader = Reader(stack, arguments.tokens)
         for (text, seed, ids, asked), method in itertools.product(documents, arguments.methods):
             reader.read(ids, method, arguments.chunk)

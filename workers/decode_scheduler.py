@@ -180,7 +180,8 @@ class DecodeScheduler:
     def _deliver(self, request: DecodeRequest, choice: Chosen) -> None:
         """Send a token, and end the request if it was the last one."""
         if not math.isfinite(choice.logprob):
-            self._lifecycle.close(request, FinishReason.FAILED, "the model's logits are not finite numbers")
+            text = "the model's logits are not finite numbers (in float16 its activations may overflow)"
+            self._lifecycle.close(request, FinishReason.FAILED, text)
             return
         if request.produced == 0:
             self._before_first(request)

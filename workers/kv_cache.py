@@ -98,6 +98,19 @@ class PagedKVCache:
         k_PSGD, v_PSGD = self.layer(layer)
         return _dense(k_PSGD, table_N, tokens), _dense(v_PSGD, table_N, tokens)
 
+    def write_run(
+        self, layer: int, first_page: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+    ) -> None:
+        """As `write`, for a sequence whose pages follow one another from first_page on: two plain copies."""
+        k_SGD, v_SGD = self._run(layer, first_page, start, k_TGD.shape[0])
+        k_SGD.copy_(k_TGD)
+        v_SGD.copy_(v_TGD)
+
+    def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `gather`, without copying, for such a sequence: k_GSD, v_GSD with strided rows."""
+        k_SGD, v_SGD = self._run(layer, first_page, 0, tokens)
+        return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer: what a holder of a shared page does before it writes to it."""
         self.k_LPSGD[:, target].copy_(self.k_LPSGD[:, source])
@@ -115,6 +128,17 @@ class PagedKVCache:
         rows_T = page_ids_T * self.page_tokens + slots_T
         k_PSGD.flatten(0, 1).index_copy_(0, rows_T, k_TGD.to(k_PSGD.dtype))
         v_PSGD.flatten(0, 1).index_copy_(0, rows_T, v_TGD.to(v_PSGD.dtype))
+
+    def _run(self, layer: int, first_page: int, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first, room = first_page * self.page_tokens, self.pages * self.page_tokens
+        if first < 0 or start < 0 or tokens < 1 or first + start + tokens > room:
+            raise KVCacheError(
+                f"tokens {start} .. {start + tokens - 1} from page {first_page} on do not fit the cache's"
+                f" {self.pages} pages"
+            )
+        rows = slice(first + start, first + start + tokens)
+        k_PSGD, v_PSGD = self.layer(layer)
+        return k_PSGD.flatten(0, 1)[rows], v_PSGD.flatten(0, 1)[rows]
 
     def _index(self, layer: int) -> int:
         if layer not in self.layers:

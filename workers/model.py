@@ -35,15 +35,12 @@ class LayerStack:
         weights: StackWeights,
         dtype: torch.dtype,
         device: torch.device | str,
-        hidden_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """dtype: of weights, products and K/V. hidden_dtype: of the residual stream between the layers."""
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > config.layers:
             raise ModelError(f"layers {layers} are not a contiguous part of the model's {config.layers}")
         self.config = config
         self.layers = layers
         self.dtype = dtype
-        self.hidden_dtype = hidden_dtype
         self.device = torch.device(device)
         self._weights = weights
         self._rope = Rope(config.rope, config.head_dim, self.device)
@@ -60,8 +57,7 @@ class LayerStack:
         """hidden_TC of token ids (any integer dtype). Ids must be in range: CUDA cannot report it here."""
         if self._weights.embedding_VC is None:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
-        embedded_TC = F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
-        return embedded_TC.to(self.hidden_dtype)
+        return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
 
     def forward(
         self,
@@ -111,8 +107,7 @@ class LayerStack:
         return F.linear(F.silu(gate_TI) * up_TI, weights.down_CI)
 
     def _norm(self, hidden_TC: torch.Tensor, weight_C: torch.Tensor) -> torch.Tensor:
-        weight_C = weight_C.to(hidden_TC.dtype)
-        return F.rms_norm(hidden_TC, (self.config.hidden,), weight_C, self.config.rms_eps).to(self.dtype)
+        return F.rms_norm(hidden_TC, (self.config.hidden,), weight_C, self.config.rms_eps)
 
 
 def load_stack(

@@ -6,7 +6,9 @@ which share a prefix, or a session and the request that questions it, can hold t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
 
 PAGE_TOKENS = 16
 """Tokens of one page, the unit in which K/V is allocated, moved and selected."""
@@ -31,15 +33,22 @@ def pages_for(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
     return -(-tokens // page_tokens)
 
 
+def first_of_run(pages: Sequence[int]) -> int | None:
+    """The first page of pages that follow one another, as those of an unfragmented pool do; else None."""
+    if not pages or any(b - a != 1 for a, b in itertools.pairwise(pages)):
+        return None
+    return pages[0]
+
+
 class PagePool:
-    """Hands out pages 0 .. pages-1. The page freed last is handed out first (it is warm in the cache)."""
+    """Hands out pages 0 .. pages-1, lowest first: what is taken at once is one run where it can be."""
 
     def __init__(self, pages: int, page_tokens: int = PAGE_TOKENS) -> None:
         if pages < 1 or page_tokens < 1:
             raise ValueError(f"a pool needs pages and tokens per page, got {pages} and {page_tokens}")
         self.page_tokens = page_tokens
         self._references = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = list(range(pages))  # a heap
 
     @property
     def total(self) -> int:
@@ -63,7 +72,7 @@ class PagePool:
             raise ValueError(f"cannot allocate {count} pages")
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
-        taken = tuple(self._free.pop() for _ in range(count))
+        taken = tuple(heapq.heappop(self._free) for _ in range(count))
         for page in taken:
             self._references[page] = 1
         return taken
@@ -91,7 +100,7 @@ class PagePool:
         for page, drop in drops.items():
             self._references[page] -= drop
             if self._references[page] == 0:
-                self._free.append(page)
+                heapq.heappush(self._free, page)
 
     def _checked(self, page: int) -> int:
         if not 0 <= page < len(self._references):

@@ -107,7 +107,7 @@ class StageActor:
 
         stages, stack = self._config.stages, stage.stack
         store = self._store if self._number == 0 else join_store(*rendezvous, stages)
-        return GroupActivations(store, self._number, stages, stack.config.hidden, stack.hidden_dtype, stack.device)
+        return GroupActivations(store, self._number, stages, stack.config.hidden, stack.dtype, stack.device)
 
 
 class RayStageLink:

@@ -36,7 +36,7 @@ from .messages import resolve as method_spec
 from .model import LayerStack, load_stack
 from .model_config import read_config
 from .model_store import resolve, resolve_adapter
-from .page_pool import pages_for
+from .page_pool import first_of_run, pages_for
 from .profile import PhaseTimer, phase_timer
 from .settings import ModelSpec, PrefillConfig
 from .warm_up import warm_up_prefill
@@ -46,12 +46,14 @@ _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, t
 
 @dataclass
 class _Prompt:
-    """An open request: its pages here, and what its method remembers of each layer."""
+    """An open request: its pages here, the first of them if they are one run, and what its method remembers
+    of each layer."""
 
     request: OpenRequest
     method: Attention
     states: dict[int, Any]
     pages_N: torch.Tensor
+    first_page: int | None
 
 
 @dataclass
@@ -115,7 +117,9 @@ class PrefillStage:
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
         pages_N = torch.tensor(request.pages, dtype=torch.int64, device=self.stack.device)
-        self._open[request.request_id] = _Prompt(request, method, states, pages_N)
+        self._open[request.request_id] = _Prompt(
+            request, method, states, pages_N, first_of_run(request.pages)
+        )
 
     def run_chunk(self, command: ChunkCommand) -> ChunkReport:
         """Take one chunk through this stage's layers. Raises RequestFailed after having kept in step."""
@@ -133,7 +137,7 @@ class PrefillStage:
             failure = error
             self._drop(command.request_id)
             width = self.stack.config.hidden
-            hidden_TC = torch.zeros(command.tokens, width, dtype=self.stack.hidden_dtype, device=self.stack.device)
+            hidden_TC = torch.zeros(command.tokens, width, dtype=self.stack.dtype, device=self.stack.device)
         if not self._last:
             with timer.phase("activation_send"):
                 self._activations.send(hidden_TC)
@@ -207,8 +211,7 @@ class PrefillStage:
                 request.request_id, request.decode_worker, layer, start, k_TGD, v_TGD
             )
         with timer.phase("kv_write"):
-            self._cache.write(layer, prompt.pages_N, start, k_TGD, v_TGD)
-            k_GSD, v_GSD = self._cache.gather(layer, prompt.pages_N, start + q_THD.shape[0])
+            k_GSD, v_GSD = self._keep(prompt, layer, start, k_TGD, v_TGD)
         x = AttentionInput.of(
             q_THD.transpose(0, 1)[None],
             k_GSD[None],
@@ -219,6 +222,17 @@ class PrefillStage:
         out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], timer.phase)
         tally.coverage.append((layer, coverage))
         return out_BHTD[0].transpose(0, 1)
+
+    def _keep(
+        self, prompt: _Prompt, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a chunk's K/V; the prompt's k_GSD, v_GSD so far, in place where its pages are one run."""
+        end = start + k_TGD.shape[0]
+        if prompt.first_page is None:
+            self._cache.write(layer, prompt.pages_N, start, k_TGD, v_TGD)
+            return self._cache.gather(layer, prompt.pages_N, end)
+        self._cache.write_run(layer, prompt.first_page, start, k_TGD, v_TGD)
+        return self._cache.view_run(layer, prompt.first_page, end)
 
     def _embed(self, command: ChunkCommand) -> torch.Tensor:
         ids_T = np.frombuffer(command.token_ids, dtype="<u4").astype(np.int64)

@@ -68,7 +68,7 @@ def _read(stack: LayerStack, spec: MethodSpec, chunks: Sequence[int]) -> None:
 
     start = 0
     for tokens in chunks:
-        hidden_TC = torch.randn(tokens, config.hidden, device=stack.device).to(stack.hidden_dtype)
+        hidden_TC = torch.randn(tokens, config.hidden, device=stack.device).to(stack.dtype)
         stack.forward(hidden_TC, torch.arange(start, start + tokens, device=stack.device), attend)
         start += tokens
 

@@ -38,6 +38,25 @@ def test_what_is_written_in_pieces_is_read_back(cuts: tuple[int, ...], dtype: to
     assert not cache.k_LPSGD[:, untouched].any() and not cache.layer(4)[0].any()
 
 
+def test_a_run_of_pages_is_written_and_read_in_place() -> None:
+    cache, other = make(), make()
+    k_TGD, v_TGD = tokens(50, 1)
+    for start, end in ((0, 16), (16, 17), (17, 50)):
+        cache.write_run(5, 3, start, k_TGD[start:end], v_TGD[start:end])
+        other.write(5, torch.arange(3, 7), start, k_TGD[start:end], v_TGD[start:end])
+    assert torch.equal(cache.k_LPSGD, other.k_LPSGD) and torch.equal(cache.v_LPSGD, other.v_LPSGD)
+    k_GSD, v_GSD = cache.view_run(5, 3, 50)
+    assert torch.equal(k_GSD, k_TGD.transpose(0, 1)) and torch.equal(v_GSD, v_TGD.transpose(0, 1))
+    assert k_GSD.data_ptr() == cache.k_LPSGD[1, 3].data_ptr(), "no copy"
+
+
+@pytest.mark.parametrize(("first", "start", "count"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (11, 16, 1)])
+def test_a_run_outside_the_cache_raises(first: int, start: int, count: int) -> None:
+    k_TGD, v_TGD = tokens(max(count, 0), 1)
+    with pytest.raises(KVCacheError, match="do not fit"):
+        make().write_run(5, first, start, k_TGD, v_TGD)
+
+
 def test_pages_are_the_layout_flashinfer_reads() -> None:
     cache = make()
     k_TGD, v_TGD = tokens(20, 2)

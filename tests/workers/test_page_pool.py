@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from deltafront.workers.page_pool import OutOfPages, PagePool, pages_for
+from deltafront.workers.page_pool import OutOfPages, PagePool, first_of_run, pages_for
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (131_072, 8192)])
@@ -18,6 +18,23 @@ def test_pages_for(tokens: int, pages: int) -> None:
 def test_negative_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         pages_for(-1)
+
+
+def test_freed_pages_are_handed_out_as_a_run_again() -> None:
+    pool = PagePool(12)
+    first, second, third = pool.allocate(3), pool.allocate(4), pool.allocate(2)
+    assert [first_of_run(pages) for pages in (first, second, third)] == [0, 3, 7]
+    pool.release(second)
+    assert pool.allocate(4) == second
+    pool.release(first)
+    assert first_of_run(pool.allocate(4)) is None, "0, 1, 2 and 9 are not one run"
+
+
+@pytest.mark.parametrize(
+    ("pages", "first"), [((), None), ((5,), 5), ((5, 6, 7), 5), ((7, 6), None), ((5, 7), None)]
+)
+def test_first_of_run(pages: tuple[int, ...], first: int | None) -> None:
+    assert first_of_run(pages) == first
 
 
 def test_too_many_pages_take_nothing() -> None:

@@ -218,12 +218,29 @@ def test_a_stage_by_hand(model: ModelSpec) -> None:
     stage.close("unknown")
 
 
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+def test_scattered_pages_give_what_a_run_of_pages_gives(model: ModelSpec, method: MethodSpec) -> None:
+    """A run is read in place, scattered pages are gathered: the same numbers, also beside each other."""
+    sink, ids = Collector(), random_ids(300)
+    stage = stage_of(model, sink)
+    scattered = (60, *range(40, 50), *range(21, 29))
+    for name, pages in (("run", tuple(range(1, 20))), ("scattered", scattered)):
+        stage.open(OpenRequest(name, pages, 300, method, "decode:x"))
+    for start, end in ((0, 128), (128, 256), (256, 300)):
+        part = ids[4 * start : 4 * end]
+        for name in ("run", "scattered"):
+            stage.run_chunk(ChunkCommand(name, start, end - start, end == 300, True, part))
+    assert_rows_close(*(torch.from_numpy(sink.logits[name])[None] for name in ("run", "scattered")))
+    for name in ("run", "scattered"):
+        stage.close(name)
+
+
 def test_an_abandoned_chunk_stops_at_the_next_layer(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = stage_of(model, Collector())
     written: list[int] = []
-    write = stage._cache.write
+    write = stage._cache.write_run
 
     def abandoning(layer: int, *rest: Any) -> None:
         written.append(layer)
@@ -231,7 +248,7 @@ def test_an_abandoned_chunk_stops_at_the_next_layer(
             stage.abandon(7)
         write(layer, *rest)
 
-    monkeypatch.setattr(stage._cache, "write", abandoning)
+    monkeypatch.setattr(stage._cache, "write_run", abandoning)
     command = ChunkCommand("r", 0, 128, True, True, random_ids(128))
     order = OpenRequest("r", tuple(range(8)), 128, DENSE, "decode:x", serial=7)
     stage.open(order)
