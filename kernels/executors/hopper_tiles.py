@@ -67,10 +67,9 @@ def extent_of(b, h, g, tile, lead, shape, spans, tables, MODE: gl.constexpr, ROW
 
 
 @gluon.jit
-def _copy(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr, MORE: gl.constexpr = 0):
+def _start(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr):
     """Start copying one tile of keys or values: from the sequence, or (PACKED) from the packed rows."""
     b, g, row = place
-    mbarrier.expect(full, near.block_type.nbytes + MORE)
     if MODE == 2:
         tma.async_copy_global_to_shared(near, [b, g, row, 0], full, smem, pred=is_near)
         tma.async_copy_global_to_shared(far, [b, g, far_row, 0], full, smem, pred=is_near == 0)
@@ -79,12 +78,21 @@ def _copy(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr, MO
 
 
 @gluon.jit
+def _copy(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr, MORE: gl.constexpr):
+    """As `_start`, for the first tile that a barrier waits for; MORE: bytes of the others."""
+    mbarrier.expect(full, near.block_type.nbytes + MORE)
+    _start(near, far, place, far_row, is_near, full, smem, MODE)
+
+
+@gluon.jit
 def load_items(
-    sources, index, buffers, items, shape, spans, tables,
-    MODE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, AHEAD: gl.constexpr,
+    sources, index, buffers, work,
+    MODE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    AHEAD: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: for each item its queries, then keys and values tile by tile."""
     q, k, v, q_lead, packed_k, packed_v, weight = sources
+    items, shape, spans, tables = work
     index_ptr, index_batch, index_head, index_row = index
     q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     done = 0
@@ -108,27 +116,29 @@ def load_items(
             entry_ptr = (
                 index_ptr + b.to(gl.int64) * index_batch + h.to(gl.int64) * index_head + tile * index_row
             )
-            listed = 0
-            if MODE == 1:
-                listed = gl.load(entry_ptr + total - 1).to(gl.int32)  # the masked tile first
             for i in range(total):
                 stage = done % STAGES
                 phase = ((done // STAGES) & 1) ^ 1
                 if MODE == 1:
-                    row = listed * 128
-                    listed = gl.load(entry_ptr + i).to(gl.int32)  # the next one's, while this one is copied
+                    row = gl.load(entry_ptr + gl.where(i == 0, total - 1, i - 1)).to(gl.int32) * 128
                 else:
                     row = gl.where(i < masked, whole + i, begin + i - masked) * 128
                 place = (b, g, row)
                 far_row = (i - exact) * 128
                 mbarrier.wait(k_empty.index(stage), phase)
                 full = k_full.index(stage)
+                near = i < exact
+                MORE: gl.constexpr = 512 if MODE == 2 else 0
+                TOGETHER: gl.constexpr = MORE + JOINT * v.block_type.nbytes
+                _copy(k, packed_k, place, far_row, near, full, k_smem.index(stage), MODE, TOGETHER)
                 if MODE == 2:
-                    _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE, 512)
                     at = [b, g, gl.maximum(far_row, 0)]
                     tma.async_copy_global_to_shared(weight, at, full, w_smem.index(stage))
+                if JOINT:
+                    _start(v, packed_v, place, far_row, near, full, v_smem.index(stage), MODE)
                 else:
-                    _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE)
-                mbarrier.wait(v_empty.index(stage), phase)
-                _copy(v, packed_v, place, far_row, i < exact, v_full.index(stage), v_smem.index(stage), MODE)
+                    mbarrier.wait(v_empty.index(stage), phase)
+                    _copy(
+                        v, packed_v, place, far_row, near, v_full.index(stage), v_smem.index(stage), MODE, 0
+                    )
                 done += 1
