@@ -38,9 +38,9 @@ def _weigh(s, m, mass, scale, weight, WEIGHTED: gl.constexpr):
 
 
 @gluon.jit
-def _advance(  # noqa: PLR0912
+def _advance(
     acc, m, mass, p, shrink, done, i, fixed,
-    KIND: gl.constexpr, MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, JOINT: gl.constexpr,
+    KIND: gl.constexpr, MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile i while tile i - 1, whose exponentials are p, is summed.
 
@@ -62,8 +62,7 @@ def _advance(  # noqa: PLR0912
     k = k_smem.index(next_stage)._reinterpret(dtype, [128, D], flat)
     s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
     stage = done % STAGES
-    if not JOINT:
-        mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
+    mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
     v = v_smem.index(stage)._reinterpret(dtype, [128, D], flat)
     if EARLY:
         w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
@@ -76,7 +75,7 @@ def _advance(  # noqa: PLR0912
     if (KIND == 2) | (KIND == 3):
         line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         weight = w_smem.index(next_stage)._reinterpret(gl.float32, [128], line).load(column.type.layout)
-    elif not JOINT:
+    else:
         mbarrier.arrive(k_empty.index(next_stage))
     if KIND == 1:
         s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
@@ -86,13 +85,10 @@ def _advance(  # noqa: PLR0912
     if KIND == 3:
         s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, NEGATIVE)
     p, m, mass, shrink = _weigh(s, m, mass, scale, weight, (KIND == 2) | (KIND == 3))
-    if ((KIND == 2) | (KIND == 3)) & (not JOINT):
+    if (KIND == 2) | (KIND == 3):
         mbarrier.arrive(k_empty.index(next_stage))  # its stage holds the tile's run lengths too
     acc = warpgroup_mma_wait(0, deps=[acc])
-    if JOINT:
-        mbarrier.arrive(k_empty.index(stage))
-    else:
-        mbarrier.arrive(v_empty.index(stage))
+    mbarrier.arrive(v_empty.index(stage))
     if not EARLY:
         p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -103,7 +99,7 @@ def _advance(  # noqa: PLR0912
 def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would only hide their order)
     half: gl.constexpr, results, buffers, work,
     MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, AHEAD: gl.constexpr, JOINT: gl.constexpr,
+    GROUPS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 rows of each item.
 
@@ -146,8 +142,7 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
                 mbarrier.arrive(q_empty.index(half * 2 + (taken + 1) % 2), pred=taken > 0)
             taken += 1
             s = warpgroup_mma_wait(0, deps=[s])
-            if not JOINT:
-                mbarrier.arrive(k_empty.index(done % STAGES))
+            mbarrier.arrive(k_empty.index(done % STAGES))
             s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
             p, m, mass, shrink = _weigh(s, m, mass, scale, scale, False)
             if not EARLY:
@@ -156,43 +151,39 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
             if MODE == 1:
                 for i in range(1, exact):
                     acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES, JOINT
+                        acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
                     )
             elif EARLY:
                 for i in range(1, masked):
                     acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 1, MODE, D, STAGES, JOINT
+                        acc, m, mass, p, shrink, done, i, fixed, 1, MODE, D, STAGES
                     )
                 for i in range(masked, exact):
                     acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES, JOINT
+                        acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
                     )
             else:
                 for i in range(1, exact):
                     acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 4, MODE, D, STAGES, JOINT
+                        acc, m, mass, p, shrink, done, i, fixed, 4, MODE, D, STAGES
                     )
             if MODE == 2:
                 for i in range(exact, total - 1):
                     acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 2, MODE, D, STAGES, JOINT
+                        acc, m, mass, p, shrink, done, i, fixed, 2, MODE, D, STAGES
                     )
                 for i in range(gl.maximum(exact, total - 1), total):
                     acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 3, MODE, D, STAGES, JOINT
+                        acc, m, mass, p, shrink, done, i, fixed, 3, MODE, D, STAGES
                     )
-            if not JOINT:
-                mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
+            mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
             v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
             if EARLY:
                 p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
             acc = warpgroup_mma(p, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            if JOINT:
-                mbarrier.arrive(k_empty.index(done % STAGES))
-            else:
-                mbarrier.arrive(v_empty.index(done % STAGES))
+            mbarrier.arrive(v_empty.index(done % STAGES))
             done += 1
             q.store((acc / gl.convert_layout(mass, gl.SliceLayout(1, o_layout))[:, None]).to(dtype))
             fence_async_shared()
@@ -213,8 +204,7 @@ def hopper_kernel(
     index_batch, index_head, index_row, items, batch, heads, group, tiles, lead_tiles,
     keys, row0, step, lead_row0, critical, chunk, chunk_slots, scale,
     MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, AHEAD: gl.constexpr, JOINT: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, then the three roles. Shapes and orders: `launch`."""
     q_smem = gl.allocate_shared_memory(q.dtype, [GROUPS * AHEAD, 1, 1, 64, D], q.layout)
@@ -250,9 +240,9 @@ def hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (0, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD, JOINT)),
-                (_compute, (1, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD, JOINT)),
-                (load_items, (sources, index, buffers, work, MODE, ORDER, STAGES, GROUPS, AHEAD, JOINT)),
+                (_compute, (0, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (_compute, (1, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (load_items, (sources, index, buffers, work, MODE, ORDER, STAGES, GROUPS, AHEAD)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -260,10 +250,10 @@ def hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD, JOINT)),
-                (_compute, (1, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD, JOINT)),
-                (_compute, (2, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD, JOINT)),
-                (load_items, (sources, index, buffers, work, MODE, ORDER, STAGES, GROUPS, AHEAD, JOINT)),
+                (_compute, (0, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (_compute, (1, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (_compute, (2, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (load_items, (sources, index, buffers, work, MODE, ORDER, STAGES, GROUPS, AHEAD)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

@@ -69,14 +69,11 @@ def _sizes(mode: int, dim: int) -> dict[str, int]:
 
     Three warpgroups would change what a packed row sees: its exact keys begin with its tile of 128 rows.
     """
-    two = {"GROUPS": 2, "REGISTERS": 240}
-    if dim == 64:
-        ahead = {"AHEAD": 2, "JOINT": True} if mode == LIST else {"AHEAD": 1, "JOINT": True}
-        three = {"GROUPS": 3, "REGISTERS": 160}
-        return {"STAGES": 4, **(three if mode == RANGE else two), **ahead}
     if mode == LIST:
-        return {"STAGES": 2, "AHEAD": 2, "JOINT": False, **two}
-    return {"STAGES": 3, "AHEAD": 1, "JOINT": False, **two}
+        return {"STAGES": 2, "GROUPS": 2, "AHEAD": 2, "REGISTERS": 240}
+    if mode == RANGE and dim == 64:
+        return {"STAGES": 4, "GROUPS": 3, "AHEAD": 1, "REGISTERS": 160}
+    return {"STAGES": 3 if dim == 128 else 4, "GROUPS": 2, "AHEAD": 1, "REGISTERS": 240}
 
 
 def _order(x: AttentionInput, rows: Rows, mask: TileMask | None) -> int:

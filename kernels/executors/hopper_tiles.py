@@ -67,9 +67,10 @@ def extent_of(b, h, g, tile, lead, shape, spans, tables, MODE: gl.constexpr, ROW
 
 
 @gluon.jit
-def _start(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr):
+def _copy(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr, MORE: gl.constexpr = 0):
     """Start copying one tile of keys or values: from the sequence, or (PACKED) from the packed rows."""
     b, g, row = place
+    mbarrier.expect(full, near.block_type.nbytes + MORE)
     if MODE == 2:
         tma.async_copy_global_to_shared(near, [b, g, row, 0], full, smem, pred=is_near)
         tma.async_copy_global_to_shared(far, [b, g, far_row, 0], full, smem, pred=is_near == 0)
@@ -78,17 +79,10 @@ def _start(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr):
 
 
 @gluon.jit
-def _copy(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr, MORE: gl.constexpr):
-    """As `_start`, for the first tile that a barrier waits for; MORE: bytes of the others."""
-    mbarrier.expect(full, near.block_type.nbytes + MORE)
-    _start(near, far, place, far_row, is_near, full, smem, MODE)
-
-
-@gluon.jit
 def load_items(
     sources, index, buffers, work,
     MODE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-    AHEAD: gl.constexpr, JOINT: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: for each item its queries, then keys and values tile by tile."""
     q, k, v, q_lead, packed_k, packed_v, weight = sources
@@ -127,18 +121,12 @@ def load_items(
                 far_row = (i - exact) * 128
                 mbarrier.wait(k_empty.index(stage), phase)
                 full = k_full.index(stage)
-                near = i < exact
-                MORE: gl.constexpr = 512 if MODE == 2 else 0
-                TOGETHER: gl.constexpr = MORE + JOINT * v.block_type.nbytes
-                _copy(k, packed_k, place, far_row, near, full, k_smem.index(stage), MODE, TOGETHER)
                 if MODE == 2:
+                    _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE, 512)
                     at = [b, g, gl.maximum(far_row, 0)]
                     tma.async_copy_global_to_shared(weight, at, full, w_smem.index(stage))
-                if JOINT:
-                    _start(v, packed_v, place, far_row, near, full, v_smem.index(stage), MODE)
                 else:
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    _copy(
-                        v, packed_v, place, far_row, near, v_full.index(stage), v_smem.index(stage), MODE, 0
-                    )
+                    _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE)
+                mbarrier.wait(v_empty.index(stage), phase)
+                _copy(v, packed_v, place, far_row, i < exact, v_full.index(stage), v_smem.index(stage), MODE)
                 done += 1
