@@ -63,7 +63,10 @@ class KVSender:
         self._stream: Any = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         own_thread = cuda if background is None else background
         self._poster = ThreadPoolExecutor(1, "kv-post") if own_thread else None
-        self._posting: list[Future[None]] = []
+        self._posting: dict[str, list[Future[None]]] = {}
+        """By request: what the posting thread has still to do, one chunk after another."""
+        self._ended: dict[str, int] = {}
+        """How much of that is from before the request's last chunk."""
         self._message: list[_Staged] = []
         """Layers of one chunk that have landed and are not posted yet. The posting thread's."""
 
@@ -81,32 +84,42 @@ class KVSender:
             shapes = f"k {tuple(k_TGD.shape)}, v {tuple(v_TGD.shape)}"
             raise HandoffError(f"cannot hand over {shapes} of {k_TGD.dtype}: expected two [tokens, heads, D]")
         k_host, v_host, landed = self._to_host(k_TGD, v_TGD)
-        self._in_order(self._add, _Staged(decode_worker, request_id, layer, start, k_host, v_host, landed))
+        staged = _Staged(decode_worker, request_id, layer, start, k_host, v_host, landed)
+        self._in_order(request_id, self._add, staged)
         return 2 * k_TGD.numel() * k_TGD.element_size()
 
     def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
         """Send the prompt's last logits; synchronises with the device."""
         array = logits_V.detach().float().cpu().numpy()
-        self._in_order(self._post.logits, decode_worker, FirstLogits(request_id, array))
+        self._in_order(request_id, self._post.logits, decode_worker, FirstLogits(request_id, array))
 
-    def finish_chunk(self, request_id: str) -> None:
-        """Post what is still being copied. Raises HandoffError if anything of this request failed so far."""
-        self._in_order(self._post_message)
-        self._in_order(self._post.check, request_id)
-        posting, self._posting = self._posting, []
-        for work in posting:
+    def finish_chunk(self, request_id: str, *, last: bool) -> None:
+        """Post what is still being copied. Raises HandoffError if anything of this request failed so far.
+
+        With a posting thread, waits for the chunks before this one, and for this one if it is the `last`:
+        so a chunk is posted while the next is computed, and no more than two are held.
+        """
+        self._in_order(request_id, self._post_message)
+        self._in_order(request_id, self._post.check, request_id)
+        posting = self._posting.get(request_id, [])
+        due = len(posting) if last else self._ended.get(request_id, 0)
+        self._posting[request_id] = posting[due:]
+        self._ended[request_id] = len(posting) - due
+        for work in posting[:due]:
             work.result()
 
     def forget(self, request_id: str) -> None:
         """The request is over: what its announcements end in no longer matters."""
-        self._in_order(self._drop, request_id)
+        self._in_order(request_id, self._drop, request_id)
+        self._posting.pop(request_id, None)
+        self._ended.pop(request_id, None)
 
-    def _in_order(self, work: Callable[..., None], *args: Any) -> None:
+    def _in_order(self, request_id: str, work: Callable[..., None], *args: Any) -> None:
         """Here and now, or on the posting thread behind all before; `finish_chunk` raises what it raises."""
         if self._poster is None:
             work(*args)
         else:
-            self._posting.append(self._poster.submit(work, *args))
+            self._posting.setdefault(request_id, []).append(self._poster.submit(work, *args))
 
     def _to_host(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         if self._stream is None:

@@ -254,7 +254,7 @@ class PrefillStage:
                     worker = self._open[command.request_id].request.decode_worker
                     self._sender.first_logits(command.request_id, worker, logits_V)
             with timer.phase("handoff"):
-                self._sender.finish_chunk(command.request_id)
+                self._sender.finish_chunk(command.request_id, last=command.last)
         except _REQUEST_ERRORS as error:
             return error
         return None

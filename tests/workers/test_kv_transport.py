@@ -42,7 +42,7 @@ async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     kv_TJD = torch.randn(37, 6, 8).to(dtype)
     k, v = kv_TJD[:, :3], kv_TJD[:, 3:]
     assert sender.announce("r", "decode:x", 4, 128, k, v) == 2 * 37 * 3 * 8 * dtype.itemsize
-    sender.finish_chunk("r")
+    sender.finish_chunk("r", last=True)
     (announced,) = sink.announced
     assert (announced.request_id, announced.layer, announced.start, announced.tokens) == ("r", 4, 128, 37)
     ((got_k, got_v),) = await KVReceiver(3, 8, dtype).pull(announced)
@@ -69,7 +69,7 @@ def test_small_layers_travel_together_and_big_ones_alone(
         announce("r", layer, 0)
     announce("r", 4, 2)
     announce("s", 5, 2)
-    sender.finish_chunk("s")
+    sender.finish_chunk("s", last=True)
     found = [(a.request_id, a.start, a.layer, a.layers) for a in sink.announced]
     assert found == [("r", 0, 4, 3), ("r", 0, 7, 2), ("r", 2, 4, 1), ("s", 2, 5, 1)]
     receiver = KVReceiver(3, 8, torch.float32)
@@ -81,7 +81,7 @@ def test_small_layers_travel_together_and_big_ones_alone(
     for layer in range(3):
         announce("r", layer, 4)
     if background:
-        sender.finish_chunk("r")
+        sender.finish_chunk("r", last=True)
     assert [(a.layer, a.layers) for a in sink.announced] == [(0, 1), (1, 1), (2, 1)]
 
 
@@ -93,7 +93,7 @@ def test_what_is_left_of_a_closed_request_is_not_posted(background: bool) -> Non
     sender.announce("gone", "decode:x", 0, 0, kv, kv)
     sender.forget("gone")
     sender.announce("r", "decode:x", 0, 0, kv, kv)
-    sender.finish_chunk("r")
+    sender.finish_chunk("r", last=True)
     assert [a.request_id for a in sink.announced] == ["r"]
 
 
@@ -160,14 +160,15 @@ def test_a_refused_announcement_shows_at_the_end_of_the_chunk(background: bool) 
     kv = torch.zeros(2, 3, 8)
     sender.announce("r", "decode:x", 0, 0, kv, kv)
     sender.announce("other", "decode:x", 0, 0, kv, kv)
-    sender.finish_chunk("other")
+    sender.finish_chunk("other", last=True)
     with pytest.raises(HandoffError, match="decode:x did not take K/V: not here"):
-        sender.finish_chunk("r")
+        sender.finish_chunk("r", last=True)
     sender.forget("r")
-    sender.finish_chunk("r")
+    sender.finish_chunk("r", last=True)
 
 
-def test_a_slow_post_does_not_hold_the_stage_but_the_end_of_its_chunk() -> None:
+def test_a_slow_post_holds_the_stage_only_a_chunk_later() -> None:
+    """And the end of the prompt, when everything must be on its way."""
     let_go = threading.Event()
     sink = Sink()
 
@@ -178,13 +179,38 @@ def test_a_slow_post_does_not_hold_the_stage_but_the_end_of_its_chunk() -> None:
 
     sender = KVSender(Slow(sink), "cpu", background=True)
     kv = torch.zeros(2, 3, 8)
-    for chunk in range(3):
-        sender.announce("r", "decode:x", 0, 2 * chunk, kv, kv)  # would hang if it waited
-    sender.first_logits("r", "decode:x", torch.zeros(5))
+    sender.announce("r", "decode:x", 0, 0, kv, kv)
+    sender.finish_chunk("r", last=False)  # would hang if it waited, as would all before the next
+    sender.announce("r", "decode:x", 0, 2, kv, kv)
+    sender.announce("s", "decode:x", 0, 0, kv, kv)
+    sender.finish_chunk("s", last=False)
     assert not sink.announced
     threading.Timer(0.05, let_go.set).start()
-    sender.finish_chunk("r")
-    assert [a.start for a in sink.announced] == [0, 2, 4] and len(sink.logits) == 1
+    sender.finish_chunk("r", last=False)
+    assert let_go.is_set() and sink.announced[0].start == 0
+    sender.first_logits("r", "decode:x", torch.zeros(5))
+    sender.finish_chunk("r", last=True)
+    sender.finish_chunk("s", last=True)
+    assert sorted((a.request_id, a.start) for a in sink.announced) == [("r", 0), ("r", 2), ("s", 0)]
+    assert len(sink.logits) == 1
+
+
+def test_a_refusal_shows_a_chunk_later_and_only_to_its_request() -> None:
+    sink = Sink()
+    sink.refuse = "r"
+    sender = KVSender(InProcessPost(sink), "cpu", background=True)
+    kv = torch.zeros(2, 3, 8)
+    for chunk in range(2):
+        for name in ("r", "other"):
+            sender.announce(name, "decode:x", 0, 2 * chunk, kv, kv)
+            if chunk == 0:
+                sender.finish_chunk(name, last=False)
+    sender.finish_chunk("other", last=False)
+    with pytest.raises(HandoffError, match="not here"):
+        sender.finish_chunk("r", last=False)
+    sender.forget("r")
+    sender.finish_chunk("other", last=True)
+    assert not sender._posting["other"] and "r" not in sender._posting
 
 
 class FakeRay:
