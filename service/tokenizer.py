@@ -122,23 +122,21 @@ def _splits_at_spaces(tokenizer: Tokenizer) -> bool:
     reach across. Whatever is not recognised counts as False.
     """
     state = json.loads(tokenizer.to_str())
-    normalizers = _flat(state["normalizer"], "normalizers")
+    normalizers = {part["type"] for part in _flat(state["normalizer"], "normalizers")}
     splitters = _flat(state["pre_tokenizer"], "pretokenizers")
-    if any(part["type"] not in ("NFC", "NFD", "NFKC", "NFKD") for part in normalizers):
-        return False
-    if not any(part["type"] == "ByteLevel" for part in splitters):
-        return False
-    if any(part.get("add_prefix_space") for part in splitters):
-        return False
-    if any(part["type"] not in ("ByteLevel", "Digits", "Split") for part in splitters):
-        return False
-    for token in state["added_tokens"]:
-        if " " in token["content"] or token["lstrip"] or token["rstrip"] or token["single_word"]:
-            return False
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    if tokenizer.encode("a", add_special_tokens=True).ids[-len(bare) :] != bare:
-        return False  # something follows the text
-    return all(_words_keep_their_space(tokenizer, probe) for probe in _PROBES)
+    kinds = {part["type"] for part in splitters}
+    tokens = state["added_tokens"]
+    bare, closed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    return (
+        normalizers <= {"NFC", "NFD", "NFKC", "NFKD"}
+        and "ByteLevel" in kinds
+        and kinds <= {"ByteLevel", "Digits", "Split"}
+        and not any(part.get("add_prefix_space") for part in splitters)
+        and not any(" " in token["content"] for token in tokens)
+        and not any(token[reach] for token in tokens for reach in ("lstrip", "rstrip", "single_word"))
+        and closed[-len(bare) :] == bare  # nothing follows the text
+        and all(_words_keep_their_space(tokenizer, probe) for probe in _PROBES)
+    )
 
 
 def _words_keep_their_space(tokenizer: Tokenizer, text: str) -> bool:
