@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_ahead import compute_ahead
 from .hopper_tiles import extent_of, item_of, load_items, place_of
 
 NEGATIVE = gl.constexpr(-1.0e30)
@@ -238,17 +237,7 @@ def hopper_kernel(
     sources = (q, k, v, q_lead, packed_k, packed_v, weight)
     work = (items, shape, spans, tables)
     # fmt: off
-    if (D == 64) & (GROUPS == 2):
-        gl.warp_specialize(
-            [
-                (compute_ahead, (0, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (compute_ahead, (1, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (load_items, (sources, index, buffers, work, MODE, ORDER, STAGES, GROUPS, AHEAD)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    elif GROUPS == 2:
+    if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_compute, (0, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),

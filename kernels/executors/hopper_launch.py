@@ -69,8 +69,6 @@ def _sizes(mode: int, dim: int) -> dict[str, int]:
 
     Three warpgroups would change what a packed row sees: its exact keys begin with its tile of 128 rows.
     """
-    if mode != RANGE and dim == 64:
-        return {"STAGES": 4, "GROUPS": 2, "AHEAD": 2, "REGISTERS": 240}
     if mode == LIST:
         return {"STAGES": 2, "GROUPS": 2, "AHEAD": 2, "REGISTERS": 240}
     if mode == RANGE and dim == 64:
