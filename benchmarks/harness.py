@@ -94,8 +94,11 @@ def _event_ms(run: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end))
 
 
-def run_cases(cases: Sequence[Case], config: BenchConfig) -> list[Row]:
-    """Check, then time; prints one line a case. A failed check raises: nothing after it is timed."""
+def run_cases(
+    cases: Sequence[Case], config: BenchConfig, keep: Callable[[Row], None] = lambda row: None
+) -> list[Row]:
+    """Check, then time; prints one line a case and gives its row to `keep` at once, so that a run that is
+    cut off loses only the rest. A failed check raises: nothing after it is timed."""
     wanted = [case for case in cases if not config.only or case.name in config.only]
     checked: set[int] = set()
     for case in wanted:
@@ -110,6 +113,7 @@ def run_cases(cases: Sequence[Case], config: BenchConfig) -> list[Row]:
             continue
         rows.append(_measure(case, rows))
         print(format_row(rows[-1]), flush=True)
+        keep(rows[-1])
         torch.cuda.empty_cache()
     return rows
 

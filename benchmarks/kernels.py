@@ -1,6 +1,7 @@
 """`python -m deltafront.benchmarks.kernels`: every kernel on one GPU, checked first, as a table and JSON.
 
-Writes benchmarks/results/kernels_h200.json (or --out): {"gpu", "commit", "torch", "triton", "rows"}.
+Writes benchmarks/results/kernels_h200.json (or --out): {"gpu", "commit", "torch", "triton", "rows"}. It is
+written after every case, so a run that is cut off keeps what it measured.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .harness import BenchConfig, commit_of, run_cases, write_rows
+from .harness import BenchConfig, Row, commit_of, run_cases, write_rows
 
 MODULES = ("cases_executors", "cases_selection", "cases_decode")
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,11 +32,16 @@ def main() -> None:
     config = BenchConfig(
         device=torch.device("cuda"), tokens=args.tokens, seed=args.seed, only=frozenset(args.only)
     )
-    rows = []
+    rows: list[Row] = []
+    commit = args.commit or commit_of(ROOT)
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        write_rows(args.out, rows, commit)
+
     for name in args.modules:
         module = import_module(f".{name}", __package__)
-        rows += run_cases(module.cases(config), config)
-    write_rows(args.out, rows, args.commit or commit_of(ROOT))
+        run_cases(module.cases(config), config, keep)
     print(f"wrote {args.out}")
 
 

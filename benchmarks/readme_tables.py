@@ -28,12 +28,12 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def provenance(result: Result) -> str:
+def provenance(result: Result, what: str = "; medians") -> str:
     parts = [str(result[key]) for key in ("gpu", "hardware", "machine") if result.get(key)]
     parts += [f"{key} {result[key]}" for key in ("commit", "torch", "triton") if result.get(key)]
     text = f" Text: {result['text']}." if result.get("text") else ""
     note = f" {result['note'][0].upper()}{result['note'][1:]}." if result.get("note") else ""
-    return f"\n\n{', '.join(parts)}; medians.{text}{note}"
+    return f"\n\n{', '.join(parts)}{what}.{text}{note}"
 
 
 def kernels(result: Result) -> str:
@@ -84,6 +84,20 @@ def long_context(result: Result) -> str:
     return markdown(header, rows) + provenance(result)
 
 
+def precision(result: Result) -> str:
+    """A line for each document; methods side by side in each number format, with their sums."""
+    columns = list(dict.fromkeys((row["method"], row["dtype"]) for row in result["rows"]))
+    found = {(row["text"], row["seed"], row["method"], row["dtype"]): row["exact"] for row in result["rows"]}
+    asked = {(row["text"], row["seed"]): row["asked"] for row in result["rows"]}
+    lines = [
+        [text, seed, count, *(found.get((text, seed, *column)) for column in columns)]
+        for (text, seed), count in asked.items()
+    ]
+    sums = [sum(line[at] or 0 for line in lines) for at in range(2, 3 + len(columns))]
+    header = ("text", "seed", "asked", *(f"{method}, {dtype}" for method, dtype in columns))
+    return markdown(header, [*lines, ["all", None, *sums]]) + provenance(result, "; exact answers")
+
+
 def service_overhead(result: Result) -> str:
     rows = [
         [
@@ -113,6 +127,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "recall_h200": recall,
     "recall_prose_h200": recall,
     "long_context_h200": long_context,
+    "precision_h200": precision,
     "service_overhead": service_overhead,
 }
 

@@ -50,6 +50,19 @@ def test_nothing_is_timed_when_a_check_fails(monkeypatch: pytest.MonkeyPatch) ->
         run_cases([Case("base", 128, partial(Timed, lambda: None), check)], CONFIG)
 
 
+def test_a_run_that_breaks_off_has_kept_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "median_ms", lambda run: 3.0)
+
+    def breaks() -> Timed:
+        raise MemoryError("too long a prompt")
+
+    kept: list[Row] = []
+    cases = [Case("base", 128, partial(Timed, lambda: None)), Case("next", 256, breaks)]
+    with pytest.raises(MemoryError):
+        run_cases(cases, CONFIG, kept.append)
+    assert [(row.case, row.ms) for row in kept] == [("base", 3.0)]
+
+
 def test_json_leaves_out_what_does_not_apply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     path = tmp_path / "results" / "rows.json"
