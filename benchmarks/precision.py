@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,16 +22,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deltafront.benchmarks import needles as hay
 from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.long_context import make_document
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, StateSpec
 from deltafront.kernels.methods import resolve
 from deltafront.workers import model_store
 from deltafront.workers.model import LayerStack, load_stack
-from deltafront.workers.model_config import read_config
+from deltafront.workers.model_config import ModelConfig, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "deploy" / "models" / "smollm2-135m-128k"
 MODEL = "smollm2-135m-instruct"
+DTYPES = ("bfloat16", "float16", "float32")
 LONGEST_ANSWER = 48
 
 
@@ -86,13 +88,15 @@ class Reader:
         hidden_TC = self._forward(ids, attend)
         return int(self._stack.logits(hidden_TC[-1:]).argmax())
 
-    def _forward(self, ids: Sequence[int], attend) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def _forward(
+        self, ids: Sequence[int], attend: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         start, end = self.length, self.length + len(ids)
 
         def stored(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
             self._k_LBGSD[layer, 0, :, start:end] = k_TGD.transpose(0, 1)
             self._v_LBGSD[layer, 0, :, start:end] = v_TGD.transpose(0, 1)
-            out_BHTD: torch.Tensor = attend(layer, q_THD.transpose(0, 1)[None])
+            out_BHTD = attend(layer, q_THD.transpose(0, 1)[None])
             return out_BHTD[0].transpose(0, 1)
 
         positions_T = torch.arange(start, end, device=self._stack.device)
@@ -116,6 +120,19 @@ def answer(reader: Reader, tokenizer: Tokenizer, question: str) -> str:
     return text
 
 
+def load(directory: Path, config: ModelConfig, dtype: str, device: str) -> LayerStack:
+    return load_stack(
+        directory,
+        config,
+        range(config.layers),
+        embedding=True,
+        head=True,
+        dtype=getattr(torch, dtype),
+        device=device,
+        adapter=ADAPTER,
+    )
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -126,53 +143,35 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=40)
     parser.add_argument("--questions", type=int, default=10)
     parser.add_argument("--seed", type=int, nargs="+", default=[3])
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=("bfloat16", "float16", "float32"),
-        default=["bfloat16", "float16", "float32"],
-    )
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--methods", nargs="+", default=["dense"])
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--result", type=Path)
+    parser.add_argument("--hardware", default="", help="what it ran on, for the record")
     parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
     directory = model_store.resolve(MODEL)
     config = read_config(directory, {"rope_theta": 8e6, "max_position_embeddings": 131_072})
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    documents = []
-    for text, seed in itertools.product(arguments.text, arguments.seed):
-        needles = hay.make_needles(arguments.needles, seed)
-        made = hay.document(
-            text.read_text(), needles, arguments.tokens - 128, lambda t: len(tokenizer.encode(t).ids), seed
-        )
-        documents.append((text.stem, seed, tokenizer.encode(made).ids, needles[: arguments.questions]))
+    documents = [
+        (text.stem, seed, *make_document(text, arguments, seed, tokenizer))
+        for text, seed in itertools.product(arguments.text, arguments.seed)
+    ]
     rows = []
-    for name in arguments.dtypes:
-        stack = load_stack(
-            directory,
-            config,
-            range(config.layers),
-            embedding=True,
-            head=True,
-            dtype=getattr(torch, name),
-            device=arguments.device,
-            adapter=ADAPTER,
-        )
-        reader = Reader(stack, arguments.tokens)
-        for (text, seed, ids, asked), method in itertools.product(documents, arguments.methods):
-            reader.read(ids, method, arguments.chunk)
-            wrong = {}
-            for needle in asked:
-                said = answer(reader, tokenizer, needle.question)
-                if not needle.answered_by(said):
-                    wrong[needle.value] = said.strip()
-            row = {"dtype": name, "text": text, "seed": seed, "method": method, "tokens": len(ids)}
-            rows.append({**row, "asked": len(asked), "exact": len(asked) - len(wrong), "wrong": wrong})
+    for dtype in arguments.dtypes:
+        reader = Reader(load(directory, config, dtype, arguments.device), arguments.tokens)
+        for (text, seed, document, asked), method in itertools.product(documents, arguments.methods):
+            reader.read(tokenizer.encode(document).ids, method, arguments.chunk)
+            answers = {needle: answer(reader, tokenizer, needle.question) for needle in asked}
+            wrong = {n.value: said.strip() for n, said in answers.items() if not n.answered_by(said)}
+            exact = len(asked) - len(wrong)
+            row = {"dtype": dtype, "text": text, "seed": seed, "method": method, "tokens": reader.length}
+            rows.append({**row, "asked": len(asked), "exact": exact, "wrong": wrong})
             print(rows[-1], flush=True)
     if arguments.result:
-        result = {"commit": arguments.commit or commit_of(ROOT), "rows": rows}
+        commit = arguments.commit or commit_of(ROOT)
+        result = {"hardware": arguments.hardware, "commit": commit, "rows": rows}
         arguments.result.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -66,7 +66,7 @@ class KVSender:
         self._posting: dict[str, list[Future[None]]] = {}
         """By request: what the posting thread has still to do, one chunk after another."""
         self._ended: dict[str, int] = {}
-        """How much of that is from before the request's last chunk."""
+        """How many of these belong to chunks that have ended."""
         self._message: list[_Staged] = []
         """Layers of one chunk that have landed and are not posted yet. The posting thread's."""
 
@@ -97,7 +97,7 @@ class KVSender:
         """Post what is still being copied. Raises HandoffError if anything of this request failed so far.
 
         With a posting thread, waits for the chunks before this one, and for this one if it is the `last`:
-        so a chunk is posted while the next is computed, and no more than two are held.
+        so a chunk is posted while the next is computed, and no more than two of a request are held.
         """
         self._in_order(request_id, self._post_message)
         self._in_order(request_id, self._post.check, request_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from triton.experimental.gluon import language as gl
@@ -91,23 +93,26 @@ def _descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
 
     Strides of dimensions of size 1 do not matter and may be anything.
     """
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[t.dtype]
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
-    if t.dim() == 4:
-        shape = [1, 1, block, t.shape[3]]
-        layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
-    else:
-        shape = [1, 1, block]
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], shape, layout)
+    shape = [1, 1, block, t.shape[3]] if t.dim() == 4 else [1, 1, block]
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], shape, _layout(t.dtype, *shape))
+
+
+@cache
+def _layout(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
+    """Kept, because making one takes longer than the rest of a descriptor."""
+    if len(shape) == 3:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
 def _case(mode: int, dim: int) -> tuple[object, dict[str, str], dict[str, int], dict[str, int]]:
     def tile(rows: int) -> str:
         shape = [1, 1, rows, dim]
-        return f"tensordesc<bf16{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
+        return f"tensordesc<bf16{shape},{_layout(torch.bfloat16, *shape)!r}>"
 
-    line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    line = _layout(torch.float32, 1, 1, BLOCK)
     types = {
         **dict.fromkeys(("q", "out", "q_lead", "out_lead"), tile(64)),
         **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile(BLOCK)),
