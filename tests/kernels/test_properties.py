@@ -126,6 +126,20 @@ def test_one_token_chunks_and_ragged_prompts(name: str) -> None:
         assert_rows_close(found[:, :, :BLOCK], naive_attention(x)[:, :, :BLOCK])
 
 
+@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+def test_how_heads_are_stored_never_matters(name: str) -> None:
+    """Tokens side by side, heads inside, as a model makes q and a run of the cache's pages holds k and v."""
+    x = prompt(700)
+
+    def inside(t: torch.Tensor) -> torch.Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    y = replace(x, q_BHTD=inside(x.q_BHTD), k_BGSD=inside(x.k_BGSD), v_BGSD=inside(x.v_BGSD))
+    assert not y.k_BGSD.is_contiguous()
+    method = method_of(name)
+    assert_rows_close(run(method, y, cuts=(256, 512)), run(method, x, cuts=(256, 512)))
+
+
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("name", METHODS)
 def test_grouped_heads_equal_repeated_keys(name: str, group: int) -> None:
