@@ -6,7 +6,6 @@ which share a prefix, or a session and the request that questions it, can hold t
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -48,7 +47,7 @@ class PagePool:
             raise ValueError(f"a pool needs pages and tokens per page, got {pages} and {page_tokens}")
         self.page_tokens = page_tokens
         self._references = [0] * pages
-        self._free = list(range(pages))  # a heap
+        self._free = list(range(pages - 1, -1, -1))  # highest first: pages are taken from the end
 
     @property
     def total(self) -> int:
@@ -72,7 +71,9 @@ class PagePool:
             raise ValueError(f"cannot allocate {count} pages")
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
-        taken = tuple(heapq.heappop(self._free) for _ in range(count))
+        kept = len(self._free) - count
+        taken = tuple(reversed(self._free[kept:]))
+        del self._free[kept:]
         for page in taken:
             self._references[page] = 1
         return taken
@@ -99,8 +100,10 @@ class PagePool:
                 )
         for page, drop in drops.items():
             self._references[page] -= drop
-            if self._references[page] == 0:
-                heapq.heappush(self._free, page)
+        freed = [page for page in drops if self._references[page] == 0]
+        if freed:
+            self._free += freed
+            self._free.sort(reverse=True)  # a merge: both parts are mostly in order
 
     def _checked(self, page: int) -> int:
         if not 0 <= page < len(self._references):

@@ -245,8 +245,16 @@ class PrefillStage:
         return self.stack.embed(torch.from_numpy(ids_T))
 
     def _finish(self, command: ChunkCommand, hidden_TC: torch.Tensor, timer: PhaseTimer) -> Exception | None:
-        """The first logits, and what is left to post. Returns the request's trouble, if any."""
+        """The first logits, and what is left to post. Returns the request's trouble, if any.
+
+        A number that overflowed in any layer stays in the residual stream, also where sparse attention and
+        page selection would never look at its token again: so it is looked for here.
+        """
         try:
+            with timer.phase("projection"):
+                finite = bool(torch.isfinite(hidden_TC).all())
+            if not finite:
+                return RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
             if self._last and command.last and command.wants_logits:
                 with timer.phase("projection"):
                     logits_V = self.stack.logits(hidden_TC[-1:])[0]

@@ -235,6 +235,20 @@ def test_scattered_pages_give_what_a_run_of_pages_gives(model: ModelSpec, method
         stage.close(name)
 
 
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: MethodSpec) -> None:
+    sink, ids = Collector(), random_ids(300)
+    stage = stage_of(replace(model, dtype="float16"), sink)
+    token = int(np.frombuffer(ids, dtype="<u4")[70])
+    stage.stack._weights.embedding_VC[token] *= 1e7  # beyond 65,504
+    stage.open(OpenRequest("r", tuple(range(19)), 300, method, "decode:x"))
+    with pytest.raises(RequestFailed, match=r"not finite numbers in torch\.float16"):
+        stage.run_chunk(ChunkCommand("r", 0, 300, True, True, ids))
+    assert not sink.logits
+    stage.close("r")
+    assert stage.pages_used() == 0
+
+
 def test_an_abandoned_chunk_stops_at_the_next_layer(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
