@@ -24,7 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_tiles import extent_of, item_of, load_items, place_of
 
 NEGATIVE = gl.constexpr(-1.0e30)
-"""Score of an unseen key; finite for the reason given in `flash.py`."""
+"""A row's largest score before its first tile; finite for the reason given in `flash.py`."""
+UNSEEN = gl.constexpr(-3.0e38)
+"""Score of an unseen key, far below NEGATIVE. With equal scores, a row that sees nothing of its first tile
+would have m = s * scale rounded, s * scale - m not: exp2 of what the rounding left may be infinite."""
 
 
 @gluon.jit
@@ -78,12 +81,12 @@ def _advance(
     else:
         mbarrier.arrive(k_empty.index(next_stage))
     if KIND == 1:
-        s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
+        s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, UNSEEN)
     if KIND == 4:  # noqa: SIM102 (KIND is known when compiling, i is not)
         if i < exact - whole:
-            s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
+            s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, UNSEEN)
     if KIND == 3:
-        s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, NEGATIVE)
+        s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, UNSEEN)
     p, m, mass, shrink = _weigh(s, m, mass, scale, weight, (KIND == 2) | (KIND == 3))
     if (KIND == 2) | (KIND == 3):
         mbarrier.arrive(k_empty.index(next_stage))  # its stage holds the tile's run lengths too
@@ -143,7 +146,7 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
             taken += 1
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(done % STAGES))
-            s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, NEGATIVE)
+            s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, UNSEEN)
             p, m, mass, shrink = _weigh(s, m, mass, scale, scale, False)
             if not EARLY:
                 p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))

@@ -109,6 +109,17 @@ def test_dense_takes_any_start_and_large_logits() -> None:
         assert_rows_close(dense_kernel.attend(y).cpu(), expected, factor=2)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("start", [127, 255])
+def test_a_row_may_see_nothing_of_its_first_tile(start: int, head_dim: int) -> None:
+    """A chunk's first row, at the end of a block of keys, beside rows that begin with the next block."""
+    whole = random_input(420, q_heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
+    x = chunk_of(whole, start, 420)
+    with poisoned_empty():
+        found = dense_kernel.attend(x)
+    assert_rows_close(found, naive_attention(whole)[:, :, start:])
+
+
 def packed_by_hand(x: AttentionInput, starts: list[int], critical: int, counts: bool) -> torch.Tensor:
     """Delta-KV of one head, row by row from the definition: repeat each mean, or take it once."""
     q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
@@ -202,6 +213,23 @@ def test_packed_kernel_equals_reference(dtype: torch.dtype, counts: bool, mean_k
         found = packed_kernel.attend(x, state, **options)  # type: ignore[arg-type]
     expected = packed_reference.attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
     assert_rows_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("critical", [0, 100, 512])
+def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
+    """Whatever chunk of the prompt a block comes in, its exact keys begin where the reference has them."""
+    x = with_runs(
+        random_input(1700, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
+    )
+    state = PackedRuns.empty(spec_of(x), CHUNK)
+    state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
+    options = {"chunk": CHUNK, "critical": critical, "counts": True}
+    expected = packed_reference.attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
+    for start in (0, 384, 1152) if GPU else (1152,):
+        with poisoned_empty():
+            found = packed_kernel.attend(chunk_of(x, start, 1700), state, **options)  # type: ignore[arg-type]
+        assert_rows_close(found.cpu(), expected[:, :, start:])
 
 
 def test_strided_heads_are_read_in_place() -> None:
