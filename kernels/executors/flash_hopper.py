@@ -3,8 +3,8 @@
 One warp copies (TMA), two or three warpgroups compute 64 rows each. A warpgroup issues the scores of the next
 tile and the weighted sum of the last one together and takes the exponentials of one while the matrix unit
 works on the other (FlashAttention-3, section 3.2). The grid is persistent: one program per multiprocessor
-walks over the row tiles, the tiles of a key head's query heads side by side so that they share keys in L2,
-longest rows first, every second round in reverse so that the programs' shares even out.
+takes row tiles from a common counter, the tiles of a key head's query heads side by side so that they share
+keys in L2, longest first so that the programs end together.
 
 RANGE, LIST and PACKED as in `flash.py`; masked tiles come first in a row's list.
 """
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_tiles import extent_of, item_of, load_items, place_of
+from .hopper_tiles import extent_of, load_items, next_entry, place_of
 
 NEGATIVE = gl.constexpr(-1.0e30)
 """A row's largest score before its first tile; finite for the reason given in `flash.py`."""
@@ -100,7 +100,7 @@ def _advance(
 
 @gluon.jit
 def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would only hide their order)
-    half: gl.constexpr, results, buffers, work,
+    half: gl.constexpr, results, buffers, work, turns,
     MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
     item, whose queries lie in the other, is under way.
     """
     out, out_lead, scale = results
-    items, shape, spans, tables = work
+    _, shape, spans, tables = work
     q_smem, k_smem, v_smem, _w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     dtype: gl.constexpr = q_smem.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
@@ -121,89 +121,90 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
     EARLY: gl.constexpr = (MODE == 2) | ((MODE == 0) & (D == 128))
     done = 0
     taken = 0
-    for turn in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = item_of(turn, items)
-        if item < items:
-            b, h, g, tile, lead = place_of(item, shape, ORDER)
-            first, step, total, exact, masked, _, whole, packed = extent_of(
-                b, h, g, tile, lead, shape, spans, tables, MODE, 64 * GROUPS
-            )
-            limits = (whole, exact, packed)
-            position = first + step * (half * 64 + gl.arange(0, 64, layout=row_layout))
-            m = gl.full([64], NEGATIVE, gl.float32, layout=row_layout)
-            mass = gl.zeros([64], gl.float32, layout=row_layout)
-            acc = gl.zeros([64, D], gl.float32, layout=o_layout)
-            mine = half * AHEAD + taken % AHEAD
-            mbarrier.wait(q_full.index(mine), (taken // AHEAD) & 1)
-            q = q_smem.index(mine)._reinterpret(dtype, [64, D], flat)
-            mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1)
-            k = k_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
-            blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
-            s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
-            if AHEAD == 2:
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(half * 2 + (taken + 1) % 2), pred=taken > 0)
-            taken += 1
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(done % STAGES))
-            s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, UNSEEN)
-            p, m, mass, shrink = _weigh(s, m, mass, scale, scale, False)
-            if not EARLY:
-                p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-            fixed = (q, position, limits, scale, buffers)
-            if MODE == 1:
-                for i in range(1, exact):
-                    acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
-                    )
-            elif EARLY:
-                for i in range(1, masked):
-                    acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 1, MODE, D, STAGES
-                    )
-                for i in range(masked, exact):
-                    acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
-                    )
-            else:
-                for i in range(1, exact):
-                    acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 4, MODE, D, STAGES
-                    )
-            if MODE == 2:
-                for i in range(exact, total - 1):
-                    acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 2, MODE, D, STAGES
-                    )
-                for i in range(gl.maximum(exact, total - 1), total):
-                    acc, m, mass, p, shrink, done = _advance(
-                        acc, m, mass, p, shrink, done, i, fixed, 3, MODE, D, STAGES
-                    )
-            mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
-            v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
-            if EARLY:
-                p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-            acc = warpgroup_mma(p, v, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(done % STAGES))
-            done += 1
-            q.store((acc / gl.convert_layout(mass, gl.SliceLayout(1, o_layout))[:, None]).to(dtype))
-            fence_async_shared()
-            place = [b, h, (tile * GROUPS + half) * 64, 0]
-            if lead:
-                tma.async_copy_shared_to_global(out_lead, place, q_smem.index(mine))
-            else:
-                tma.async_copy_shared_to_global(out, place, q_smem.index(mine))
-            if AHEAD == 1:
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(half))
+    entry = next_entry(taken, turns)
+    while entry >= 0:
+        at = place_of(entry, shape, ORDER)
+        b, h, _, tile, lead, _ = at
+        first, step, total, exact, masked, _, whole, packed = extent_of(
+            at, shape, spans, tables, MODE, 64 * GROUPS
+        )
+        limits = (whole, exact, packed)
+        position = first + step * (half * 64 + gl.arange(0, 64, layout=row_layout))
+        m = gl.full([64], NEGATIVE, gl.float32, layout=row_layout)
+        mass = gl.zeros([64], gl.float32, layout=row_layout)
+        acc = gl.zeros([64, D], gl.float32, layout=o_layout)
+        mine = half * AHEAD + taken % AHEAD
+        mbarrier.wait(q_full.index(mine), (taken // AHEAD) & 1)
+        q = q_smem.index(mine)._reinterpret(dtype, [64, D], flat)
+        mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1)
+        k = k_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
+        blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
+        s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
+        if AHEAD == 2:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(half * 2 + (taken + 1) % 2), pred=taken > 0)
+        taken += 1
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(done % STAGES))
+        s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, UNSEEN)
+        p, m, mass, shrink = _weigh(s, m, mass, scale, scale, False)
+        if not EARLY:
+            p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+        fixed = (q, position, limits, scale, buffers)
+        if MODE == 1:
+            for i in range(1, exact):
+                acc, m, mass, p, shrink, done = _advance(
+                    acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
+                )
+        elif EARLY:
+            for i in range(1, masked):
+                acc, m, mass, p, shrink, done = _advance(
+                    acc, m, mass, p, shrink, done, i, fixed, 1, MODE, D, STAGES
+                )
+            for i in range(masked, exact):
+                acc, m, mass, p, shrink, done = _advance(
+                    acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
+                )
+        else:
+            for i in range(1, exact):
+                acc, m, mass, p, shrink, done = _advance(
+                    acc, m, mass, p, shrink, done, i, fixed, 4, MODE, D, STAGES
+                )
+        if MODE == 2:
+            for i in range(exact, total - 1):
+                acc, m, mass, p, shrink, done = _advance(
+                    acc, m, mass, p, shrink, done, i, fixed, 2, MODE, D, STAGES
+                )
+            for i in range(gl.maximum(exact, total - 1), total):
+                acc, m, mass, p, shrink, done = _advance(
+                    acc, m, mass, p, shrink, done, i, fixed, 3, MODE, D, STAGES
+                )
+        mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
+        v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
+        if EARLY:
+            p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(done % STAGES))
+        done += 1
+        q.store((acc / gl.convert_layout(mass, gl.SliceLayout(1, o_layout))[:, None]).to(dtype))
+        fence_async_shared()
+        place = [b, h, (tile * GROUPS + half) * 64, 0]
+        if lead:
+            tma.async_copy_shared_to_global(out_lead, place, q_smem.index(mine))
+        else:
+            tma.async_copy_shared_to_global(out, place, q_smem.index(mine))
+        if AHEAD == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(half))
+        entry = next_entry(taken, turns)
     tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_kernel(
-    q, k, v, out, q_lead, out_lead, packed_k, packed_v, weight, packed_ptr, index_ptr, count_ptr,
+    q, k, v, out, q_lead, out_lead, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
     index_batch, index_head, index_row, items, batch, heads, group, tiles, lead_tiles,
     keys, row0, step, lead_row0, critical, chunk, chunk_slots, scale,
     MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -230,12 +231,19 @@ def hopper_kernel(
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(2):
+        mbarrier.init(told_full.index(turn), count=1)
+        mbarrier.init(told_empty.index(turn), count=GROUPS)
     fence_async_shared()
+    turns = (told, told_full, told_empty)
     buffers = (q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     shape = (batch, heads, group, tiles, lead_tiles)
     spans = (keys, row0, step, lead_row0, critical, chunk)
-    tables = (count_ptr, packed_ptr, chunk_slots)
-    index = (index_ptr, index_batch, index_head, index_row)
+    tables = (packed_ptr, chunk_slots)
+    index = (order_ptr, counter_ptr, index_ptr, index_batch, index_head, index_row)
     results = (out, out_lead, scale)
     sources = (q, k, v, q_lead, packed_k, packed_v, weight)
     work = (items, shape, spans, tables)
@@ -243,9 +251,9 @@ def hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (0, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (_compute, (1, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (load_items, (sources, index, buffers, work, MODE, ORDER, STAGES, GROUPS, AHEAD)),
+                (_compute, (0, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (_compute, (1, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (load_items, (sources, index, buffers, work, turns, MODE, ORDER, STAGES, GROUPS, AHEAD)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -253,10 +261,10 @@ def hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (_compute, (1, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (_compute, (2, results, buffers, work, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (load_items, (sources, index, buffers, work, MODE, ORDER, STAGES, GROUPS, AHEAD)),
+                (_compute, (0, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (_compute, (1, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (_compute, (2, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
+                (load_items, (sources, index, buffers, work, turns, MODE, ORDER, STAGES, GROUPS, AHEAD)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

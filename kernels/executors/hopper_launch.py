@@ -30,6 +30,7 @@ def launch(
     k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
     none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
     programs = torch.cuda.get_device_properties(x.q_BHTD.device).multi_processor_count
+    order = _order(x, rows, mask, items // programs)
     hopper_kernel[(min(items, programs),)](
         q,
         k,
@@ -42,7 +43,8 @@ def launch(
         k if packed is None else _descriptor(packed.weight_BGP, BLOCK),
         none if packed is None else packed.offset_BGC,
         none if mask is None else mask.index_BHNM,
-        none if mask is None else mask.count_BHN.contiguous(),
+        none if mask is None else by_length(mask) if order == BY_LENGTH else mask.count_BHN.contiguous(),
+        torch.zeros(1, dtype=torch.int32, device=x.q_BHTD.device),
         *((0, 0, 0) if mask is None else mask.index_BHNM.stride()[:3]),
         items,
         batch,
@@ -59,7 +61,7 @@ def launch(
         0 if packed is None else packed.offset_BGC.shape[2],
         x.scale * LOG2E,
         MODE=mode,
-        ORDER=_order(x, rows, mask),
+        ORDER=order,
         D=dim,
         **sizes,
         num_warps=4,
@@ -78,14 +80,37 @@ def _sizes(mode: int, dim: int) -> dict[str, int]:
     return {"STAGES": 3 if dim == 128 else 4, "GROUPS": 2, "AHEAD": 1, "REGISTERS": 240}
 
 
-def _order(x: AttentionInput, rows: Rows, mask: TileMask | None) -> int:
-    """0: one key head after another; 1: the longest rows of all heads first.
+ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH = 0, 1, 2
 
-    The second balances few items better but streams every key head's keys at once; what they weigh decides
-    (measured: dense 16,384 tokens of 8 heads and D 128, 64 MiB, gain 11% by it, 32,768 lose 6%).
+
+def _order(x: AttentionInput, rows: Rows, mask: TileMask | None, rounds: int) -> int:
+    """In which order programs take items, of which each takes `rounds`.
+
+    One key head's rows after another's, the longest rows of all heads first, or (few lists) the longest lists
+    of all. The second balances few items better but streams every key head's keys at once; what they weigh
+    decides (measured: dense 16,384 tokens of 8 heads and D 128, 64 MiB, gain 11% by it, 32,768 lose 6%).
     """
+    if mask is not None and rounds < 48:
+        return BY_LENGTH
     size = 2 * x.k_BGSD.numel() * x.k_BGSD.element_size()
-    return int(rows.step > 1 or size <= (48 if mask is not None else 96) << 20)
+    light = size <= (48 if mask is not None else 96) << 20
+    return LONGEST_ROWS_FIRST if rows.step > 1 or light else ONE_HEAD_FIRST
+
+
+def by_length(mask: TileMask) -> torch.Tensor:
+    """The longest list first: count in the upper half, its place in (B, H, N) in the lower.
+
+    Heads differ in density, so a long list may stand anywhere; one that is taken last is waited for.
+    """
+    count = mask.count_BHN.reshape(-1)
+    place = _numbers(triton.next_power_of_2(count.numel()), count.device)[: count.numel()]
+    entries = torch.add(place, count, alpha=1 << 32)
+    return entries.sort(descending=True).values
+
+
+@cache
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64, device=device)
 
 
 def _descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
@@ -107,7 +132,9 @@ def _layout(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
-def _case(mode: int, dim: int) -> tuple[object, dict[str, str], dict[str, int], dict[str, int]]:
+def _case(
+    mode: int, dim: int, order: int = ONE_HEAD_FIRST
+) -> tuple[object, dict[str, str], dict[str, int], dict[str, int]]:
     def tile(rows: int) -> str:
         shape = [1, 1, rows, dim]
         return f"tensordesc<bf16{shape},{_layout(torch.bfloat16, *shape)!r}>"
@@ -118,14 +145,23 @@ def _case(mode: int, dim: int) -> tuple[object, dict[str, str], dict[str, int], 
         **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile(BLOCK)),
         "weight": f"tensordesc<fp32[1, 1, 128],{line!r}>" if mode == PACKED else tile(BLOCK),
         "index_ptr": "*i16",
-        **dict.fromkeys(("count_ptr", "packed_ptr"), "*i32"),
+        "order_ptr": "*i64" if order == BY_LENGTH else "*i32",
+        **dict.fromkeys(("counter_ptr", "packed_ptr"), "*i32"),
         **dict.fromkeys(("index_batch", "index_head", "index_row", "items", "batch", "heads"), "i32"),
         **dict.fromkeys(("group", "tiles", "lead_tiles", "keys", "row0", "step", "lead_row0"), "i32"),
         **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
         "scale": "fp32",
     }
-    return hopper_kernel, types, {"MODE": mode, "ORDER": 0, "D": dim, **_sizes(mode, dim)}, {"num_warps": 4}
+    return (
+        hopper_kernel,
+        types,
+        {"MODE": mode, "ORDER": order, "D": dim, **_sizes(mode, dim)},
+        {"num_warps": 4},
+    )
 
 
-COMPILE_CASES = [_case(mode, dim) for mode in (RANGE, LIST, PACKED) for dim in (64, 128)]
+COMPILE_CASES = [
+    *(_case(mode, dim) for mode in (RANGE, LIST, PACKED) for dim in (64, 128)),
+    _case(LIST, 64, BY_LENGTH),
+]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -11,40 +11,62 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def item_of(turn, items):
-    """The item that this program takes in its turn; at least `items` when there is none."""
-    programs = gl.num_programs(0)
-    lane = gl.program_id(0)
-    lane = gl.where(turn % 2 == 1, programs - 1 - lane, lane)
-    return turn * programs + lane
+def _publish(entry, taken, turns):
+    """Tell the computing warpgroups which item comes next."""
+    told, told_full, told_empty = turns
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(told_empty.index(taken % 2), ((taken // 2) & 1) ^ 1)
+    told.index(taken % 2).store(gl.zeros([1], gl.int64, layout=one) + entry)
+    mbarrier.arrive(told_full.index(taken % 2))
 
 
 @gluon.jit
-def place_of(item, shape, ORDER: gl.constexpr):
-    """Batch, query head, key head, row tile of an item, and whether it is one of the leading rows."""
+def next_entry(taken, turns):
+    """The item that the copying warp has published in this turn; less than 0 when there is none."""
+    told, told_full, told_empty = turns
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(told_full.index(taken % 2), (taken // 2) & 1)
+    entry = gl.max(told.index(taken % 2).load(one), 0)
+    mbarrier.arrive(told_empty.index(taken % 2))
+    return entry
+
+
+@gluon.jit
+def place_of(entry, shape, ORDER: gl.constexpr):
+    """Batch, query head, key head, row tile of an item, whether it is one of the leading rows, and (LIST) how
+    many tiles its list has."""
     batch, heads, group, tiles, lead_tiles = shape
     key_heads = heads // group
     lead_items = batch * heads * lead_tiles
+    item = entry.to(gl.int32)
     lead = item < lead_items
-    if not lead:
-        item -= lead_items
-    count = gl.where(lead, lead_tiles, tiles)
-    if ORDER == 0:
-        pair = item // (count * group)
-        tile = count - 1 - item % (count * group) // group
+    kept = (entry >> 32).to(gl.int32)
+    if ORDER == 2:
+        tile = item % tiles
+        h = item // tiles % heads
+        b = item // tiles // heads
     else:
-        tile = count - 1 - item // (batch * heads)
-        pair = item % (batch * heads) // group
-    g = pair % key_heads
-    return pair // key_heads, g * group + item % group, g, tile, lead
+        if not lead:
+            item -= lead_items
+        count = gl.where(lead, lead_tiles, tiles)
+        if ORDER == 0:
+            pair = item // (count * group)
+            tile = count - 1 - item % (count * group) // group
+        else:
+            tile = count - 1 - item // (batch * heads)
+            pair = item % (batch * heads) // group
+        h = pair % key_heads * group + item % group
+        b = pair // key_heads
+    return b, h, h // group, tile, lead, kept
 
 
 @gluon.jit
-def extent_of(b, h, g, tile, lead, shape, spans, tables, MODE: gl.constexpr, ROWS: gl.constexpr):
+def extent_of(place, shape, spans, tables, MODE: gl.constexpr, ROWS: gl.constexpr):
     """First position and step; tiles in all, exact and masked; first exact and masked one; packed rows."""
-    _, heads, group, tiles, _ = shape
+    b, _, g, tile, lead, kept = place
+    _, heads, group, _, _ = shape
     keys, row0, step, lead_row0, critical, chunk = spans
-    count_ptr, packed_ptr, chunk_slots = tables
+    packed_ptr, chunk_slots = tables
     step = gl.where(lead, 1, step)
     first = gl.where(lead, lead_row0, row0) + step * tile * ROWS
     end = gl.minimum(first + step * (ROWS - 1), keys - 1) // 128 + 1
@@ -54,8 +76,8 @@ def extent_of(b, h, g, tile, lead, shape, spans, tables, MODE: gl.constexpr, ROW
     begin = 0
     packed = 0
     if MODE == 1:
-        total = gl.load(count_ptr + (b * heads + h) * tiles + tile)
-        exact = total
+        total = kept
+        exact = kept
     if MODE == 2:
         begin = gl.maximum(first - critical, 0) // chunk
         packed = gl.load(packed_ptr + (b * (heads // group) + g) * chunk_slots + begin)
@@ -80,53 +102,62 @@ def _copy(near, far, place, far_row, is_near, full, smem, MODE: gl.constexpr, MO
 
 @gluon.jit
 def load_items(
-    sources, index, buffers, work,
+    sources, index, buffers, work, turns,
     MODE: gl.constexpr, ORDER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: for each item its queries, then keys and values tile by tile."""
+    """The copying warp: takes items and copies their queries, then keys and values tile by tile.
+
+    The first item of a program is its own number, then all take from one counter, so that a program with
+    short items takes more of them.
+    """
     q, k, v, q_lead, packed_k, packed_v, weight = sources
     items, shape, spans, tables = work
-    index_ptr, index_batch, index_head, index_row = index
+    order_ptr, counter_ptr, index_ptr, index_batch, index_head, index_row = index
     q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     done = 0
     taken = 0
-    for turn in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        item = item_of(turn, items)
-        if item < items:
-            b, h, g, tile, lead = place_of(item, shape, ORDER)
-            _, _, total, exact, masked, begin, whole, _ = extent_of(
-                b, h, g, tile, lead, shape, spans, tables, MODE, 64 * GROUPS
-            )
-            for half in gl.static_range(GROUPS):
-                row = (tile * GROUPS + half) * 64
-                buffer = half * AHEAD + taken % AHEAD
-                full, smem = q_full.index(buffer), q_smem.index(buffer)
-                mbarrier.wait(q_empty.index(buffer), ((taken // AHEAD) & 1) ^ 1)
-                mbarrier.expect(full, q.block_type.nbytes)
-                tma.async_copy_global_to_shared(q, [b, h, row, 0], full, smem, pred=lead == 0)
-                tma.async_copy_global_to_shared(q_lead, [b, h, row, 0], full, smem, pred=lead)
-            taken += 1
-            entry_ptr = (
-                index_ptr + b.to(gl.int64) * index_batch + h.to(gl.int64) * index_head + tile * index_row
-            )
-            for i in range(total):
-                stage = done % STAGES
-                phase = ((done // STAGES) & 1) ^ 1
-                if MODE == 1:
-                    row = gl.load(entry_ptr + gl.where(i == 0, total - 1, i - 1)).to(gl.int32) * 128
-                else:
-                    row = gl.where(i < masked, whole + i, begin + i - masked) * 128
-                place = (b, g, row)
-                far_row = (i - exact) * 128
-                mbarrier.wait(k_empty.index(stage), phase)
-                full = k_full.index(stage)
-                if MODE == 2:
-                    _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE, 512)
-                    at = [b, g, gl.maximum(far_row, 0)]
-                    tma.async_copy_global_to_shared(weight, at, full, w_smem.index(stage))
-                else:
-                    _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE)
-                mbarrier.wait(v_empty.index(stage), phase)
-                _copy(v, packed_v, place, far_row, i < exact, v_full.index(stage), v_smem.index(stage), MODE)
-                done += 1
+    item = gl.program_id(0)
+    while item < items:
+        entry = item.to(gl.int64)
+        if ORDER == 2:
+            entry = gl.load(order_ptr + item)
+        elif MODE == 1:
+            b, h, _, tile, _, _ = place_of(entry, shape, ORDER)
+            entry += gl.load(order_ptr + (b * shape[1] + h) * shape[3] + tile).to(gl.int64) << 32
+        _publish(entry, taken, turns)
+        at = place_of(entry, shape, ORDER)
+        b, h, g, tile, lead, _ = at
+        _, _, total, exact, masked, begin, whole, _ = extent_of(at, shape, spans, tables, MODE, 64 * GROUPS)
+        for half in gl.static_range(GROUPS):
+            row = (tile * GROUPS + half) * 64
+            buffer = half * AHEAD + taken % AHEAD
+            full, smem = q_full.index(buffer), q_smem.index(buffer)
+            mbarrier.wait(q_empty.index(buffer), ((taken // AHEAD) & 1) ^ 1)
+            mbarrier.expect(full, q.block_type.nbytes)
+            tma.async_copy_global_to_shared(q, [b, h, row, 0], full, smem, pred=lead == 0)
+            tma.async_copy_global_to_shared(q_lead, [b, h, row, 0], full, smem, pred=lead)
+        taken += 1
+        entry_ptr = index_ptr + b.to(gl.int64) * index_batch + h.to(gl.int64) * index_head + tile * index_row
+        for i in range(total):
+            stage = done % STAGES
+            phase = ((done // STAGES) & 1) ^ 1
+            if MODE == 1:
+                row = gl.load(entry_ptr + gl.where(i == 0, total - 1, i - 1)).to(gl.int32) * 128
+            else:
+                row = gl.where(i < masked, whole + i, begin + i - masked) * 128
+            place = (b, g, row)
+            far_row = (i - exact) * 128
+            mbarrier.wait(k_empty.index(stage), phase)
+            full = k_full.index(stage)
+            if MODE == 2:
+                _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE, 512)
+                lengths = [b, g, gl.maximum(far_row, 0)]
+                tma.async_copy_global_to_shared(weight, lengths, full, w_smem.index(stage))
+            else:
+                _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE)
+            mbarrier.wait(v_empty.index(stage), phase)
+            _copy(v, packed_v, place, far_row, i < exact, v_full.index(stage), v_smem.index(stage), MODE)
+            done += 1
+        item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    _publish(gl.to_tensor(-1).to(gl.int64), taken, turns)

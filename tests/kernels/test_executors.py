@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltafront.kernels.executors import hopper_launch
 from deltafront.kernels.executors.block_sparse import kernel as sparse_kernel
 from deltafront.kernels.executors.block_sparse import reference as sparse_reference
 from deltafront.kernels.executors.block_sparse.executor import BlockSparseExecutor
@@ -19,6 +20,12 @@ from deltafront.kernels.executors.block_sparse_packed import reference as mixed_
 from deltafront.kernels.executors.block_sparse_packed.executor import BlockSparsePackedExecutor, exact_table
 from deltafront.kernels.executors.dense import kernel as dense_kernel
 from deltafront.kernels.executors.dense import reference as dense_reference
+from deltafront.kernels.executors.hopper_launch import (
+    BY_LENGTH,
+    LONGEST_ROWS_FIRST,
+    ONE_HEAD_FIRST,
+    by_length,
+)
 from deltafront.kernels.executors.packed_kv import kernel as packed_kernel
 from deltafront.kernels.executors.packed_kv import reference as packed_reference
 from deltafront.kernels.executors.packed_kv.ablations import PeriodicRuns, RandomRuns
@@ -245,6 +252,41 @@ def test_strided_heads_are_read_in_place() -> None:
         with poisoned_empty():
             found = dense_kernel.attend(AttentionInput.of(q, k, v))
         assert_rows_close(found.cpu(), expected, dtype=torch.float16)
+
+
+def uneven_mask(x: AttentionInput) -> TileMask:
+    """Heads of very different density."""
+    heads = x.q_BHTD.shape[1]
+    share = torch.logspace(-2, 0, heads, device=x.q_BHTD.device)[:, None, None]
+    generator = torch.Generator(x.q_BHTD.device).manual_seed(5)
+    keep = torch.rand(heads, x.query_blocks, x.key_blocks, generator=generator, device=x.q_BHTD.device)
+    return mask_of(x, keep < share)
+
+
+def test_lists_are_taken_by_length_and_each_once() -> None:
+    x = random_input(1500, q_heads=4, kv_heads=2, batch=2, device=DEVICE)
+    count = uneven_mask(x).count_BHN.cpu().reshape(-1)
+    entries = by_length(uneven_mask(x)).cpu()
+    place = entries & 0xFFFFFFFF
+    assert torch.equal(entries >> 32, count.sort(descending=True).values)
+    assert torch.equal(place.sort().values, torch.arange(count.numel()))
+    assert torch.equal(count[place], (entries >> 32).int())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="the order of Hopper's items")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_any_order_of_the_items_gives_the_same(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random_input(7000, q_heads=6, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device=DEVICE)
+    mask = uneven_mask(x)
+    found = []
+    for order in (ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH):
+        monkeypatch.setattr(hopper_launch, "_order", lambda *_, order=order: order)
+        with poisoned_empty():
+            found.append(sparse_kernel.attend(x, mask))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    expected = sparse_reference.attend(on_cpu(x), mask_on_cpu(mask))
+    assert_rows_close(found[0].cpu(), expected, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
