@@ -29,6 +29,7 @@ from ..kernels.structured import structured_input
 from ..kernels.testing import (
     assert_rows_close,
     chunk_of,
+    mask_of,
     naive_attention,
     poisoned_empty,
     random_input,
@@ -62,6 +63,8 @@ def cases(config: BenchConfig) -> list[Case]:
     rows.append(Case("dense_d64", config.tokens, partial(at, _dense), check))
     rows.append(Case("block_sparse_0.085_d64", config.tokens, partial(at, _sparse), check, over="dense_d64"))
     rows.append(Case("delta_kv_50_d64", config.tokens, partial(at, _delta_kv), check, over="dense_d64"))
+    uneven = partial(at, _uneven_chunk)
+    rows.append(Case("block_sparse_uneven_chunk", config.tokens, uneven, check))
     rows.append(
         Case(
             "block_sparse_0.02",
@@ -118,6 +121,22 @@ def _sparse(x: AttentionInput, density: float = DENSITY) -> Timed:
     mask = random_mask(x, max(0.0, (density - always) / (1 - always)))
     tiles = float(mask.count_BHN.sum())
     return Timed(partial(block_sparse.attend, x, mask), _flops(x, tiles), tiles / causal_tiles(x))
+
+
+def _uneven_chunk(x: AttentionInput) -> Timed:
+    """The last eighth of the prompt as one chunk; heads differ in density, as a model's do: 0.05 to 0.9."""
+    keys, heads = x.k_BGSD.shape[2], x.q_BHTD.shape[1]
+    part = chunk_of(x, keys - keys // 8, keys)
+    share_H11 = torch.linspace(0.05**0.5, 0.9**0.5, heads, device=x.q_BHTD.device).square()[:, None, None]
+    generator = torch.Generator(x.q_BHTD.device).manual_seed(1)
+    shape = (heads, part.query_blocks, part.key_blocks)
+    keep_HNM = torch.rand(shape, generator=generator, device=x.q_BHTD.device) < share_H11
+    mask = mask_of(part, keep_HNM)
+    tiles = float(mask.count_BHN.sum())
+    note = "one chunk, heads of 0.05 to 0.9"
+    return Timed(
+        partial(block_sparse.attend, part, mask), _flops(part, tiles), tiles / causal_tiles(part), note
+    )
 
 
 def _delta_kv(x: AttentionInput) -> Timed:

@@ -1,10 +1,13 @@
 """Online-softmax attention for Hopper, in Gluon: the algorithm of `flash.py` with the roles split by warps.
 
-One warp copies (TMA), two or three warpgroups compute 64 rows each. A warpgroup issues the scores of the next
-tile and the weighted sum of the last one together and takes the exponentials of one while the matrix unit
-works on the other (FlashAttention-3, section 3.2). The grid is persistent: one program per multiprocessor
-takes row tiles from a common counter, the tiles of a key head's query heads side by side so that they share
-keys in L2, longest first so that the programs end together.
+One warp copies (TMA), two or three warpgroups compute 64 rows each. A warpgroup issues the scores of the
+next tile and the weighted sum of the last one together (FlashAttention-3, section 3.2); while it takes
+exponentials, the matrix unit works for the others. (Packed keys excepted, the assembler has it wait for its
+own sum first, wherever the wait is written; what keeping it in its place gave: docs/LOG.md.)
+
+The grid is persistent: one program per multiprocessor takes row tiles from a common counter, the tiles of a
+key head's query heads side by side so that they share keys in L2, longest first so that the programs end
+together.
 
 RANGE, LIST and PACKED as in `flash.py`; masked tiles come first in a row's list.
 """
