@@ -34,7 +34,10 @@ def next_entry(taken, turns):
 @gluon.jit
 def place_of(entry, shape, ORDER: gl.constexpr):
     """Batch, query head, key head, row tile of an item, whether it is one of the leading rows, and (LIST) how
-    many tiles its list has."""
+    many tiles its list has.
+
+    entry: the item's number in the lower half, the length of its list in the upper. ORDER: `launch`.
+    """
     batch, heads, group, tiles, lead_tiles = shape
     key_heads = heads // group
     lead_items = batch * heads * lead_tiles
@@ -109,10 +112,11 @@ def load_items(
     """The copying warp: takes items and copies their queries, then keys and values tile by tile.
 
     The first item of a program is its own number, then all take from one counter, so that a program with
-    short items takes more of them.
+    short items takes more of them. order_ptr: the lists' counts, or (ORDER 2) their entries, longest first.
     """
     q, k, v, q_lead, packed_k, packed_v, weight = sources
     items, shape, spans, tables = work
+    _, heads, _, tiles, _ = shape
     order_ptr, counter_ptr, index_ptr, index_batch, index_head, index_row = index
     q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
     done = 0
@@ -124,7 +128,7 @@ def load_items(
             entry = gl.load(order_ptr + item)
         elif MODE == 1:
             b, h, _, tile, _, _ = place_of(entry, shape, ORDER)
-            entry += gl.load(order_ptr + (b * shape[1] + h) * shape[3] + tile).to(gl.int64) << 32
+            entry += gl.load(order_ptr + (b * heads + h) * tiles + tile).to(gl.int64) << 32
         _publish(entry, taken, turns)
         at = place_of(entry, shape, ORDER)
         b, h, g, tile, lead, _ = at
