@@ -102,7 +102,46 @@ def _advance(
 
 
 @gluon.jit
-def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would only hide their order)
+def _advance_all(
+    acc, m, mass, p, shrink, done, ends, fixed,
+    MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`_advance` for every tile of an item but the first: where faster, in a loop for each kind of tile."""
+    masked, exact, total = ends
+    EARLY: gl.constexpr = (MODE == 2) | ((MODE == 0) & (D == 128))
+    if MODE == 1:
+        for i in range(1, exact):
+            acc, m, mass, p, shrink, done = _advance(
+                acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
+            )
+    elif EARLY:
+        for i in range(1, masked):
+            acc, m, mass, p, shrink, done = _advance(
+                acc, m, mass, p, shrink, done, i, fixed, 1, MODE, D, STAGES
+            )
+        for i in range(masked, exact):
+            acc, m, mass, p, shrink, done = _advance(
+                acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
+            )
+    else:
+        for i in range(1, exact):
+            acc, m, mass, p, shrink, done = _advance(
+                acc, m, mass, p, shrink, done, i, fixed, 4, MODE, D, STAGES
+            )
+    if MODE == 2:
+        for i in range(exact, total - 1):
+            acc, m, mass, p, shrink, done = _advance(
+                acc, m, mass, p, shrink, done, i, fixed, 2, MODE, D, STAGES
+            )
+        for i in range(gl.maximum(exact, total - 1), total):
+            acc, m, mass, p, shrink, done = _advance(
+                acc, m, mass, p, shrink, done, i, fixed, 3, MODE, D, STAGES
+            )
+    return acc, m, mass, p, shrink, done
+
+
+@gluon.jit
+def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide their order)
     half: gl.constexpr, results, buffers, work, turns,
     MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, AHEAD: gl.constexpr,
@@ -154,34 +193,9 @@ def _compute(  # noqa: PLR0912, PLR0915 (jitted: a helper for each step would on
         if not EARLY:
             p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
         fixed = (q, position, limits, scale, buffers)
-        if MODE == 1:
-            for i in range(1, exact):
-                acc, m, mass, p, shrink, done = _advance(
-                    acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
-                )
-        elif EARLY:
-            for i in range(1, masked):
-                acc, m, mass, p, shrink, done = _advance(
-                    acc, m, mass, p, shrink, done, i, fixed, 1, MODE, D, STAGES
-                )
-            for i in range(masked, exact):
-                acc, m, mass, p, shrink, done = _advance(
-                    acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
-                )
-        else:
-            for i in range(1, exact):
-                acc, m, mass, p, shrink, done = _advance(
-                    acc, m, mass, p, shrink, done, i, fixed, 4, MODE, D, STAGES
-                )
-        if MODE == 2:
-            for i in range(exact, total - 1):
-                acc, m, mass, p, shrink, done = _advance(
-                    acc, m, mass, p, shrink, done, i, fixed, 2, MODE, D, STAGES
-                )
-            for i in range(gl.maximum(exact, total - 1), total):
-                acc, m, mass, p, shrink, done = _advance(
-                    acc, m, mass, p, shrink, done, i, fixed, 3, MODE, D, STAGES
-                )
+        acc, m, mass, p, shrink, done = _advance_all(
+            acc, m, mass, p, shrink, done, (masked, exact, total), fixed, MODE, D, STAGES
+        )
         mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
         v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
         if EARLY:
