@@ -31,7 +31,7 @@ class Rows:
 class Packed:
     """Packed keys of the complete chunks. v_BGPD holds each run's mean times its weight; weight_BGP float32.
 
-    packed_BGC: int32, packed rows before each chunk. All three of k, v, weight may be longer than needed.
+    offset_BGC: int32, packed rows before each chunk. All three of k, v, weight may be longer than needed.
     """
 
     k_BGPD: torch.Tensor
