@@ -152,12 +152,8 @@ def _case(
         **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
         "scale": "fp32",
     }
-    return (
-        hopper_kernel,
-        types,
-        {"MODE": mode, "ORDER": order, "D": dim, **_sizes(mode, dim)},
-        {"num_warps": 4},
-    )
+    constants = {"MODE": mode, "ORDER": order, "D": dim, **_sizes(mode, dim)}
+    return hopper_kernel, types, constants, {"num_warps": 4}
 
 
 COMPILE_CASES = [

@@ -36,7 +36,8 @@ def place_of(entry, shape, ORDER: gl.constexpr):
     """Batch, query head, key head, row tile of an item, whether it is one of the leading rows, and (LIST) how
     many tiles its list has.
 
-    entry: the item's number in the lower half, the length of its list in the upper. ORDER: `launch`.
+    entry: the item's number in the lower half, the length of its list in the upper. ORDER: see
+    `hopper_launch.py`.
     """
     batch, heads, group, tiles, lead_tiles = shape
     key_heads = heads // group
