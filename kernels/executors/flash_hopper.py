@@ -1,9 +1,9 @@
 """Online-softmax attention for Hopper, in Gluon: the algorithm of `flash.py` with the roles split by warps.
 
 One warp copies (TMA), two or three warpgroups compute 64 rows each. A warpgroup issues the scores of the
-next tile and the weighted sum of the last one together (FlashAttention-3, section 3.2); while it takes
-exponentials, the matrix unit works for the others. (Packed keys excepted, the assembler has it wait for its
-own sum first, wherever the wait is written; what keeping it in its place gave: docs/LOG.md.)
+next tile and the weighted sum of the last one together (FlashAttention-3, section 3.2), waits for both, and
+takes exponentials while the matrix unit works for the others. (Exponentials beside its own sum gained
+nothing: docs/LOG.md.)
 
 The grid is persistent: one program per multiprocessor takes row tiles from a common counter, the tiles of a
 key head's query heads side by side so that they share keys in L2, longest first so that the programs end
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_tiles import extent_of, load_items, next_entry, place_of
+from .hopper_tiles import extent_of, load_items, next_entry, packed_before, place_of
 
 NEGATIVE = gl.constexpr(-1.0e30)
 """A row's largest score before its first tile; finite for the reason given in `flash.py`."""
@@ -33,38 +33,98 @@ UNSEEN = gl.constexpr(-3.0e38)
 would have m = s * scale rounded, s * scale - m not: exp2 of what the rounding left may be infinite."""
 
 
-@gluon.constexpr_function
-def _early(mode: int, dim: int) -> bool:
-    """Whether p is rounded and acc shrunk after the next scores' issue, while the matrix unit works on them.
+_ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
-    This gains 3% in the long loops of D 128 and loses 4% in lists and 8% at D 64.
+
+@gluon.constexpr_function
+def _pairs(mode: int, dim: int) -> bool:
+    """Whether weights are handed on as 32-bit numbers that hold two. An item's tiles then take several loops.
+
+    Between loops LLVM keeps 16-bit numbers apart and has 64 instructions put them together for every tile.
     """
     return mode == 2 or (mode == 0 and dim == 128)
 
 
+@gluon.constexpr_function
+def _spread(mode: int, dim: int) -> bool:
+    """Whether each of a row's four threads adds up its weights until the item's end. Where faster."""
+    return mode == 1 or (mode == 2 and dim == 64)
+
+
+@gluon.jit
+def _rounded(p, dtype: gl.constexpr, o_layout: gl.constexpr, PAIRS: gl.constexpr):
+    """Weights p (64, 128) in 16 bits: as the sum's operand, or (64, 64) pairs of columns."""
+    if PAIRS:
+        even, odd = gl.split(gl.reshape(p, [64, 64, 2]))
+        code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
+        w = gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], gl.int32, True, 1)
+    else:
+        w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+    return w
+
+
+@gluon.jit
+def _operand(w, dtype: gl.constexpr, o_layout: gl.constexpr, PAIRS: gl.constexpr):
+    """The sum's operand from what `_rounded` gave."""
+    if PAIRS:
+        halves: gl.constexpr = (gl.int16, gl.int16)
+        even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [w], halves, True, 1)
+        p = gl.join(even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True))
+        w = gl.convert_layout(gl.reshape(p, [64, 128]), gl.DotOperandLayout(0, o_layout, 2))
+    return w
+
+
 @gluon.jit
 def _weigh(s, m, mass, scale, weight, WEIGHTED: gl.constexpr):
-    """Exponentials p of one tile's products s; the new m and mass; what shrinks the sums so far."""
+    """Exponentials p of one tile's products s; the new m and mass; what shrinks the sums so far.
+
+    mass: a row's sum, or (64, 8) that of every eighth column, so that threads need not speak to each other.
+    """
     top = gl.maximum(m, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - top[:, None])
     shrink = gl.exp2(m - top)
     counted = p * weight[None, :] if WEIGHTED else p
-    return p, top, mass * shrink + gl.sum(counted, 1), shrink
+    if len(mass.shape) == 2:
+        more = gl.convert_layout(
+            gl.sum(gl.reshape(counted, [64, 16, 8]), 1), mass.type.layout, assert_trivial=True
+        )
+        less = gl.convert_layout(shrink, gl.SliceLayout(1, mass.type.layout), assert_trivial=True)
+        mass = mass * less[:, None] + more
+    else:
+        mass = mass * shrink + gl.sum(counted, 1)
+    return p, top, mass, shrink
+
+
+@gluon.jit
+def _hide(s, column, i, seen, MODE: gl.constexpr, FAR: gl.constexpr):
+    """Scores s of tile i (FAR: of packed keys), UNSEEN where a row does not see the key."""
+    position, whole, masked, exact, begin, key_from, packed = seen
+    if FAR:
+        s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, UNSEEN)
+    elif MODE == 2:
+        key = gl.where(i < masked, whole + i, begin + i - masked) * 128 - key_from + column
+        count = position + 1 - key_from
+        s = gl.where(key.to(gl.uint32)[None, :] < count.to(gl.uint32)[:, None], s, UNSEEN)
+    else:
+        s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, UNSEEN)
+    return s
 
 
 @gluon.jit
 def _advance(
-    acc, m, mass, p, shrink, done, i, fixed,
+    acc, m, mass, w, done, i, fixed,
     KIND: gl.constexpr, MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile i while tile i - 1, whose exponentials are p, is summed.
+    """Scores of tile i while tile i - 1, whose rounded exponentials are w, is summed.
 
-    KIND 0: all keys are seen, 1: causal, 2: packed, 3: packed and the last, 4: causal in a branch.
+    KIND 0: all keys are seen, 1: not all, 2: packed, all seen, 3: packed, not all, 4: found out in a branch.
     """
-    q, position, limits, scale, buffers = fixed
+    q, seen, scale, buffers = fixed
     q_smem, k_smem, v_smem, w_smem, _q_full, _q_empty, k_full, k_empty, v_full, v_empty = buffers
-    whole, exact, packed = limits
-    EARLY: gl.constexpr = _early(MODE, D)
+    PAIRS: gl.constexpr = _pairs(MODE, D)
+    WEIGHTED: gl.constexpr = (KIND == 2) | (KIND == 3)
+    o_layout: gl.constexpr = acc.type.layout
     dtype: gl.constexpr = q_smem.dtype
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -77,74 +137,56 @@ def _advance(
     stage = done % STAGES
     mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
     v = v_smem.index(stage)._reinterpret(dtype, [128, D], flat)
-    if EARLY:
-        w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    else:
-        w = p
-    acc = warpgroup_mma(w, v, acc, is_async=True)
+    acc = warpgroup_mma(_operand(w, dtype, o_layout, PAIRS), v, acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    weight = scale
-    if (KIND == 2) | (KIND == 3):
-        line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        weight = w_smem.index(next_stage)._reinterpret(gl.float32, [128], line).load(column.type.layout)
-    else:
+    if not WEIGHTED:
         mbarrier.arrive(k_empty.index(next_stage))
-    if KIND == 1:
-        s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, UNSEEN)
-    if KIND == 4:  # noqa: SIM102 (KIND is known when compiling, i is not)
-        if i < exact - whole:
-            s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, UNSEEN)
-    if KIND == 3:
-        s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, UNSEEN)
-    p, m, mass, shrink = _weigh(s, m, mass, scale, weight, (KIND == 2) | (KIND == 3))
-    if (KIND == 2) | (KIND == 3):
-        mbarrier.arrive(k_empty.index(next_stage))  # its stage holds the tile's run lengths too
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(stage))
-    if not EARLY:
-        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, m, mass, p, shrink, done + 1
+    if (KIND == 1) | (KIND == 3):
+        s = _hide(s, column, i, seen, MODE, WEIGHTED)
+    if KIND == 4:  # noqa: SIM102 (KIND is known when compiling, i is not)
+        if i < seen[2]:
+            s = _hide(s, column, i, seen, MODE, WEIGHTED)
+    weight = scale
+    if WEIGHTED:
+        line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        weight = w_smem.index(next_stage)._reinterpret(gl.float32, [128], line).load(column.type.layout)
+    p, m, mass, shrink = _weigh(s, m, mass, scale, weight, WEIGHTED)
+    if WEIGHTED:
+        mbarrier.arrive(k_empty.index(next_stage))  # its stage holds the tile's run lengths too
+    w = _rounded(p, dtype, o_layout, PAIRS)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+    return acc, m, mass, w, done + 1
 
 
 @gluon.jit
 def _advance_all(
-    acc, m, mass, p, shrink, done, ends, fixed,
-    MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    acc, m, mass, w, done, ends, fixed,
+    MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """`_advance` for every tile of an item but the first: where faster, in a loop for each kind of tile."""
-    masked, exact, total = ends
-    EARLY: gl.constexpr = _early(MODE, D)
-    if MODE == 1:
+    """`_advance` for every tile of an item but the first: where faster, in a loop for each kind of tile.
+
+    ends: the first tile that no row has unseen keys in, packed tile, packed tile with unseen keys; the end.
+    """
+    hidden, exact, clear, total = ends
+    if MODE == 0 and not _pairs(MODE, D):
         for i in range(1, exact):
-            acc, m, mass, p, shrink, done = _advance(
-                acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
-            )
-    elif EARLY:
-        for i in range(1, masked):
-            acc, m, mass, p, shrink, done = _advance(
-                acc, m, mass, p, shrink, done, i, fixed, 1, MODE, D, STAGES
-            )
-        for i in range(masked, exact):
-            acc, m, mass, p, shrink, done = _advance(
-                acc, m, mass, p, shrink, done, i, fixed, 0, MODE, D, STAGES
-            )
-    else:
+            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 4, MODE, D, STAGES)
+    elif MODE == 0 or GROUPS == 3:
+        for i in range(1, hidden):
+            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 1, MODE, D, STAGES)
+        for i in range(hidden, exact):
+            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 0, MODE, D, STAGES)
+    else:  # an item's rows lie in one block: all see all of the others
         for i in range(1, exact):
-            acc, m, mass, p, shrink, done = _advance(
-                acc, m, mass, p, shrink, done, i, fixed, 4, MODE, D, STAGES
-            )
+            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 0, MODE, D, STAGES)
     if MODE == 2:
-        for i in range(exact, total - 1):
-            acc, m, mass, p, shrink, done = _advance(
-                acc, m, mass, p, shrink, done, i, fixed, 2, MODE, D, STAGES
-            )
-        for i in range(gl.maximum(exact, total - 1), total):
-            acc, m, mass, p, shrink, done = _advance(
-                acc, m, mass, p, shrink, done, i, fixed, 3, MODE, D, STAGES
-            )
-    return acc, m, mass, p, shrink, done
+        for i in range(exact, clear):
+            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 2, MODE, D, STAGES)
+        for i in range(clear, total):
+            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 3, MODE, D, STAGES)
+    return acc, m, mass, w, done
 
 
 @gluon.jit
@@ -167,24 +209,39 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
-    EARLY: gl.constexpr = _early(MODE, D)
+    PAIRS: gl.constexpr = _pairs(MODE, D)
+    SPREAD: gl.constexpr = _spread(MODE, D)
     done = 0
     taken = 0
     entry = next_entry(taken, turns)
     while entry >= 0:
         at = place_of(entry, shape, ORDER)
         b, h, _, tile, lead, _ = at
-        first, step, total, exact, masked, _, whole, packed = extent_of(
+        first, step, total, exact, masked, begin, whole, _most = extent_of(
             at, shape, spans, tables, MODE, 64 * GROUPS
         )
-        limits = (whole, exact, packed)
         position = first + step * (half * 64 + gl.arange(0, 64, layout=row_layout))
+        hidden = masked
+        clear = total
+        key_from = 0
+        packed = 0
+        if MODE == 2:
+            row = gl.minimum(first + half * 64, spans[0] - 1)
+            key_from, packed = packed_before(row, at, shape, spans, tables)
+            hidden = gl.minimum(masked + key_from // 128 - begin, exact)
+            clear = exact + packed // 128
+        seen = (position, whole, masked, exact, begin, key_from, packed)
         m = gl.full([64], NEGATIVE, gl.float32, layout=row_layout)
-        mass = gl.zeros([64], gl.float32, layout=row_layout)
+        if SPREAD:
+            spread: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+            mass = gl.zeros([64, 8], gl.float32, layout=spread)
+        else:
+            mass = gl.zeros([64], gl.float32, layout=row_layout)
         acc = gl.zeros([64, D], gl.float32, layout=o_layout)
         mine = half * AHEAD + taken % AHEAD
         mbarrier.wait(q_full.index(mine), (taken // AHEAD) & 1)
-        q = q_smem.index(mine)._reinterpret(dtype, [64, D], flat)
+        q_rows = q_smem.index(mine)._reinterpret(dtype, [64, D], flat)
+        q = q_rows.load(gl.DotOperandLayout(0, s_layout, 2)) if MODE == 1 else q_rows  # where registers allow
         mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1)
         k = k_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
         blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
@@ -195,24 +252,22 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         taken += 1
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(done % STAGES))
-        s = gl.where(whole * 128 + column[None, :] <= position[:, None], s, UNSEEN)
-        p, m, mass, shrink = _weigh(s, m, mass, scale, scale, False)
-        if not EARLY:
-            p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-        fixed = (q, position, limits, scale, buffers)
-        acc, m, mass, p, shrink, done = _advance_all(
-            acc, m, mass, p, shrink, done, (masked, exact, total), fixed, MODE, D, STAGES
+        s = _hide(s, column, 0, seen, MODE, False)
+        p, m, mass, _shrink = _weigh(s, m, mass, scale, scale, False)
+        w = _rounded(p, dtype, o_layout, PAIRS)
+        fixed = (q, seen, scale, buffers)
+        acc, m, mass, w, done = _advance_all(
+            acc, m, mass, w, done, (hidden, exact, clear, total), fixed, MODE, D, STAGES, GROUPS
         )
         mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
         v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
-        if EARLY:
-            p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc = warpgroup_mma(_operand(w, dtype, o_layout, PAIRS), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(done % STAGES))
         done += 1
-        q.store((acc / gl.convert_layout(mass, gl.SliceLayout(1, o_layout))[:, None]).to(dtype))
+        if SPREAD:
+            mass = gl.sum(mass, 1)
+        q_rows.store((acc / gl.convert_layout(mass, gl.SliceLayout(1, o_layout))[:, None]).to(dtype))
         fence_async_shared()
         place = [b, h, (tile * GROUPS + half) * 64, 0]
         if lead:

@@ -65,12 +65,24 @@ def place_of(entry, shape, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def extent_of(place, shape, spans, tables, MODE: gl.constexpr, ROWS: gl.constexpr):
-    """First position and step; tiles in all, exact and masked; first exact and masked one; packed rows."""
-    b, _, g, tile, lead, kept = place
+def packed_before(row, place, shape, spans, tables):
+    """(PACKED) From which key on the block of 128 rows around position `row` is exact; packed rows before."""
+    b, _, g, _, _, _ = place
     _, heads, group, _, _ = shape
-    keys, row0, step, lead_row0, critical, chunk = spans
+    _, _, _, _, critical, chunk = spans
     packed_ptr, chunk_slots = tables
+    chunks = gl.maximum(row // 128 * 128 - critical, 0) // chunk
+    return chunks * chunk, gl.load(packed_ptr + (b * (heads // group) + g) * chunk_slots + chunks)
+
+
+@gluon.jit
+def extent_of(place, shape, spans, tables, MODE: gl.constexpr, ROWS: gl.constexpr):
+    """First position and step; tiles in all, exact and masked; first exact and masked one; packed rows.
+
+    A PACKED item may begin in one block of 128 rows and end in another: its tiles are those of both.
+    """
+    _, _, _, tile, lead, kept = place
+    keys, row0, step, lead_row0, _, _ = spans
     step = gl.where(lead, 1, step)
     first = gl.where(lead, lead_row0, row0) + step * tile * ROWS
     end = gl.minimum(first + step * (ROWS - 1), keys - 1) // 128 + 1
@@ -83,9 +95,9 @@ def extent_of(place, shape, spans, tables, MODE: gl.constexpr, ROWS: gl.constexp
         total = kept
         exact = kept
     if MODE == 2:
-        begin = gl.maximum(first - critical, 0) // chunk
-        packed = gl.load(packed_ptr + (b * (heads // group) + g) * chunk_slots + begin)
-        begin = begin * (chunk // 128)
+        begin, _ = packed_before(first, place, shape, spans, tables)
+        begin = begin // 128
+        _, packed = packed_before(gl.minimum(first + ROWS, keys) - 1, place, shape, spans, tables)
         whole = gl.maximum(whole, begin)
         exact = end - begin
         total = exact + (packed + 127) // 128

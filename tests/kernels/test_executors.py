@@ -226,17 +226,18 @@ def test_packed_kernel_equals_reference(dtype: torch.dtype, counts: bool, mean_k
 @pytest.mark.parametrize("critical", [0, 100, 512])
 def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
     """Whatever chunk of the prompt a block comes in, its exact keys begin where the reference has them."""
-    x = with_runs(
-        random_input(1700, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
-    )
-    state = PackedRuns.empty(spec_of(x), CHUNK)
-    state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
-    options = {"chunk": CHUNK, "critical": critical, "counts": True}
-    expected = packed_reference.attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
-    for start in (0, 384, 1152) if GPU else (1152,):
-        with poisoned_empty():
-            found = packed_kernel.attend(chunk_of(x, start, 1700), state, **options)  # type: ignore[arg-type]
-        assert_rows_close(found.cpu(), expected[:, :, start:])
+    for tokens, starts in ((1700, (0, 384, 1152)), (1000, (0, 128))) if GPU else ((1700, (1152,)),):
+        x = with_runs(
+            random_input(tokens, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
+        )
+        state = PackedRuns.empty(spec_of(x), CHUNK)
+        state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
+        options: dict[str, Any] = {"chunk": CHUNK, "critical": critical, "counts": True}
+        expected = packed_reference.attend(as_stored(x), state_on_cpu(state), **options)
+        for start in starts:
+            with poisoned_empty():
+                found = packed_kernel.attend(chunk_of(x, start, tokens), state, **options)
+            assert_rows_close(found.cpu(), expected[:, :, start:])
 
 
 def test_strided_heads_are_read_in_place() -> None:
