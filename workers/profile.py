@@ -54,12 +54,13 @@ class CpuPhases:
 
 
 class CudaPhases:
-    """Device time between events on the current stream; nothing waits until `seconds`.
+    """Device time between events on the stream current when it was made; only `seconds` waits for them.
 
     A phase that only the host works in (posting K/V) shows what the stream idled meanwhile: usually nothing.
     """
 
     def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()  # asking again at every mark takes longer than the mark
         self._stack: list[str] = []
         self._marks: list[tuple[torch.cuda.Event, str | None]] = []
         """Events, and the phase that the time since the event before belongs to."""
@@ -85,7 +86,7 @@ class CudaPhases:
 
     def _record(self) -> None:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(self._stream)
         self._marks.append((event, self._stack[-1] if self._stack else None))
 
 

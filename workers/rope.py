@@ -32,8 +32,8 @@ def rotate(x_THD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) ->
     first_THF, second_THF = x_THD.chunk(2, dim=-1)
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     half = x_THD.shape[-1] // 2
-    out_THD[..., :half] = first_THF * cos_T1F - second_THF * sin_T1F
-    out_THD[..., half:] = second_THF * cos_T1F + first_THF * sin_T1F
+    torch.addcmul(first_THF * cos_T1F, second_THF, sin_T1F, value=-1, out=out_THD[..., :half])
+    torch.addcmul(second_THF * cos_T1F, first_THF, sin_T1F, out=out_THD[..., half:])
     return out_THD
 
 

@@ -76,6 +76,18 @@ def _operand(w, dtype: gl.constexpr, o_layout: gl.constexpr, PAIRS: gl.constexpr
 
 
 @gluon.jit
+def _add_columns(total, x):
+    """total (64, 8) and the sums of every eighth column of x, in pairs. Nothing leaves its thread."""
+    if x.shape[1] > 8:
+        halves = gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), [0, 2, 1])
+        left, right = gl.split(halves)
+        total = _add_columns(_add_columns(total, left), right)
+    else:
+        total += gl.convert_layout(x, total.type.layout, assert_trivial=True)
+    return total
+
+
+@gluon.jit
 def _weigh(s, m, mass, scale, weight, WEIGHTED: gl.constexpr):
     """Exponentials p of one tile's products s; the new m and mass; what shrinks the sums so far.
 
@@ -86,11 +98,8 @@ def _weigh(s, m, mass, scale, weight, WEIGHTED: gl.constexpr):
     shrink = gl.exp2(m - top)
     counted = p * weight[None, :] if WEIGHTED else p
     if len(mass.shape) == 2:
-        more = gl.convert_layout(
-            gl.sum(gl.reshape(counted, [64, 16, 8]), 1), mass.type.layout, assert_trivial=True
-        )
         less = gl.convert_layout(shrink, gl.SliceLayout(1, mass.type.layout), assert_trivial=True)
-        mass = mass * less[:, None] + more
+        mass = _add_columns(mass * less[:, None], counted)
     else:
         mass = mass * shrink + gl.sum(counted, 1)
     return p, top, mass, shrink

@@ -29,7 +29,7 @@ def launch(
     q, out = _descriptor(rows.q_BHRD, 64), _descriptor(rows.out_BHRD, 64)
     k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
     none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
-    programs = torch.cuda.get_device_properties(x.q_BHTD.device).multi_processor_count
+    programs = _multiprocessors(x.q_BHTD.device)
     order = _order(x, rows, mask, items // programs)
     hopper_kernel[(min(items, programs),)](
         q,
@@ -111,6 +111,11 @@ def by_length(mask: TileMask) -> torch.Tensor:
 @cache
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int64, device=device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:

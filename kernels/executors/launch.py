@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -78,11 +79,16 @@ def check_launch(x: AttentionInput) -> None:
 
 def takes_hopper(x: AttentionInput, rows: Rows) -> bool:
     """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
-    if not x.q_BHTD.is_cuda or torch.cuda.get_device_capability(x.q_BHTD.device)[0] != 9:
+    if not x.q_BHTD.is_cuda or not _is_hopper(x.q_BHTD.device):
         return False
     if x.q_BHTD.dtype == torch.float32 or x.q_BHTD.shape[3] not in (64, 128):
         return False
     return all(_copyable(t) for t in (rows.q_BHRD, rows.out_BHRD, x.k_BGSD, x.v_BGSD))
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _copyable(t: torch.Tensor) -> bool:
