@@ -1,9 +1,8 @@
 """Online-softmax attention for Hopper, in Gluon: the algorithm of `flash.py` with the roles split by warps.
 
 One warp copies (TMA), two or three warpgroups compute 64 rows each. A warpgroup issues the scores of the
-next tile and the weighted sum of the last one together (FlashAttention-3, section 3.2), waits for both, and
-takes exponentials while the matrix unit works for the others. (Exponentials beside its own sum gained
-nothing: docs/LOG.md.)
+next tile and the weighted sum of the last one together (FlashAttention-3, section 3.2), waits for both (but
+see `is_late`), and takes exponentials while the matrix unit works for the others.
 
 The grid is persistent: one program per multiprocessor takes row tiles from a common counter, the tiles of a
 key head's query heads side by side so that they share keys in L2, longest first so that the programs end
@@ -24,105 +23,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_softmax import (
+    NEGATIVE,
+    hide,
+    in_pairs,
+    is_late,
+    is_spread,
+    operand,
+    rounded,
+    shrunk,
+    weigh,
+)
 from .hopper_tiles import extent_of, load_items, next_entry, packed_before, place_of
-
-NEGATIVE = gl.constexpr(-1.0e30)
-"""A row's largest score before its first tile; finite for the reason given in `flash.py`."""
-UNSEEN = gl.constexpr(-3.0e38)
-"""Score of an unseen key, far below NEGATIVE. With equal scores, a row that sees nothing of its first tile
-would have m = s * scale rounded, s * scale - m not: exp2 of what the rounding left may be infinite."""
-
-
-_ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
-_ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
-
-
-@gluon.constexpr_function
-def _pairs(mode: int, dim: int) -> bool:
-    """Whether weights are handed on as 32-bit numbers that hold two. An item's tiles then take several loops.
-
-    Between loops LLVM keeps 16-bit numbers apart and has 64 instructions put them together for every tile.
-    """
-    return mode == 2 or (mode == 0 and dim == 128)
-
-
-@gluon.constexpr_function
-def _spread(mode: int, dim: int) -> bool:
-    """Whether each of a row's four threads adds up its weights until the item's end. Where faster."""
-    return mode == 1 or (mode == 2 and dim == 64)
-
-
-@gluon.jit
-def _rounded(p, dtype: gl.constexpr, o_layout: gl.constexpr, PAIRS: gl.constexpr):
-    """Weights p (64, 128) in 16 bits: as the sum's operand, or (64, 64) pairs of columns."""
-    if PAIRS:
-        even, odd = gl.split(gl.reshape(p, [64, 64, 2]))
-        code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
-        w = gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], gl.int32, True, 1)
-    else:
-        w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
-    return w
-
-
-@gluon.jit
-def _operand(w, dtype: gl.constexpr, o_layout: gl.constexpr, PAIRS: gl.constexpr):
-    """The sum's operand from what `_rounded` gave."""
-    if PAIRS:
-        halves: gl.constexpr = (gl.int16, gl.int16)
-        even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [w], halves, True, 1)
-        p = gl.join(even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True))
-        w = gl.convert_layout(gl.reshape(p, [64, 128]), gl.DotOperandLayout(0, o_layout, 2))
-    return w
-
-
-@gluon.jit
-def _add_columns(total, x):
-    """total (64, 8) and the sums of every eighth column of x, in pairs. Nothing leaves its thread."""
-    if x.shape[1] > 8:
-        halves = gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), [0, 2, 1])
-        left, right = gl.split(halves)
-        total = _add_columns(_add_columns(total, left), right)
-    else:
-        total += gl.convert_layout(x, total.type.layout, assert_trivial=True)
-    return total
-
-
-@gluon.jit
-def _weigh(s, m, mass, scale, weight, WEIGHTED: gl.constexpr):
-    """Exponentials p of one tile's products s; the new m and mass; what shrinks the sums so far.
-
-    mass: a row's sum, or (64, 8) that of every eighth column, so that threads need not speak to each other.
-    """
-    top = gl.maximum(m, gl.max(s, 1) * scale)
-    p = gl.exp2(s * scale - top[:, None])
-    shrink = gl.exp2(m - top)
-    counted = p * weight[None, :] if WEIGHTED else p
-    if len(mass.shape) == 2:
-        less = gl.convert_layout(shrink, gl.SliceLayout(1, mass.type.layout), assert_trivial=True)
-        mass = _add_columns(mass * less[:, None], counted)
-    else:
-        mass = mass * shrink + gl.sum(counted, 1)
-    return p, top, mass, shrink
-
-
-@gluon.jit
-def _hide(s, column, i, seen, MODE: gl.constexpr, FAR: gl.constexpr):
-    """Scores s of tile i (FAR: of packed keys), UNSEEN where a row does not see the key."""
-    position, whole, masked, exact, begin, key_from, packed = seen
-    if FAR:
-        s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, UNSEEN)
-    elif MODE == 2:
-        key = gl.where(i < masked, whole + i, begin + i - masked) * 128 - key_from + column
-        count = position + 1 - key_from
-        s = gl.where(key.to(gl.uint32)[None, :] < count.to(gl.uint32)[:, None], s, UNSEEN)
-    else:
-        s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, UNSEEN)
-    return s
 
 
 @gluon.jit
 def _advance(
-    acc, m, mass, w, done, i, fixed,
+    acc, m, mass, w, shrink, done, i, fixed,
     KIND: gl.constexpr, MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile i while tile i - 1, whose rounded exponentials are w, is summed.
@@ -131,7 +48,8 @@ def _advance(
     """
     q, seen, scale, buffers = fixed
     q_smem, k_smem, v_smem, w_smem, _q_full, _q_empty, k_full, k_empty, v_full, v_empty = buffers
-    PAIRS: gl.constexpr = _pairs(MODE, D)
+    PAIRS: gl.constexpr = in_pairs(MODE, D)
+    LATE: gl.constexpr = is_late(MODE, D)
     WEIGHTED: gl.constexpr = (KIND == 2) | (KIND == 3)
     o_layout: gl.constexpr = acc.type.layout
     dtype: gl.constexpr = q_smem.dtype
@@ -146,32 +64,41 @@ def _advance(
     stage = done % STAGES
     mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
     v = v_smem.index(stage)._reinterpret(dtype, [128, D], flat)
-    acc = warpgroup_mma(_operand(w, dtype, o_layout, PAIRS), v, acc, is_async=True)
+    if LATE:
+        acc = shrunk(acc, shrink)
+        w = rounded(w, dtype, o_layout, PAIRS)
+    acc = warpgroup_mma(operand(w, dtype, o_layout, PAIRS), v, acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     if not WEIGHTED:
         mbarrier.arrive(k_empty.index(next_stage))
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(stage))
+    if not LATE:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(stage))
     if (KIND == 1) | (KIND == 3):
-        s = _hide(s, column, i, seen, MODE, WEIGHTED)
+        s = hide(s, column, i, seen, MODE, WEIGHTED)
     if KIND == 4:  # noqa: SIM102 (KIND is known when compiling, i is not)
-        if i < seen[2]:
-            s = _hide(s, column, i, seen, MODE, WEIGHTED)
+        if i < seen[2]:  # masked
+            s = hide(s, column, i, seen, MODE, WEIGHTED)
     weight = scale
     if WEIGHTED:
         line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         weight = w_smem.index(next_stage)._reinterpret(gl.float32, [128], line).load(column.type.layout)
-    p, m, mass, shrink = _weigh(s, m, mass, scale, weight, WEIGHTED)
+    p, m, mass, shrink = weigh(s, m, mass, scale, weight, WEIGHTED)
     if WEIGHTED:
         mbarrier.arrive(k_empty.index(next_stage))  # its stage holds the tile's run lengths too
-    w = _rounded(p, dtype, o_layout, PAIRS)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-    return acc, m, mass, w, done + 1
+    w = p
+    if LATE:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(stage))
+    else:
+        w = rounded(p, dtype, o_layout, PAIRS)
+        acc = shrunk(acc, shrink)
+    return acc, m, mass, w, shrink, done + 1
 
 
 @gluon.jit
 def _advance_all(
-    acc, m, mass, w, done, ends, fixed,
+    acc, m, mass, w, shrink, done, ends, fixed,
     MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """`_advance` for every tile of an item but the first: where faster, in a loop for each kind of tile.
@@ -179,23 +106,35 @@ def _advance_all(
     ends: the first tile that no row has unseen keys in, packed tile, packed tile with unseen keys; the end.
     """
     hidden, exact, clear, total = ends
-    if MODE == 0 and not _pairs(MODE, D):
+    if MODE == 0 and not in_pairs(MODE, D):
         for i in range(1, exact):
-            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 4, MODE, D, STAGES)
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 4, MODE, D, STAGES
+            )
     elif MODE == 0 or GROUPS == 3:
         for i in range(1, hidden):
-            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 1, MODE, D, STAGES)
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 1, MODE, D, STAGES
+            )
         for i in range(hidden, exact):
-            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 0, MODE, D, STAGES)
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 0, MODE, D, STAGES
+            )
     else:  # an item's rows lie in one block: all see all of the others
         for i in range(1, exact):
-            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 0, MODE, D, STAGES)
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 0, MODE, D, STAGES
+            )
     if MODE == 2:
         for i in range(exact, clear):
-            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 2, MODE, D, STAGES)
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 2, MODE, D, STAGES
+            )
         for i in range(clear, total):
-            acc, m, mass, w, done = _advance(acc, m, mass, w, done, i, fixed, 3, MODE, D, STAGES)
-    return acc, m, mass, w, done
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 3, MODE, D, STAGES
+            )
+    return acc, m, mass, w, shrink, done
 
 
 @gluon.jit
@@ -218,8 +157,9 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
-    PAIRS: gl.constexpr = _pairs(MODE, D)
-    SPREAD: gl.constexpr = _spread(MODE, D)
+    PAIRS: gl.constexpr = in_pairs(MODE, D)
+    LATE: gl.constexpr = is_late(MODE, D)
+    SPREAD: gl.constexpr = is_spread(MODE, D)
     done = 0
     taken = 0
     entry = next_entry(taken, turns)
@@ -261,16 +201,20 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         taken += 1
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(done % STAGES))
-        s = _hide(s, column, 0, seen, MODE, False)
-        p, m, mass, _shrink = _weigh(s, m, mass, scale, scale, False)
-        w = _rounded(p, dtype, o_layout, PAIRS)
+        s = hide(s, column, 0, seen, MODE, False)
+        w, m, mass, shrink = weigh(s, m, mass, scale, scale, False)
+        if not LATE:
+            w = rounded(w, dtype, o_layout, PAIRS)
         fixed = (q, seen, scale, buffers)
-        acc, m, mass, w, done = _advance_all(
-            acc, m, mass, w, done, (hidden, exact, clear, total), fixed, MODE, D, STAGES, GROUPS
+        acc, m, mass, w, shrink, done = _advance_all(
+            acc, m, mass, w, shrink, done, (hidden, exact, clear, total), fixed, MODE, D, STAGES, GROUPS
         )
         mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
         v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
-        acc = warpgroup_mma(_operand(w, dtype, o_layout, PAIRS), v, acc, is_async=True)
+        if LATE:
+            acc = shrunk(acc, shrink)
+            w = rounded(w, dtype, o_layout, PAIRS)
+        acc = warpgroup_mma(operand(w, dtype, o_layout, PAIRS), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(done % STAGES))
         done += 1
