@@ -85,10 +85,7 @@ class DecodeCompute:
         """Store pulled K/V (k_TGD, v_TGD by layer) from position `start` on; when it returns, every later
         step sees it. Runs on the hand-off thread."""
         with nullcontext() if self._write_stream is None else torch.cuda.stream(self._write_stream):
-            table_N = torch.tensor(pages, dtype=torch.int64, device=self.cache.device)
-            for layer, kv_TGD in layers.items():
-                k_TGD, v_TGD = (x_TGD.to(self.cache.device) for x_TGD in kv_TGD)
-                self.cache.write(layer, table_N, start, k_TGD, v_TGD)
+            self.cache.write_layers(pages, start, layers)
         if self._write_stream is not None:
             self._write_stream.synchronize()
 

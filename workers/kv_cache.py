@@ -9,10 +9,12 @@ decode kernels read it in place. Which page belongs to whom is `page_pool`'s bus
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 
-from .page_pool import PAGE_TOKENS
+from .page_pool import PAGE_TOKENS, first_of_run
 
 
 class KVCacheError(ValueError):
@@ -105,6 +107,27 @@ class PagedKVCache:
         k_SGD, v_SGD = self._run(layer, first_page, start, k_TGD.shape[0])
         k_SGD.copy_(k_TGD)
         v_SGD.copy_(v_TGD)
+
+    def write_layers(
+        self, pages: Sequence[int], start: int, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Store (k_TGD, v_TGD) of several layers from token `start` on of the sequence with these pages.
+
+        K/V may lie on the host. Into pages that follow one another they go as plain copies: a GPU's copy
+        engine makes them, and no kernel interrupts another process's. Raises KVCacheError as `write`.
+        """
+        first, inside = divmod(start, self.page_tokens)
+        table_N = None
+        for layer, (k_TGD, v_TGD) in layers.items():
+            count = -(-(inside + k_TGD.shape[0]) // self.page_tokens)
+            touched = pages[first : first + count] if start >= 0 else ()
+            run = first_of_run(touched) if len(touched) == count else None
+            if run is not None:
+                self.write_run(layer, run, inside, k_TGD, v_TGD)
+                continue
+            if table_N is None:
+                table_N = torch.tensor(pages, dtype=torch.int64, device=self.device)
+            self.write(layer, table_N, start, k_TGD.to(self.device), v_TGD.to(self.device))
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `gather`, without copying, for such a sequence: k_GSD, v_GSD with strided rows."""

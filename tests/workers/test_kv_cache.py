@@ -50,6 +50,22 @@ def test_a_run_of_pages_is_written_and_read_in_place() -> None:
     assert k_GSD.data_ptr() == cache.k_LPSGD[1, 3].data_ptr(), "no copy"
 
 
+@pytest.mark.parametrize("pages", [(3, 4, 5, 6), (9, 2, 3, 4), (9, 2, 11, 0)])
+def test_layers_land_in_their_pages_run_or_not(pages: tuple[int, ...]) -> None:
+    cache, other = make(), make()
+    k_TGD, v_TGD = tokens(50, 1)
+    for start, end in ((0, 16), (16, 17), (17, 40), (40, 50)):
+        part = slice(start, end)
+        cache.write_layers(pages, start, {layer: (k_TGD[part] + layer, v_TGD[part]) for layer in (4, 6)})
+        for layer in (4, 6):
+            other.write(layer, torch.tensor(pages), start, k_TGD[part] + layer, v_TGD[part])
+    assert torch.equal(cache.k_LPSGD, other.k_LPSGD) and torch.equal(cache.v_LPSGD, other.v_LPSGD)
+    for start, kept in ((50, 4), (48, 3), (-1, 4)):
+        with pytest.raises(KVCacheError, match="do not fit"):
+            cache.write_layers(pages[:kept], start, {4: (k_TGD[:15], v_TGD[:15])})
+    assert torch.equal(cache.k_LPSGD, other.k_LPSGD), "nothing is written by a write that is refused"
+
+
 @pytest.mark.parametrize(("first", "start", "count"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (11, 16, 1)])
 def test_a_run_outside_the_cache_raises(first: int, start: int, count: int) -> None:
     k_TGD, v_TGD = tokens(max(count, 0), 1)
