@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.anchors.scan import scan
+from ..kernels.anchors.scan import leads
 from ..kernels.delta_correction.wrapper import DeltaCorrection
 from ..kernels.executors.block_sparse import kernel as block_sparse
 from ..kernels.executors.block_sparse_packed import kernel as block_sparse_packed
@@ -163,8 +163,8 @@ def _halving_cosine(x: AttentionInput) -> float:
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
-        leads = scan(x.k_BGSD[:, :, :16_384], middle, min(CHUNK, x.k_BGSD.shape[2]), "cosine").is_anchor_BGS
-        low, high = (low, middle) if float(leads.double().mean()) > 0.5 else (middle, high)
+        share = float(leads(x.k_BGSD[:, :, :16_384], middle, min(CHUNK, x.k_BGSD.shape[2])).double().mean())
+        low, high = (low, middle) if share > 0.5 else (middle, high)
     return low
 
 

@@ -94,6 +94,11 @@ def _scan_kernel(
 
 def scan(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> AnchorRuns:
     """See `reference.scan`."""
+    return runs_of(leads(x_BGSD, threshold, chunk, metric), chunk)
+
+
+def leads(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> torch.Tensor:
+    """See `reference.leads`."""
     check_scan(x_BGSD, threshold, chunk, metric)
     batch, groups, rows, dim = x_BGSD.shape
     check_head_dim(dim)
@@ -112,7 +117,7 @@ def scan(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str =
         METRIC=1 if metric == "euclidean" else 0,
         num_warps=4,
     )
-    return runs_of(lead_BGS.bool(), chunk)
+    return lead_BGS.view(torch.bool)
 
 
 def check_head_dim(dim: int) -> None:

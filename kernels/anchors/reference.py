@@ -9,7 +9,12 @@ from .runs import AnchorRuns, check_scan
 
 
 def scan(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> AnchorRuns:
-    """Split each chunk of rows into runs (DeltaAttention, section 3.1, pre-processing).
+    """Split each chunk of rows into runs: `leads`, and what follows from it."""
+    return runs_of(leads(x_BGSD, threshold, chunk, metric), chunk)
+
+
+def leads(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> torch.Tensor:
+    """is_anchor_BGS, bool: which rows lead a run (DeltaAttention, section 3.1, pre-processing).
 
     The first row of a chunk is an anchor. A row joins the current run while it is close to the run's
     anchor: cos(anchor, row) >= threshold, or |anchor - row| <= threshold for the Euclidean metric;
@@ -25,16 +30,15 @@ def scan(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str =
     later_RR = torch.ones(chunk, chunk, dtype=torch.bool, device=x_BGSD.device).triu(1)
     ends_LRR = ~close_LRR & later_RR
     next_LR = torch.where(ends_LRR.any(-1), ends_LRR.byte().argmax(-1), chunk)
-    leads = [[False] * chunk for _ in range(next_LR.shape[0])]
-    for led, following in zip(leads, next_LR.tolist(), strict=True):
+    table = [[False] * chunk for _ in range(next_LR.shape[0])]
+    for led, following in zip(table, next_LR.tolist(), strict=True):
         row = 0
         while row < chunk:
             led[row] = True
             row = following[row]
 
-    leads_LR = torch.tensor(leads, device=x_BGSD.device)
-    is_anchor_BGS = leads_LR.view(batch, heads, chunks * chunk)[..., :rows]
-    return runs_of(is_anchor_BGS, chunk)
+    leads_LR = torch.tensor(table, device=x_BGSD.device)
+    return leads_LR.view(batch, heads, chunks * chunk)[..., :rows]
 
 
 def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tensor:

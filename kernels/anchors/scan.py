@@ -15,3 +15,12 @@ def scan(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str =
 
         return kernel.scan(x_BGSD, threshold, chunk, metric)
     return reference.scan(x_BGSD, threshold, chunk, metric)
+
+
+def leads(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> torch.Tensor:
+    """See `reference.leads`: only which rows lead a run, on whatever device."""
+    if x_BGSD.is_cuda:
+        from . import kernel
+
+        return kernel.leads(x_BGSD, threshold, chunk, metric)
+    return reference.leads(x_BGSD, threshold, chunk, metric)

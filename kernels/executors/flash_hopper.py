@@ -103,36 +103,37 @@ def _advance_all(
 ):  # fmt: skip
     """`_advance` for every tile of an item but the first: where faster, in a loop for each kind of tile.
 
-    ends: the first tile that no row has unseen keys in, packed tile, packed tile with unseen keys; the end.
+    ends: the first tile of which all rows see all keys; (PACKED) the first packed one of which they do not;
+    the end. PACKED weighs exact keys by ones, for one loop less.
     """
-    hidden, exact, clear, total = ends
-    if MODE == 0 and not in_pairs(MODE, D):
-        for i in range(1, exact):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 4, MODE, D, STAGES
-            )
-    elif MODE == 0 or GROUPS == 3:
-        for i in range(1, hidden):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 1, MODE, D, STAGES
-            )
-        for i in range(hidden, exact):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 0, MODE, D, STAGES
-            )
-    else:  # an item's rows lie in one block: all see all of the others
-        for i in range(1, exact):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 0, MODE, D, STAGES
-            )
+    hidden, clear, total = ends
     if MODE == 2:
-        for i in range(exact, clear):
+        if GROUPS == 3:  # else an item's rows lie in one block, and only the first tile has unseen keys
+            for i in range(1, hidden):
+                acc, m, mass, w, shrink, done = _advance(
+                    acc, m, mass, w, shrink, done, i, fixed, 1, MODE, D, STAGES
+                )
+        for i in range(hidden if GROUPS == 3 else 1, clear):
             acc, m, mass, w, shrink, done = _advance(
                 acc, m, mass, w, shrink, done, i, fixed, 2, MODE, D, STAGES
             )
         for i in range(clear, total):
             acc, m, mass, w, shrink, done = _advance(
                 acc, m, mass, w, shrink, done, i, fixed, 3, MODE, D, STAGES
+            )
+    elif MODE == 0 and in_pairs(MODE, D):
+        for i in range(1, hidden):
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 1, MODE, D, STAGES
+            )
+        for i in range(hidden, total):
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 0, MODE, D, STAGES
+            )
+    else:
+        for i in range(1, total):
+            acc, m, mass, w, shrink, done = _advance(
+                acc, m, mass, w, shrink, done, i, fixed, 0 if MODE == 1 else 4, MODE, D, STAGES
             )
     return acc, m, mass, w, shrink, done
 
@@ -207,7 +208,7 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
             w = rounded(w, dtype, o_layout, PAIRS)
         fixed = (q, seen, scale, buffers)
         acc, m, mass, w, shrink, done = _advance_all(
-            acc, m, mass, w, shrink, done, (hidden, exact, clear, total), fixed, MODE, D, STAGES, GROUPS
+            acc, m, mass, w, shrink, done, (hidden, clear, total), fixed, MODE, D, STAGES, GROUPS
         )
         mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
         v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)

@@ -169,7 +169,7 @@ def load_items(
             full = k_full.index(stage)
             if MODE == 2:
                 _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE, 512)
-                lengths = [b, g, gl.maximum(far_row, 0)]
+                lengths = [b, g, gl.where(i < exact, weight.shape[2].to(gl.int32) - 128, far_row)]
                 tma.async_copy_global_to_shared(weight, lengths, full, w_smem.index(stage))
             else:
                 _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE)

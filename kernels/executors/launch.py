@@ -32,7 +32,8 @@ class Rows:
 class Packed:
     """Packed keys of the complete chunks. v_BGPD holds each run's mean times its weight; weight_BGP float32.
 
-    offset_BGC: int32, packed rows before each chunk. All three of k, v, weight may be longer than needed.
+    offset_BGC: int32, packed rows before each chunk. All three of k, v, weight may be longer than needed;
+    weight ends with a tile of ones, the weights of exact keys.
     """
 
     k_BGPD: torch.Tensor

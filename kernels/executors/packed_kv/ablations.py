@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...anchors.reference import runs_of
-from ...anchors.runs import AnchorRuns
-
 
 @dataclass(frozen=True)
 class PeriodicRuns:
@@ -16,10 +13,10 @@ class PeriodicRuns:
 
     period: int
 
-    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> AnchorRuns:
+    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
         del first_chunk
         row_S = torch.arange(k_BGSD.shape[2], device=k_BGSD.device)
-        return runs_of((row_S % chunk % self.period == 0).expand(k_BGSD.shape[:3]), chunk)
+        return (row_S % chunk % self.period == 0).expand(k_BGSD.shape[:3])
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class RandomRuns:
     share: float
     seed: int = 0
 
-    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> AnchorRuns:
+    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
         batch, heads, rows, _ = k_BGSD.shape
         parts = []
         for c in range(rows // chunk):
@@ -40,4 +37,4 @@ class RandomRuns:
             parts.append(torch.rand(batch, heads, chunk, generator=generator) < self.share)
         leads_BGS = torch.cat(parts, dim=2)
         leads_BGS[..., ::chunk] = True
-        return runs_of(leads_BGS.to(k_BGSD.device), chunk)
+        return leads_BGS.to(k_BGSD.device)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...interface import AttentionInput
+from ...interface import BLOCK, AttentionInput
 from ..launch import Packed, Rows, launch
 from .packing import PackedRuns, packed_chunks
 
@@ -63,14 +63,17 @@ def pack_kernel(
 def pack(
     x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool, mean: bool
 ) -> Packed:
-    """The packed rows of the first `chunks` chunks, in scratch of the worst case's size (every row a run)."""
+    """The packed rows of the first `chunks` chunks, in scratch of the worst case's size (every row a run).
+
+    After them a tile whose weights stay ones: see `Packed`.
+    """
     batch, heads, _, dim = x.k_BGSD.shape
-    slots = max(1, chunks) * chunk
+    slots = chunks * chunk + BLOCK
     shape, device = (batch, heads, slots), x.k_BGSD.device
     packed = Packed(
         torch.empty(*shape, dim, dtype=x.k_BGSD.dtype, device=device),
         torch.empty(*shape, dim, dtype=x.k_BGSD.dtype, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.ones(shape, dtype=torch.float32, device=device),
         state.offset_BGC,
         chunk,
         critical,

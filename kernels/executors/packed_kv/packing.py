@@ -11,15 +11,17 @@ from typing import Protocol
 
 import torch
 
-from ...anchors.runs import AnchorRuns
-from ...anchors.scan import scan
+from ...anchors.scan import leads
 from ...interface import BLOCK, AttentionInput, KernelInputError, StateSpec
 
 
 class Runs(Protocol):
-    """Splits rows into runs of consecutive rows that never cross a chunk boundary."""
+    """Splits rows into runs of consecutive rows that never cross a chunk boundary.
 
-    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> AnchorRuns: ...
+    Returns is_anchor_BGS, bool: the rows that lead a run. The first of a chunk always does.
+    """
+
+    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class SimilarRuns:
 
     cos: float
 
-    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> AnchorRuns:
+    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
         del first_chunk
-        return scan(k_BGSD, self.cos, chunk, "cosine")
+        return leads(k_BGSD, self.cos, chunk, "cosine")
 
 
 @dataclass
@@ -72,21 +74,24 @@ class PackedRuns:
         if complete <= self.chunks:
             return
         begin = self.chunks * chunk
-        found = runs(k_BGSD[:, :, begin : complete * chunk], self.chunks, chunk)
-        self._append(found, begin, complete)
-
-    def _append(self, found: AnchorRuns, begin: int, complete: int) -> None:
-        before_BG1 = self.offset_BGC[:, :, self.chunks, None]
-        total_BGC = before_BG1 + found.runs_BGC.cumsum(-1, dtype=torch.int32)
-        self.offset_BGC[:, :, self.chunks + 1 : complete + 1] = total_BGC
-        slot_R = torch.arange(found.first_BGCR.shape[-1], device=total_BGC.device)
-        place_BGCR = (total_BGC - found.runs_BGC)[..., None] + slot_R
-        unused = self.start_BGP.shape[-1] - 1  # the last slot takes what is not a run
-        place_BGCR = torch.where(slot_R < found.runs_BGC[..., None], place_BGCR, unused)
-        self.start_BGP.scatter_(2, place_BGCR.flatten(2).long(), (found.first_BGCR + begin).flatten(2))
-        end = torch.full_like(total_BGC[..., -1:], begin + found.runs_BGC.shape[-1] * slot_R.numel())
-        self.start_BGP.scatter_(2, total_BGC[..., -1:].long(), end)
+        found_BGS = runs(k_BGSD[:, :, begin : complete * chunk], self.chunks, chunk)
+        self._append(found_BGS.reshape(*found_BGS.shape[:2], -1, chunk), begin)
         self.chunks = complete
+
+    def _append(self, leads_BGCR: torch.Tensor, begin: int) -> None:
+        """Note where the runs of the next chunks begin; their first row is at position `begin`."""
+        batch, heads, chunks, rows = leads_BGCR.shape
+        run_BGCR = leads_BGCR.cumsum(-1)
+        before_BG1 = self.offset_BGC[:, :, self.chunks, None]
+        upto_BGC = run_BGCR[..., -1].cumsum(-1) + before_BG1
+        self.offset_BGC[:, :, self.chunks + 1 : self.chunks + chunks + 1] = upto_BGC
+        place_BGCR = run_BGCR + (upto_BGC - run_BGCR[..., -1] - 1)[..., None]
+        unused = self.start_BGP.shape[-1] - 1  # the last slot takes what is not a run
+        place_BGS = torch.where(leads_BGCR, place_BGCR, unused).flatten(2)
+        end = begin + chunks * rows
+        row_S = torch.arange(begin, end + 1, dtype=torch.int32, device=leads_BGCR.device)
+        self.start_BGP.scatter_(2, place_BGS, row_S[:-1].expand(batch, heads, -1))
+        self.start_BGP.scatter_(2, upto_BGC[..., -1:], row_S[-1:].expand(batch, heads, -1))
 
 
 def packed_chunks(first_block: int, query_blocks: int, critical: int, chunk: int) -> list[int]:
