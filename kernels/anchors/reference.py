@@ -9,7 +9,10 @@ from .runs import AnchorRuns, check_scan
 
 
 def scan(x_BGSD: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> AnchorRuns:
-    """Split each chunk of rows into runs: `leads`, and what follows from it."""
+    """Split each chunk of rows into runs (DeltaAttention, section 3.1): `leads`, and what follows from it.
+
+    Raises as `leads`.
+    """
     return runs_of(leads(x_BGSD, threshold, chunk, metric), chunk)
 
 

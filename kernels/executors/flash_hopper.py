@@ -42,7 +42,7 @@ def _advance(
     acc, m, mass, w, shrink, done, i, fixed,
     KIND: gl.constexpr, MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile i while tile i - 1, whose rounded exponentials are w, is summed.
+    """Scores of tile i while tile i - 1, whose exponentials are w (rounded, unless `is_late`), is summed.
 
     KIND 0: all keys are seen, 1: not all, 2: packed, all seen, 3: packed, not all, 4: found out in a branch.
     """

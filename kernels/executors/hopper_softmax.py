@@ -103,7 +103,10 @@ def shrunk(acc, shrink):
 
 @gluon.jit
 def hide(s, column, i, seen, MODE: gl.constexpr, FAR: gl.constexpr):
-    """Scores s of tile i (FAR: of packed keys), UNSEEN where a row does not see the key."""
+    """Scores s of tile i (FAR: of packed keys), UNSEEN where a row does not see the key.
+
+    PACKED: a row sees the keys from key_from to itself. Unsigned, those before are as far as those after.
+    """
     position, whole, masked, exact, begin, key_from, packed = seen
     if FAR:
         s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, UNSEEN)
