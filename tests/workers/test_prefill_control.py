@@ -356,6 +356,11 @@ async def abuse(seed: int, fatal: bool) -> None:
         terminal = [event for event in seen if isinstance(event, PrefillDone | Refused)]
         assert len(terminal) == (ending == "ended") or (ending == "closed" and terminal == seen[-1:])
         assert all(isinstance(event, PrefillProgress) for event in seen[:-1])
+    if any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes):
+        # A reader that is cancelled while it waits for its pages does not see them come back.
+        async with asyncio.timeout(1):
+            while controller.stats().pages_free < controller.stats().pages_total:
+                await asyncio.sleep(1e-3)
     if fatal and controller.failure:
         assert controller.stats().pages_free == controller.stats().pages_total
         return
