@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from .page_pool import PAGE_TOKENS, first_of_run
+from .page_pool import PAGE_TOKENS, first_of_run, pages_for
 
 
 class KVCacheError(ValueError):
@@ -111,22 +111,23 @@ class PagedKVCache:
     def write_layers(
         self, pages: Sequence[int], start: int, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Store (k_TGD, v_TGD) of several layers from token `start` on of the sequence with these pages.
+        """Store (k_TGD, v_TGD) of one or more layers, from token `start` on of the sequence with these pages;
+        as many tokens of each.
 
         K/V may lie on the host. Into pages that follow one another they go as plain copies: a GPU's copy
         engine makes them, and no kernel interrupts another process's. Raises KVCacheError as `write`.
         """
+        tokens = next(iter(layers.values()))[0].shape[0]
         first, inside = divmod(start, self.page_tokens)
-        table_N = None
-        for layer, (k_TGD, v_TGD) in layers.items():
-            count = -(-(inside + k_TGD.shape[0]) // self.page_tokens)
-            touched = pages[first : first + count] if start >= 0 else ()
-            run = first_of_run(touched) if len(touched) == count else None
-            if run is not None:
+        count = pages_for(inside + tokens, self.page_tokens)
+        touched = pages[first : first + count] if start >= 0 else ()
+        run = first_of_run(touched) if len(touched) == count else None
+        if run is not None:
+            for layer, (k_TGD, v_TGD) in layers.items():
                 self.write_run(layer, run, inside, k_TGD, v_TGD)
-                continue
-            if table_N is None:
-                table_N = torch.tensor(pages, dtype=torch.int64, device=self.device)
+            return
+        table_N = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        for layer, (k_TGD, v_TGD) in layers.items():
             self.write(layer, table_N, start, k_TGD.to(self.device), v_TGD.to(self.device))
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

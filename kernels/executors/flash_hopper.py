@@ -47,6 +47,7 @@ def _advance(
     KIND 0: all keys are seen, 1: not all, 2: packed, all seen, 3: packed, not all, 4: found out in a branch.
     """
     q, seen, scale, buffers = fixed
+    _position, _whole, masked, _exact, _begin, _key_from, _packed = seen
     q_smem, k_smem, v_smem, w_smem, _q_full, _q_empty, k_full, k_empty, v_full, v_empty = buffers
     PAIRS: gl.constexpr = in_pairs(MODE, D)
     LATE: gl.constexpr = is_late(MODE, D)
@@ -77,7 +78,7 @@ def _advance(
     if (KIND == 1) | (KIND == 3):
         s = hide(s, column, i, seen, MODE, WEIGHTED)
     if KIND == 4:  # noqa: SIM102 (KIND is known when compiling, i is not)
-        if i < seen[2]:  # masked
+        if i < masked:
             s = hide(s, column, i, seen, MODE, WEIGHTED)
     weight = scale
     if WEIGHTED:

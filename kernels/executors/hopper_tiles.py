@@ -169,6 +169,7 @@ def load_items(
             full = k_full.index(stage)
             if MODE == 2:
                 _copy(k, packed_k, place, far_row, i < exact, full, k_smem.index(stage), MODE, 512)
+                # Exact keys' weights are the last tile, all ones: see `launch.Packed`.
                 lengths = [b, g, gl.where(i < exact, weight.shape[2].to(gl.int32) - 128, far_row)]
                 tma.async_copy_global_to_shared(weight, lengths, full, w_smem.index(stage))
             else:
