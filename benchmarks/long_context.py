@@ -23,10 +23,10 @@ from tokenizers import Tokenizer
 
 from deltafront.benchmarks import needles as hay
 from deltafront.benchmarks.harness import commit_of
-from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.client.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
-from deltafront.service.launch import LocalService
-from deltafront.workers import model_store
+from deltafront.workers.model import store as model_store
 
 ROOT = Path(__file__).resolve().parent.parent
 

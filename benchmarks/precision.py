@@ -26,9 +26,9 @@ from deltafront.benchmarks.long_context import make_document
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, StateSpec
 from deltafront.kernels.methods import resolve
-from deltafront.workers import model_store
-from deltafront.workers.model import LayerStack, load_stack
-from deltafront.workers.model_config import ModelConfig, read_config
+from deltafront.workers.model import store as model_store
+from deltafront.workers.model.config import ModelConfig, read_config
+from deltafront.workers.model.decoder import LayerStack, load_stack
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "deploy" / "models" / "smollm2-135m-128k"

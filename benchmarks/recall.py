@@ -154,9 +154,9 @@ def capture(
     """(q_BHTD, k_BGSD) of the layers asked for, after RoPE, from one dense pass over the text."""
     from tokenizers import Tokenizer
 
-    from ..workers.model import load_stack
-    from ..workers.model_config import read_config
-    from ..workers.model_store import resolve, resolve_adapter
+    from ..workers.model.config import read_config
+    from ..workers.model.decoder import load_stack
+    from ..workers.model.store import resolve, resolve_adapter
 
     directory = resolve(choice.model)
     config = read_config(directory, choice.overrides)

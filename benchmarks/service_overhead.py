@@ -26,12 +26,12 @@ from tokenizers import Tokenizer
 
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.needles import DEMO_TEXT
-from deltafront.service.client import DeltafrontClient, GenerateFinished
+from deltafront.service.client.client import DeltafrontClient, GenerateFinished
+from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ServiceConfig, load
-from deltafront.service.launch import LocalService
-from deltafront.workers import model_store
-from deltafront.workers.local_pipeline import run_in_process
 from deltafront.workers.messages import resolve
+from deltafront.workers.model import store as model_store
+from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import PrefillConfig
 
 ROOT = Path(__file__).resolve().parent.parent

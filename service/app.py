@@ -17,16 +17,16 @@ import ray
 from ray import serve
 
 from .config import ServiceConfig, parse
-from .dispatch import RayDirectory
+from .door.grpc_door import FrontDoor
 from .exporter import Exporter
-from .fleet import Fleet
-from .front_door import FrontDoor
+from .fleet.dispatch import RayDirectory
+from .fleet.view import Fleet
 from .metrics import DIRECTORY_VARIABLE, Metrics
 from .wiring import about, authenticator, local_model, observer, prepare
 
 APP_NAME = "deltafront"
 SERVICERS = (
-    "deltafront.service.wire.add_deltafront_to_server",
+    "deltafront.service.door.wire.add_deltafront_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
 """Serve's `grpc_servicer_functions`."""
@@ -72,7 +72,8 @@ def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
 
 def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     """`build` for a model that is a directory already. scratch: where each node's metrics are kept."""
-    from ..workers import decode_worker, prefill_group
+    from ..workers.decode import worker as decode_worker
+    from ..workers.prefill import group as prefill_group
 
     prefill = _owner("PrefillGroup", prefill_group, settings.prefill, settings.prefill.groups)
     decode = _owner("DecodeReplica", decode_worker, settings.decode, settings.decode.workers)

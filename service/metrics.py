@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..workers.messages import DecodeReport, LayerDensity, PrefillReport
-from .timings import TimeToFirstToken
+from .request.timings import TimeToFirstToken
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (

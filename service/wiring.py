@@ -7,17 +7,17 @@ from pathlib import Path
 
 from .. import __version__
 from ..workers.messages import DecodeStats, GroupStats
-from ..workers.model_config import read_config
-from ..workers.model_store import resolve, resolve_adapter
+from ..workers.model.config import read_config
+from ..workers.model.store import resolve, resolve_adapter
 from ..workers.settings import ModelSpec
-from .attempt import Resources
-from .auth import Authenticator, TokenFile
 from .config import ConfigError, DoorConfig, ServiceConfig
-from .fleet import Fleet, View
-from .front_door import About
+from .door.auth import Authenticator, TokenFile
+from .door.grpc_door import About
+from .door.validate import Limits
+from .fleet.view import Fleet, View
 from .metrics import Metrics
-from .tokenizer import TextTokenizer
-from .validate import Limits
+from .request.attempt import Resources
+from .request.tokenizer import TextTokenizer
 
 
 def local_model(settings: ServiceConfig) -> ServiceConfig:

@@ -18,21 +18,26 @@ SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py") 
 SERVICE_MAY_TAKE = {
     "workers.messages",
     "workers.settings",
-    "workers.model_config",
-    "workers.model_store",
-    "workers.prefill_group",
-    "workers.decode_worker",
-    "workers.page_pool",
+    "workers.model.config",
+    "workers.model.store",
+    "workers.prefill.group",
+    "workers.decode.worker",
+    "workers.kv.page_pool",
 }
 RAY_IN_WORKERS = {
-    "prefill_group.py",
-    "prefill_stage.py",
-    "activations.py",
-    "kv_transport.py",
-    "decode_worker.py",
+    "workers/prefill/group.py",
+    "workers/prefill/activations.py",
+    "workers/kv/transports.py",
+    "workers/decode/worker.py",
 }
-RAY_IN_SERVICE = {"app.py", "dispatch.py", "local_ray.py"}
-PROTOBUF_IN_SERVICE = {"front_door.py", "validate.py", "wire.py", "client.py", "results.py"}
+RAY_IN_SERVICE = {"service/app.py", "service/fleet/dispatch.py", "service/client/local_ray.py"}
+PROTOBUF_IN_SERVICE = {
+    "service/door/grpc_door.py",
+    "service/door/validate.py",
+    "service/door/wire.py",
+    "service/client/client.py",
+    "service/client/results.py",
+}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -54,9 +59,9 @@ def name_of(path: Path) -> str:
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_layers(path: Path) -> None:
     folder = path.relative_to(ROOT).parts[0]
-    wrong = []
+    wrong, may_take = [], SERVICE_MAY_TAKE
     for name in imports(path):
-        target, module = name.split(".")[0], ".".join(name.split(".")[:2])
+        target = name.split(".")[0]
         if name.startswith("deltafront") and "protos" not in name:
             wrong.append(f"{name}: imports inside the package are relative")
         if folder == "kernels" and target in ("workers", "service", "protos", "ray", "transformers", "grpc"):
@@ -64,7 +69,8 @@ def test_layers(path: Path) -> None:
         if folder == "workers" and target in ("service", "protos", "grpc", "prometheus_client"):
             wrong.append(name)
         if folder == "service" and (
-            target == "kernels" or (target == "workers" and module not in SERVICE_MAY_TAKE)
+            target == "kernels"
+            or (target == "workers" and not any(name == m or name.startswith(m + ".") for m in may_take))
         ):
             wrong.append(name)
     assert not wrong, wrong
@@ -78,9 +84,9 @@ def test_ray_protobuf_and_metrics_stay_in_their_files(path: Path) -> None:
     protobuf = any(name.startswith(generated) for name in imports(path))
     if folder in ("workers", "service"):
         allowed = RAY_IN_WORKERS if folder == "workers" else RAY_IN_SERVICE
-        assert "ray" not in names or path.name in allowed, "Ray belongs in the shells"
+        assert "ray" not in names or name_of(path) in allowed, "Ray belongs in the shells"
     if folder == "service":
-        assert not protobuf or path.name in PROTOBUF_IN_SERVICE, "protobuf belongs in door and client"
+        assert not protobuf or name_of(path) in PROTOBUF_IN_SERVICE, "protobuf belongs in door and client"
         assert "prometheus_client" not in names or path.name == "metrics.py", "metrics.py declares metrics"
 
 
@@ -88,10 +94,16 @@ def test_kernels_init_is_free_of_imports() -> None:
     assert not list(imports(ROOT / "kernels" / "__init__.py"))
 
 
-TORCH_FREE = ["service.app", "service.front_door", "service.client", "workers.messages", "workers.schedule"]
+TORCH_FREE = [
+    "service.app",
+    "service.door.grpc_door",
+    "service.client.client",
+    "workers.messages",
+    "workers.prefill.schedule",
+]
 
 
-@pytest.mark.parametrize("module", [*TORCH_FREE, "workers.model_config", "workers.page_pool"])
+@pytest.mark.parametrize("module", [*TORCH_FREE, "workers.model.config", "workers.kv.page_pool"])
 def test_importing_leaves_torch_out(module: str) -> None:
     code = f"import sys, deltafront.{module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     command = [sys.executable, "-c", code]

@@ -14,10 +14,10 @@ import torch
 
 from ..kernels.build import build
 from ..kernels.interface import BLOCK, AttentionInput, StateSpec
-from .decode_batch import DecodeCompute, Row
+from .decode.runner import DecodeCompute, Row
+from .kv.page_pool import pages_for
 from .messages import MethodSpec, Sampling
-from .model import LayerStack
-from .page_pool import pages_for
+from .model.decoder import LayerStack
 
 _RAGGED = 77
 """Tokens of a last chunk of one tile: no multiple of anything that a kernel might be specialised for."""

@@ -19,8 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from deltafront.benchmarks import needles as hay
-from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillProgress, TokenReceived
-from deltafront.service.launch import LocalService
+from deltafront.service.client.client import (
+    DeltafrontClient,
+    GenerateFinished,
+    PrefillProgress,
+    TokenReceived,
+)
+from deltafront.service.client.server_process import LocalService
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "config" / "demo.yaml"

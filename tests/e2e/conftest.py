@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from deltafront.benchmarks import needles as hay
 from deltafront.benchmarks.harness import commit_of
-from deltafront.service.launch import LocalService
-from deltafront.workers import model_store
+from deltafront.service.client.server_process import LocalService
+from deltafront.workers.model import store as model_store
 
 from .wire import Wire
 

@@ -10,7 +10,7 @@ import psutil
 from tokenizers import Tokenizer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.service.launch import LocalService
+from deltafront.service.client.server_process import LocalService
 
 from .conftest import Haystack, Sizes, Table
 from .wire import Answer, Wire, method, packed, text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.service.client import DeltafrontClient
+from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.metrics import Metrics
 
 from . import fakes
@@ -75,7 +75,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Started once for its module; takes fixed ports, and other modules start a Ray of their own."""
-    from deltafront.service.local_ray import running
+    from deltafront.service.client.local_ray import running
 
     folder = tmp_path_factory.mktemp("served")
     tokens = folder / "tokens"

@@ -17,12 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deltafront.service import wiring
 from deltafront.service.config import ServiceConfig, parse
+from deltafront.service.door.grpc_door import FrontDoor
+from deltafront.service.door.wire import add_deltafront_to_server
 from deltafront.service.errors import WorkerFailed, WorkerLost
-from deltafront.service.fleet import Fleet
-from deltafront.service.front_door import FrontDoor
-from deltafront.service.links import LocalDirectory
+from deltafront.service.fleet.links import LocalDirectory
+from deltafront.service.fleet.view import Fleet
 from deltafront.service.metrics import Metrics
-from deltafront.service.wire import add_deltafront_to_server
 from deltafront.workers.messages import PrefillFailed
 
 from .fakes import FakeDecode, FakeGroup

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from deltafront.service.client.local_ray import check_ports, cpus, environment
 from deltafront.service.config import ConfigError, load, parse
-from deltafront.service.local_ray import check_ports, cpus, environment
 from deltafront.service.wiring import check_start
 from deltafront.workers.settings import DecodeConfig, ModelSpec
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from deltafront.service import attempt
-from deltafront.service.client import DeltafrontClient, GenerateFinished, TokenReceived
+from deltafront.service.client.client import DeltafrontClient, GenerateFinished, TokenReceived
 from deltafront.service.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
-from deltafront.service.fleet import Fleet
-from deltafront.service.links import LocalDirectory
+from deltafront.service.fleet.links import LocalDirectory
+from deltafront.service.fleet.view import Fleet
+from deltafront.service.request import attempt
 from deltafront.workers.messages import FinishReason, RefusalReason, Refused
 
 from .fakes import EOS, FakeDecode, Speed
@@ -308,7 +308,7 @@ def test_a_worker_giving_up_is_replayed(house: House, client: DeltafrontClient) 
 
 
 async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltafront.service.fleet._STATS_PATIENCE_S", 0.05)
+    monkeypatch.setattr("deltafront.service.fleet.view._STATS_PATIENCE_S", 0.05)
     decode = FakeDecode("decode:d0")
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()

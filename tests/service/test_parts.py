@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltafront.service import errors
-from deltafront.service.auth import ANYONE, Authenticator, TokenFile, digest
+from deltafront.service.door.auth import ANYONE, Authenticator, TokenFile, digest
 from deltafront.service.errors import DeltafrontError, InvalidArgument, NotFound, Overloaded, Unauthenticated
 from deltafront.service.exporter import Exporter
+from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.metrics import Metrics
-from deltafront.service.plan import packed, plan_answer, plan_session
-from deltafront.service.sessions import worker_of
-from deltafront.service.timings import TtftClock
+from deltafront.service.request.plan import packed, plan_answer, plan_session
+from deltafront.service.request.timings import TtftClock
 
 seconds = st.floats(0, 1e3)
 

@@ -13,7 +13,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, PrefillProgress
+from deltafront.service.client.client import (
+    DeltafrontClient,
+    GenerateFinished,
+    PrefillFinished,
+    PrefillProgress,
+)
 from deltafront.service.errors import (
     DeadlineExceeded,
     DeltafrontError,

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltafront.workers.decode_engine import DecodeEngine
-from deltafront.workers.kv_transport import KVReceiver
+from deltafront.workers.decode.engine import DecodeEngine
+from deltafront.workers.kv.transports import KVReceiver
 from deltafront.workers.messages import (
     FinishEvent,
     FirstLogits,
@@ -26,8 +26,8 @@ from deltafront.workers.messages import (
     Sampling,
     TokenEvent,
 )
-from deltafront.workers.model import LayerStack, load_stack
-from deltafront.workers.model_config import read_config
+from deltafront.workers.model.config import read_config
+from deltafront.workers.model.decoder import LayerStack, load_stack
 from deltafront.workers.settings import DecodeConfig
 
 LAYERS = 6

@@ -12,11 +12,11 @@ import torch
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers import warm_up
-from deltafront.workers.decode_batch import DecodeCompute, Row
-from deltafront.workers.local_pipeline import run_in_process
+from deltafront.workers.decode.runner import DecodeCompute, Row
 from deltafront.workers.messages import Sampling, resolve
-from deltafront.workers.model import load_stack
-from deltafront.workers.model_config import read_config
+from deltafront.workers.model.config import read_config
+from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.warm_up import prompt_lengths
 

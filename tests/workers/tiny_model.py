@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, StateSpec
 from deltafront.kernels.methods import MethodSpec
-from deltafront.workers.model import load_stack
-from deltafront.workers.model_config import read_config
+from deltafront.workers.model.config import read_config
+from deltafront.workers.model.decoder import load_stack
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199
 

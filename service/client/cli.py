@@ -1,0 +1,234 @@
+"""`deltafront`: serve, prefill, generate, sessions release, info.
+
+Answers go to standard output, everything else to standard error. An error is one line, with what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from ...workers.model.config import ModelError
+from ...workers.settings import ModelSpec
+from ..config import ConfigError, ServiceConfig, load, parse
+from ..wiring import local_model
+from .client import DeltafrontClient, GenerateFinished, PrefillFinished, PrefillProgress, TokenReceived
+from .display import as_json, reading_bar, show_info, show_timings
+from .terminal import calling, err, fail, read_options, read_text
+
+app = typer.Typer(
+    help="A distributed long-context prefill service.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is_help=True)
+app.add_typer(sessions, name="sessions")
+
+Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
+Token = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]
+Tls = Annotated[bool, typer.Option("--tls", help="The address speaks TLS.")]
+Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
+Method = Annotated[str, typer.Option(help="Attention method; see `deltafront info`.")]
+Options = Annotated[list[str], typer.Option("--option", help="NAME=VALUE, an option of the method.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds until the server gives up.")]
+ShowTimings = Annotated[bool, typer.Option("--timings", help="Show where the time to first token went.")]
+_ADDRESS = "127.0.0.1:9000"
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; see deploy/config.")] = None,
+    model: Annotated[str | None, typer.Option(help="Directory, .gguf file, hub id or embedded name.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
+) -> None:
+    """Start Ray and the service on this machine; Ctrl-C stops both."""
+    from .local_ray import LOOPBACK, running
+
+    stop = threading.Event()
+    try:
+        settings = local_model(_settings(config, model, adapter))
+        signal.signal(signal.SIGTERM, _interrupt)
+        door = settings.door
+        err.print(f"Starting Ray and Deltafront for {door.model_name} …")
+        with running(settings):
+            signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler there
+            err.print(f"gRPC      {LOOPBACK}:{door.grpc_port}")
+            err.print(f"metrics   http://{LOOPBACK}:{door.metrics_port}/metrics")
+            err.print("Ready. Ctrl-C stops.")
+            stop.wait()
+    except KeyboardInterrupt:
+        err.print("Stopped.")
+    except (ConfigError, ModelError, FileNotFoundError) as error:
+        fail(str(error))
+    except RuntimeError as error:
+        fail(f"the service did not start: {str(error).strip().splitlines()[-1]}")
+
+
+@app.command()
+def prefill(
+    file: Annotated[str, typer.Argument(help="Text file, or - for standard input.")],
+    address: Address = _ADDRESS,
+    token: Token = "",
+    tls: Tls = False,
+    method: Method = "",
+    option: Options = [],  # noqa: B006  typer copies it
+    keep: Annotated[float | None, typer.Option(help="Seconds to keep the session.")] = None,
+    timeout: Timeout = None,
+    timings: ShowTimings = False,
+    json: Json = False,
+) -> None:
+    """Read a document and keep it; prints the session's id."""
+    text = read_text(file)
+    with calling(address, token, tls) as client, reading_bar(err) as bar:
+        result: PrefillFinished | None = None
+        for event in client.prefill(
+            text, method=method, options=read_options(option), session_ttl_s=keep, timeout_s=timeout
+        ):
+            if isinstance(event, PrefillProgress):
+                bar.show(event)
+            else:
+                result = event
+        if result is None:
+            fail("the stream ended without a result")
+        bar.stop()
+        print(as_json(result) if json else result.session.session_id)
+        if timings:
+            show_timings(err, result.timings)
+
+
+@app.command()
+def generate(
+    file: Annotated[str | None, typer.Argument(help="Text file, or - for standard input.")] = None,
+    question: Annotated[str, typer.Option("--question", "-q", help="Follows the document.")] = "",
+    session: Annotated[str | None, typer.Option("--session", "-s", help="Ask a session instead.")] = None,
+    address: Address = _ADDRESS,
+    token: Token = "",
+    tls: Tls = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    method: Method = "",
+    option: Options = [],  # noqa: B006
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option()] = 0,
+    stop: Annotated[list[str], typer.Option(help="The answer ends before it.")] = [],  # noqa: B006
+    selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",
+    keep: Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")] = None,
+    timeout: Timeout = None,
+    timings: ShowTimings = False,
+    json: Json = False,
+) -> None:
+    """Answer a document, or a question about a session."""
+    if (file is None) == (session is None):
+        fail("give either FILE or --session")
+    if session is not None and not question:
+        fail("a session needs a --question")
+    document = None if file is None else read_text(file)
+    request = {
+        "prompt": None if document is None else _said(document, chat),
+        "session_id": session,
+        "append": _said(question, chat) if question else None,
+        "method": method,
+        "options": read_options(option),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+        "page_selection": selection,
+        "session_ttl_s": keep,
+        "timeout_s": timeout,
+    }
+    with calling(address, token, tls) as client:
+        text, finish = _answer(client, request, quiet=json)
+    if json:
+        print(as_json(dataclasses.replace(finish, text=text)))
+        return
+    if finish.session is not None:
+        err.print(f"session {finish.session.session_id} holds {finish.session.tokens} tokens")
+    if timings:
+        usage = finish.usage
+        show_timings(err, finish.timings)
+        err.print(f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session")
+
+
+@sessions.command()
+def release(session_id: str, address: Address = _ADDRESS, token: Token = "", tls: Tls = False) -> None:
+    """Free a session's pages now."""
+    with calling(address, token, tls) as client:
+        client.release(session_id)
+
+
+@app.command()
+def info(address: Address = _ADDRESS, token: Token = "", tls: Tls = False, json: Json = False) -> None:
+    """The model, its limits, methods and capacity."""
+    with calling(address, token, tls) as client:
+        found = client.info()
+    if json:
+        print(as_json(found))
+    else:
+        show_info(Console(), found)
+
+
+def main() -> None:
+    app()
+
+
+# --- helpers ---------------------------------------------------------------------------------------------
+
+
+def _settings(config: Path | None, model: str | None, adapter: str | None) -> ServiceConfig:
+    if config is None:
+        if model is None:
+            raise ConfigError("give --config FILE or --model NAME (deploy/config/demo.yaml is an example)")
+        return parse(
+            {"model": {"path": model, "adapter": adapter}, "decode": {"selection": "full"}}, "--model"
+        )
+    settings = load(config)
+    if model is None:
+        return settings
+    # Adapter, rope, name and Δ-layers of the file belong to the file's model.
+    spec = ModelSpec(path=model, adapter=adapter, dtype=settings.model.dtype)
+    decode = dataclasses.replace(settings.decode, selection="full", delta_layers=())
+    door = settings.door.model_copy(update={"model_name": ""})
+    return settings.model_copy(update={"model": spec, "decode": decode, "door": door})
+
+
+def _answer(client: DeltafrontClient, request: dict[str, Any], quiet: bool) -> tuple[str, GenerateFinished]:
+    """Stream an answer to standard output unless quiet; the whole text and the finish event."""
+    text = ""
+    with reading_bar(err) as bar:
+        for event in client.generate(**request):
+            if isinstance(event, PrefillProgress):
+                bar.show(event)
+                continue
+            bar.stop()
+            text += event.text
+            if not quiet:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            if isinstance(event, GenerateFinished):
+                if not quiet:
+                    print()
+                return text, event
+            assert isinstance(event, TokenReceived)
+    fail("the stream ended without a finish event")
+
+
+def _said(text: str, chat: bool) -> Any:
+    return [{"role": "user", "content": text}] if chat else text
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Ray, Serve and Deltafront on this machine, for as long as a block runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...workers.messages import NAMESPACE
+from ..config import ConfigError, ServiceConfig
+
+LOOPBACK = "127.0.0.1"
+_OBJECT_STORE_BYTES = 2 << 30
+_OWNER_CPUS = 0.1
+_QUIET = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+}
+
+
+@contextlib.contextmanager
+def running(
+    settings: ServiceConfig, make: Callable[[ServiceConfig, Path], Any] | None = None
+) -> Iterator[None]:
+    """Start everything, wait until it is healthy, and stop it when the block ends.
+
+    `settings` from `wiring.local_model`. make: what to serve, by default `app.application`. Ray reads its
+    environment when it is imported, so this module imports it only here. Raises ConfigError for a port
+    that is taken and RuntimeError if the application does not come up.
+    """
+    check_ports(settings)
+    folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
+    os.environ.update(environment(settings, folder))
+    import ray
+    from ray import serve
+
+    from ..app import APP_NAME, application
+
+    try:
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=cpus(settings),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _node_ip_address=LOOPBACK,
+        )
+        try:
+            serve.start(http_options={"host": LOOPBACK, "port": settings.door.http_port}, **grpc(settings))
+            serve.run((make or application)(settings, folder), name=APP_NAME, route_prefix="/")
+            yield
+        finally:
+            with contextlib.suppress(Exception):  # Ray may be gone already; stopping goes on
+                serve.shutdown()
+            ray.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_ports(settings: ServiceConfig) -> None:
+    """HAProxy listens with SO_REUSEPORT: a second service on the same port would get half the requests
+    instead of an error. So look first. Raises ConfigError naming the key."""
+    for key in ("grpc_port", "http_port", "metrics_port"):
+        port = getattr(settings.door, key)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise ConfigError(
+                    f"door.{key}: port {port} cannot be used ({error.strerror}): "
+                    "stop what listens there, or configure another port"
+                ) from None
+
+
+def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
+    """What has to be set before Ray starts: HAProxy in front of the replicas, with its files in `folder`.
+
+    _QUIET turns down what a small machine pays for and nobody reads: Serve's control loop looks twice a
+    second instead of ten times, and Ray collects no metrics or task events of its own. What the caller's
+    environment says comes first.
+    """
+    files = {
+        "CONFIG_FILE_LOC": "haproxy.cfg",
+        "SOCKET_PATH": "admin.sock",
+        "SERVER_STATE_BASE": ".",
+        "SERVER_STATE_FILE": "server-state",
+        "METRICS_SOCKET_PATH": "metrics.sock",
+    }
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(settings.door.max_message_bytes),
+        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
+        **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
+    }
+
+
+def grpc(settings: ServiceConfig) -> dict[str, Any]:
+    from ray.serve.config import gRPCOptions
+
+    from ..app import SERVICERS
+
+    options = gRPCOptions(
+        port=settings.door.grpc_port, grpc_servicer_functions=list(SERVICERS), enable_reflection=True
+    )
+    return {"grpc_options": options}
+
+
+def cpus(settings: ServiceConfig) -> int:
+    """Ray's count of CPUs: at least what the configuration asks for. It is bookkeeping, not a limit."""
+    prefill, decode, door = settings.prefill, settings.decode, settings.door
+    needed = (
+        door.replicas * door.cpus
+        + prefill.groups * (_OWNER_CPUS + prefill.stages * prefill.cpus_per_stage)
+        + decode.workers * (_OWNER_CPUS + decode.cpus)
+    )
+    return max(os.cpu_count() or 1, math.ceil(needed) + 1)

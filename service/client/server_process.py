@@ -1,0 +1,124 @@
+"""Run `deltafront serve` as a child process and wait until it is healthy.
+
+For whoever needs a whole service for a while: the demo, the end-to-end tests, the benchmarks. The child's
+output goes to a log file, whose end is shown when it does not come up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+class LaunchError(RuntimeError):
+    """The service did not become healthy; the message ends with the last lines of its log."""
+
+
+class LocalService:
+    """`with LocalService("deploy/config/demo.yaml") as service:` serves on `service.address`.
+
+    arguments: further options of `deltafront serve`. Leaving the block stops it: SIGTERM, then, after
+    stop_s seconds, SIGKILL to the process group that this object started.
+    """
+
+    def __init__(
+        self,
+        config: Path | str,
+        arguments: Sequence[str] = (),
+        *,
+        port: int = 9000,
+        start_s: float = 240.0,
+        stop_s: float = 60.0,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.address = f"127.0.0.1:{port}"
+        self._command = [
+            sys.executable,
+            "-m",
+            "deltafront.service.client.cli",
+            "serve",
+            "--config",
+            str(config),
+        ]
+        self._command += list(arguments)
+        self._start_s, self._stop_s = start_s, stop_s
+        self._environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = Path(tempfile.mkdtemp(prefix="deltafront-")) / "serve.log"
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError("the service is not running")
+        return self._process.pid
+
+    def __enter__(self) -> LocalService:
+        host, _, port = self.address.partition(":")
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                raise LaunchError(f"{self.address} is taken: stop what serves there first")
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait_until_healthy(self) -> None:
+        assert self._process is not None
+        until = time.monotonic() + self._start_s
+        with grpc.insecure_channel(self.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            while time.monotonic() < until:
+                code = self._process.poll()
+                if code is not None:
+                    raise LaunchError(f"the service ended with code {code}:\n{self.log_tail()}")
+                try:
+                    reply = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                except grpc.RpcError:
+                    time.sleep(0.5)
+                    continue
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                time.sleep(0.5)
+        raise LaunchError(f"the service was not healthy within {self._start_s:.0f} s:\n{self.log_tail()}")
+
+    def log_tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """Stop it and wait until its whole process group is gone; calling twice is fine."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(self._stop_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,1 @@
+"""The edge of the service: who may call, what is asked, and the wire."""

@@ -1,0 +1,135 @@
+"""Is there room, and is there time? Pure: worker states in, a decision out.
+
+Decode pages are what runs out first: they are held by sessions as well as by running answers. A prefill
+group only queues. Predicted time to first token is the group's backlog plus the prompt, at the group's
+recent rate; a group that has not prefilled anything yet predicts nothing, and nobody is refused for time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ...workers.messages import DecodeStats, GroupStats
+
+_SHORTEST_RETRY_S = 1.0
+_LONGEST_RETRY_S = 120.0
+_RETRY_UNKNOWN_S = 5.0
+"""When nothing is known about the rate at which work gets done."""
+
+
+class Reason(StrEnum):
+    TOO_LARGE = "too_large"
+    """No worker could ever hold it."""
+    PAGES = "pages"
+    """No decode worker has the pages now."""
+    BACKLOG = "backlog"
+    """Too many requests wait already, or the deadline falls into the backlog."""
+    TOO_SLOW = "too_slow"
+    """Even an idle group would miss the deadline."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """read_tokens to prefill, answer_tokens at most to generate; seconds until the deadline, if any."""
+
+    read_tokens: int
+    answer_tokens: int = 0
+    seconds_left: float | None = None
+
+    def pages(self, page_tokens: int) -> int:
+        return -(-(self.read_tokens + self.answer_tokens) // page_tokens)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """group: where to prefill. workers: decode workers with room, best first. ttft_s: predicted, or None."""
+
+    pages: int
+    group: str
+    workers: tuple[str, ...]
+    ttft_s: float | None
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """retry_after_s: when it may fit; None if it never will."""
+
+    reason: Reason
+    message: str
+    retry_after_s: float | None = None
+
+
+Decision = Admitted | Rejected
+
+
+def admit(
+    need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats], max_waiting: int
+) -> Decision:
+    """Decide about one prompt. `groups` and `workers` are not empty."""
+    fitting = [w for w in workers if need.pages(w.page_tokens) <= w.pages_total]
+    able = [g for g in groups if need.read_tokens <= g.pages_total * _page_tokens(workers)]
+    if not fitting or not able:
+        return Rejected(
+            Reason.TOO_LARGE,
+            f"{need.read_tokens} prompt tokens and {need.answer_tokens} of answer are more than any worker "
+            "can hold: shorten them, or raise cache_tokens in the server's configuration",
+        )
+    group = min(able, key=_order)
+    roomy = [w for w in fitting if need.pages(w.page_tokens) <= w.pages_free]
+    if not roomy:
+        return Rejected(Reason.PAGES, "every decode worker's pages are taken", retry_after(group))
+    if group.waiting >= max_waiting:
+        return Rejected(Reason.BACKLOG, f"{group.waiting} prompts wait already", retry_after(group))
+    late = _too_late(need, group)
+    if late is not None:
+        return late
+    roomy.sort(key=lambda w: (-w.pages_free, w.running, w.name))
+    names = tuple(w.name for w in roomy)
+    return Admitted(need.pages(roomy[0].page_tokens), group.name, names, predicted_ttft(need, group))
+
+
+def predicted_ttft(need: Need, group: GroupStats) -> float | None:
+    """Seconds until the prompt is read, if it queues behind everything that waits now."""
+    if group.tokens_per_second <= 0:
+        return None
+    return (group.waiting_tokens + need.read_tokens) / group.tokens_per_second
+
+
+def retry_after(group: GroupStats) -> float:
+    """Seconds until the group has worked off what waits now, within sensible bounds."""
+    if group.tokens_per_second <= 0:
+        return _RETRY_UNKNOWN_S
+    backlog = group.waiting_tokens / group.tokens_per_second
+    return min(max(backlog, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+
+
+def _too_late(need: Need, group: GroupStats) -> Rejected | None:
+    ttft = predicted_ttft(need, group)
+    if need.seconds_left is None or ttft is None or ttft <= need.seconds_left:
+        return None
+    alone = need.read_tokens / group.tokens_per_second
+    if alone > need.seconds_left:
+        return Rejected(
+            Reason.TOO_SLOW,
+            f"reading {need.read_tokens} tokens takes about {alone:.1f} s, "
+            f"the deadline is in {need.seconds_left:.1f} s",
+        )
+    return Rejected(
+        Reason.BACKLOG,
+        f"the first token is expected in {ttft:.1f} s, the deadline is in {need.seconds_left:.1f} s",
+        max(ttft - need.seconds_left, _SHORTEST_RETRY_S),
+    )
+
+
+def _order(group: GroupStats) -> tuple[float, int, int, str]:
+    """Shortest wait first; a group that has no rate yet counts as reading one token a second."""
+    rate = group.tokens_per_second
+    wait = group.waiting_tokens / rate if rate > 0 else float(group.waiting_tokens)
+    return wait, group.waiting_tokens, group.running + group.waiting, group.name
+
+
+def _page_tokens(workers: Sequence[DecodeStats]) -> int:
+    """Prefill groups use pages of the same size as decode workers."""
+    return workers[0].page_tokens

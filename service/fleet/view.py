@@ -1,0 +1,212 @@
+"""The workers as the door knows them: who is alive, how full they are, and what we keep alive there.
+
+Free of Ray; `links.py` says how workers are reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from ...workers.messages import DecodeStats, GroupStats
+from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
+from .links import DecodeLink, Directory, Found, GroupLink, Leased
+from .sessions import NO_SESSION
+
+_S = TypeVar("_S", GroupStats, DecodeStats)
+_L = TypeVar("_L")
+
+log = logging.getLogger(__name__)
+
+_STATS_PATIENCE_S = 5.0
+"""A worker that answers later keeps its last known state; only a dead one is dropped."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Last known state of every live worker, by name."""
+
+    groups: Mapping[str, GroupStats] = field(default_factory=dict)
+    workers: Mapping[str, DecodeStats] = field(default_factory=dict)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.groups) and bool(self.workers)
+
+
+class Fleet:
+    """Polls workers, renews what is in progress, and cancels what is not any more."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        observe: Callable[[View], None],
+        refresh_s: float = 1.0,
+        renew_s: float = 5.0,
+    ) -> None:
+        self._directory = directory
+        self._observe = observe
+        self._refresh_s = refresh_s
+        self._renew_s = renew_s
+        self._found = Found({}, {})
+        self._held: dict[str, set[str]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
+        self.view = View()
+
+    def start(self) -> None:
+        self.spawn(self._repeat(self.refresh, self._refresh_s))
+        self.spawn(self._repeat(self._renew, self._renew_s))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run in the background; the reference keeps it from being collected."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def refresh(self) -> None:
+        """Look for workers and ask how they are."""
+        found = await self._directory.find()
+        self._found = found
+        await self.poll()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def poll(self) -> None:
+        """Ask the known workers how they are; dead ones are dropped."""
+        found = self._found
+        groups = await self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups)
+        workers = await self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers)
+        self._found = Found(
+            {name: link for name, link in found.groups.items() if name in groups},
+            {name: link for name, link in found.workers.items() if name in workers},
+        )
+        self.view = View(groups, workers)
+        self._observe(self.view)
+
+    async def ready(self, patience_s: float) -> View:
+        """The current state, as soon as there is a worker of each kind. Raises Unavailable."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while not self.view.ready:
+                    await self._changed.wait()
+        if not self.view.ready:
+            missing = "prefill group" if not self.view.groups else "decode worker"
+            raise Unavailable(f"no {missing} is running; they may be starting", retry_after_s=5.0)
+        return self.view
+
+    def group(self, name: str) -> GroupLink:
+        link = self._found.groups.get(name)
+        if link is None:
+            raise WorkerLost(name, f"{name} is gone")
+        return link
+
+    def worker(self, name: str) -> DecodeLink:
+        link = self._found.workers.get(name)
+        if link is None:
+            raise WorkerLost(name, f"{name} is gone")
+        return link
+
+    async def session_worker(self, name: str) -> DecodeLink:
+        """The worker of a session. Raises NotFound: sessions die with their worker."""
+        if name not in self._found.workers:
+            await self.refresh()
+        link = self._found.workers.get(name)
+        if link is None:
+            raise NotFound(f"{NO_SESSION} (or its decode worker was restarted): send the prompt again")
+        return link
+
+    def forget(self, name: str) -> None:
+        """A call showed that this worker is gone; do not choose it until it is found again."""
+        self._found = Found(_without(self._found.groups, name), _without(self._found.workers, name))
+        self.view = View(_without(self.view.groups, name), _without(self.view.workers, name))
+
+    def charge(self, group: str, tokens: int, worker: str, pages: int) -> None:
+        """Count an admitted request at once: the next poll is up to a second away."""
+        groups, workers = dict(self.view.groups), dict(self.view.workers)
+        if group in groups:
+            waiting = groups[group].waiting_tokens + tokens
+            groups[group] = replace(groups[group], waiting_tokens=waiting, waiting=groups[group].waiting + 1)
+        if worker in workers:
+            workers[worker] = replace(workers[worker], pages_free=max(workers[worker].pages_free - pages, 0))
+        self.view = View(groups, workers)
+
+    def hold(self, link: Leased, request_id: str) -> None:
+        """Renew this request there until `drop`."""
+        self._held.setdefault(link.name, set()).add(request_id)
+
+    def drop(self, link: Leased, request_id: str) -> None:
+        held = self._held.get(link.name, set())
+        held.discard(request_id)
+        if not held:
+            self._held.pop(link.name, None)
+
+    def cancel(self, link: Leased, request_id: str) -> None:
+        """Stop renewing and cancel, without making anybody wait for it."""
+        self.drop(link, request_id)
+        self.spawn(self._quietly(link.cancel(request_id), f"cancel {request_id} on {link.name}"))
+
+    def release(self, link: DecodeLink, session_id: str, owner: str) -> None:
+        """Drop a session that nobody was told of."""
+        self.spawn(
+            self._quietly(link.release_session(session_id, owner), f"release a session on {link.name}")
+        )
+
+    @property
+    def in_progress(self) -> int:
+        return sum(len(ids) for ids in self._held.values())
+
+    async def _renew(self) -> None:
+        links: dict[str, Leased] = {**self._found.groups, **self._found.workers}
+        calls = [
+            self._quietly(links[name].renew(tuple(ids)), f"renew on {name}")
+            for name, ids in self._held.items()
+            if name in links
+        ]
+        await asyncio.gather(*calls)
+
+    async def _states(
+        self, asks: Mapping[str, Callable[[], Awaitable[_S]]], last: Mapping[str, _S]
+    ) -> dict[str, _S]:
+        """Every live worker's state under its actor name; a slow one keeps its last."""
+        answers = await asyncio.gather(*(_answer(ask, last.get(name)) for name, ask in asks.items()))
+        both = zip(asks, answers, strict=True)
+        return {name: replace(state, name=name) for name, state in both if state is not None}
+
+    async def _quietly(self, call: Awaitable[Any], what: str) -> None:
+        try:
+            await call
+        except WorkerError as error:
+            log.info("%s: %s", what, error.message)
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], every_s: float) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("looking after the workers failed; trying again")
+            await asyncio.sleep(every_s)
+
+
+async def _answer(ask: Callable[[], Awaitable[_S]], last: _S | None) -> _S | None:
+    try:
+        async with asyncio.timeout(_STATS_PATIENCE_S):
+            state = await ask()
+    except WorkerError:
+        return None
+    except TimeoutError:
+        return last
+    return state
+
+
+def _without(links: Mapping[str, _L], name: str) -> dict[str, _L]:
+    return {key: value for key, value in links.items() if key != name}

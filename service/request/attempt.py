@@ -1,0 +1,237 @@
+"""The steps that Prefill and Generate share: tokenise, admit and reserve, read the prompt, try again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from ...workers.messages import (
+    MethodSpec,
+    PrefillDone,
+    PrefillJob,
+    PrefillProgress,
+    PrefillReport,
+    RefusalReason,
+    Refused,
+    Reserve,
+)
+from ..config import DoorConfig
+from ..errors import (
+    DeadlineExceeded,
+    DeltafrontError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    WorkerError,
+    WorkerFailed,
+    WorkerLost,
+)
+from ..fleet import admission
+from ..fleet.links import DecodeLink, GroupLink, Leased
+from ..fleet.sessions import NO_SESSION
+from ..fleet.view import Fleet
+from ..metrics import Metrics
+from .calls import Event, Progress, PromptInput
+from .plan import Plan
+from .timings import REPLAY, TtftClock
+from .tokenizer import TemplateError, TextTokenizer
+
+Emit = Callable[[Event], None]
+Mark = Callable[[str], None]
+
+_FIRST_PAUSE_S = 0.25
+"""Before a replay; four times as long before each next one, because a group takes seconds to come back."""
+_BUSY_RETRY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What every request needs; made once by the door."""
+
+    fleet: Fleet
+    tokenizer: TextTokenizer
+    metrics: Metrics
+    settings: DoorConfig
+    vocabulary: int
+    positions: int
+    eos_ids: tuple[int, ...]
+
+
+class Lease:
+    """One attempt's place on workers: renewed while the block runs, cancelled when it is left.
+
+    `settle` says that a worker has ended the request by itself. Leaving never waits, so that it works in
+    the middle of being cancelled.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.request_id = uuid.uuid4().hex
+        self._fleet = fleet
+        self._open: list[Leased] = []
+
+    def add(self, link: Leased) -> None:
+        self._open.append(link)
+        self._fleet.hold(link, self.request_id)
+
+    def settle(self, link: Leased) -> None:
+        self._open.remove(link)
+        self._fleet.drop(link, self.request_id)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            self._fleet.cancel(self._open.pop(), self.request_id)
+
+
+@contextlib.asynccontextmanager
+async def within(deadline: float | None) -> AsyncIterator[None]:
+    """Bound a block by a moment of the wall clock. Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.time()) as scope:
+            yield
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the answer was complete") from None
+
+
+async def tokenize(resources: Resources, prompt: PromptInput, *, follows: bool, answer: bool) -> bytes:
+    """Ids of a prompt, in a thread. follows: something precedes it, so it opens nothing. answer: messages
+    end with the assistant's opening. Raises InvalidArgument naming the field."""
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    tokenizer = resources.tokenizer
+    try:
+        if prompt.text is not None:
+            ids = await asyncio.to_thread(tokenizer.encode, prompt.text, opening=not follows)
+        elif follows:
+            ids = await asyncio.to_thread(tokenizer.encode_chat_append, prompt.messages or ())
+        else:
+            ids = await asyncio.to_thread(tokenizer.encode_chat, prompt.messages or (), answer=answer)
+    except TemplateError as error:
+        raise InvalidArgument(f"{prompt.name}.messages", str(error)) from None
+    if not ids:
+        raise InvalidArgument(prompt.name, "has no tokens: it is empty to the model's tokenizer")
+    if int(np.frombuffer(ids, dtype="<u4").max()) >= resources.vocabulary:
+        raise InvalidArgument(prompt.name, "contains a special token that this model has no embedding for")
+    return ids
+
+
+async def place(
+    resources: Resources, lease: Lease, plan: Plan, wish: Reserve, deadline: float | None, mark: Mark
+) -> tuple[GroupLink, DecodeLink]:
+    """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
+
+    mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
+    """
+    settings, fleet = resources.settings, resources.fleet
+    view = await fleet.ready(settings.worker_wait_s)
+    mark("worker_wait")
+    left = None if deadline is None else deadline - time.time()
+    need = admission.Need(plan.read_tokens, plan.max_tokens, left)
+    groups, workers = tuple(view.groups.values()), tuple(view.workers.values())
+    decision = admission.admit(need, groups, workers, settings.max_waiting)
+    if isinstance(decision, admission.Rejected):
+        raise _rejection(decision)
+    group = fleet.group(decision.group)
+    retry_after_s = admission.retry_after(view.groups[decision.group])
+    refused: Refused | None = None
+    for name in decision.workers:
+        worker = fleet.worker(name)
+        refused = await reserve(lease, worker, wish)
+        if refused is None:
+            fleet.charge(group.name, plan.read_tokens, name, decision.pages)
+            mark("admission")
+            return group, worker
+    raise refusal(refused or Refused(RefusalReason.PAGES, "no room"), retry_after_s)
+
+
+async def reserve(lease: Lease, worker: DecodeLink, wish: Reserve) -> Refused | None:
+    """Take pages, or be told why not."""
+    lease.add(worker)
+    answer = await worker.reserve(wish)
+    if isinstance(answer, Refused):
+        lease.settle(worker)
+        return answer
+    return None
+
+
+async def read(
+    lease: Lease, group: GroupLink, worker: DecodeLink, plan: Plan, method: MethodSpec,
+    deadline: float | None, emit: Emit,
+) -> PrefillReport:  # fmt: skip
+    """Have a prefill group read the prompt; its K/V goes to `worker` meanwhile."""
+    job = PrefillJob(lease.request_id, plan.read_ids, method, worker.name, deadline, plan.max_tokens > 0)
+    lease.add(group)
+    async for event in group.prefill(job):
+        if isinstance(event, PrefillProgress):
+            emit(Progress(event.tokens_done, event.tokens_total))
+        elif isinstance(event, PrefillDone):
+            lease.settle(group)
+            return event.report
+        else:
+            lease.settle(group)
+            raise refusal(event, _BUSY_RETRY_S)
+    raise WorkerFailed(group.name, f"{group.name} ended without a result")
+
+
+async def with_replays(
+    resources: Resources,
+    clock: TtftClock,
+    attempt: Callable[[], Awaitable[None]],
+    streaming: Callable[[], bool],
+) -> None:
+    """Try again after a worker failed. Raises Unavailable when that does not help.
+
+    streaming: whether the first token is out, so that lost time no longer belongs to TTFT.
+    """
+    fleet, tries = resources.fleet, resources.settings.replays + 1
+    for number in range(tries):
+        try:
+            return await attempt()
+        except WorkerError as error:
+            if isinstance(error, WorkerLost):
+                fleet.forget(error.worker)
+            if number + 1 == tries:
+                raise Unavailable(
+                    f"{error.message}; gave up after {tries} tries", retry_after_s=_BUSY_RETRY_S
+                ) from error
+        resources.metrics.replayed()
+        await asyncio.sleep(_FIRST_PAUSE_S * 4**number)
+        await fleet.refresh()
+        if not streaming():
+            clock.lap(REPLAY)
+
+
+def refusal(refused: Refused, retry_after_s: float | None = _BUSY_RETRY_S) -> DeltafrontError:
+    """A worker's no as the client's error."""
+    if refused.reason is RefusalReason.PAGES:
+        return Overloaded(f"no room now: {refused.message}", retry_after_s=retry_after_s)
+    fixed: dict[RefusalReason, DeltafrontError] = {
+        RefusalReason.TOO_LARGE: Overloaded(f"too large for this server: {refused.message}"),
+        RefusalReason.NO_SESSION: NotFound(NO_SESSION),
+        RefusalReason.POSITIONS: InvalidArgument("append", refused.message),
+        RefusalReason.SELECTION: InvalidArgument("page_selection", refused.message),
+        RefusalReason.DEADLINE: DeadlineExceeded("the deadline passed while the prompt was being read"),
+        RefusalReason.DUPLICATE: Internal(f"a worker knows this request already: {refused.message}"),
+    }
+    return fixed[refused.reason]
+
+
+def _rejection(rejected: admission.Rejected) -> DeltafrontError:
+    if rejected.reason is admission.Reason.TOO_SLOW:
+        return DeadlineExceeded(rejected.message)
+    return Overloaded(rejected.message, retry_after_s=rejected.retry_after_s)

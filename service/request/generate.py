@@ -1,0 +1,249 @@
+"""One Generate request, from ids to its finish event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from ...workers.messages import (
+    DecodeReport,
+    FinishEvent,
+    FinishReason,
+    FirstTokenTimings,
+    GenerateJob,
+    PrefillReport,
+    Reserve,
+    Reserved,
+    Sampling,
+    TokenEvent,
+)
+from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
+from ..fleet.links import DecodeLink
+from ..fleet.sessions import NO_SESSION, worker_of
+from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
+from .calls import Event, Finished, GenerateCall, Measured, SessionInfo, TokenOut, Usage
+from .detokenize import AnswerText
+from .plan import ID_BYTES, Plan, plan_answer
+from .timings import TtftClock, decode_parts, prefill_parts
+
+_STOPPING_S = 5.0
+"""How long to wait for a worker's last report after a stop string ended the answer."""
+
+_WorkerEvents = AsyncIterator[FirstTokenTimings | TokenEvent | FinishEvent]
+
+
+class Generation:
+    """State that outlives an attempt: what was streamed, so that a replay goes on from there."""
+
+    def __init__(self, resources: Resources, call: GenerateCall, clock: TtftClock, emit: Emit) -> None:
+        self._resources = resources
+        self._call = call
+        self._clock = clock
+        self._emit = emit
+        self._text = AnswerText(resources.tokenizer.decode, call.stop)
+        self._prompt = b""
+        self._append = b""
+        self._streamed: list[int] = []
+        self._last_token_at = 0.0
+        self._cached = 0
+        self._session: tuple[DecodeLink, SessionInfo] | None = None
+        self._prefill: PrefillReport | None = None
+        self._pages = (0, 0)
+
+    async def run(self) -> None:
+        """Emit Progress …, TokenOut …, Finished. Raises DeltafrontError."""
+        call = self._call
+        if call.prompt is not None:
+            answer = call.append is None
+            self._prompt = await tokenize(self._resources, call.prompt, follows=False, answer=answer)
+        if call.append is not None:
+            self._append = await tokenize(self._resources, call.append, follows=True, answer=True)
+        self._clock.lap("tokenize")
+        attempt = self._answer_prompt if call.session_id is None else self._answer_session
+        try:
+            await with_replays(self._resources, self._clock, attempt, lambda: bool(self._streamed))
+        except BaseException:
+            self._forget_session()
+            raise
+
+    def _plan(self) -> Plan:
+        keep = self._call.keep_ttl_s > 0
+        wanted, positions = self._call.sampling.max_tokens, self._resources.positions
+        return plan_answer(self._prompt, self._append, wanted, positions, self._streamed, keep)
+
+    async def _answer_prompt(self) -> None:
+        plan, call = self._plan(), self._call
+        if self._is_complete(plan):
+            return
+        self._forget_session()
+        with Lease(self._resources.fleet) as lease:
+            wish = self._reservation(lease, plan, keep_tokens=plan.keep_tokens)
+            group, worker = await place(self._resources, lease, plan, wish, call.deadline, self._mark)
+            report = await read(lease, group, worker, plan, call.method, call.deadline, self._progress)
+            if not self._streamed:
+                self._prefill = report
+                self._clock.span(prefill_parts(report))
+                self._resources.metrics.prefilled(report)
+            job = GenerateJob(
+                lease.request_id,
+                self._sampling(plan),
+                selection=call.selection,
+                keep_tokens=plan.keep_tokens,
+                keep_ttl_s=call.keep_ttl_s,
+                deadline=call.deadline,
+            )
+            await self._decode(lease, worker, job)
+
+    async def _answer_session(self) -> None:
+        plan, call = self._plan(), self._call
+        if self._is_complete(plan):
+            return
+        session_id = call.session_id or ""
+        with Lease(self._resources.fleet) as lease:
+            worker = await self._resources.fleet.session_worker(worker_of(session_id))
+            wish = self._reservation(lease, plan, session_id=session_id)
+            try:
+                lease.add(worker)
+                answer = await worker.reserve(wish)
+                if not isinstance(answer, Reserved):
+                    lease.settle(worker)
+                    raise refusal(answer)
+                self._cached = answer.session_tokens
+                self._mark("admission")
+                job = GenerateJob(
+                    lease.request_id,
+                    self._sampling(plan),
+                    append_ids=plan.read_ids,
+                    session_id=session_id,
+                    selection=call.selection,
+                    deadline=call.deadline,
+                )
+                await self._decode(lease, worker, job)
+            except WorkerLost as error:
+                self._resources.fleet.forget(error.worker)
+                raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
+
+    def _reservation(
+        self, lease: Lease, plan: Plan, session_id: str | None = None, keep_tokens: int = 0
+    ) -> Reserve:
+        return Reserve(
+            lease.request_id,
+            self._call.owner,
+            plan.read_tokens,
+            plan.max_tokens,
+            session_id,
+            keep_tokens,
+            self._call.selection,
+        )
+
+    def _sampling(self, plan: Plan) -> Sampling:
+        return replace(self._call.sampling, max_tokens=plan.max_tokens)
+
+    async def _decode(self, lease: Lease, worker: DecodeLink, job: GenerateJob) -> None:
+        stream = worker.generate(job)
+        first: FirstTokenTimings | None = None
+        async for event in stream:
+            if isinstance(event, FirstTokenTimings):
+                first = event
+                self._note_session(worker, event)
+            elif isinstance(event, TokenEvent):
+                if self._token(event, first.report if first is not None else DecodeReport()):
+                    last = await self._stop(lease, worker, stream)
+                    self._finish("stop_string", "", last)
+                    return
+            else:
+                lease.settle(worker)
+                self._end(worker, event)
+                return
+        raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
+
+    def _token(self, event: TokenEvent, report: DecodeReport) -> bool:
+        """Stream one token; True if a stop string ended the answer."""
+        now = time.monotonic()
+        if not self._streamed:
+            self._clock.span(decode_parts(report))
+            self._resources.metrics.first_token(self._clock.read())
+        else:
+            self._resources.metrics.next_token(now - self._last_token_at)
+        self._last_token_at = now
+        shown, stopped = "", False
+        if event.token_id not in self._resources.eos_ids or self._call.sampling.ignore_eos:
+            match = self._text.push(event.token_id)
+            shown, stopped = match.text, match.stopped
+        self._emit(TokenOut(len(self._streamed), shown, event.token_id, event.logprob))
+        self._streamed.append(event.token_id)
+        return stopped
+
+    async def _stop(self, lease: Lease, worker: DecodeLink, stream: _WorkerEvents) -> DecodeReport:
+        """Cancel the rest of the answer and wait a little for the worker's last report."""
+        try:
+            async with asyncio.timeout(_STOPPING_S):
+                await worker.cancel(lease.request_id)
+                async for event in stream:
+                    if isinstance(event, FinishEvent):
+                        lease.settle(worker)
+                        return event.report
+        except (TimeoutError, WorkerError):
+            pass  # the answer is complete; only its page counts are lost
+        return DecodeReport()
+
+    def _end(self, worker: DecodeLink, event: FinishEvent) -> None:
+        if event.reason is FinishReason.DEADLINE:
+            raise DeadlineExceeded("the deadline passed while the answer was being generated")
+        if event.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
+            self._count_pages(event.report)
+            raise WorkerFailed(worker.name, event.message or f"{worker.name} gave the request up")
+        rest = self._text.flush()
+        self._finish("stop_string" if rest.stopped else str(event.reason), rest.text, event.report)
+
+    def _is_complete(self, plan: Plan) -> bool:
+        """A worker may die between the last token and its finish event: nothing is left to replay."""
+        ended = bool(self._streamed) and self._streamed[-1] in self._resources.eos_ids
+        if self._streamed and (plan.max_tokens <= 0 or (ended and not self._call.sampling.ignore_eos)):
+            rest = self._text.flush()
+            reason = "stop_string" if rest.stopped else "stop" if ended else "length"
+            self._finish(reason, rest.text, DecodeReport())
+            return True
+        return False
+
+    def _finish(self, reason: str, text: str, report: DecodeReport) -> None:
+        self._count_pages(report)
+        attended, held = self._pages
+        report = replace(report, pages_attended=attended, pages_held=held)
+        tokens = self._cached + (len(self._prompt) + len(self._append)) // ID_BYTES
+        metrics = self._resources.metrics
+        metrics.tokens(tokens, len(self._streamed))
+        metrics.decoded(report)
+        if self._prefill is not None:
+            metrics.pulled(report)
+        measured = Measured(self._clock.read(), self._clock.elapsed, self._prefill, report)
+        session = self._session[1] if self._session is not None else None
+        usage = Usage(tokens, len(self._streamed), self._cached)
+        self._emit(Finished(self._call.request_id, reason, text, usage, measured, session))
+
+    def _progress(self, event: Event) -> None:
+        """A replay in the middle of the answer reads again, but that is not the client's concern."""
+        if not self._streamed:
+            self._emit(event)
+
+    def _mark(self, part: str) -> None:
+        if not self._streamed:
+            self._clock.lap(part)
+
+    def _count_pages(self, report: DecodeReport) -> None:
+        attended, held = self._pages
+        self._pages = (attended + report.pages_attended, held + report.pages_held)
+
+    def _note_session(self, worker: DecodeLink, event: FirstTokenTimings) -> None:
+        if event.session_id is not None:
+            tokens = len(self._prompt) // ID_BYTES
+            self._session = (worker, SessionInfo(event.session_id, event.session_expires, tokens))
+
+    def _forget_session(self) -> None:
+        """A session of an attempt whose client will never be told its id."""
+        if self._session is not None:
+            worker, session = self._session
+            self._resources.fleet.release(worker, session.session_id, self._call.owner)
+            self._session = None

@@ -1,0 +1,67 @@
+"""What one attempt at a request has to read and may answer; pure.
+
+A prompt and what is appended to it are read as one sequence; of it the first `keep_tokens` become a session
+if the client wants one. Tokens that were already streamed before a worker died follow the prompt, so that a
+replay goes on where the answer stopped.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import InvalidArgument
+
+ID_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """read_ids: little-endian uint32, what has to be read (appended tokens alone, for a session).
+    max_tokens: what may still be generated. keep_tokens: 0 when no session is to be made."""
+
+    read_ids: bytes
+    max_tokens: int
+    keep_tokens: int = 0
+
+    @property
+    def read_tokens(self) -> int:
+        return len(self.read_ids) // ID_BYTES
+
+
+def plan_answer(
+    prompt: bytes, append: bytes, max_tokens: int, positions: int, streamed: Sequence[int], keep: bool
+) -> Plan:
+    """A Generate request. max_tokens is cut to what the model's positions leave.
+
+    Raises InvalidArgument if not even one token of answer fits. For a session `prompt` is empty and the
+    session's own length is checked by the worker that knows it.
+    """
+    read = prompt + append
+    tokens = len(read) // ID_BYTES
+    if tokens + 1 > positions:
+        where = "prompt" if prompt else "append"
+        raise InvalidArgument(
+            where, f"{tokens} tokens and an answer do not fit the model's {positions} positions: shorten it"
+        )
+    left = min(max_tokens, positions - tokens) - len(streamed)
+    return Plan(read + packed(streamed), left, len(prompt) // ID_BYTES if keep else 0)
+
+
+def plan_session(prompt: bytes, positions: int) -> Plan:
+    """A Prefill request: no answer."""
+    tokens = len(prompt) // ID_BYTES
+    if tokens > positions:
+        raise InvalidArgument(
+            "prompt", f"{tokens} tokens exceed the model's {positions} positions: shorten it"
+        )
+    return Plan(prompt, 0, tokens)
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Ids as little-endian uint32 (array's I is 4 bytes on every platform that Ray runs on)."""
+    numbers = array("I", ids)
+    if not array("I", [1]).tobytes()[0]:
+        numbers.byteswap()
+    return numbers.tobytes()

@@ -1,0 +1,68 @@
+"""One Prefill request, from ids to a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from ...workers.messages import KeepSession, RefusalReason, Refused, Reserve, SessionKept
+from ..errors import WorkerError, WorkerFailed
+from ..fleet.links import DecodeLink
+from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
+from .calls import Measured, PrefillCall, SessionInfo, SessionMade, Usage
+from .plan import plan_session
+from .timings import TtftClock, decode_parts, prefill_parts
+
+
+class Prefilling:
+    """Reads a prompt and keeps its K/V on a decode worker."""
+
+    def __init__(self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit) -> None:
+        self._resources = resources
+        self._call = call
+        self._clock = clock
+        self._emit = emit
+        self._prompt = b""
+
+    async def run(self) -> None:
+        """Emit Progress …, SessionMade. Raises DeltafrontError."""
+        self._prompt = await tokenize(self._resources, self._call.prompt, follows=False, answer=False)
+        self._clock.lap("tokenize")
+        await with_replays(self._resources, self._clock, self._attempt, lambda: False)
+
+    async def _attempt(self) -> None:
+        call, clock, metrics = self._call, self._clock, self._resources.metrics
+        plan = plan_session(self._prompt, self._resources.positions)
+        with Lease(self._resources.fleet) as lease:
+            wish = Reserve(lease.request_id, call.owner, plan.read_tokens, plan.max_tokens)
+            group, worker = await place(self._resources, lease, plan, wish, call.deadline, clock.lap)
+            report = await read(lease, group, worker, plan, call.method, call.deadline, self._emit)
+            clock.span(prefill_parts(report))
+            kept = await self._keep(worker, KeepSession(lease.request_id, call.ttl_s, call.deadline))
+            if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:
+                raise WorkerFailed(worker.name, kept.message)
+            if isinstance(kept, Refused):
+                raise refusal(kept)
+            clock.span(decode_parts(kept.report))
+            lease.settle(worker)
+        metrics.prefilled(report)
+        metrics.pulled(kept.report)
+        metrics.tokens(plan.read_tokens, 0)
+        session = SessionInfo(kept.session_id, kept.expires, kept.tokens)
+        measured = Measured(clock.read(), clock.elapsed, report, kept.report)
+        self._emit(SessionMade(call.request_id, session, Usage(plan.read_tokens), measured))
+
+    async def _keep(self, worker: DecodeLink, order: KeepSession) -> SessionKept | Refused:
+        """A session that comes into being while its client leaves is released again."""
+        keeping = asyncio.ensure_future(worker.keep(order))
+        try:
+            return await asyncio.shield(keeping)
+        except asyncio.CancelledError:
+            self._resources.fleet.spawn(self._release(worker, keeping))
+            raise
+
+    async def _release(self, worker: DecodeLink, keeping: asyncio.Future[SessionKept | Refused]) -> None:
+        with contextlib.suppress(WorkerError):
+            kept = await keeping
+            if isinstance(kept, SessionKept):
+                await worker.release_session(kept.session_id, self._call.owner)

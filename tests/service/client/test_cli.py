@@ -1,0 +1,101 @@
+"""The command line against a door with fake workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from deltafront.service.client.cli import _settings, app
+from deltafront.workers.settings import ModelSpec
+
+from ..inprocess import House
+from ..test_requests import expected, ids
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "document.txt"
+    path.write_text("a document " * 30)
+    return path
+
+
+def run(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(one) for one in arguments], input=stdin)
+
+
+def test_generate_streams_the_answer(house: House, document: Path) -> None:
+    done = run("generate", document, "-q", "why?", "--max-tokens", 6, "--address", house.address, "--timings")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == expected(ids(document.read_text() + "why?"), 6) + "\n"
+    assert "prefill.attention" in done.stderr
+    assert "Time to first token" in done.stderr
+
+
+def test_prefill_then_ask_then_release(house: House, document: Path) -> None:
+    done = run("prefill", "-", "--address", house.address, "--keep", 30, stdin=document.read_text())
+    assert done.exit_code == 0, done.output
+    session = done.stdout.strip()
+    asked = run(
+        "generate", "-s", session, "-q", "why?", "--max-tokens", 4, "--address", house.address, "--json"
+    )
+    result = json.loads(asked.stdout)
+    assert result["text"] == expected(ids(document.read_text()) + ids("why?", bos=False), 4)
+    assert result["usage"]["cached_tokens"] == len(document.read_text()) + 1
+    assert run("sessions", "release", session, "--address", house.address).exit_code == 0
+    again = run("sessions", "release", session, "--address", house.address)
+    assert again.exit_code == 1
+    assert "no such session" in again.stderr
+
+
+def test_info(house: House) -> None:
+    done = run("info", "--address", house.address)
+    assert done.exit_code == 0
+    assert "8192" in done.stdout
+    assert "dpxa" in done.stdout
+    assert json.loads(run("info", "--json", "--address", house.address).stdout)["vocabulary"] == 258
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate"], "either FILE or --session"),
+        (["generate", "-s", "x"], "needs a --question"),
+        (["generate", "/nowhere/at/all"], "cannot be read"),
+        (["info", "--address", "127.0.0.1:1"], "is a server running at 127.0.0.1:1?"),
+        (["serve"], "give --config FILE or --model NAME"),
+        (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
+        (["serve", "--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_an_error_is_one_line_with_what_to_do(arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text(f"model: {{path: {model}}}\nprefill: {{stagse: 3}}\n")
+    done = run("serve", "--config", config)
+    assert done.exit_code == 1
+    assert f"{config}: unknown key 'prefill.stagse'; did you mean 'stages'?" in done.stderr
+
+
+def test_another_model_leaves_the_files_model_behind() -> None:
+    demo = Path(__file__).parents[3] / "deploy" / "config" / "demo.yaml"
+    settings = _settings(demo, "owner/name", None)
+    assert settings.model == ModelSpec("owner/name", dtype=settings.model.dtype)
+    assert (settings.decode.selection, settings.decode.delta_layers) == ("full", ())
+    assert settings.door.model_name == ""
+    assert _settings(demo, None, None).model.adapter is not None
+
+
+def test_serve_refuses_a_directory_without_weights(model: Path) -> None:
+    done = run("serve", "--model", model)
+    assert done.exit_code == 1
+    assert "safetensors" in done.stderr

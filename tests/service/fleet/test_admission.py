@@ -1,0 +1,146 @@
+"""Admission against brute force, and its promises as properties."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.service.fleet.admission import (
+    Admitted,
+    Need,
+    Reason,
+    Rejected,
+    admit,
+    predicted_ttft,
+    retry_after,
+)
+from deltafront.workers.messages import DecodeStats, GroupStats
+
+rates = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
+small = st.integers(0, 40)
+
+
+@st.composite
+def group(draw: st.DrawFn, name: str = "g") -> GroupStats:
+    total = draw(st.integers(1, 40))
+    free = draw(st.integers(0, total))
+    return GroupStats(
+        name, total, free, draw(small), draw(st.integers(0, 8)), draw(st.integers(0, 5000)), draw(rates)
+    )
+
+
+@st.composite
+def worker(draw: st.DrawFn, name: str = "d") -> DecodeStats:
+    total = draw(st.integers(1, 40))
+    return DecodeStats(name, total, draw(st.integers(0, total)), draw(small), draw(small), draw(small))
+
+
+groups = st.integers(1, 4).flatmap(lambda n: st.tuples(*(group(f"g{i}") for i in range(n))))
+workers = st.integers(1, 4).flatmap(lambda n: st.tuples(*(worker(f"d{i}") for i in range(n))))
+needs = st.builds(
+    Need, st.integers(1, 500), st.integers(0, 300), st.one_of(st.none(), st.floats(0.001, 100.0))
+)
+MAX_WAITING = 6
+
+
+def brute(need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]) -> set[tuple[str, str]]:
+    """Every (group, worker) pair on which the request could run at once and in time."""
+    pairs = set()
+    for g in gs:
+        for w in ws:
+            pages = 0
+            while pages * w.page_tokens < need.read_tokens + need.answer_tokens:
+                pages += 1
+            holds = pages <= w.pages_free and need.read_tokens <= g.pages_total * w.page_tokens
+            seconds = (
+                (g.waiting_tokens + need.read_tokens) / g.tokens_per_second if g.tokens_per_second else 0
+            )
+            in_time = need.seconds_left is None or seconds <= need.seconds_left
+            if holds and in_time and g.waiting < MAX_WAITING:
+                pairs.add((g.name, w.name))
+    return pairs
+
+
+@given(needs, groups, workers)
+def test_what_is_admitted_could_run(
+    need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
+) -> None:
+    decision = admit(need, gs, ws, MAX_WAITING)
+    possible = brute(need, gs, ws)
+    if isinstance(decision, Admitted):
+        assert decision.workers
+        assert {(decision.group, name) for name in decision.workers} <= possible
+        free = {w.name: w.pages_free for w in ws}
+        assert [free[name] for name in decision.workers] == sorted(
+            (free[name] for name in decision.workers), reverse=True
+        )
+        assert decision.pages * 16 >= need.read_tokens + need.answer_tokens > (decision.pages - 1) * 16
+    elif decision.reason in (Reason.TOO_LARGE, Reason.PAGES):
+        assert not possible
+
+
+@given(needs, group(), workers)
+def test_with_one_group_it_admits_exactly_what_is_possible(
+    need: Need, g: GroupStats, ws: tuple[DecodeStats, ...]
+) -> None:
+    decision = admit(need, (g,), ws, MAX_WAITING)
+    possible = {name for _group, name in brute(need, (g,), ws)}
+    assert set(decision.workers if isinstance(decision, Admitted) else ()) == possible
+
+
+@given(needs, groups, workers)
+def test_the_least_loaded_group_is_chosen(
+    need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
+) -> None:
+    gs = tuple(replace(g, tokens_per_second=100.0, waiting=0) for g in gs)
+    ws = (*ws, DecodeStats("roomy", 1000, 1000, 0, 0, 0))
+    need = replace(need, seconds_left=None)
+    able = [g for g in gs if need.read_tokens <= g.pages_total * 16]
+    decision = admit(need, gs, ws, MAX_WAITING)
+    assert isinstance(decision, Admitted) == bool(able)
+    if isinstance(decision, Admitted):
+        chosen = next(g for g in gs if g.name == decision.group)
+        assert chosen.waiting_tokens == min(g.waiting_tokens for g in able)
+        assert decision.ttft_s == (chosen.waiting_tokens + need.read_tokens) / 100.0
+
+
+@given(needs, groups, workers)
+def test_a_retry_time_is_given_exactly_when_waiting_helps(
+    need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
+) -> None:
+    decision = admit(need, gs, ws, MAX_WAITING)
+    idle_groups = tuple(replace(g, waiting=0, waiting_tokens=0, pages_free=g.pages_total) for g in gs)
+    idle_workers = tuple(replace(w, pages_free=w.pages_total) for w in ws)
+    if isinstance(decision, Rejected):
+        if decision.retry_after_s is None:
+            assert decision.reason in (Reason.TOO_LARGE, Reason.TOO_SLOW)
+        else:
+            assert decision.retry_after_s >= 1
+        if decision.reason is Reason.TOO_LARGE:
+            assert not brute(replace(need, seconds_left=None), idle_groups, idle_workers)
+
+
+@given(group())
+def test_more_backlog_never_means_an_earlier_retry(g: GroupStats) -> None:
+    more = replace(g, waiting_tokens=g.waiting_tokens + 1000)
+    assert retry_after(more) >= retry_after(g)
+    assert 1 <= retry_after(g) <= 120
+
+
+def test_prediction_needs_a_rate() -> None:
+    idle = GroupStats("g", 10, 10, 0, 0, 300, 0.0)
+    assert predicted_ttft(Need(100), idle) is None
+    assert predicted_ttft(Need(100), replace(idle, tokens_per_second=200.0)) == 2.0
+
+
+def test_the_time_to_come_back_is_when_the_deadline_could_hold() -> None:
+    busy = GroupStats("g", 100, 100, 1, 1, 1000, 100.0)
+    roomy = DecodeStats("d", 100, 100, 0, 0, 0)
+    decision = admit(Need(200, 0, 5.0), (busy,), (roomy,), 10)
+    assert isinstance(decision, Rejected)
+    assert (decision.reason, decision.retry_after_s) == (Reason.BACKLOG, 7.0)
+    slow = admit(Need(600, 0, 5.0), (busy,), (roomy,), 10)
+    assert isinstance(slow, Rejected)
+    assert (slow.reason, slow.retry_after_s) == (Reason.TOO_SLOW, None)

@@ -1,0 +1,195 @@
+"""Tokenizer, incremental detokeniser and stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.service.request.detokenize import AnswerText, Detokenizer, StopMatcher
+from deltafront.service.request.tokenizer import TemplateError, TextTokenizer
+
+from ..inprocess import TEMPLATE
+
+
+def as_bytes(ids: Sequence[int]) -> str:
+    """A tokenizer with one token a byte."""
+    return bytes(ids).decode("utf-8", "replace")
+
+
+@given(st.text(alphabet="aé€🙂 \n", max_size=30))
+def test_pieces_add_up_to_the_text_and_are_whole(text: str) -> None:
+    detokenizer = Detokenizer(as_bytes)
+    pieces = [detokenizer.push(byte) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert detokenizer.flush() == ""
+    assert all(piece in ("", character) for piece, character in zip(pieces[-1:], text[-1:], strict=False))
+
+
+@given(st.lists(st.integers(0, 255), max_size=60))
+def test_any_bytes_add_up_to_their_decoding(ids: list[int]) -> None:
+    detokenizer = Detokenizer(as_bytes)
+    pieces = [detokenizer.push(byte) for byte in ids]
+    rest = detokenizer.flush()
+    whole = "".join(pieces) + rest
+    if all(len(run) < 12 for run in as_bytes(ids).split("a")):
+        assert whole.replace("\N{REPLACEMENT CHARACTER}", "") == as_bytes(ids).replace(
+            "\N{REPLACEMENT CHARACTER}", ""
+        )
+    assert not rest or rest.endswith("\N{REPLACEMENT CHARACTER}")
+
+
+def test_a_first_token_that_loses_its_space_is_handled() -> None:
+    """SentencePiece-like: decoding drops the very first space."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(f" w{i}" for i in ids).removeprefix(" ")
+
+    detokenizer = Detokenizer(decode)
+    assert [detokenizer.push(i) for i in (1, 2, 3)] == ["w1", " w2", " w3"]
+
+
+def brute(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Where the answer ends if it arrives letter by letter: at the stop string that completes first."""
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+words = st.text(alphabet="ab", min_size=1, max_size=4)
+
+
+@given(st.text(alphabet="abc", max_size=40), st.lists(words, max_size=4), st.data())
+def test_stop_strings_are_never_shown(text: str, stops: list[str], data: st.DataObject) -> None:
+    matcher, shown, stopped = StopMatcher(stops), "", False
+    rest = text
+    while rest and not stopped:
+        size = data.draw(st.integers(1, 3))
+        match = matcher.push(rest[:size])
+        rest, shown, stopped = rest[size:], shown + match.text, match.stopped
+        expected, _ = brute(text, stops)
+        assert expected.startswith(shown) or any(stop in text for stop in stops)
+    if not stopped:
+        shown += matcher.flush()
+    assert stopped == any(stop in text for stop in stops)
+    assert shown == text or stopped
+    assert not any(stop in shown for stop in stops)
+    assert text.startswith(shown)
+
+
+@given(st.text(alphabet="abc", max_size=30), st.lists(words, min_size=1, max_size=3))
+def test_letter_by_letter_equals_brute_force(text: str, stops: list[str]) -> None:
+    matcher, shown = StopMatcher(stops), ""
+    for letter in text:
+        match = matcher.push(letter)
+        shown += match.text
+        if match.stopped:
+            break
+    else:
+        shown += matcher.flush()
+    assert shown == brute(text, stops)[0]
+
+
+@given(st.text(alphabet="abc", max_size=30), st.lists(words, min_size=1, max_size=3))
+def test_no_more_than_needed_is_held_back(text: str, stops: list[str]) -> None:
+    matcher, shown = StopMatcher(stops), ""
+    for count, letter in enumerate(text, 1):
+        match = matcher.push(letter)
+        shown += match.text
+        if match.stopped:
+            return
+        held = text[len(shown) : count]
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+def test_a_stop_string_may_complete_in_what_is_held() -> None:
+    answer = AnswerText(as_bytes, ["\N{REPLACEMENT CHARACTER}"])
+    assert answer.push(0xF0).text == ""
+    assert answer.flush().stopped
+
+
+# --- tokenizer ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(model: Path) -> TextTokenizer:
+    return TextTokenizer.load(model)
+
+
+def letters(packed: bytes) -> str:
+    ids = [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)]
+    return "".join({256: "<bos>", 257: "<eos>"}.get(i) or chr(i) for i in ids)
+
+
+def test_only_an_opening_gets_a_bos(tokenizer: TextTokenizer) -> None:
+    assert letters(tokenizer.encode("hi", opening=True)) == "<bos>hi"
+    assert letters(tokenizer.encode("hi", opening=False)) == "hi"
+    assert tokenizer.decode([256, 104, 105, 257]) == "hi"
+
+
+def test_chat_and_its_continuation(tokenizer: TextTokenizer) -> None:
+    user = [{"role": "user", "content": "hi"}]
+    assert letters(tokenizer.encode_chat(user, answer=True)) == "[s:be nice][u:hi][a:"
+    assert letters(tokenizer.encode_chat(user, answer=False)) == "[s:be nice][u:hi]"
+    assert letters(tokenizer.encode_chat_append(user)) == "[u:hi][a:"
+
+
+def test_a_strict_template_finds_its_turn(tmp_path: Path, model: Path) -> None:
+    """Some templates refuse two user messages in a row, or a system message."""
+    strict = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.content }}>{% endfor %}"
+    )
+    found = directory(tmp_path, model, strict)
+    assert letters(found.encode_chat_append([{"role": "assistant", "content": "yes"}])) == "<yes>"
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        found.encode_chat_append([{"role": "user", "content": "q"}, {"role": "user", "content": "r"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ messages.__class__.__mro__ }}", "refuses"),
+        ("{{ raise_exception('no system here') }}", "no system here"),
+        ("{{ messages.append(1) }}", "refuses"),
+    ],
+)
+def test_templates_run_in_a_sandbox(tmp_path: Path, model: Path, template: str, says: str) -> None:
+    with pytest.raises(TemplateError, match=says):
+        directory(tmp_path, model, template).encode_chat([{"role": "user", "content": "x"}], answer=True)
+
+
+def test_templates_speak_the_usual_dialect(tmp_path: Path, model: Path) -> None:
+    template = (
+        "{{ bos_token }}{%- for m in messages -%}\n"
+        "  {% generation %}{{ m.content | tojson }}{% endgeneration %}"
+        "{% break %}\n{%- endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    found = directory(tmp_path, model, template)
+    assert letters(found.encode_chat([{"role": "user", "content": "é"}] * 2, answer=True)).startswith("<bos>")
+
+
+def test_without_a_template_messages_are_refused(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(TemplateError, match="send text instead"):
+        directory(tmp_path, model, None).encode_chat([{"role": "user", "content": "x"}], answer=True)
+
+
+def test_a_template_file_wins_and_named_ones_are_found(tmp_path: Path, model: Path) -> None:
+    named = [{"name": "tool", "template": "no"}, {"name": "default", "template": "yes"}]
+    assert letters(directory(tmp_path, model, named).encode_chat([], answer=True)) == "yes"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert letters(TextTokenizer.load(tmp_path).encode_chat([], answer=True)) == "file"
+
+
+def directory(path: Path, model: Path, template: object) -> TextTokenizer:
+    (path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    special = {"bos_token": {"content": "<bos>"}, "eos_token": "<eos>", "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(special))
+    assert template != TEMPLATE
+    return TextTokenizer.load(path)

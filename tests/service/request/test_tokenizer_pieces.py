@@ -1,0 +1,136 @@
+"""A long text is tokenised in pieces by several threads: the same ids, or not in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, processors, trainers
+from tokenizers import pre_tokenizers as pre
+
+from deltafront.service.request import tokenizer as module
+from deltafront.service.request.tokenizer import TextTokenizer
+
+NOVEL = (Path(__file__).resolve().parents[3] / "deploy" / "demo" / "moby-dick.txt").read_text()[:60_000]
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def trained(splitter: pre.PreTokenizer | None, normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    if splitter is not None:
+        tokenizer.pre_tokenizer = splitter
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=["<s>", "</s>"], initial_alphabet=pre.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([NOVEL], trainer)
+    return tokenizer
+
+
+def byte_level() -> pre.PreTokenizer:
+    return pre.ByteLevel(add_prefix_space=False)
+
+
+def llama_3() -> pre.PreTokenizer:
+    split = pre.Split(Regex(LLAMA_3), "isolated")
+    return pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def with_bos(tokenizer: Tokenizer, template: str = "<s> $A") -> Tokenizer:
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return tokenizer
+
+
+DIVISIBLE: dict[str, Callable[[], Tokenizer]] = {
+    "gpt-2": lambda: trained(byte_level()),
+    "smollm2": lambda: trained(pre.Sequence([pre.Digits(individual_digits=True), byte_level()])),
+    "llama-3": lambda: with_bos(trained(llama_3())),
+    "qwen": lambda: trained(llama_3(), normalizers.NFC()),
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Tokenizer]:
+    return {name: make() for name, make in DIVISIBLE.items()}
+
+
+def whole(tokenizer: Tokenizer, text: str, opening: bool) -> bytes:
+    return np.asarray(tokenizer.encode(text, add_special_tokens=opening).ids, dtype="<u4").tobytes()
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("opening", [True, False])
+def test_a_text_in_pieces_has_the_ids_of_the_whole(
+    name: str, opening: bool, made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", 300)
+    tokenizer = made[name]
+    assert len(module._pieces(NOVEL)) > 100 and "".join(module._pieces(NOVEL)) == NOVEL
+    assert TextTokenizer(tokenizer, None, {}).encode(NOVEL, opening=opening) == whole(
+        tokenizer, NOVEL, opening
+    )
+
+
+PARTS = st.sampled_from(["ab", " cd", " ", "  ", "\n", "'s", " It's", "12", " 3", ".", "é", "́", " Ω", "<s>"])
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+@settings(deadline=None, max_examples=60)
+@given(parts=st.lists(PARTS, max_size=40))
+def test_so_has_any_text(name: str, made: dict[str, Tokenizer], parts: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE", 3)
+        text = "".join(parts)
+        assert TextTokenizer(made[name], None, {}).encode(text, opening=True) == whole(made[name], text, True)
+
+
+def spaced() -> Tokenizer:
+    tokenizer = trained(byte_level())
+    tokenizer.add_special_tokens([AddedToken("two words")])
+    return tokenizer
+
+
+def greedy_left() -> Tokenizer:
+    tokenizer = trained(byte_level())
+    tokenizer.add_special_tokens([AddedToken("<left>", lstrip=True)])
+    return tokenizer
+
+
+INDIVISIBLE: dict[str, Callable[[], Tokenizer]] = {
+    "sentencepiece": lambda: trained(pre.Metaspace()),
+    "a prefix before the text": lambda: trained(byte_level(), normalizers.Prepend("_")),
+    "no words": lambda: trained(None),
+    "a space before the text": lambda: trained(pre.ByteLevel(add_prefix_space=True)),
+    "words that span spaces": lambda: trained(
+        pre.Sequence([pre.Split(Regex(r"[^.]+|\."), "isolated"), pre.ByteLevel(False, use_regex=False)])
+    ),
+    "a token with a space": spaced,
+    "a token that takes spaces": greedy_left,
+    "an end after the text": lambda: with_bos(trained(byte_level()), "<s> $A </s>"),
+}
+
+
+@pytest.mark.parametrize("name", INDIVISIBLE)
+def test_other_tokenizers_get_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 100)
+    tokenizer = INDIVISIBLE[name]()
+    found = TextTokenizer(tokenizer, None, {})
+    assert not found._divisible
+    text = NOVEL[:5000]
+    assert found.encode(text, opening=True) == whole(tokenizer, text, True)
+
+
+def test_a_text_without_seams_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 10)
+    for text in ("", "a" * 100, "1 2 " * 30, "ab cd"):
+        assert module._pieces(text) == [text]

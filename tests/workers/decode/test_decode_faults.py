@@ -1,0 +1,293 @@
+"""What a decode worker refuses, how it fails, and that pages always come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltafront.workers.decode.page_selection import SelectionError
+from deltafront.workers.decode.runner import DecodeCompute
+from deltafront.workers.messages import (
+    FinishReason,
+    FirstLogits,
+    GenerateJob,
+    RefusalReason,
+    Refused,
+    Reserve,
+    Sampling,
+)
+
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+LONG = Sampling(max_tokens=400, ignore_eos=True)
+
+
+def ids_of(length: int) -> list[int]:
+    return [(7 * i + length) % 198 for i in range(length)]
+
+
+def packed(ids: list[int]) -> bytes:
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+async def refusal(run: Any, **order: Any) -> Refused:
+    given = {"request_id": "x", "owner": "me", "prompt_tokens": 10, "max_tokens": 4} | order
+    used = run.used
+    answer = await run.engine.reserve(Reserve(**given))
+    assert isinstance(answer, Refused), answer
+    assert run.used <= used, "a refusal takes nothing"
+    return answer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- refusals -------------------------------------------------------------------------------------------
+
+
+async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
+    run = await bench(cache_tokens=640)
+    await run.reserve("a", 300, 20)
+    assert (await refusal(run, request_id="a")).reason is RefusalReason.DUPLICATE
+    full = await refusal(run, prompt_tokens=310, max_tokens=11)
+    assert (full.reason, full.needed, full.free) == (RefusalReason.PAGES, 21, 20)
+    large = await refusal(run, prompt_tokens=630, max_tokens=11)
+    assert (large.reason, large.needed) == (RefusalReason.TOO_LARGE, 41)
+    assert (await refusal(run, prompt_tokens=1000, max_tokens=25)).reason is RefusalReason.POSITIONS
+    assert (await refusal(run, session_id="test.none")).reason is RefusalReason.NO_SESSION
+    assert (await refusal(run, selection="delta")).reason is RefusalReason.SELECTION
+    for senseless in ({"prompt_tokens": 0}, {"prompt_tokens": -1}, {"max_tokens": -1}, {"keep_tokens": 11}):
+        with pytest.raises(ValueError, match="tokens"):
+            await refusal(run, **senseless)
+    await run.engine.cancel("a")
+    assert run.used == 0
+
+
+async def test_positions_count_the_session(bench: Any) -> None:
+    run = await bench(cache_tokens=4096)
+    kept = (await run.ask("a", ids_of(500), SHORT, keep_tokens=500)).first.session_id
+    order = {"session_id": kept, "prompt_tokens": 500}
+    assert (await refusal(run, **order, max_tokens=25)).reason is RefusalReason.POSITIONS
+    await run.reserve("fits", 500, 24, session_id=kept)
+
+
+async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> None:
+    clock = Clock()
+    run = await bench(wall=clock, max_session_ttl_s=100.0)
+    first = await run.ask("a", ids_of(40), SHORT, keep_tokens=40, keep_ttl_s=500.0)
+    session = first.first.session_id
+    assert first.first.session_expires == 1100.0, "the lease is capped"
+    foreign = await refusal(run, owner="you", session_id=session)
+    assert foreign.reason is RefusalReason.NO_SESSION
+    assert not await run.engine.release_session(session, "you")
+    await run.reserve("running", 5, 30, session_id=session)
+    clock.now = 1100.0
+    gone = await refusal(run, session_id=session)
+    assert gone.reason is RefusalReason.NO_SESSION
+    assert (await run.engine.stats()).sessions == 0
+    assert run.used > 0, "the running request still holds the shared pages"
+    job = GenerateJob("running", Sampling(max_tokens=30, ignore_eos=True), packed(ids_of(5)), session)
+    answer = await run.collect(job)
+    assert len(answer.tokens) == 30
+    assert run.used == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sampling": Sampling(max_tokens=9)}, "max_tokens 9"),
+        ({"append_ids": packed([1])}, "appended to a session"),
+        ({"session_id": "test.other"}, "reservation is for session None"),
+        ({"selection": "delta"}, "calibrated"),
+        ({"selection": "most"}, "unknown page selection"),
+        ({"keep_tokens": 41}, "keep_tokens 41"),
+    ],
+)
+async def test_a_job_that_does_not_fit_its_reservation_fails_in_plain_words(
+    bench: Any, change: dict[str, Any], words: str
+) -> None:
+    run = await bench()
+    await run.reserve("a", 40, 8)
+    answer = await run.collect(replace(GenerateJob("a", SHORT), **change))
+    assert answer.finish.reason is FinishReason.FAILED
+    assert words in answer.finish.message
+    assert run.used == 0
+
+
+async def test_appended_ids_are_checked(bench: Any) -> None:
+    run = await bench()
+    session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session_id
+    for name, count, ids, words in (
+        ("none", 0, [], "at least one"),
+        ("fewer", 3, [1, 2], "3 were reserved"),
+        ("outside", 2, [1, 199], "outside the vocabulary"),
+    ):
+        await run.reserve(name, count, 8, session_id=session)
+        answer = await run.collect(GenerateJob(name, SHORT, packed(ids), session))
+        assert answer.finish.reason is FinishReason.FAILED and words in answer.finish.message
+
+
+async def test_generating_without_or_beside_a_reservation_fails(bench: Any) -> None:
+    run = await bench()
+    answer = await run.collect(GenerateJob("nobody", SHORT))
+    assert answer.finish.reason is FinishReason.FAILED and "not reserved" in answer.finish.message
+    await run.reserve("a", 40, 8)
+    first = asyncio.create_task(run.collect(GenerateJob("a", SHORT)))
+    await asyncio.sleep(0)
+    second = await run.collect(GenerateJob("a", SHORT))
+    assert "already generating" in second.finish.message
+    await run.deliver("a", ids_of(40))
+    assert len((await first).tokens) == 8
+
+
+def test_a_configuration_that_does_not_fit_fails_at_start(tiny_stack: Any) -> None:
+    from deltafront.workers.decode.engine import DecodeEngine
+    from deltafront.workers.settings import DecodeConfig
+
+    with pytest.raises(SelectionError, match="delta_layers names layer 6"):
+        DecodeEngine("decode:x", tiny_stack, DecodeConfig(delta_layers=(6,)), receiver=None)  # type: ignore[arg-type]
+
+
+# --- endings --------------------------------------------------------------------------------------------
+
+
+async def test_a_deadline_ends_a_stream(bench: Any) -> None:
+    clock = Clock()
+    run = await bench(wall=clock)
+    await run.reserve("a", 40, 400)
+    await run.deliver("a", ids_of(40))
+    reading = asyncio.create_task(run.collect(GenerateJob("a", LONG, deadline=1001.0)))
+    await asyncio.sleep(0.05)
+    clock.now = 1001.0
+    answer = await reading
+    assert answer.finish.reason is FinishReason.DEADLINE
+    assert 0 < len(answer.tokens) < 400
+    assert run.used == 0
+
+
+async def test_what_nobody_renews_is_cancelled(bench: Any) -> None:
+    run = await bench(stream_lease_s=0.4)
+    await run.reserve("never-started", 40, 8)
+    await run.reserve("renewed", 40, 8)
+    await run.reserve("streaming", 40, 8)
+    reading = asyncio.create_task(run.collect(GenerateJob("streaming", SHORT)))
+    for _ in range(8):
+        await asyncio.sleep(0.1)
+        await run.engine.renew(["renewed", "nobody"])
+    answer = await asyncio.wait_for(reading, 1)
+    assert answer.finish.reason is FinishReason.CANCELLED and "renewed" in answer.finish.message
+    assert run.used == 3
+    await run.deliver("renewed", ids_of(40))
+    assert len((await run.collect(GenerateJob("renewed", SHORT))).tokens) == 8
+
+
+async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:
+    run = await bench()
+    await run.reserve("a", 40, 400)
+    await run.deliver("a", ids_of(40))
+    stream = run.engine.generate(GenerateJob("a", LONG))
+    for _ in range(5):
+        await anext(stream)
+    await stream.aclose()
+    for _ in range(100):
+        if run.used == 0:
+            break
+        await asyncio.sleep(0.01)
+    assert run.used == 0
+
+
+async def test_a_failing_step_fails_its_requests_and_the_worker_when_it_repeats(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench()
+    run.may_fault = True
+
+    def broken(self: DecodeCompute, rows: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(DecodeCompute, "decode", broken)
+    for turn in range(3):
+        assert not run.engine.fault
+        answer = await run.ask(f"a{turn}", ids_of(40), SHORT)
+        assert answer.finish.reason is FinishReason.FAILED and "no memory" in answer.finish.message
+        assert len(answer.tokens) == 1
+        assert run.used == 0
+    assert "no memory" in run.engine.fault
+
+
+async def test_running_streams_do_not_wait_for_a_long_append(bench: Any) -> None:
+    run = await bench(append_chunk_tokens=16)
+    session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session_id
+    await run.reserve("running", 40, 400)
+    await run.deliver("running", ids_of(40))
+    stream = run.engine.generate(GenerateJob("running", LONG))
+    for _ in range(3):
+        await anext(stream)
+    await run.reserve("long", 500, 4, session_id=session)
+    job = GenerateJob("long", Sampling(max_tokens=4), packed(ids_of(500)), session)
+    appending = asyncio.create_task(run.collect(job))
+    during = 0
+    while not appending.done():
+        await anext(stream)
+        during += 1
+    assert during >= 500 // 16, "one decode step between any two chunks"
+    await stream.aclose()
+    assert len((await appending).tokens) == 4
+
+
+async def test_random_cancels_at_random_moments_leave_no_page(bench: Any) -> None:
+    run = await bench(max_batch=4, cache_tokens=4096, append_chunk_tokens=16)
+    chance = random.Random(3)
+    session = (await run.ask("s", ids_of(50), SHORT, keep_tokens=50)).first.session_id
+    prompts = {length: run.prefill(ids_of(length)) for length in (5, 33, 90)}
+    endings: list[FinishReason] = []
+    ended: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def life(name: str) -> None:
+        length = chance.choice(list(prompts))
+        on_session = chance.random() < 0.4
+        order = Reserve(name, "me", length, 30, session if on_session else None)
+        if isinstance(await run.engine.reserve(order), Refused):
+            return
+        cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random(), 20.0))))
+        job = GenerateJob(name, Sampling(max_tokens=30, ignore_eos=True), keep_tokens=0)
+        if on_session:
+            job = replace(job, append_ids=packed(ids_of(length)), session_id=session)
+        else:
+            cancelling_feeder = asyncio.create_task(feed(name, length))
+        answer = await run.collect(job)
+        ended[name].set()
+        endings.append(answer.finish.reason)
+        await cancelling
+        if not on_session:
+            await cancelling_feeder
+
+    async def feed(name: str, length: int) -> None:
+        for piece in run.pieces(name, prompts[length], chunk=16):
+            await run.engine.announce(piece)
+            await asyncio.sleep(chance.random() * 0.002)
+        await run.engine.first_logits(FirstLogits(name, prompts[length].logits))
+
+    async def cancel_later(name: str, delay: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended[name].wait(), delay)
+        await run.engine.cancel(name)
+        await run.engine.cancel(name)
+
+    await asyncio.gather(*(life(f"r{i}") for i in range(60)))
+    assert endings.count(FinishReason.CANCELLED) > 10
+    assert endings.count(FinishReason.LENGTH) > 5
+    assert run.used == 4, "the session alone"
+    again = await run.ask("again", ids_of(50), SHORT)
+    assert len(again.tokens) == 8

@@ -1,0 +1,121 @@
+"""The decode actor on a real Ray: found by name, fed through the object store, watched by its replica."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltafront.workers.messages import (
+    NAMESPACE,
+    DecodeStats,
+    FinishEvent,
+    FinishReason,
+    FirstLogits,
+    FirstTokenTimings,
+    GenerateJob,
+    RefusalReason,
+    Refused,
+    Reserve,
+    Reserved,
+    Sampling,
+    TokenEvent,
+)
+from deltafront.workers.settings import DecodeConfig, ModelSpec
+
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    import ray
+
+    ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=4)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def replica(cluster: Any, tiny_llama: Path) -> Iterator[Any]:
+    from deltafront.workers.decode.worker import DecodeReplica
+
+    config = DecodeConfig(cache_tokens=2048, selection="full")
+    replica = DecodeReplica(ModelSpec(str(tiny_llama), dtype="float32"), config)
+    yield replica
+    replica.stop()
+
+
+async def stream(actor: Any, job: GenerateJob) -> AsyncIterator[Any]:
+    async for reference in actor.generate.options(num_returns="streaming").remote(job):
+        yield await reference
+
+
+async def test_an_answer_through_ray_equals_the_engine_in_one_process(
+    cluster: Any, replica: Any, bench: Any
+) -> None:
+    from deltafront.workers.kv.transports import ObjectStorePost
+
+    ids = np.random.default_rng(0).integers(0, 198, 70).tolist()
+    sampling = Sampling(0.8, max_tokens=NEW, seed=5, ignore_eos=True)
+    run = await bench()
+    here = await run.ask("here", ids, sampling)
+
+    actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
+    assert await actor.reserve.remote(Reserve("r", "me", 70, NEW)) == Reserved(6)
+    post, prompt = ObjectStorePost(), run.prefill(ids)
+    for piece in run.pieces("r", prompt):
+        post.kv(replica.name, piece)
+    post.logits(replica.name, FirstLogits("r", prompt.logits))
+    events = [event async for event in stream(actor, GenerateJob("r", sampling, keep_tokens=70))]
+    post.check("r")
+    assert isinstance(events[0], FirstTokenTimings)
+    assert isinstance(events[-1], FinishEvent) and events[-1].reason is FinishReason.LENGTH
+    tokens = [event.token_id for event in events if isinstance(event, TokenEvent)]
+    assert tokens == here.ids
+    session = events[0].session_id
+    assert session is not None and session.startswith(replica.name.removeprefix("decode:") + ".")
+    stats: DecodeStats = await actor.stats.remote()
+    assert (stats.pages_free, stats.sessions, stats.running) == (stats.pages_total - 5, 1, 0)
+    refused = await actor.reserve.remote(Reserve("s", "you", 1, 1, session))
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_SESSION
+    assert await actor.release_session.remote(session, "me")
+    assert (await actor.stats.remote()).pages_free == stats.pages_total
+
+
+async def test_cancelling_a_stream_frees_its_pages(cluster: Any, replica: Any, bench: Any) -> None:
+    actor, run = replica.actor, await bench()
+    prompt = run.prefill([3] * 40)
+    await actor.reserve.remote(Reserve("long", "me", 40, 900))
+    for piece in run.pieces("long", prompt):
+        await actor.announce.remote(piece)
+    await actor.first_logits.remote(FirstLogits("long", prompt.logits))
+    seen = []
+    async for event in stream(actor, GenerateJob("long", Sampling(max_tokens=900, ignore_eos=True))):
+        seen.append(event)
+        if len(seen) == 10:
+            await actor.cancel.remote("long")
+            stats = await actor.stats.remote()
+            assert stats.pages_free == stats.pages_total
+    assert seen[-1].reason is FinishReason.CANCELLED
+    assert seen[-1].completion_tokens < 900
+
+
+async def test_a_replica_whose_actor_died_is_unhealthy(cluster: Any, tiny_llama: Path) -> None:
+    from deltafront.workers.decode.worker import DecodeReplica
+
+    replica = await asyncio.to_thread(
+        DecodeReplica, ModelSpec(str(tiny_llama), dtype="float32"), DecodeConfig(cache_tokens=256)
+    )
+    await replica.check_health()
+    replica.stop()
+    with pytest.raises(cluster.exceptions.RayActorError):
+        async with asyncio.timeout(20):  # Ray kills in its own time: a call may still be answered
+            while True:
+                await replica.check_health()
+                await asyncio.sleep(0.05)

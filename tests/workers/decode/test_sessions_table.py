@@ -1,0 +1,168 @@
+"""Sessions, reservations and arrivals: accounting, checked against plain models of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltafront.workers.decode.pages import DecodePages, Holding
+from deltafront.workers.decode.sessions import SessionsTable
+from deltafront.workers.kv.arrival import ArrivalError, KVArrival
+from deltafront.workers.kv.page_pool import OutOfPages, PagePool
+from deltafront.workers.messages import RefusalReason, Refused, Reserve
+
+
+def table(pages: int = 8, max_ttl_s: float = 100.0) -> tuple[PagePool, SessionsTable]:
+    pool = PagePool(pages)
+    return pool, SessionsTable("w1", pool, max_ttl_s)
+
+
+def test_a_session_is_found_by_its_owner_until_it_expires() -> None:
+    pool, sessions = table()
+    made = sessions.adopt("me", pool.allocate(2), 20, 10.0, now=5.0)
+    assert made.session_id.startswith("w1.") and made.expires == 15.0
+    assert sessions.find(made.session_id, "me", 14.9) is made
+    assert sessions.find(made.session_id, "you", 14.9) is None
+    assert sessions.find(made.session_id, "me", 15.0) is None
+    assert not sessions.release(made.session_id, "you", 6.0)
+    assert sessions.expire(14.9) == 0 and pool.used == 2
+    assert sessions.expire(15.0) == 1 and pool.used == 0 and len(sessions) == 0
+
+
+@pytest.mark.parametrize(("asked", "granted"), [(10.0, 10.0), (500.0, 100.0), (0.0, 100.0), (-1.0, 100.0)])
+def test_a_lease_is_capped(asked: float, granted: float) -> None:
+    pool, sessions = table()
+    assert sessions.adopt("", pool.allocate(1), 16, asked, now=0.0).expires == granted
+
+
+def test_ids_differ_and_pages_must_fit_the_tokens() -> None:
+    pool, sessions = table(64)
+    ids = {sessions.adopt("", pool.allocate(1), 1, 1.0, 0.0).session_id for _ in range(50)}
+    assert len(ids) == 50
+    with pytest.raises(ValueError, match="17 tokens"):
+        sessions.adopt("", pool.allocate(1), 17, 1.0, 0.0)
+
+
+# --- reservations ---------------------------------------------------------------------------------------
+
+
+def pages_of(pages: int, positions: int = 4096) -> tuple[DecodePages, list[tuple[int, int]]]:
+    copies: list[tuple[int, int]] = []
+    pool, sessions = table(pages)
+    return DecodePages(pool, sessions, positions, lambda *pair: copies.append(pair)), copies
+
+
+def reserve(pages: DecodePages, prompt: int, new: int, **more: Any) -> Holding:
+    answer = pages.reserve(Reserve("r", "me", prompt, new, **more), now=0.0)
+    assert isinstance(answer, Holding), answer
+    return answer
+
+
+def test_a_request_on_a_session_shares_full_pages_and_copies_the_last() -> None:
+    pages, copies = pages_of(20)
+    first = reserve(pages, 40, 8, keep_tokens=40)
+    assert (len(first.table), len(first.spare)) == (3, 1)
+    session = pages.keep(first, 40, "me", 10.0, now=0.0)
+    assert session.pages[:2] == first.table[:2] and session.pages[2] != first.table[2]
+    assert copies == [(first.table[2], session.pages[2])]
+    second = reserve(pages, 10, 20, session_id=session.session_id)
+    assert second.session_tokens == 40 and len(second.table) == 5
+    assert second.table[:2] == session.pages[:2] and second.table[2] not in session.pages
+    assert copies[1:] == [(session.pages[2], second.table[2])]
+    assert pages.pool.references(session.pages[0]) == 3
+    for holding in (first, second):
+        pages.release(holding)
+    assert pages.pool.used == 3
+    pages.sessions.clear()
+    assert pages.pool.used == 0
+
+
+def test_a_session_of_whole_pages_copies_nothing_and_outlives_its_request() -> None:
+    pages, copies = pages_of(20)
+    first = reserve(pages, 32, 0)
+    session = pages.hand_over(first, 32, "me", 10.0, now=0.0)
+    pages.release(first)
+    assert pages.pool.used == 2
+    second = reserve(pages, 1, 1, session_id=session.session_id)
+    assert second.table[:2] == session.pages and not copies
+    pages.sessions.expire(10.0)
+    assert pages.pool.used == 3
+    pages.release(second)
+    assert pages.pool.used == 0
+
+
+def test_too_large_counts_the_copy_of_a_sessions_last_page() -> None:
+    pages, _ = pages_of(4)
+    first = reserve(pages, 40, 0)
+    session = pages.hand_over(first, 40, "me", 10.0, now=0.0)
+    pages.release(first)
+    assert isinstance(reserve(pages, 1, 7, session_id=session.session_id), Holding)
+    refused = pages.reserve(Reserve("r", "me", 1, 8, session.session_id), now=0.0)
+    assert isinstance(refused, Refused) and refused.reason is RefusalReason.TOO_LARGE
+
+
+def test_room_for_a_kept_page_is_ensured_or_refused_before_work_starts() -> None:
+    pages, _ = pages_of(3)
+    holding = reserve(pages, 33, 1)
+    pages.ensure_spare(holding, 32)
+    with pytest.raises(OutOfPages):
+        pages.ensure_spare(holding, 33)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 70), st.integers(0, 40), st.booleans(), st.integers(0, 9), st.booleans()),
+        max_size=25,
+    )
+)
+def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple[Any, ...]]) -> None:
+    pages, _ = pages_of(24)
+    now, holdings, known = 0.0, [], [""]
+    for prompt, new, keep, at, end in steps:
+        session = known[at % len(known)] or None
+        keep_tokens = prompt if keep and session is None else 0
+        answer = pages.reserve(Reserve("r", "me", prompt, new, session, keep_tokens), now)
+        now += 1.0
+        if isinstance(answer, Refused):
+            continue
+        writable = answer.table[answer.session_tokens // 16 :] + answer.spare
+        assert all(pages.pool.references(page) == 1 for page in writable), "a shared page must not be written"
+        if keep_tokens:
+            known.append(pages.keep(answer, keep_tokens, "me", 5.0, now).session_id)
+        holdings.append(answer)
+        if end:
+            pages.release(holdings.pop(0))
+    for holding in holdings:
+        pages.release(holding)
+    pages.sessions.clear()
+    assert pages.pool.used == 0
+
+
+# --- arrivals -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 12), st.data())
+def test_arrivals_agree_with_a_table_of_booleans(layers: int, tokens: int, data: st.DataObject) -> None:
+    arrival, seen = KVArrival(layers, tokens), set()
+    claimed: dict[int, set[tuple[int, int]]] = {layer: set() for layer in range(layers)}
+    ranges = st.tuples(st.integers(-1, layers), st.integers(-1, tokens), st.integers(0, tokens + 1))
+    for layer, start, count in data.draw(st.lists(ranges, max_size=30)):
+        cells = {(layer, token) for token in range(start, start + count)}
+        outside = not (0 <= layer < layers and start >= 0 and 0 < count <= tokens - start)
+        if outside or (cells & seen and (start, count) not in claimed[layer]):
+            with pytest.raises(ArrivalError):
+                arrival.claim(layer, start, count)
+        elif arrival.claim(layer, start, count):
+            assert not cells & seen
+            claimed[layer].add((start, count))
+            seen |= cells
+            arrival.written(count)
+        else:
+            assert (start, count) in claimed[layer]
+        assert arrival.missing == layers * tokens - len(seen)
+        assert arrival.complete == (len(seen) == layers * tokens)

@@ -1,0 +1,118 @@
+"""The paged cache against contiguous tensors, for any page order and any way of writing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltafront.workers.kv.cache import KVCacheError, PagedKVCache
+
+LAYERS, HEADS, DIM, PAGES = range(4, 7), 3, 8, 12
+
+
+def make(dtype: torch.dtype = torch.float32) -> PagedKVCache:
+    return PagedKVCache(LAYERS, HEADS, DIM, PAGES, dtype, "cpu")
+
+
+def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, count, HEADS, DIM, generator=generator))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("cuts", [(50,), (16, 16, 18), (1, 14, 2, 33), (3,) * 16 + (2,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_in_pieces_is_read_back(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+    cache, table = make(dtype), torch.tensor([9, 2, 11, 0], dtype=torch.int32)
+    k_TGD, v_TGD = tokens(50, 1)
+    start = 0
+    for length in cuts:
+        part = slice(start, start + length)
+        cache.write(5, table, start, k_TGD[part], v_TGD[part])
+        start += length
+    for count in (1, 16, 17, 50):
+        k_GSD, v_GSD = cache.gather(5, table, count)
+        assert torch.equal(k_GSD, k_TGD[:count].transpose(0, 1).to(dtype))
+        assert torch.equal(v_GSD, v_TGD[:count].transpose(0, 1).to(dtype))
+        assert k_GSD.is_contiguous() and v_GSD.is_contiguous()
+    untouched = [page for page in range(PAGES) if page not in table.tolist()]
+    assert not cache.k_LPSGD[:, untouched].any() and not cache.layer(4)[0].any()
+
+
+def test_a_run_of_pages_is_written_and_read_in_place() -> None:
+    cache, other = make(), make()
+    k_TGD, v_TGD = tokens(50, 1)
+    for start, end in ((0, 16), (16, 17), (17, 50)):
+        cache.write_run(5, 3, start, k_TGD[start:end], v_TGD[start:end])
+        other.write(5, torch.arange(3, 7), start, k_TGD[start:end], v_TGD[start:end])
+    assert torch.equal(cache.k_LPSGD, other.k_LPSGD) and torch.equal(cache.v_LPSGD, other.v_LPSGD)
+    k_GSD, v_GSD = cache.view_run(5, 3, 50)
+    assert torch.equal(k_GSD, k_TGD.transpose(0, 1)) and torch.equal(v_GSD, v_TGD.transpose(0, 1))
+    assert k_GSD.data_ptr() == cache.k_LPSGD[1, 3].data_ptr(), "no copy"
+
+
+@pytest.mark.parametrize("pages", [(3, 4, 5, 6), (9, 2, 3, 4), (9, 2, 11, 0)])
+def test_layers_land_in_their_pages_run_or_not(pages: tuple[int, ...]) -> None:
+    cache, other = make(), make()
+    k_TGD, v_TGD = tokens(50, 1)
+    for start, end in ((0, 16), (16, 17), (17, 40), (40, 50)):
+        part = slice(start, end)
+        cache.write_layers(pages, start, {layer: (k_TGD[part] + layer, v_TGD[part]) for layer in (4, 6)})
+        for layer in (4, 6):
+            other.write(layer, torch.tensor(pages), start, k_TGD[part] + layer, v_TGD[part])
+    assert torch.equal(cache.k_LPSGD, other.k_LPSGD) and torch.equal(cache.v_LPSGD, other.v_LPSGD)
+    for start, kept in ((50, 4), (48, 3), (-1, 4)):
+        with pytest.raises(KVCacheError, match="do not fit"):
+            cache.write_layers(pages[:kept], start, {4: (k_TGD[:15], v_TGD[:15])})
+    assert torch.equal(cache.k_LPSGD, other.k_LPSGD), "nothing is written by a write that is refused"
+
+
+@pytest.mark.parametrize(("first", "start", "count"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (11, 16, 1)])
+def test_a_run_outside_the_cache_raises(first: int, start: int, count: int) -> None:
+    k_TGD, v_TGD = tokens(max(count, 0), 1)
+    with pytest.raises(KVCacheError, match="do not fit"):
+        make().write_run(5, first, start, k_TGD, v_TGD)
+
+
+def test_pages_are_the_layout_flashinfer_reads() -> None:
+    cache = make()
+    k_TGD, v_TGD = tokens(20, 2)
+    cache.write(6, torch.tensor([7, 3]), 0, k_TGD, v_TGD)
+    assert cache.k_LPSGD.shape == (3, PAGES, 16, HEADS, DIM)
+    assert torch.equal(cache.k_LPSGD[2, 3, 3], k_TGD[19])
+    assert torch.equal(cache.v_LPSGD[2, 7, 15], v_TGD[15])
+
+
+def test_rows_of_many_sequences_land_in_their_slots() -> None:
+    cache = make()
+    k_TGD, v_TGD = tokens(3, 3)
+    page_ids, slots = torch.tensor([1, 5, 1], dtype=torch.int32), torch.tensor([0, 7, 15], dtype=torch.int32)
+    cache.write_rows(4, page_ids, slots, k_TGD, v_TGD)
+    for row, (page, slot) in enumerate(zip(page_ids.tolist(), slots.tolist(), strict=True)):
+        assert torch.equal(cache.k_LPSGD[0, page, slot], k_TGD[row])
+        assert torch.equal(cache.v_LPSGD[0, page, slot], v_TGD[row])
+
+
+def test_a_copied_page_is_independent_in_every_layer() -> None:
+    cache, table = make(), torch.tensor([2])
+    k_TGD, v_TGD = tokens(16, 4)
+    for layer in LAYERS:
+        cache.write(layer, table, 0, k_TGD + layer, v_TGD - layer)
+    cache.copy_page(2, 8)
+    for layer in LAYERS:
+        cache.write(layer, table, 0, v_TGD, k_TGD)
+        k_GSD, v_GSD = cache.gather(layer, torch.tensor([8]), 16)
+        assert torch.equal(k_GSD, (k_TGD + layer).transpose(0, 1))
+        assert torch.equal(v_GSD, (v_TGD - layer).transpose(0, 1))
+
+
+def test_outside_the_page_table_or_the_layers_raises() -> None:
+    cache, table = make(), torch.tensor([0, 1])
+    k_TGD, v_TGD = tokens(3, 5)
+    with pytest.raises(KVCacheError, match="do not fit"):
+        cache.write(4, table, 30, k_TGD, v_TGD)
+    with pytest.raises(KVCacheError, match="33 tokens"):
+        cache.gather(4, table, 33)
+    with pytest.raises(KVCacheError, match="layer 7"):
+        cache.layer(7)
+    with pytest.raises(KVCacheError, match="contiguous"):
+        PagedKVCache(range(0, 6, 2), 1, 8, 1, torch.float32, "cpu")

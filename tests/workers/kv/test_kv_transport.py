@@ -1,0 +1,325 @@
+"""K/V from sender to receiver without Ray: bytes, dtypes, what is refused, what is reported late.
+
+The object store's side runs in `test_prefill_group.py`; here a stand-in for Ray counts what is pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltafront.workers.kv import sender as kv_sender
+from deltafront.workers.kv.sender import KVSender
+from deltafront.workers.kv.transports import HandoffError, InProcessPost, KVReceiver, ObjectStorePost
+from deltafront.workers.messages import FirstLogits, KVAnnouncement
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.announced: list[KVAnnouncement] = []
+        self.logits: list[FirstLogits] = []
+        self.refuse = ""
+
+    def announce(self, announcement: KVAnnouncement) -> None:
+        if announcement.request_id == self.refuse:
+            raise ValueError("not here")
+        self.announced.append(announcement)
+
+    def first_logits(self, message: FirstLogits) -> None:
+        self.logits.append(message)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
+    sink = Sink()
+    sender = KVSender(InProcessPost(sink), "cpu")
+    kv_TJD = torch.randn(37, 6, 8).to(dtype)
+    k, v = kv_TJD[:, :3], kv_TJD[:, 3:]
+    assert sender.announce("r", "decode:x", 4, 128, k, v) == 2 * 37 * 3 * 8 * dtype.itemsize
+    sender.finish_chunk("r", last=True)
+    (announced,) = sink.announced
+    assert (announced.request_id, announced.layer, announced.start, announced.tokens) == ("r", 4, 128, 37)
+    ((got_k, got_v),) = await KVReceiver(3, 8, dtype).pull(announced)
+    assert got_k.dtype is dtype
+    assert torch.equal(got_k, k) and torch.equal(got_v, v)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_small_layers_travel_together_and_big_ones_alone(
+    background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message is posted when it is full, when the next layer is another chunk's, and at the chunk's end."""
+    layer_bytes = 2 * 2 * 3 * 8 * 4
+    monkeypatch.setattr(kv_sender, "MESSAGE_BYTES", 3 * layer_bytes)
+    sink = Sink()
+    sender = KVSender(InProcessPost(sink), "cpu", background=background)
+    made = {}
+
+    def announce(request_id: str, layer: int, start: int) -> None:
+        made[request_id, start, layer] = torch.randn(2, 2, 3, 8)
+        sender.announce(request_id, "decode:x", layer, start, *made[request_id, start, layer])
+
+    for layer in range(4, 9):
+        announce("r", layer, 0)
+    announce("r", 4, 2)
+    announce("s", 5, 2)
+    sender.finish_chunk("s", last=True)
+    found = [(a.request_id, a.start, a.layer, a.layers) for a in sink.announced]
+    assert found == [("r", 0, 4, 3), ("r", 0, 7, 2), ("r", 2, 4, 1), ("s", 2, 5, 1)]
+    receiver = KVReceiver(3, 8, torch.float32)
+    for a in sink.announced:
+        for n, (k, v) in enumerate(asyncio.run(receiver.pull(a))):
+            assert torch.equal(torch.stack((k, v)), made[a.request_id, a.start, a.layer + n])
+    monkeypatch.setattr(kv_sender, "MESSAGE_BYTES", layer_bytes)
+    sink.announced.clear()
+    for layer in range(3):
+        announce("r", layer, 4)
+    if background:
+        sender.finish_chunk("r", last=True)
+    assert [(a.layer, a.layers) for a in sink.announced] == [(0, 1), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_left_of_a_closed_request_is_not_posted(background: bool) -> None:
+    sink = Sink()
+    sender = KVSender(InProcessPost(sink), "cpu", background=background)
+    kv = torch.zeros(2, 3, 8)
+    sender.announce("gone", "decode:x", 0, 0, kv, kv)
+    sender.forget("gone")
+    sender.announce("r", "decode:x", 0, 0, kv, kv)
+    sender.finish_chunk("r", last=True)
+    assert [a.request_id for a in sink.announced] == ["r"]
+
+
+async def test_logits_travel_as_float32() -> None:
+    sink = Sink()
+    logits_V = torch.randn(50, dtype=torch.bfloat16)
+    KVSender(InProcessPost(sink), "cpu").first_logits("r", "decode:x", logits_V)
+    assert sink.logits[0].logits.dtype == np.float32
+    assert np.array_equal(sink.logits[0].logits, logits_V.float().numpy())
+
+
+async def test_a_payload_behind_a_reference_is_awaited_and_its_loss_is_plain() -> None:
+    async def arrives() -> Any:
+        return np.zeros((2, 3, 8), np.float32), np.ones((2, 3, 8), np.float32)
+
+    async def lost() -> Any:
+        raise RuntimeError("the owner died\nand a traceback")
+
+    receiver = KVReceiver(3, 8, torch.float32)
+    ((_, v),) = await receiver.pull(KVAnnouncement("r", 0, 0, 2, arrives()))
+    assert bool((v == 1).all())
+    with pytest.raises(HandoffError, match=r"K/V of r, layer 0 at 0 is lost: RuntimeError: the owner died$"):
+        await receiver.pull(KVAnnouncement("r", 0, 0, 2, lost()))
+
+
+async def test_read_only_memory_is_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    array = np.zeros((2, 3, 8), np.float32)
+    array.flags.writeable = False
+    ((k, _),) = await KVReceiver(3, 8, torch.float32).pull(KVAnnouncement("r", 0, 0, 2, (array, array)))
+    assert k.data_ptr() == array.ctypes.data, "no copy"
+    assert not list(recwarn)
+
+
+WRONG: dict[str, Any] = {
+    "tokens": (np.zeros((3, 3, 8), np.float32),) * 2,
+    "heads": (np.zeros((2, 2, 8), np.float32),) * 2,
+    "head dimension": (np.zeros((2, 3, 16), np.float32),) * 2,
+    "dtype": (np.zeros((2, 3, 8), np.uint16),) * 2,
+    "one array": (np.zeros((2, 3, 8), np.float32),),
+    "no arrays": "abc",
+    "only k is right": (np.zeros((2, 3, 8), np.float32), None),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+async def test_a_wrong_payload_is_refused(case: str) -> None:
+    with pytest.raises(HandoffError, match="K/V of r, layer 1 at 16"):
+        await KVReceiver(3, 8, torch.float32).pull(KVAnnouncement("r", 1, 16, 2, WRONG[case]))
+
+
+def test_a_sender_refuses_what_is_no_kv() -> None:
+    sender = KVSender(InProcessPost(Sink()), "cpu")
+    good = torch.zeros(2, 3, 8)
+    for k, v in ((good, good[:1]), (good[0], good[0]), (good.double(), good.double())):
+        with pytest.raises(HandoffError, match="cannot hand over"):
+            sender.announce("r", "decode:x", 0, 0, k, v)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_refused_announcement_shows_at_the_end_of_the_chunk(background: bool) -> None:
+    sink = Sink()
+    sink.refuse = "r"
+    sender = KVSender(InProcessPost(sink), "cpu", background=background)
+    kv = torch.zeros(2, 3, 8)
+    sender.announce("r", "decode:x", 0, 0, kv, kv)
+    sender.announce("other", "decode:x", 0, 0, kv, kv)
+    sender.finish_chunk("other", last=True)
+    with pytest.raises(HandoffError, match="decode:x did not take K/V: not here"):
+        sender.finish_chunk("r", last=True)
+    sender.forget("r")
+    sender.finish_chunk("r", last=True)
+
+
+def test_a_slow_post_holds_the_stage_only_a_chunk_later() -> None:
+    """And the end of the prompt, when everything must be on its way."""
+    let_go = threading.Event()
+    sink = Sink()
+
+    class Slow(InProcessPost):
+        def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+            let_go.wait()
+            super().kv(decode_worker, announcement)
+
+    sender = KVSender(Slow(sink), "cpu", background=True)
+    kv = torch.zeros(2, 3, 8)
+    sender.announce("r", "decode:x", 0, 0, kv, kv)
+    sender.finish_chunk("r", last=False)  # would hang if it waited, as would all before the next
+    sender.announce("r", "decode:x", 0, 2, kv, kv)
+    sender.announce("s", "decode:x", 0, 0, kv, kv)
+    sender.finish_chunk("s", last=False)
+    assert not sink.announced
+    threading.Timer(0.05, let_go.set).start()
+    sender.finish_chunk("r", last=False)
+    assert let_go.is_set() and sink.announced[0].start == 0
+    sender.first_logits("r", "decode:x", torch.zeros(5))
+    sender.finish_chunk("r", last=True)
+    sender.finish_chunk("s", last=True)
+    assert sorted((a.request_id, a.start) for a in sink.announced) == [("r", 0), ("r", 2), ("s", 0)]
+    assert len(sink.logits) == 1
+
+
+def test_a_refusal_shows_a_chunk_later_and_only_to_its_request() -> None:
+    sink = Sink()
+    sink.refuse = "r"
+    sender = KVSender(InProcessPost(sink), "cpu", background=True)
+    kv = torch.zeros(2, 3, 8)
+    for chunk in range(2):
+        for name in ("r", "other"):
+            sender.announce(name, "decode:x", 0, 2 * chunk, kv, kv)
+            if chunk == 0:
+                sender.finish_chunk(name, last=False)
+    sender.finish_chunk("other", last=False)
+    with pytest.raises(HandoffError, match="not here"):
+        sender.finish_chunk("r", last=False)
+    sender.forget("r")
+    sender.finish_chunk("other", last=True)
+    assert not sender._posting["other"] and "r" not in sender._posting
+
+
+class FakeRay:
+    """The four calls that ObjectStorePost makes. Replies are answered when `answer` names them, or read."""
+
+    def __init__(self) -> None:
+        self.answered: set[int] = set()
+        self.errors: dict[int, Exception] = {}
+        self.sent: list[Any] = []
+        self.unanswered_peak = 0
+
+    def put(self, value: Any) -> Any:
+        return ("reference", value)
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        if name == "decode:gone":
+            raise ValueError(f"no actor {name}")
+        return self
+
+    @property
+    def announce(self) -> Any:
+        return self
+
+    first_logits = announce
+
+    def remote(self, message: Any) -> int:
+        self.sent.append(message)
+        number = len(self.sent) - 1
+        self.unanswered_peak = max(self.unanswered_peak, number + 1 - len(self.answered))
+        return number
+
+    def wait(self, replies: list[int], num_returns: int, timeout: float, fetch_local: bool) -> Any:
+        return [r for r in replies if r in self.answered], [r for r in replies if r not in self.answered]
+
+    def get(self, reply: int, timeout: float) -> None:
+        self.answered.add(reply)
+        if reply in self.errors:
+            raise self.errors[reply]
+
+
+def post_on(fake: FakeRay, max_bytes: int) -> ObjectStorePost:
+    post = ObjectStorePost(max_bytes)
+    post._ray = fake
+    return post
+
+
+def announcement(request_id: str, floats: int = 256) -> KVAnnouncement:
+    array = np.zeros((1, 1, floats), np.float32)
+    return KVAnnouncement(request_id, 0, 0, 1, (array, array))
+
+
+def test_unanswered_bytes_are_bounded() -> None:
+    fake = FakeRay()
+    post = post_on(fake, max_bytes=10 * 2048)
+    for _ in range(50):
+        post.kv("decode:x", announcement("r"))
+    assert fake.unanswered_peak <= 11
+    assert all(message.payload[0] == "reference" for message in fake.sent)
+    post.kv("decode:x", announcement("r", floats=100_000))
+    post.check("r")
+
+
+def test_a_failed_answer_fails_its_request_once_and_only_it() -> None:
+    fake = FakeRay()
+    post = post_on(fake, max_bytes=1 << 20)
+    post.kv("decode:x", announcement("a"))
+    post.kv("decode:x", announcement("b"))
+    post.check("a")
+    fake.errors[0] = RuntimeError("page table too short\ntraceback")
+    fake.answered |= {0, 1}
+    post.check("b")
+    with pytest.raises(HandoffError, match=r"decode:x did not take K/V: RuntimeError: page table too short$"):
+        post.check("a")
+    post.kv("decode:x", announcement("a"))
+    assert len(fake.sent) == 2, "nothing more is sent for a lost request"
+    post.forget("a")
+    post.check("a")
+
+
+def test_an_unknown_decode_worker_is_reported_and_late_answers_are_ignored() -> None:
+    fake = FakeRay()
+    post = post_on(fake, max_bytes=1 << 20)
+    post.kv("decode:gone", announcement("a"))
+    with pytest.raises(HandoffError, match="decode:gone"):
+        post.check("a")
+    post.kv("decode:x", announcement("b"))
+    post.forget("b")
+    fake.errors[0] = RuntimeError("cancelled")
+    fake.answered.add(0)
+    post.check("b")
+
+
+def test_receivers_share_one_loop() -> None:
+    """Pulls run side by side: a slow reference does not hold up the next one."""
+
+    async def run() -> list[str]:
+        order: list[str] = []
+        receiver = KVReceiver(1, 1, torch.float32)
+        array = np.zeros((1, 1, 1), np.float32)
+
+        async def after(seconds: float) -> Any:
+            await asyncio.sleep(seconds)
+            return array, array
+
+        async def pull(name: str, seconds: float) -> None:
+            await receiver.pull(replace(KVAnnouncement(name, 0, 0, 1, None), payload=after(seconds)))
+            order.append(name)
+
+        await asyncio.gather(pull("slow", 0.05), pull("fast", 0.0))
+        return order
+
+    assert asyncio.run(run()) == ["fast", "slow"]

@@ -1,0 +1,65 @@
+"""The books of one request: what adds up to wall, and whose time is whose."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.workers.messages import ChunkReport, resolve
+from deltafront.workers.prefill.account import Account, Throughput
+
+seconds = st.floats(0, 50, allow_nan=False)
+
+
+def report(stage: int, wall: float, **phases: float) -> ChunkReport:
+    return ChunkReport("a", stage, 0, wall, phases, (), 0.0, 0)
+
+
+def test_two_requests_sharing_the_last_stage() -> None:
+    """Last stage: another's chunk 7-12 (3 s of it in our window), ours 12-16, another's 16-17, ours 17-19."""
+    account = Account(2, resolve("dense"), arrived=5.0)
+    account.other_chunk(1.0, 6.0)
+    account.began = 9.0
+    account.other_chunk(5.0, 12.0)
+    account.own_chunk([report(0, 3.0, projection=2.5), report(1, 4.0, projection=3.0, activation_wait=0.5)])
+    account.other_chunk(1.0, 17.0)
+    account.own_chunk([report(0, 2.0, projection=1.5), report(1, 2.0, projection=1.0, attention=0.75)])
+    done = account.report(19.5)
+    assert (done.queue, done.wall) == (4.0, 10.5)
+    assert done.critical == {
+        "projection": 4.0,
+        "activation_wait": 0.5,
+        "attention": 0.75,
+        "other_requests": 4.0,
+        "group_overhead": 1.25,
+    }
+    assert done.stages[0] == {"projection": 4.0}
+
+
+@given(st.lists(st.tuples(st.booleans(), seconds, st.floats(0, 1)), max_size=12), seconds)
+def test_critical_always_adds_up_to_wall(chunks: list[tuple[bool, float, float]], gap: float) -> None:
+    account = Account(1, resolve("dense"), arrived=0.0)
+    account.began = now = 1.0
+    for own, wall, used in chunks:
+        now += wall
+        if own:
+            account.own_chunk([report(0, wall, projection=wall * used)])
+        else:
+            account.other_chunk(wall, now)
+    done = account.report(now + gap)
+    assert sum(done.critical.values()) == pytest.approx(done.wall, abs=1e-9)
+    assert all(value >= -1e-6 for value in done.critical.values())
+
+
+def test_throughput_ignores_idle_time_and_forgets() -> None:
+    throughput = Throughput()
+    assert throughput.tokens_per_second == 0.0
+    throughput.chunk(500, sent=0.0, ended=1.0)
+    throughput.chunk(500, sent=0.5, ended=2.0)
+    assert throughput.tokens_per_second == pytest.approx(500.0)
+    throughput.chunk(500, sent=1000.0, ended=1001.0)
+    assert throughput.tokens_per_second == pytest.approx(500.0), "nobody waited from 2 to 1000"
+    for k in range(60):
+        throughput.chunk(500, sent=2000.0 + 5 * k, ended=2005.0 + 5 * k)
+    assert throughput.tokens_per_second == pytest.approx(100.0, rel=0.02)

@@ -1,0 +1,373 @@
+"""The prefill controller over fake stages: order, endings at random moments, pages, deadlines, leases."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from deltafront.workers.messages import (
+    ChunkCommand,
+    ChunkReport,
+    LayerDensity,
+    OpenRequest,
+    PrefillCancelled,
+    PrefillDone,
+    PrefillFailed,
+    PrefillJob,
+    PrefillProgress,
+    RefusalReason,
+    Refused,
+    RequestFailed,
+    resolve,
+)
+from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.settings import PrefillConfig
+
+DENSE = resolve("dense")
+
+
+class FakeStage:
+    """Runs commands one by one, each after `pause()` seconds; knows what a stage may never be asked."""
+
+    def __init__(self, stage: int, pause: Callable[[], float], trouble: Callable[[str], None]) -> None:
+        self.stage, self.pause, self.trouble = stage, pause, trouble
+        self.log: list[tuple[str, str, int]] = []
+        self.opened: dict[str, OpenRequest] = {}
+        self.wrong: list[str] = []
+        self.stopped = False
+        self._tail: asyncio.Future[Any] | None = None
+        self._owed: set[asyncio.Future[Any]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def open(self, request: OpenRequest) -> Awaitable[None]:
+        return self._send(("open", request.request_id, 0), lambda: self._open(request))
+
+    def run_chunk(self, command: ChunkCommand) -> Awaitable[ChunkReport]:
+        if (self.stage == 0) != (len(command.token_ids) == 4 * command.tokens):
+            self.wrong.append("token ids are for the first stage, all of them")
+        return self._send(("chunk", command.request_id, command.start), lambda: self._chunk(command))
+
+    def close(self, request_id: str) -> Awaitable[None]:
+        return self._send(("close", request_id, 0), lambda: self.opened.pop(request_id) and None)
+
+    def abandon(self, serial: int) -> None:
+        self.log.append(("abandon", "", serial))
+
+    def pages_used(self) -> Awaitable[int]:
+        used = sum(len(request.pages) for request in self.opened.values())
+        return self._send(("pages", "", 0), lambda: used)
+
+    def stop(self) -> None:
+        self.stopped = True
+        for owed in self._owed:
+            if not owed.done():
+                owed.set_exception(RuntimeError(f"stage {self.stage} died"))
+
+    def _send(self, entry: tuple[str, str, int], work: Callable[[], Any]) -> Awaitable[Any]:
+        loop = asyncio.get_running_loop()
+        owed: asyncio.Future[Any] = loop.create_future()
+        self._owed.add(owed)
+        before, self._tail = self._tail, owed
+        self.log.append(entry)
+
+        async def run() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await asyncio.sleep(self.pause())
+            try:
+                result = work()
+                if not owed.done():
+                    owed.set_result(result)
+            except Exception as error:
+                if not owed.done():
+                    owed.set_exception(error)
+
+        self._tasks.append(loop.create_task(run()))
+        return owed
+
+    def _open(self, request: OpenRequest) -> None:
+        for other in self.opened.values():
+            if set(other.pages) & set(request.pages):
+                self.wrong.append(f"{request.request_id} got pages that {other.request_id} still has")
+        self.opened[request.request_id] = request
+
+    def _chunk(self, command: ChunkCommand) -> ChunkReport:
+        if command.request_id not in self.opened:
+            self.wrong.append(f"a chunk of {command.request_id}, which is not open")
+        self.trouble(command.request_id)
+        density = (LayerDensity(self.stage, 1.0, 2.0),)
+        phases = {"projection": 0.0004, "activation_wait": 0.0001}
+        return ChunkReport(
+            command.request_id, self.stage, command.start, 0.0006, phases, density, 0.25, command.tokens
+        )
+
+
+def no_trouble(_request_id: str) -> None:
+    return None
+
+
+def make(
+    stages: int = 2,
+    pages: int = 64,
+    pause: Callable[[], float] = lambda: 0.0005,
+    trouble: Callable[[str], None] = no_trouble,
+    lease: float = 60.0,
+) -> tuple[PrefillController, list[FakeStage]]:
+    config = PrefillConfig(stages=stages, chunk_tokens=128, cache_tokens=16 * pages, stream_lease_s=lease)
+    fakes = [FakeStage(stage, pause, trouble) for stage in range(stages)]
+    return PrefillController("prefill:test", fakes, config), fakes
+
+
+def job(name: str, tokens: int, **more: Any) -> PrefillJob:
+    return PrefillJob(name, bytes(4 * tokens), DENSE, "decode:x", **more)
+
+
+async def collect(controller: PrefillController, work: PrefillJob) -> list[Any]:
+    return [event async for event in controller.prefill(work)]
+
+
+async def assert_clean(controller: PrefillController, fakes: list[FakeStage]) -> None:
+    """No page held, nothing open anywhere, every stage saw the same commands, nothing forbidden happened."""
+    stats = controller.stats()
+    assert (stats.pages_free, stats.running, stats.waiting) == (stats.pages_total, 0, 0)
+    assert stats.waiting_tokens == 0
+    assert await controller.stage_pages() == [0] * len(fakes)
+    for fake in fakes:
+        assert fake.wrong == []
+        assert fake.log == fakes[0].log
+
+
+async def test_one_prompt_from_start_to_report() -> None:
+    controller, fakes = make()
+    events = await collect(controller, job("a", 300))
+    assert events[:3] == [PrefillProgress("a", done, 300) for done in (128, 256, 300)]
+    report = events[3].report
+    assert len(events) == 4 and isinstance(events[3], PrefillDone)
+    assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-12)
+    assert report.critical["projection"] == pytest.approx(3 * 0.0004)
+    assert report.critical["other_requests"] == 0.0
+    assert [s["projection"] for s in report.stages] == pytest.approx([0.0012, 0.0012])
+    assert report.density == (LayerDensity(0, 3.0, 6.0), LayerDensity(1, 3.0, 6.0))
+    assert (report.method, report.sampled_share, report.handoff_bytes) == ("dense", 0.25, 600)
+    assert fakes[0].log[:5] == [
+        ("open", "a", 0),
+        ("chunk", "a", 0),
+        ("chunk", "a", 128),
+        ("chunk", "a", 256),
+        ("close", "a", 0),
+    ]
+    assert controller.stats().tokens_per_second > 0
+    await assert_clean(controller, fakes)
+
+
+async def test_never_more_chunks_in_flight_than_stages_and_short_ones_overtake() -> None:
+    controller, fakes = make(stages=3)
+    long = asyncio.create_task(collect(controller, job("long", 900)))
+    await asyncio.sleep(0)
+    assert [kind for kind, _, _ in fakes[0].log].count("chunk") == 1, "the next waits for the first stage"
+    await collect(controller, job("short", 100))
+    assert not long.done(), "128-token chunks of the long prompt are still to come"
+    events = await long
+    report = events[-1].report
+    assert report.critical["other_requests"] == pytest.approx(0.0006)
+    assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-12)
+    await assert_clean(controller, fakes)
+
+
+async def test_a_request_ages_only_while_nothing_of_it_runs() -> None:
+    """Both prompts are as long; the one that was overtaken has earned its turn."""
+    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096, ageing_tokens_per_second=1e6)
+    fake = FakeStage(0, lambda: 0.002, no_trouble)
+    controller = PrefillController("prefill:test", [fake], config)
+    await asyncio.gather(collect(controller, job("a", 512)), collect(controller, job("b", 512)))
+    turns = [name for kind, name, _ in fake.log if kind == "chunk"]
+    assert turns == ["a", "b"] * 4
+
+
+async def test_refusals_take_nothing() -> None:
+    controller, fakes = make(pages=64)
+    running = controller.prefill(job("a", 900))
+    await anext(running)
+    refused = {
+        RefusalReason.TOO_LARGE: job("b", 2000),
+        RefusalReason.PAGES: job("c", 200),
+        RefusalReason.DUPLICATE: job("a", 16),
+        RefusalReason.DEADLINE: job("d", 16, deadline=time.time() - 1),
+    }
+    for reason, work in refused.items():
+        (event,) = await collect(controller, work)
+        assert isinstance(event, Refused) and event.reason is reason
+    assert controller.stats().pages_free == 64 - 57
+    for bad in (PrefillJob("e", b"123", DENSE, "decode:x"), job("f", 0)):
+        with pytest.raises(PrefillFailed, match="not a prompt"):
+            await collect(controller, bad)
+    await running.aclose()
+    await assert_clean(controller, fakes)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 64, 200])
+def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 128"):
+        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens))
+
+
+async def test_pages_are_free_only_when_every_stage_has_closed() -> None:
+    controller, fakes = make(pages=8)
+    stream = controller.prefill(job("a", 128))
+    await anext(stream)
+    fakes[1].pause = lambda: 0.05
+    closing = asyncio.create_task(controller.cancel("a"))
+    await asyncio.sleep(0.02)
+    assert controller.stats().pages_free == 0, "stage 1 has not confirmed"
+    (event,) = await collect(controller, job("b", 128))
+    assert event.reason is RefusalReason.PAGES
+    await closing
+    assert controller.stats().pages_free == 8
+    await stream.aclose()
+    await assert_clean(controller, fakes)
+
+
+async def test_a_cancel_abandons_chunks_in_flight_and_only_those() -> None:
+    controller, fakes = make(pause=lambda: 0.02)
+    stream = controller.prefill(job("a", 1000))
+    await anext(stream)
+    await stream.aclose()
+    await collect(controller, job("a", 200))
+    for fake in fakes:
+        assert fake.log.count(("abandon", "", 1)) == 1, "the first request of that id"
+        assert fake.log.index(("abandon", "", 1)) < fake.log.index(("close", "a", 0))
+        assert [entry for entry in fake.log if entry[0] == "abandon"] == [("abandon", "", 1)]
+    await assert_clean(controller, fakes)
+
+
+async def test_deadline_and_lease_end_a_request() -> None:
+    controller, fakes = make(pause=lambda: 0.01, lease=0.06)
+    events = await collect(controller, job("late", 1000, deadline=time.time() + 0.03))
+    assert isinstance(events[-1], Refused) and events[-1].reason is RefusalReason.DEADLINE
+    with pytest.raises(PrefillCancelled, match="nobody has asked"):
+        await collect(controller, job("lost", 1000))
+    renewing = asyncio.create_task(collect(controller, job("kept", 1000)))
+    while not renewing.done():
+        await asyncio.sleep(0.02)
+        controller.renew(["kept", "unknown"])
+    assert isinstance((await renewing)[-1], PrefillDone)
+    await assert_clean(controller, fakes)
+
+
+async def test_trouble_with_one_request_leaves_the_others_alone() -> None:
+    def trouble(request_id: str) -> None:
+        if request_id == "bad":
+            raise RequestFailed("its method does not run here")
+
+    controller, fakes = make(trouble=trouble)
+    good, bad = await asyncio.gather(
+        collect(controller, job("good", 500)), collect(controller, job("bad", 300)), return_exceptions=True
+    )
+    assert isinstance(good, list) and isinstance(good[-1], PrefillDone)
+    assert isinstance(bad, PrefillFailed) and str(bad) == "its method does not run here"
+    assert controller.failure == ""
+    await assert_clean(controller, fakes)
+
+
+async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
+    controller, fakes = make(pause=lambda: 0.003)
+    jobs = [asyncio.create_task(collect(controller, job(name, 300))) for name in "abc"]
+    closing = asyncio.create_task(controller.cancel("a"))
+    await asyncio.sleep(0.005)
+    fakes[1].stop()
+    outcomes = await asyncio.gather(*jobs, closing, return_exceptions=True)
+    message = "prefill group prefill:test is lost: stage 1 died"
+    assert [str(error) for error in outcomes[:3]].count(message) >= 2
+    assert all(isinstance(error, PrefillFailed) for error in outcomes[:3])
+    assert outcomes[3] is None
+    assert fakes[0].stopped and controller.failure == message
+    assert controller.stats().pages_free == controller.stats().pages_total
+    with pytest.raises(PrefillFailed, match="is lost"):
+        await collect(controller, job("d", 16))
+    assert await controller.check() == message
+
+
+async def test_check_notices_a_stage_that_died_while_idle() -> None:
+    controller, fakes = make()
+    assert await controller.check() == ""
+
+    def pages_used() -> Awaitable[int]:
+        raise RuntimeError("stage 0 died")
+
+    fakes[0].pages_used = pages_used  # type: ignore[method-assign]
+    assert "stage 0 died" in await controller.check()
+
+
+async def read(controller: PrefillController, work: PrefillJob, stop_after: int) -> tuple[str, list[Any]]:
+    """Read at most stop_after events, then close the stream. Returns how it ended."""
+    seen: list[Any] = []
+    stream = controller.prefill(work)
+    try:
+        async for event in stream:
+            seen.append(event)
+            if len(seen) == stop_after:
+                await stream.aclose()
+                return "closed", seen
+    except PrefillCancelled:
+        return "cancelled", seen
+    except PrefillFailed:
+        return "failed", seen
+    return "ended", seen
+
+
+async def abuse(seed: int, fatal: bool) -> None:
+    """Ten requests that end in every way at random moments."""
+    rng = random.Random(seed)
+    poisoned = {f"r{rng.randrange(10)}"}
+
+    def trouble(request_id: str) -> None:
+        if request_id in poisoned and rng.random() < 0.2:
+            raise RequestFailed("trouble")
+
+    controller, fakes = make(rng.randint(1, 3), 64, lambda: rng.random() * 1e-3, trouble)
+    readers: dict[str, asyncio.Task[tuple[str, list[Any]]]] = {}
+    chores: list[asyncio.Task[None]] = []
+    for number in range(10):
+        name, tokens = f"r{number}", rng.randint(1, 500)
+        deadline = time.time() + rng.random() * 0.02 if rng.random() < 0.3 else None
+        stop_after = rng.choice([1, 2, 99, 99])
+        readers[name] = asyncio.create_task(
+            read(controller, job(name, tokens, deadline=deadline), stop_after)
+        )
+        if rng.random() < 0.4:
+            chores.append(asyncio.create_task(controller.cancel(name)))
+        await asyncio.sleep(rng.random() * 2e-3)
+        if rng.random() < 0.2:
+            readers[rng.choice(list(readers))].cancel()
+    if fatal:
+        rng.choice(fakes).stop()
+    outcomes = await asyncio.gather(*readers.values(), return_exceptions=True)
+    await asyncio.gather(*chores)
+    for outcome in outcomes:
+        if isinstance(outcome, asyncio.CancelledError):
+            continue
+        assert isinstance(outcome, tuple), outcome
+        ending, seen = outcome
+        terminal = [event for event in seen if isinstance(event, PrefillDone | Refused)]
+        assert len(terminal) == (ending == "ended") or (ending == "closed" and terminal == seen[-1:])
+        assert all(isinstance(event, PrefillProgress) for event in seen[:-1])
+    if any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes):
+        # A reader that is cancelled while it waits for its pages does not see them come back.
+        async with asyncio.timeout(1):
+            while controller.stats().pages_free < controller.stats().pages_total:
+                await asyncio.sleep(1e-3)
+    if fatal and controller.failure:
+        assert controller.stats().pages_free == controller.stats().pages_total
+        return
+    await assert_clean(controller, fakes)
+
+
+@pytest.mark.parametrize("fatal", [False, True])
+async def test_nothing_leaks_however_requests_end(fatal: bool) -> None:
+    for seed in range(60):
+        await asyncio.wait_for(abuse(seed, fatal), 10)

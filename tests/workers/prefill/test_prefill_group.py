@@ -1,0 +1,234 @@
+"""The prefill group on real Ray: two stages over gloo, K/V by object store to a fake decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from deltafront.kernels.testing import assert_rows_close
+from deltafront.workers.messages import (
+    NAMESPACE,
+    PrefillCancelled,
+    PrefillDone,
+    PrefillFailed,
+    PrefillJob,
+    PrefillProgress,
+    RefusalReason,
+    Refused,
+    resolve,
+)
+from deltafront.workers.prefill import group as prefill_group
+from deltafront.workers.prefill.group import PrefillGroup, RayStageLink, placement
+from deltafront.workers.settings import ModelSpec, PrefillConfig
+
+from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model, random_ids, whole_prompt
+
+DENSE = resolve("dense")
+CONFIG = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=4096, cpus_per_stage=0.5)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_AUTH_MODE", "disabled")
+    ray.init(
+        address="local",
+        _node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        num_cpus=4,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    yield
+    ray.shutdown()
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return ModelSpec(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def group(cluster: None, model: ModelSpec) -> Iterator[PrefillGroup]:
+    made = PrefillGroup(model, CONFIG)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def decode(cluster: None) -> Iterator[Any]:
+    """An actor that pulls what is announced, as a decode worker would; defined here to travel by value."""
+    from deltafront.workers.kv.transports import KVReceiver
+
+    class FakeDecode:
+        def __init__(self) -> None:
+            self.receiver = KVReceiver(KV_HEADS, HEAD_DIM, torch.float32)
+            self.kv: dict[Any, Any] = {}
+            self.logits: dict[str, Any] = {}
+
+        async def announce(self, announcement: Any) -> None:
+            if announcement.request_id == "unwanted":
+                raise ValueError("no such request here")
+            for n, (k, v) in enumerate(await self.receiver.pull(announcement)):
+                key = announcement.request_id, announcement.layer + n, announcement.start
+                self.kv[key] = k.clone(), v.clone()
+
+        async def first_logits(self, message: Any) -> None:
+            self.logits[message.request_id] = message.logits
+
+        async def result(self, request_id: str, layers: int) -> Any:
+            while request_id not in self.logits:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            joined = {}
+            for layer in range(layers):
+                parts = [self.kv[key] for key in sorted(self.kv) if key[:2] == (request_id, layer)]
+                joined[layer] = tuple(torch.cat(side) for side in zip(*parts, strict=True))
+            return self.logits[request_id], joined
+
+    name = f"decode:test{time.monotonic_ns()}"
+    actor = ray.remote(FakeDecode).options(name=name, namespace=NAMESPACE, num_cpus=0).remote()
+    ray.get(actor.__ray_ready__.remote())
+    yield name, actor
+    ray.kill(actor)
+
+
+async def events_of(group: PrefillGroup, job: PrefillJob) -> AsyncIterator[Any]:
+    async for reference in group.controller.prefill.remote(job):
+        yield await reference
+
+
+async def drained(group: PrefillGroup) -> bool:
+    stats = await group.controller.stats.remote()
+    return stats.pages_free == stats.pages_total and not any(await group.controller.stage_pages.remote())
+
+
+async def test_prefill_hands_over_all_layers_and_the_right_logits(
+    group: PrefillGroup, decode: Any, model: ModelSpec
+) -> None:
+    name, actor = decode
+    ids = random_ids(600)
+    seen = [e async for e in events_of(group, PrefillJob("r1", ids, DENSE, name))]
+    assert [e.tokens_done for e in seen[:-1]] == [128, 256, 384, 512, 600]
+    report = seen[-1].report
+    assert isinstance(seen[-1], PrefillDone)
+    assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
+    logits_V, kv = await actor.result.remote("r1", LAYERS)
+    wanted_V, wanted = whole_prompt(Path(model.path), ids, DENSE)
+    assert_rows_close(torch.from_numpy(logits_V.copy())[None], wanted_V[None])
+    for layer in range(LAYERS):
+        for got, expected in zip(kv[layer], wanted[layer], strict=True):
+            assert_rows_close(got, expected)
+    assert await drained(group)
+
+
+async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGroup, decode: Any) -> None:
+    job = PrefillJob("r2", random_ids(3000), DENSE, decode[0])
+    with pytest.raises(PrefillCancelled):
+        async for event in events_of(group, job):
+            if isinstance(event, PrefillProgress):
+                await group.controller.cancel.remote("r2")
+                assert await drained(group), "cancel returns when pages are free"
+    await group.controller.cancel.remote("r2")
+    assert await drained(group)
+
+
+async def test_abandoning_overtakes_the_chunk_that_runs_and_commands_keep_their_order(
+    cluster: None, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        """A stage whose chunks end only when they are abandoned; defined here to travel by value."""
+
+        def __init__(self, *_: Any) -> None:
+            self.wanted, self.order = True, []
+
+        def run_chunk(self, number: int) -> list[int]:
+            until = time.monotonic() + 20.0
+            while self.wanted and time.monotonic() < until:
+                time.sleep(0.005)
+            return self.close(number) if not self.wanted else []
+
+        def close(self, number: int) -> list[int]:
+            self.order.append(number)
+            return list(self.order)
+
+        def abandon(self, serial: int) -> None:
+            self.wanted = False
+
+    monkeypatch.setattr(prefill_group, "StageActor", Slow)
+    actor = PrefillGroup._start_stage(model, PrefillConfig(stages=1, cpus_per_stage=0), 0, None)
+    link: Any = RayStageLink(actor, 0)
+    replies = [link.run_chunk(0), *(link.close(n) for n in range(1, 6))]
+    link.abandon(1)
+    assert (await asyncio.gather(*replies))[-1] == [0, 1, 2, 3, 4, 5]
+    link.stop()
+
+
+async def test_a_reader_that_is_cancelled_takes_its_request_along(group: PrefillGroup, decode: Any) -> None:
+    job = PrefillJob("r3", random_ids(3000), DENSE, decode[0])
+    stream = group.controller.prefill.remote(job)
+    await (await anext(stream))
+    ray.cancel(stream)
+    for _ in range(200):
+        if await drained(group):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("pages are still held after 4 s")
+
+
+async def test_a_lost_decode_worker_fails_one_request_and_not_the_group(
+    group: PrefillGroup, decode: Any
+) -> None:
+    with pytest.raises(PrefillFailed, match="decode:nobody did not take K/V"):
+        async for _ in events_of(group, PrefillJob("r4", random_ids(300), DENSE, "decode:nobody")):
+            pass
+    with pytest.raises(PrefillFailed, match="no such request here"):
+        async for _ in events_of(group, PrefillJob("unwanted", random_ids(3000), DENSE, decode[0])):
+            pass
+    seen = [e async for e in events_of(group, PrefillJob("r5", random_ids(200), DENSE, decode[0]))]
+    assert isinstance(seen[-1], PrefillDone)
+    assert await drained(group)
+
+
+async def test_a_prompt_that_can_never_fit_is_refused(group: PrefillGroup) -> None:
+    job = PrefillJob("r6", random_ids(5000), DENSE, "decode:any")
+    (refused,) = [event async for event in events_of(group, job)]
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.needed) == (RefusalReason.TOO_LARGE, 313)
+
+
+async def test_a_killed_stage_ends_the_whole_group(cluster: None, decode: Any, model: ModelSpec) -> None:
+    doomed = PrefillGroup(model, CONFIG)
+    await doomed.check_health()
+
+    async def run(name: str) -> str:
+        with pytest.raises(PrefillFailed) as failure:
+            async for event in events_of(doomed, PrefillJob(name, random_ids(1800, 3), DENSE, decode[0])):
+                if isinstance(event, PrefillProgress) and event.tokens_done == 256:
+                    ray.kill(doomed._stages[1])
+        return str(failure.value.cause)
+
+    messages = await asyncio.gather(run("a"), run("b"))
+    assert len(set(messages)) == 1
+    assert "prefill:" in messages[0] and "\n" not in messages[0] and "stage" in messages[0]
+    with pytest.raises(RuntimeError, match="is lost"):
+        await doomed.check_health()
+    with pytest.raises(PrefillFailed, match="is lost"):
+        await doomed.controller.stats.remote()
+    with pytest.raises(ray.exceptions.RayActorError):
+        await doomed._stages[0].pages_used.remote()
+    doomed.stop()
+
+
+def test_placement_reserves_a_bundle_for_the_replica_and_one_for_each_stage() -> None:
+    bundles, strategy = placement(PrefillConfig(stages=3, cpus_per_stage=2.0, gpus_per_stage=1.0))
+    assert bundles == [{"CPU": 0.1}] + 3 * [{"CPU": 2.0, "GPU": 1.0}]
+    assert strategy == "PACK"

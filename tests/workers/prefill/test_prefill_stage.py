@@ -1,0 +1,334 @@
+"""Stages in one process: any split and any chunking computes what the whole model does in one go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltafront.kernels.build import build
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.testing import assert_rows_close, row_errors
+from deltafront.workers.kv.transports import InProcessPost, KVReceiver
+from deltafront.workers.messages import (
+    ChunkCommand,
+    FirstLogits,
+    KVAnnouncement,
+    MethodSpec,
+    OpenRequest,
+    PrefillDone,
+    PrefillFailed,
+    PrefillJob,
+    RequestFailed,
+    resolve,
+)
+from deltafront.workers.prefill import stage as prefill_stage
+from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.prefill.in_process import local_controller, run_in_process
+from deltafront.workers.prefill.stage import PrefillStage, load_stage, torch_dtype
+from deltafront.workers.settings import ModelSpec, PrefillConfig
+
+from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_tiny_model, random_ids, whole_prompt
+
+DENSE = resolve("dense")
+SPARSE = resolve("xattention+delta", {"min_tokens": 0, "tau": 0.8})
+
+
+class Collector:
+    """Keeps everything that is handed over; `refuse` names a request whose K/V it does not take."""
+
+    def __init__(self, refuse: str = "") -> None:
+        self.refuse = refuse
+        self.kv: dict[tuple[str, int], list[KVAnnouncement]] = defaultdict(list)
+        self.logits: dict[str, np.ndarray[Any, Any]] = {}
+
+    def announce(self, announcement: KVAnnouncement) -> None:
+        if announcement.request_id == self.refuse:
+            raise ValueError("not mine")
+        for n in range(announcement.layers):
+            self.kv[announcement.request_id, announcement.layer + n].append(announcement)
+
+    def first_logits(self, message: FirstLogits) -> None:
+        self.logits[message.request_id] = message.logits
+
+    async def joined(
+        self, request_id: str, layer: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, ...]:
+        """k_TGD, v_TGD of the whole prompt; announcements must come in order and without gaps."""
+        receiver = KVReceiver(KV_HEADS, HEAD_DIM, dtype)
+        parts, end = [], 0
+        for announcement in self.kv[request_id, layer]:
+            assert announcement.start == end
+            end += announcement.tokens
+            parts.append((await receiver.pull(announcement))[layer - announcement.layer])
+        return tuple(torch.cat(side) for side in zip(*parts, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return ModelSpec(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
+
+
+@asynccontextmanager
+async def pipeline(model: ModelSpec, sink: Collector, **options: Any) -> AsyncIterator[PrefillController]:
+    config = PrefillConfig(**{"chunk_tokens": 128, "cache_tokens": 2048, **options})
+    controller = local_controller(model, config, sink)
+    try:
+        yield controller
+    finally:
+        await controller.stop()
+
+
+async def prefill(controller: PrefillController, name: str, ids: bytes, method: MethodSpec = DENSE) -> Any:
+    events = [event async for event in controller.prefill(PrefillJob(name, ids, method, "decode:x"))]
+    assert isinstance(events[-1], PrefillDone)
+    return events[-1].report
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [128, 384])
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+async def test_logits_and_kv_equal_the_whole_prompt(
+    model: ModelSpec, stages: int, chunk: int, method: MethodSpec
+) -> None:
+    ids, sink = random_ids(500), Collector()
+    async with pipeline(model, sink, stages=stages, chunk_tokens=chunk) as controller:
+        report = await prefill(controller, "r", ids, method)
+    logits_V, kv = whole_prompt(Path(model.path), ids, method)
+    assert_rows_close(torch.from_numpy(sink.logits["r"])[None], logits_V[None])
+    for layer in range(LAYERS):
+        for got, wanted in zip(await sink.joined("r", layer), kv[layer], strict=True):
+            assert_rows_close(got, wanted)
+    assert [density.layer for density in report.density] == list(range(LAYERS))
+    if method is DENSE:
+        assert all(density.computed == density.causal == 4 * 10 for density in report.density)
+    assert report.handoff_bytes == 500 * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
+    assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
+    assert {"projection", "attention", "kv_write", "handoff"} <= set(report.critical)
+    assert ("activation_wait" in report.critical) == (stages > 1)
+
+
+async def test_prompts_that_share_the_stages_do_not_disturb_each_other(model: ModelSpec) -> None:
+    prompts = {"a": random_ids(900, 1), "b": random_ids(130, 2), "c": random_ids(400, 3)}
+    methods = {"a": SPARSE, "b": DENSE, "c": SPARSE}
+    sink = Collector()
+    async with pipeline(model, sink, stages=2) as controller:
+        running = [prefill(controller, name, ids, methods[name]) for name, ids in prompts.items()]
+        await asyncio.gather(*running)
+    for name, ids in prompts.items():
+        logits_V, _ = whole_prompt(Path(model.path), ids, methods[name])
+        assert_rows_close(torch.from_numpy(sink.logits[name])[None], logits_V[None])
+
+
+def break_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(spec: MethodSpec) -> Any:
+        if spec.name == "streaming":
+            raise KernelInputError("no kernel for this device")
+        return build(spec)
+
+    monkeypatch.setattr(prefill_stage, "build", broken)
+
+
+async def test_trouble_of_one_request_leaves_the_stages_in_step(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad ids fail on the first stage, a bad method at open, a refused hand-off at a chunk's end."""
+    break_streaming(monkeypatch)
+    bad_ids = np.full(600, VOCAB, dtype=np.uint32).tobytes()
+    sink = Collector(refuse="refused")
+    good = random_ids(700, 5)
+    async with pipeline(model, sink, stages=3) as controller:
+        outcomes = await asyncio.gather(
+            prefill(controller, "good", good),
+            prefill(controller, "ids", bad_ids),
+            prefill(controller, "refused", random_ids(300)),
+            prefill(controller, "method", random_ids(300), resolve("streaming")),
+            return_exceptions=True,
+        )
+        assert isinstance(outcomes[1], PrefillFailed) and f"vocabulary of {VOCAB}" in str(outcomes[1])
+        assert isinstance(outcomes[2], PrefillFailed) and "not mine" in str(outcomes[2])
+        assert isinstance(outcomes[3], PrefillFailed)
+        assert "streaming cannot start: no kernel for this device" in str(outcomes[3])
+        assert controller.failure == ""
+        assert await controller.stage_pages() == [0, 0, 0]
+        await prefill(controller, "again", good)
+    logits_V, _ = whole_prompt(Path(model.path), good, DENSE)
+    for name in ("good", "again"):
+        assert_rows_close(torch.from_numpy(sink.logits[name])[None], logits_V[None])
+
+
+async def test_cancelling_in_the_middle_leaves_pages_clean_for_the_next(model: ModelSpec) -> None:
+    ids, sink = random_ids(500, 9), Collector()
+    async with pipeline(model, sink, stages=2, cache_tokens=512) as controller:
+        for _ in range(4):
+            stream = controller.prefill(PrefillJob("x", random_ids(512), DENSE, "decode:x"))
+            await anext(stream)
+            await stream.aclose()
+            assert await controller.stage_pages() == [0, 0]
+        await prefill(controller, "r", ids)
+        assert controller.stats().pages_free == 32
+    logits_V, _ = whole_prompt(Path(model.path), ids, DENSE)
+    assert_rows_close(torch.from_numpy(sink.logits["r"])[None], logits_V[None])
+
+
+async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = PrefillStage._compute
+
+    def compute(self: PrefillStage, command: ChunkCommand, *rest: Any) -> torch.Tensor:
+        if self._stage == 1 and command.start == 128:
+            raise RuntimeError("an illegal memory access")
+        return original(self, command, *rest)
+
+    monkeypatch.setattr(PrefillStage, "_compute", compute)
+    async with pipeline(model, Collector(), stages=3) as controller:
+        running = [prefill(controller, name, random_ids(600)) for name in "ab"]
+        outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 20)
+        assert {str(error) for error in outcomes} == {"prefill group local is lost: an illegal memory access"}
+
+
+def stage_of(model: ModelSpec, sink: Collector) -> PrefillStage:
+    config = PrefillConfig(stages=1, cache_tokens=1024)
+    return load_stage(model, config, 0, None, InProcessPost(sink))
+
+
+def test_a_stage_by_hand(model: ModelSpec) -> None:
+    stage = stage_of(model, Collector())
+    command = ChunkCommand("r", 0, 128, False, True, random_ids(128))
+    with pytest.raises(RequestFailed, match="r is not open"):
+        stage.run_chunk(command)
+    stage.open(OpenRequest("r", tuple(range(40, 49)), 130, DENSE, "decode:x"))
+    assert stage.pages_used() == 9
+    report = stage.run_chunk(command)
+    assert sum(report.phases.values()) <= report.wall
+    assert (report.stage, report.start, report.request_id) == (0, 0, "r")
+    with pytest.raises(RequestFailed, match="token ids"):
+        stage.run_chunk(replace(command, start=128, token_ids=b""))
+    assert stage.pages_used() == 0, "a request that failed is closed"
+    stage.close("r")
+    stage.close("unknown")
+
+
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+def test_scattered_pages_give_what_a_run_of_pages_gives(model: ModelSpec, method: MethodSpec) -> None:
+    """A run is read in place, scattered pages are gathered: the same numbers, also beside each other."""
+    sink, ids = Collector(), random_ids(300)
+    stage = stage_of(model, sink)
+    scattered = (60, *range(40, 50), *range(21, 29))
+    for name, pages in (("run", tuple(range(1, 20))), ("scattered", scattered)):
+        stage.open(OpenRequest(name, pages, 300, method, "decode:x"))
+    for start, end in ((0, 128), (128, 256), (256, 300)):
+        part = ids[4 * start : 4 * end]
+        for name in ("run", "scattered"):
+            stage.run_chunk(ChunkCommand(name, start, end - start, end == 300, True, part))
+    assert_rows_close(*(torch.from_numpy(sink.logits[name])[None] for name in ("run", "scattered")))
+    for name in ("run", "scattered"):
+        stage.close(name)
+
+
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: MethodSpec) -> None:
+    sink, ids = Collector(), random_ids(300)
+    stage = stage_of(replace(model, dtype="float16"), sink)
+    token = int(np.frombuffer(ids, dtype="<u4")[70])
+    stage.stack._weights.embedding_VC[token] *= 1e7  # beyond 65,504
+    stage.open(OpenRequest("r", tuple(range(19)), 300, method, "decode:x"))
+    with pytest.raises(RequestFailed, match=r"not finite numbers in torch\.float16"):
+        stage.run_chunk(ChunkCommand("r", 0, 300, True, True, ids))
+    assert not sink.logits
+    stage.close("r")
+    assert stage.pages_used() == 0
+
+
+def test_an_abandoned_chunk_stops_at_the_next_layer(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stage_of(model, Collector())
+    written: list[int] = []
+    write = stage._cache.write_run
+
+    def abandoning(layer: int, *rest: Any) -> None:
+        written.append(layer)
+        if layer == 2:
+            stage.abandon(7)
+        write(layer, *rest)
+
+    monkeypatch.setattr(stage._cache, "write_run", abandoning)
+    command = ChunkCommand("r", 0, 128, True, True, random_ids(128))
+    order = OpenRequest("r", tuple(range(8)), 128, DENSE, "decode:x", serial=7)
+    stage.open(order)
+    with pytest.raises(RequestFailed, match="abandoned"):
+        stage.run_chunk(command)
+    assert written == [0, 1, 2]
+    assert stage.pages_used() == 0 and not stage._abandoned
+    stage.close("r")
+    stage.abandon(7)  # too late: a later request of the same id is another one
+    stage.open(replace(order, serial=8))
+    stage.run_chunk(command)
+    assert written[3:] == list(range(LAYERS))
+    stage.close("r")
+
+
+def test_run_in_process_returns_report_and_logits(model: ModelSpec) -> None:
+    ids = random_ids(300)
+    report, logits = run_in_process(model, PrefillConfig(stages=2, chunk_tokens=128), ids, DENSE)
+    wanted_V, _ = whole_prompt(Path(model.path), ids, DENSE)
+    assert_rows_close(torch.from_numpy(logits)[None], wanted_V[None])
+    assert report.method == "dense"
+    with pytest.raises(PrefillFailed, match="refused"):
+        run_in_process(model, PrefillConfig(stages=1, cache_tokens=64), ids, DENSE)
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="'int8' is unknown"):
+        torch_dtype(ModelSpec("x", dtype="int8"))
+
+
+async def on_the_cpu(model: ModelSpec, sink: Collector, ids: bytes) -> None:
+    async with pipeline(model, sink, stages=1, chunk_tokens=256) as controller:
+        await prefill(controller, "r", ids, DENSE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+def test_cuda_hands_over_what_the_cpu_computes(model: ModelSpec, stages: int, method: MethodSpec) -> None:
+    """bf16 on the device against fp32 here: hand-off through pinned memory, phases by events."""
+    ids, sink = random_ids(900), Collector()
+    half = replace(model, dtype="bfloat16")
+
+    async def run() -> Any:
+        async with pipeline(half, sink, stages=stages, chunk_tokens=256, device="cuda") as controller:
+            for name in ("warm-up", "r"):
+                report = await prefill(controller, name, ids, method)
+            assert await controller.stage_pages() == [0] * stages
+            return report
+
+    report = asyncio.run(run())
+    if method is DENSE:
+        # Errors grow from layer to layer of a random model: the CPU's own bf16 is the yardstick.
+        on_cpu = Collector()
+        asyncio.run(on_the_cpu(half, on_cpu, ids))
+        logits_V, kv = whole_prompt(Path(model.path), ids, DENSE)
+        for layer in range(LAYERS):
+            got = asyncio.run(sink.joined("r", layer, torch.bfloat16))
+            peer = asyncio.run(on_cpu.joined("r", layer, torch.bfloat16))
+            for x, y, wanted in zip(got, peer, kv[layer], strict=True):
+                mean, allowed = (row_errors(z.float().cpu(), wanted).mean() for z in (x, y))
+                assert mean <= 1.5 * allowed
+        mine, theirs = (
+            row_errors(torch.from_numpy(c.logits["r"])[None], logits_V[None]) for c in (sink, on_cpu)
+        )
+        assert mine.item() <= 1.5 * theirs.item()
+    assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
+    assert report.critical["group_overhead"] > 0

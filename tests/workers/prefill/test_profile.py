@@ -1,0 +1,70 @@
+"""Phase timers: exclusive time when phases nest, and time outside phases counted nowhere."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from deltafront.workers.prefill.phases import CpuPhases, CudaPhases, phase_timer
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_nested_phases_share_out_the_time_between_them() -> None:
+    clock = FakeClock()
+    with mock.patch.object(time, "perf_counter", clock.perf_counter):
+        timer = CpuPhases()
+        clock.now += 1
+        with timer.phase("correction"):
+            clock.now += 2
+            with timer.phase("scoring"):
+                clock.now += 4
+            clock.now += 8
+            with pytest.raises(ValueError), timer.phase("attention"):
+                clock.now += 16
+                raise ValueError
+            clock.now += 32
+        clock.now += 64
+        with timer.phase("scoring"):
+            clock.now += 128
+        assert timer.seconds() == {"correction": 42.0, "scoring": 132.0, "attention": 16.0}
+
+
+def test_phases_lie_within_the_wall() -> None:
+    timer = phase_timer(torch.device("cpu"))
+    began = time.perf_counter()
+    for _ in range(50):
+        with timer.phase("a"), timer.phase("b"):
+            time.sleep(0.0001)
+    wall = time.perf_counter() - began
+    assert 0.005 <= sum(timer.seconds().values()) <= wall
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_phases_measure_the_device_without_waiting_for_it() -> None:
+    x = torch.randn(8192, 8192, device="cuda")
+    x @ x
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    timer = CudaPhases()
+    with timer.phase("attention"):
+        for _ in range(20):
+            y = x @ x
+        with timer.phase("scoring"):
+            y = y + 1
+    launched = time.perf_counter() - began
+    seconds = timer.seconds()
+    wall = time.perf_counter() - began
+    assert launched < 0.5 * wall, "the host did not wait"
+    assert 10 * seconds["scoring"] < seconds["attention"] <= wall
+    assert seconds["attention"] > 0.5 * wall

@@ -1,0 +1,139 @@
+"""The chunk schedule against its definition, and what it promises, in a simulated pipeline."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.workers.prefill import schedule
+from deltafront.workers.prefill.schedule import Waiting
+
+AGEING = 256.0
+CHUNK = 512
+times = st.floats(0, 1e4, allow_nan=False)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Waiting,
+            st.text("abc", min_size=1, max_size=4),
+            st.integers(1, 600_000),
+            times,
+            st.none() | times,
+            st.floats(0, 1e5),
+        ),
+        min_size=1,
+        max_size=8,
+        unique_by=lambda w: w.request_id,
+    ),
+    times,
+    st.floats(0, 1e3),
+)
+def test_next_request_by_brute_force(waiting: list[Waiting], now: float, ageing: float) -> None:
+    def rank(w: Waiting) -> float:
+        idle = 0.0 if w.idle_since is None else max(0.0, now - w.idle_since)
+        return w.remaining - w.credit - ageing * idle
+
+    chosen = schedule.next_request(waiting, now, ageing)
+    (picked,) = [w for w in waiting if w.request_id == chosen]
+    for other in waiting:
+        assert rank(picked) <= rank(other) or rank(picked) == pytest.approx(rank(other))
+        if rank(other) == rank(picked):
+            assert (picked.arrived, picked.request_id) <= (other.arrived, other.request_id)
+    assert schedule.next_request(list(reversed(waiting)), now, ageing) == chosen
+
+
+def test_nobody_waiting_is_an_error() -> None:
+    with pytest.raises(ValueError):
+        schedule.next_request([], 0.0, AGEING)
+
+
+def test_credit_grows_while_idle_only_and_a_chunk_costs_twice_its_tokens() -> None:
+    waiting = schedule.arrival("a", 2048, now=10.0)
+    assert schedule.credit_at(waiting, 20.0, AGEING) == 2560.0
+    waiting = schedule.chunk_sent(waiting, CHUNK, 20.0, AGEING)
+    assert (waiting.remaining, waiting.credit) == (1536, 1536.0)
+    assert schedule.credit_at(waiting, 500.0, AGEING) == 1536.0, "its chunk is running: it does not wait"
+    waiting = schedule.chunk_sent(schedule.became_idle(waiting, 30.0), CHUNK, 30.0, AGEING)
+    assert waiting.credit == 512.0
+    waiting = schedule.chunk_sent(waiting, CHUNK, 31.0, AGEING)
+    assert waiting.credit == 0.0, "never in debt"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    name: str
+    tokens: int
+    at: float
+
+
+def simulate(
+    arrivals: Sequence[Arrival], stages: int, chunk_seconds: float, until: float = 1e9
+) -> dict[str, float]:
+    """When each prompt is through, in a pipeline of equal stages, one chunk of any size per stage and
+    chunk_seconds / stages each; never more than `stages` chunks in flight."""
+    step = chunk_seconds / stages
+    todo = sorted(arrivals, key=lambda a: a.at)
+    waiting: dict[str, Waiting] = {}
+    pipeline: list[tuple[str, int]] = []  # (request, stages passed), oldest first
+    finished: dict[str, float] = {}
+    now = 0.0
+    while (todo or waiting or pipeline) and now < until:
+        while todo and todo[0].at <= now:
+            arrived = todo.pop(0)
+            waiting[arrived.name] = schedule.arrival(arrived.name, arrived.tokens, now)
+        free_entry = all(passed > 0 for _, passed in pipeline)
+        ready = [w for w in waiting.values() if w.remaining > 0]
+        if ready and free_entry and len(pipeline) < stages:
+            name = schedule.next_request(ready, now, AGEING)
+            tokens = min(CHUNK, waiting[name].remaining)
+            waiting[name] = schedule.chunk_sent(waiting[name], tokens, now, AGEING)
+            pipeline.append((name, 0))
+        now += step
+        pipeline = [(name, passed + 1) for name, passed in pipeline]
+        while pipeline and pipeline[0][1] == stages:
+            name, _ = pipeline.pop(0)
+            if name not in [other for other, _ in pipeline]:
+                waiting[name] = schedule.became_idle(waiting[name], now)
+                if waiting[name].remaining == 0:
+                    finished[name] = now
+                    del waiting[name]
+    return finished
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("chunk_seconds", [0.05, 0.4, 3.0])
+@pytest.mark.parametrize("document", [8192, 524_288])
+def test_a_short_prompt_waits_at_most_two_chunks_more_than_alone(
+    stages: int, chunk_seconds: float, document: int
+) -> None:
+    short = Arrival("short", 256, 1.0)
+    alone = simulate([short], stages, chunk_seconds)["short"]
+    shared = simulate([Arrival("document", document, 0.0), short], stages, chunk_seconds, until=60.0)["short"]
+    assert shared - alone <= 2 * chunk_seconds + 1e-9
+
+
+def test_a_document_is_not_starved_by_a_stream_of_short_prompts() -> None:
+    """Short prompts alone fill the pipeline; the document first ages to the front, then keeps a share."""
+    seconds = 0.25
+    crowd = [Arrival(f"s{i:05d}", 256, i * seconds) for i in range(4000)]
+    finished = simulate([Arrival("document", 8192, 0.0), *crowd], 1, seconds, until=1000.0)
+    earned = 8192 / AGEING
+    chunks = 8192 / CHUNK
+    assert finished["document"] <= earned + chunks * (2 * CHUNK / AGEING) + 10.0
+    waits = [finished[a.name] - a.at for a in crowd if a.at < finished["document"] and a.name in finished]
+    assert max(waits) <= (chunks + 3) * seconds, "it takes its share a chunk at a time"
+
+
+def test_every_prompt_ends_and_shortest_first_without_ageing() -> None:
+    rng = random.Random(3)
+    arrivals = [Arrival(f"r{i}", rng.randrange(1, 6000), 0.0) for i in range(20)]
+    finished = simulate(arrivals, 2, 0.001)
+    order = sorted(finished, key=lambda name: finished[name])
+    assert order == [a.name for a in sorted(arrivals, key=lambda a: (a.tokens, a.name))]

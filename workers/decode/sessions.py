@@ -1,0 +1,88 @@
+"""Leased sessions of one decode worker: who owns which prompt's pages, and until when.
+
+Pure accounting over a PagePool, free of tensors and clocks (times are seconds since the epoch, passed in).
+A session holds one reference on each of its pages and never writes to them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..kv.page_pool import PagePool, pages_for
+
+
+@dataclass(frozen=True)
+class Session:
+    """`tokens` tokens of K/V in `pages`, usable by `owner` until `expires`."""
+
+    session_id: str
+    owner: str
+    pages: tuple[int, ...]
+    tokens: int
+    expires: float
+
+
+class SessionsTable:
+    """Sessions by id. Ids are `<worker>.<random>`, so that any front door can find the worker."""
+
+    def __init__(
+        self,
+        worker: str,
+        pool: PagePool,
+        max_ttl_s: float,
+        token: Callable[[], str] = lambda: secrets.token_urlsafe(16),
+    ) -> None:
+        if max_ttl_s <= 0:
+            raise ValueError(f"max_session_ttl_s must be positive, got {max_ttl_s}")
+        self._worker = worker
+        self._pool = pool
+        self._max_ttl_s = max_ttl_s
+        self._token = token
+        self._sessions: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def adopt(self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float) -> Session:
+        """Make a session of pages whose references the caller hands over (exactly pages_for(tokens)).
+
+        ttl_s is capped by the configured maximum; 0 or less asks for that maximum.
+        """
+        if tokens < 1 or len(pages) != pages_for(tokens, self._pool.page_tokens):
+            raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
+        lease = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
+        session = Session(f"{self._worker}.{self._token()}", owner, pages, tokens, now + lease)
+        self._sessions[session.session_id] = session
+        return session
+
+    def find(self, session_id: str, owner: str, now: float) -> Session | None:
+        """The session, or None if it is unknown, expired or somebody else's."""
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner or session.expires <= now:
+            return None
+        return session
+
+    def release(self, session_id: str, owner: str, now: float) -> bool:
+        """Drop a session and its page references. False if there is none for this owner."""
+        session = self.find(session_id, owner, now)
+        if session is None:
+            return False
+        self._drop(session)
+        return True
+
+    def expire(self, now: float) -> int:
+        """Drop every session whose lease has run out; how many there were."""
+        gone = [session for session in self._sessions.values() if session.expires <= now]
+        for session in gone:
+            self._drop(session)
+        return len(gone)
+
+    def clear(self) -> None:
+        for session in list(self._sessions.values()):
+            self._drop(session)
+
+    def _drop(self, session: Session) -> None:
+        del self._sessions[session.session_id]
+        self._pool.release(session.pages)

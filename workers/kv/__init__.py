@@ -1,0 +1,1 @@
+"""Keys and values: the pages they live in, and their way from a stage to a decode worker."""

@@ -1,0 +1,145 @@
+"""Which layers should be Δ-layers: those whose page selection serves the layers after them best.
+
+A sparse layer reads the pages that the Δ-layer before it chose, so what counts is the attention that falls
+outside them. One dense pass over a text gives every layer's page scores; from these, what each layer loses
+when any earlier one chooses for it; and from that, by dynamic programming, the Δ-layers with the least
+loss in all. DELTA itself takes the layers whose attention map differs most from the one before (largest
+1 - cos). On SmolLM2 that picks layers that do not see retrieved text at all, and answers get lost.
+
+Shape suffixes: L layers (two L: choosing layer, reading layer), Q queries looked at, P pages, S keys, T
+tokens, H query heads, G key/value heads, D head dimension, J = H / G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+
+from ...kernels.build import build
+from ...kernels.interface import AttentionInput, StateSpec
+from ...kernels.methods import resolve
+from ..kv.page_pool import PAGE_TOKENS
+from .config import ModelConfig
+from .decoder import LayerStack, load_stack
+
+QUERIES = 64
+"""Queries of a text whose maps are compared, evenly spaced over its second half."""
+
+
+def calibrate(
+    directory: str | Path,
+    config: ModelConfig,
+    text_ids: Sequence[int],
+    count: int,
+    *,
+    budget: int = 64,
+    recency: int = 8,
+    full_layers: Collection[int] = (0, 1),
+    adapter: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[int, ...]:
+    """`count` Δ-layers for a model, from one dense pass over a text of real prose.
+
+    budget, recency: K and L of the selection, in pages; a text of four times the budget is a good choice.
+    Raises ModelError for a model that cannot be loaded, ValueError for a text that the budget covers and
+    for too large a count.
+    """
+    stack = load_stack(
+        directory,
+        config,
+        range(config.layers),
+        embedding=True,
+        head=True,
+        dtype=dtype,
+        device=device,
+        adapter=adapter,
+    )
+    maps_LQS, positions_Q = attention_maps(stack, text_ids)
+    return choose(losses(maps_LQS, positions_Q, budget, recency), count, full_layers)
+
+
+@torch.inference_mode()
+def attention_maps(
+    stack: LayerStack, text_ids: Sequence[int], queries: int = QUERIES
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """maps_LQS (fp32) and positions_Q, on the CPU: the weight of each key for each query looked at, the
+    largest over the heads, which is DELTA's token score."""
+    tokens = len(text_ids)
+    if tokens < 2 * queries:
+        raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * queries}")
+    positions_Q = torch.linspace(tokens // 2, tokens - 1, queries).long().to(stack.device)
+    dense, maps = build(resolve("dense")), []
+
+    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+        maps.append(_largest_weights(q_THD, k_TGD, positions_Q).cpu())
+        q_BHTD, k_BGSD, v_BGSD = (x.transpose(0, 1)[None].contiguous() for x in (q_THD, k_TGD, v_TGD))
+        spec = StateSpec(1, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], tokens, q_THD.device, q_THD.dtype)
+        out_BHTD, _coverage = dense.attend(AttentionInput.of(q_BHTD, k_BGSD, v_BGSD), dense.new_state(spec))
+        return out_BHTD[0].transpose(0, 1)
+
+    ids_T = torch.tensor(text_ids, dtype=torch.int64, device=stack.device)
+    stack.forward(stack.embed(ids_T), torch.arange(tokens, device=stack.device), attend)
+    return torch.stack(maps), positions_Q.cpu()
+
+
+def _largest_weights(q_THD: torch.Tensor, k_SGD: torch.Tensor, positions_Q: torch.Tensor) -> torch.Tensor:
+    """map_QS of one layer."""
+    tokens, kv_heads, head_dim = k_SGD.shape
+    q_GJQD = q_THD[positions_Q].float().reshape(len(positions_Q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    logits_GJQS = q_GJQD @ k_SGD.float().permute(1, 2, 0)[:, None] * head_dim**-0.5
+    future_QS = torch.arange(tokens, device=k_SGD.device) > positions_Q[:, None]
+    weights_GJQS = logits_GJQS.masked_fill(future_QS, float("-inf")).softmax(-1)
+    map_QS: torch.Tensor = weights_GJQS.amax((0, 1))
+    return map_QS
+
+
+def losses(maps_LQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
+    """loss_LL[a, b]: page score that layer b loses, against its own best pages, if layer a chooses them.
+
+    Mean over queries. Chosen are the last `recency` pages up to the query's and the best others, `budget`
+    in all (DELTA, Algorithm 2). Raises ValueError if every page would be chosen.
+    """
+    tokens = maps_LQS.shape[2]
+    if tokens // 2 <= budget * PAGE_TOKENS:
+        raise ValueError(
+            f"{tokens} tokens are too few for a budget of {budget} pages: give four times as many"
+        )
+    padded_LQS = torch.nn.functional.pad(maps_LQS, (0, -tokens % PAGE_TOKENS))
+    score_LQP = padded_LQS.view(*maps_LQS.shape[:2], -1, PAGE_TOKENS).sum(-1).double()
+    page_P = torch.arange(score_LQP.shape[2])
+    last_Q1 = positions_Q[:, None] // PAGE_TOKENS
+    recent_QP = (page_P > last_Q1 - recency) & (page_P <= last_Q1)
+    rivals_LQP = score_LQP.masked_fill(recent_QP | (page_P > last_Q1), -1.0)
+    best_LQK = rivals_LQP.topk(budget - recency, dim=-1).indices
+    kept_LQP = recent_QP.expand_as(score_LQP).scatter(2, best_LQK, True).double()
+    found_LL = torch.einsum("aqp,bqp->ab", kept_LQP, score_LQP) / len(positions_Q)
+    return (found_LL.diagonal() - found_LL).clamp(min=0.0)
+
+
+def choose(loss_LL: torch.Tensor, count: int, full_layers: Collection[int]) -> tuple[int, ...]:
+    """The `count` layers that lose least in all when each chooses for the sparse layers up to the next.
+
+    Layers before the first of them have to be dense, so it lies in the first quarter of those that can be
+    chosen. The last layer is left out: nothing after it would use its selection.
+    """
+    layers = loss_LL.shape[0]
+    candidates = [layer for layer in range(layers - 1) if layer not in full_layers]
+    if not 1 <= count <= len(candidates):
+        raise ValueError(f"{count} Δ-layers cannot be chosen among {len(candidates)} layers")
+    sparse_L = torch.tensor([layer not in full_layers for layer in range(layers)])
+    until_LL = torch.cumsum((loss_LL * sparse_L).triu(1), dim=1).tolist()
+    # plans[layer]: least loss with n layers from `layer` on, `layer` the first of them, and which.
+    plans: dict[int, tuple[float, tuple[int, ...]]] = {
+        layer: (until_LL[layer][-1], (layer,)) for layer in candidates
+    }
+    for _ in range(count - 1):
+        plans = {
+            layer: min((until_LL[layer][later - 1] + loss, (layer, *rest)) for later, (loss, rest) in after)
+            for layer in candidates
+            if (after := [(later, plan) for later, plan in plans.items() if later > layer])
+        }
+    limit = candidates[len(candidates) // 4]
+    return min(plan for layer, plan in plans.items() if layer <= limit)[1]

