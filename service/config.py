@@ -197,10 +197,13 @@ def _decode_problems(decode: DecodeConfig) -> list[str]:
         (not decode.warm_up or decode.cache_tokens >= 256, "warm_up: needs cache_tokens of at least 256"),
         (decode.max_batch >= 1, "max_batch: at least 1"),
         (decode.append_chunk_tokens >= 1, "append_chunk_tokens: at least 1"),
-        (decode.selection in ("delta", "full"), f"selection = {decode.selection!r}: delta or full"),
         (
-            decode.selection != "delta" or bool(decode.delta_layers),
-            "delta_layers: empty, so selection must be full (calibrate layers for delta)",
+            decode.page_selection in ("delta", "full"),
+            f"page_selection = {decode.page_selection!r}: delta or full",
+        ),
+        (
+            decode.page_selection != "delta" or bool(decode.delta_layers),
+            "delta_layers: empty, so page_selection must be full (calibrate layers for delta)",
         ),
         (1 <= decode.recency <= decode.page_budget, "recency: between 1 and page_budget"),
         (not both, f"full_layers and delta_layers share {sorted(both)}"),

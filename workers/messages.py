@@ -1,9 +1,9 @@
 """Every type that crosses a process: frozen and free of torch, so that the front door may import it.
 
 The life of a request in messages: the door asks a decode worker to `Reserve` pages, sends a `PrefillJob`
-to a prefill group and reads `PrefillProgress` … `PrefillDone`; meanwhile the stages announce K/V to the
+to a prefill group and reads `Progress` … `PrefillDone`; meanwhile the stages announce K/V to the
 decode worker (`KVAnnouncement`, `FirstLogits`). The door then sends a `GenerateJob` (or `KeepSession`) to
-the decode worker and reads `TokenEvent` … `FinishEvent`. Durations are seconds measured inside one
+the decode worker and reads `Token` … `FinishEvent`. Durations are seconds measured inside one
 process; `deadline` is seconds since the epoch.
 """
 
@@ -34,13 +34,23 @@ class Sampling:
     ignore_eos: bool = False
 
 
+class PageSelection(StrEnum):
+    """Which pages sparse decode layers attend to."""
+
+    DEFAULT = ""
+    """What the worker is configured with."""
+    FULL = "full"
+    DELTA = "delta"
+    """Those that a Δ-layer scored best (DELTA, Algorithm 2)."""
+
+
 @dataclass(frozen=True)
 class Reserve:
     """Ask a decode worker for pages for prompt_tokens + max_tokens (max_tokens 0: prefill only).
 
     With session_id, only what exceeds the session's shared pages is taken; prompt_tokens then counts the
     appended tokens alone. owner: who may use the session (an opaque digest; empty without auth).
-    keep_tokens, selection: as the GenerateJob will say, so that the page that a kept session needs for
+    keep_tokens, page_selection: as the GenerateJob will say, so that the page that a kept session needs for
     itself is taken now and a selection that is not available is refused before any prefill.
     """
 
@@ -50,7 +60,7 @@ class Reserve:
     max_tokens: int
     session_id: str | None = None
     keep_tokens: int = 0
-    selection: str = ""
+    page_selection: PageSelection = PageSelection.DEFAULT
 
 
 class RefusalReason(StrEnum):
@@ -108,7 +118,7 @@ class PrefillJob:
 class GenerateJob:
     """Decode from a request's prefilled K/V (session_id None) or from a session plus appended tokens.
 
-    selection: `delta`, `full` or empty for the worker's default. keep_tokens: if positive, the first
+    keep_tokens: if positive, the first
     keep_tokens of prompt K/V become a session of ttl seconds when the first token is out.
     """
 
@@ -116,7 +126,7 @@ class GenerateJob:
     sampling: Sampling
     append_ids: bytes = b""
     session_id: str | None = None
-    selection: str = ""
+    page_selection: PageSelection = PageSelection.DEFAULT
     keep_tokens: int = 0
     keep_ttl_s: float = 0.0
     deadline: float | None = None
@@ -230,8 +240,9 @@ class FirstLogits:
 
 
 @dataclass(frozen=True)
-class PrefillProgress:
-    request_id: str
+class Progress:
+    """How much of a prompt has been read."""
+
     tokens_done: int
     tokens_total: int
 
@@ -263,23 +274,45 @@ class PrefillDone:
 
 
 @dataclass(frozen=True)
-class TokenEvent:
-    """One token. logprob: natural log of its probability under the model's unmodified distribution."""
+class Token:
+    """One token of an answer, the index-th from 0. logprob: natural log of its probability under the model's
+    unmodified distribution. text: what the door adds of the answer's text; empty on a worker, and while
+    characters or stop strings are incomplete."""
 
-    request_id: str
+    index: int
     token_id: int
     logprob: float
-    index: int
+    text: str = ""
 
 
 class FinishReason(StrEnum):
     STOP = "stop"
     """An end-of-sequence token."""
+    STOP_STRING = "stop_string"
+    """One of the request's stop strings; only the door sees text."""
     LENGTH = "length"
     """max_tokens, or the model's positions."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A prompt whose K/V is kept on a decode worker. expires: seconds since the epoch."""
+
+    session_id: str
+    expires: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one request. cached_tokens: those of the prompt that were not read again."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -303,12 +336,11 @@ class DecodeReport:
 
 @dataclass(frozen=True)
 class FirstTokenTimings:
-    """Sent just before the first TokenEvent."""
+    """Sent just before the first Token. session: what was kept of the prompt, if that was asked for."""
 
     request_id: str
     report: DecodeReport
-    session_id: str | None = None
-    session_expires: float = 0.0
+    session: Session | None = None
 
 
 @dataclass(frozen=True)
@@ -325,9 +357,7 @@ class FinishEvent:
 @dataclass(frozen=True)
 class SessionKept:
     request_id: str
-    session_id: str
-    expires: float
-    tokens: int
+    session: Session
     report: DecodeReport
 
 

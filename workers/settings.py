@@ -60,7 +60,7 @@ class PrefillConfig:
 class DecodeConfig:
     """A decode worker and its DELTA page selection (DELTA, Algorithm 2).
 
-    selection: `delta` or `full`, the default of requests that name none. page_budget: K, pages attended
+    page_selection: `delta` or `full`, the default of requests that name none. page_budget: K, pages attended
     per sparse layer. recency: L, last pages always among them. full_layers: dense, unscored. delta_layers:
     dense and scoring; empty means none are calibrated and `delta` is refused.
     """
@@ -71,7 +71,7 @@ class DecodeConfig:
     cache_tokens: int = 65_536
     max_batch: int = 16
     append_chunk_tokens: int = 256
-    selection: str = "delta"
+    page_selection: str = "delta"
     page_budget: int = 64
     recency: int = 8
     full_layers: tuple[int, ...] = (0, 1)

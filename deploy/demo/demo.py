@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from deltafront.benchmarks import needles as hay
 from deltafront.service.client.client import (
     DeltafrontClient,
     GenerateFinished,
-    PrefillProgress,
-    TokenReceived,
+    Progress,
+    Token,
 )
 from deltafront.service.client.server_process import LocalService
 
@@ -39,12 +40,12 @@ def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source
     finish: GenerateFinished | None = None
     answer = ""
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=console)
+    bar = Bar(*columns, TimeElapsedColumn(), console=console)
     task = bar.add_task("reading", total=None)
     with bar:
         events = client.generate(append=needle.question, max_tokens=48, stop=["."], **source)
         first = next(events)
-        while isinstance(first, PrefillProgress):
+        while isinstance(first, Progress):
             bar.update(task, completed=first.tokens_done, total=first.tokens_total)
             first = next(events)
         if bar.tasks[task].total is None:
@@ -52,7 +53,7 @@ def ask(client: DeltafrontClient, console: Console, needle: hay.Needle, **source
     console.print("[bold]Answer:[/bold]", end="")
     for event in itertools.chain([first], events):
         match event:
-            case TokenReceived(text=text):
+            case Token(text=text):
                 answer += text
                 console.print(text, end="", style="green", markup=False, highlight=False)
             case GenerateFinished() as finish:

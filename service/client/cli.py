@@ -19,7 +19,7 @@ from ...workers.model.config import ModelError
 from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..wiring import local_model
-from .client import DeltafrontClient, GenerateFinished, PrefillFinished, PrefillProgress, TokenReceived
+from .client import DeltafrontClient, GenerateFinished, PrefillFinished, Progress, Token
 from .display import as_json, reading_bar, show_info, show_timings
 from .terminal import calling, err, fail, read_options, read_text
 
@@ -30,7 +30,7 @@ sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is
 app.add_typer(sessions, name="sessions")
 
 Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
-Token = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]
+Bearer = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]
 Tls = Annotated[bool, typer.Option("--tls", help="The address speaks TLS.")]
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
 Method = Annotated[str, typer.Option(help="Attention method; see `deltafront info`.")]
@@ -73,7 +73,7 @@ def serve(
 def prefill(
     file: Annotated[str, typer.Argument(help="Text file, or - for standard input.")],
     address: Address = _ADDRESS,
-    token: Token = "",
+    token: Bearer = "",
     tls: Tls = False,
     method: Method = "",
     option: Options = [],  # noqa: B006  typer copies it
@@ -89,7 +89,7 @@ def prefill(
         for event in client.prefill(
             text, method=method, options=read_options(option), session_ttl_s=keep, timeout_s=timeout
         ):
-            if isinstance(event, PrefillProgress):
+            if isinstance(event, Progress):
                 bar.show(event)
             else:
                 result = event
@@ -107,7 +107,7 @@ def generate(
     question: Annotated[str, typer.Option("--question", "-q", help="Follows the document.")] = "",
     session: Annotated[str | None, typer.Option("--session", "-s", help="Ask a session instead.")] = None,
     address: Address = _ADDRESS,
-    token: Token = "",
+    token: Bearer = "",
     tls: Tls = False,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     method: Method = "",
@@ -118,7 +118,7 @@ def generate(
     top_k: Annotated[int, typer.Option()] = 0,
     seed: Annotated[int, typer.Option()] = 0,
     stop: Annotated[list[str], typer.Option(help="The answer ends before it.")] = [],  # noqa: B006
-    selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",
+    page_selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")] = None,
     timeout: Timeout = None,
     timings: ShowTimings = False,
@@ -142,7 +142,7 @@ def generate(
         "top_k": top_k,
         "seed": seed,
         "stop": stop,
-        "page_selection": selection,
+        "page_selection": page_selection,
         "session_ttl_s": keep,
         "timeout_s": timeout,
     }
@@ -160,14 +160,14 @@ def generate(
 
 
 @sessions.command()
-def release(session_id: str, address: Address = _ADDRESS, token: Token = "", tls: Tls = False) -> None:
+def release(session_id: str, address: Address = _ADDRESS, token: Bearer = "", tls: Tls = False) -> None:
     """Free a session's pages now."""
     with calling(address, token, tls) as client:
         client.release(session_id)
 
 
 @app.command()
-def info(address: Address = _ADDRESS, token: Token = "", tls: Tls = False, json: Json = False) -> None:
+def info(address: Address = _ADDRESS, token: Bearer = "", tls: Tls = False, json: Json = False) -> None:
     """The model, its limits, methods and capacity."""
     with calling(address, token, tls) as client:
         found = client.info()
@@ -189,14 +189,14 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
         if model is None:
             raise ConfigError("give --config FILE or --model NAME (deploy/config/demo.yaml is an example)")
         return parse(
-            {"model": {"path": model, "adapter": adapter}, "decode": {"selection": "full"}}, "--model"
+            {"model": {"path": model, "adapter": adapter}, "decode": {"page_selection": "full"}}, "--model"
         )
     settings = load(config)
     if model is None:
         return settings
     # Adapter, rope, name and Δ-layers of the file belong to the file's model.
     spec = ModelSpec(path=model, adapter=adapter, dtype=settings.model.dtype)
-    decode = dataclasses.replace(settings.decode, selection="full", delta_layers=())
+    decode = dataclasses.replace(settings.decode, page_selection="full", delta_layers=())
     door = settings.door.model_copy(update={"model_name": ""})
     return settings.model_copy(update={"model": spec, "decode": decode, "door": door})
 
@@ -206,7 +206,7 @@ def _answer(client: DeltafrontClient, request: dict[str, Any], quiet: bool) -> t
     text = ""
     with reading_bar(err) as bar:
         for event in client.generate(**request):
-            if isinstance(event, PrefillProgress):
+            if isinstance(event, Progress):
                 bar.show(event)
                 continue
             bar.stop()
@@ -218,7 +218,7 @@ def _answer(client: DeltafrontClient, request: dict[str, Any], quiet: bool) -> t
                 if not quiet:
                     print()
                 return text, event
-            assert isinstance(event, TokenReceived)
+            assert isinstance(event, Token)
     fail("the stream ended without a finish event")
 
 

@@ -19,14 +19,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ...protos.v1 import deltafront_pb2 as pb
 from ...protos.v1 import deltafront_pb2_grpc as pb_grpc
+from ...workers.messages import Progress, Token
 from ..errors import InvalidArgument, from_status
 from ..request.plan import packed
 from .results import (
     GenerateFinished,
     PrefillFinished,
-    PrefillProgress,
     ServerInfo,
-    TokenReceived,
     generate_finished,
     prefill_finished,
     server_info,
@@ -36,9 +35,9 @@ __all__ = [
     "DeltafrontClient",
     "GenerateFinished",
     "PrefillFinished",
-    "PrefillProgress",
+    "Progress",
     "ServerInfo",
-    "TokenReceived",
+    "Token",
 ]
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -88,7 +87,7 @@ class DeltafrontClient:
         session_ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
-    ) -> Iterator[PrefillProgress | PrefillFinished]:
+    ) -> Iterator[Progress | PrefillFinished]:
         """Read a prompt and keep it. timeout_s: until the server gives up."""
         request = pb.PrefillRequest(
             prompt=_prompt(prompt),
@@ -99,7 +98,7 @@ class DeltafrontClient:
         )
         for response in self._receive(self._stub.Prefill, request, timeout_s):
             if response.WhichOneof("event") == "progress":
-                yield PrefillProgress(response.progress.tokens_done, response.progress.tokens_total)
+                yield Progress(response.progress.tokens_done, response.progress.tokens_total)
             else:
                 yield prefill_finished(response.result)
 
@@ -122,7 +121,7 @@ class DeltafrontClient:
         session_ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
-    ) -> Iterator[PrefillProgress | TokenReceived | GenerateFinished]:
+    ) -> Iterator[Progress | Token | GenerateFinished]:
         """Answer a prompt, or a session plus `append`."""
         if page_selection not in _SELECTIONS:
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
@@ -145,9 +144,9 @@ class DeltafrontClient:
             kind = response.WhichOneof("event")
             if kind == "token":
                 one = response.token
-                yield TokenReceived(one.index, one.text, one.token_id, one.logprob)
+                yield Token(one.index, one.token_id, one.logprob, one.text)
             elif kind == "progress":
-                yield PrefillProgress(response.progress.tokens_done, response.progress.tokens_total)
+                yield Progress(response.progress.tokens_done, response.progress.tokens_total)
             else:
                 yield generate_finished(response.finish)
 

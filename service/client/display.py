@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ..errors import (
@@ -21,7 +22,7 @@ from ..errors import (
     Unauthenticated,
     Unavailable,
 )
-from .client import PrefillProgress, ServerInfo
+from .client import Progress, ServerInfo
 from .results import Timings
 
 _WORTH_SHOWING_S = 0.0005
@@ -32,11 +33,11 @@ class ReadingBar:
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True)
         self._task: Any = None
         self._stopped = False
 
-    def show(self, event: PrefillProgress) -> None:
+    def show(self, event: Progress) -> None:
         if self._stopped:
             return
         if self._task is None:

@@ -5,44 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...protos.v1 import deltafront_pb2 as pb
+from ...workers.messages import FinishReason, Session, Usage
 
 _REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_STOP_STRING: "stop_string",
-    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_STOP_STRING: FinishReason.STOP_STRING,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
-
-
-@dataclass(frozen=True)
-class PrefillProgress:
-    """How much of the prompt has been read."""
-
-    tokens_done: int
-    tokens_total: int
-
-
-@dataclass(frozen=True)
-class TokenReceived:
-    """text may be empty while characters or stop strings are incomplete."""
-
-    index: int
-    text: str
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Session:
-    session_id: str
-    expires: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +49,7 @@ class GenerateFinished:
     """reason: stop, stop_string or length. text: what was held back. density: of no method (empty name)
     when a session made reading a prompt unnecessary."""
 
-    reason: str
+    reason: FinishReason
     text: str
     usage: Usage
     timings: Timings
@@ -151,7 +120,7 @@ def prefill_finished(result: pb.PrefillResult) -> PrefillFinished:
 
 def generate_finished(finish: pb.Finish) -> GenerateFinished:
     return GenerateFinished(
-        _REASONS.get(finish.reason, "unknown"),
+        _REASONS[finish.reason],
         finish.text,
         _usage(finish.usage),
         _timings(finish.timings),

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages import WHOLE_PROMPT_ONLY, MethodError, MethodSpec, Sampling, resolve
+from ...workers.messages import WHOLE_PROMPT_ONLY, MethodError, MethodSpec, PageSelection, Sampling, resolve
 from ..errors import DeadlineExceeded, InvalidArgument
 from ..request.calls import GenerateCall, PrefillCall, PromptInput
 
@@ -21,10 +21,10 @@ _MAX_STOP_BYTES = 256
 _MAX_REQUEST_ID = 128
 _MAX_TOP_K = 1 << 20
 _ROLES = 64
-_SELECTIONS: dict[int, str] = {
-    pb.PAGE_SELECTION_UNSPECIFIED: "",
-    pb.PAGE_SELECTION_FULL: "full",
-    pb.PAGE_SELECTION_DELTA: "delta",
+_SELECTIONS: dict[int, PageSelection] = {
+    pb.PAGE_SELECTION_UNSPECIFIED: PageSelection.DEFAULT,
+    pb.PAGE_SELECTION_FULL: PageSelection.FULL,
+    pb.PAGE_SELECTION_DELTA: PageSelection.DELTA,
 }
 
 
@@ -73,7 +73,7 @@ def generate_call(request: pb.GenerateRequest, owner: str, limits: Limits) -> Ge
         method=_method(request.attention, limits),
         sampling=_sampling(request.sampling, limits),
         stop=_stop(request.sampling),
-        selection=_selection(request.page_selection, limits),
+        page_selection=_page_selection(request.page_selection, limits),
         keep_ttl_s=_ttl(request.session_ttl, limits) if request.HasField("session_ttl") else 0.0,
         deadline=_deadline(request.deadline) if request.HasField("deadline") else None,
     )
@@ -143,11 +143,11 @@ def _method(attention: pb.AttentionMethod, limits: Limits) -> MethodSpec:
     return spec
 
 
-def _selection(value: int, limits: Limits) -> str:
+def _page_selection(value: int, limits: Limits) -> PageSelection:
     selection = _SELECTIONS.get(value)
     if selection is None:
         raise InvalidArgument("page_selection", f"{value} is not a known value")
-    if selection == "delta" and not limits.delta_decode:
+    if selection is PageSelection.DELTA and not limits.delta_decode:
         raise InvalidArgument("page_selection", "this server has no delta layers configured: use full")
     return selection
 

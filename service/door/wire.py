@@ -16,16 +16,16 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages import PrefillReport
+from ...workers.messages import FinishReason, PrefillReport, Progress, Session, Token, Usage
 from ..metrics import density, scoring_overhead
-from ..request.calls import Event, Finished, Measured, Progress, SessionInfo, SessionMade, TokenOut, Usage
+from ..request.calls import Event, Finished, Measured, SessionMade
 
 SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
 _M = TypeVar("_M", bound=Message)
 _REASONS = {
-    "stop": pb.FINISH_REASON_STOP,
-    "stop_string": pb.FINISH_REASON_STOP_STRING,
-    "length": pb.FINISH_REASON_LENGTH,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
 
 
@@ -85,7 +85,7 @@ def prefill_response(event: Event) -> pb.PrefillResponse:
 
 
 def generate_response(event: Event) -> pb.GenerateResponse:
-    if isinstance(event, TokenOut):
+    if isinstance(event, Token):
         token = pb.Token(index=event.index, text=event.text, token_id=event.token_id, logprob=event.logprob)
         return pb.GenerateResponse(token=token)
     if isinstance(event, Progress):
@@ -109,7 +109,7 @@ def _progress(event: Progress) -> pb.Progress:
     return pb.Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total)
 
 
-def _session(session: SessionInfo) -> pb.Session:
+def _session(session: Session) -> pb.Session:
     expires = Timestamp()
     expires.FromMicroseconds(int(session.expires * 1e6))
     return pb.Session(session_id=session.session_id, expires=expires, tokens=session.tokens)

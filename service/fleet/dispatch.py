@@ -21,12 +21,12 @@ from ...workers.messages import (
     KeepSession,
     PrefillDone,
     PrefillJob,
-    PrefillProgress,
+    Progress,
     Refused,
     Reserve,
     Reserved,
     SessionKept,
-    TokenEvent,
+    Token,
 )
 from ..errors import WorkerError, WorkerFailed, WorkerLost
 from .links import Found
@@ -78,7 +78,7 @@ class _Actor:
 class GroupActor(_Actor):
     """A prefill group's controller (`GroupLink`)."""
 
-    def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillProgress | PrefillDone | Refused]:
+    def prefill(self, job: PrefillJob) -> AsyncIterator[Progress | PrefillDone | Refused]:
         return self._stream("prefill", job)
 
     async def stats(self) -> GroupStats:
@@ -93,7 +93,7 @@ class DecodeActor(_Actor):
         answer: Reserved | Refused = await self._call("reserve", reserve)
         return answer
 
-    def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | TokenEvent | FinishEvent]:
+    def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
         return self._stream("generate", job)
 
     async def keep(self, keep: KeepSession) -> SessionKept | Refused:

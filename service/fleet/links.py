@@ -18,12 +18,12 @@ from ...workers.messages import (
     KeepSession,
     PrefillDone,
     PrefillJob,
-    PrefillProgress,
+    Progress,
     Refused,
     Reserve,
     Reserved,
     SessionKept,
-    TokenEvent,
+    Token,
 )
 
 
@@ -42,7 +42,7 @@ class Leased(Protocol):
 class GroupLink(Leased, Protocol):
     """A prefill group's controller."""
 
-    def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillProgress | PrefillDone | Refused]: ...
+    def prefill(self, job: PrefillJob) -> AsyncIterator[Progress | PrefillDone | Refused]: ...
 
     async def stats(self) -> GroupStats: ...
 
@@ -52,7 +52,7 @@ class DecodeLink(Leased, Protocol):
 
     async def reserve(self, reserve: Reserve) -> Reserved | Refused: ...
 
-    def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | TokenEvent | FinishEvent]: ...
+    def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]: ...
 
     async def keep(self, keep: KeepSession) -> SessionKept | Refused: ...
 

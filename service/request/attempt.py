@@ -16,8 +16,8 @@ from ...workers.messages import (
     MethodSpec,
     PrefillDone,
     PrefillJob,
-    PrefillProgress,
     PrefillReport,
+    Progress,
     RefusalReason,
     Refused,
     Reserve,
@@ -40,7 +40,7 @@ from ..fleet.links import DecodeLink, GroupLink, Leased
 from ..fleet.sessions import NO_SESSION
 from ..fleet.view import Fleet
 from ..metrics import Metrics
-from .calls import Event, Progress, PromptInput
+from .calls import Event, PromptInput
 from .plan import Plan
 from .timings import REPLAY, TtftClock
 from .tokenizer import TemplateError, TextTokenizer
@@ -177,8 +177,8 @@ async def read(
     job = PrefillJob(lease.request_id, plan.read_ids, method, worker.name, deadline, plan.max_tokens > 0)
     lease.add(group)
     async for event in group.prefill(job):
-        if isinstance(event, PrefillProgress):
-            emit(Progress(event.tokens_done, event.tokens_total))
+        if isinstance(event, Progress):
+            emit(event)
         elif isinstance(event, PrefillDone):
             lease.settle(group)
             return event.report

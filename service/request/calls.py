@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...workers.messages import DecodeReport, MethodSpec, PrefillReport, Sampling
+from ...workers.messages import (
+    DecodeReport,
+    FinishReason,
+    MethodSpec,
+    PageSelection,
+    PrefillReport,
+    Progress,
+    Sampling,
+    Session,
+    Token,
+    Usage,
+)
 from .timings import TimeToFirstToken
 
 
@@ -45,37 +56,9 @@ class GenerateCall:
     method: MethodSpec
     sampling: Sampling
     stop: tuple[str, ...]
-    selection: str
+    page_selection: PageSelection
     keep_ttl_s: float
     deadline: float | None
-
-
-@dataclass(frozen=True)
-class Progress:
-    tokens_done: int
-    tokens_total: int
-
-
-@dataclass(frozen=True)
-class TokenOut:
-    index: int
-    text: str
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True)
-class SessionInfo:
-    session_id: str
-    expires: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,7 @@ class SessionMade:
     """Prefill's result."""
 
     request_id: str
-    session: SessionInfo
+    session: Session
     usage: Usage
     measured: Measured
 
@@ -103,11 +86,11 @@ class Finished:
     """Generate's result. reason: stop, stop_string or length."""
 
     request_id: str
-    reason: str
+    reason: FinishReason
     text: str
     usage: Usage
     measured: Measured
-    session: SessionInfo | None
+    session: Session | None
 
     @property
     def page_share(self) -> float:
@@ -116,4 +99,4 @@ class Finished:
         return decode.pages_attended / decode.pages_held if decode.pages_held else 1.0
 
 
-Event = Progress | TokenOut | SessionMade | Finished
+Event = Progress | Token | SessionMade | Finished

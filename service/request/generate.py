@@ -17,13 +17,15 @@ from ...workers.messages import (
     Reserve,
     Reserved,
     Sampling,
-    TokenEvent,
+    Session,
+    Token,
+    Usage,
 )
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
 from ..fleet.links import DecodeLink
 from ..fleet.sessions import NO_SESSION, worker_of
 from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
-from .calls import Event, Finished, GenerateCall, Measured, SessionInfo, TokenOut, Usage
+from .calls import Event, Finished, GenerateCall, Measured
 from .detokenize import AnswerText
 from .plan import ID_BYTES, Plan, plan_answer
 from .timings import TtftClock, decode_parts, prefill_parts
@@ -31,7 +33,7 @@ from .timings import TtftClock, decode_parts, prefill_parts
 _STOPPING_S = 5.0
 """How long to wait for a worker's last report after a stop string ended the answer."""
 
-_WorkerEvents = AsyncIterator[FirstTokenTimings | TokenEvent | FinishEvent]
+_WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
 
 class Generation:
@@ -48,12 +50,12 @@ class Generation:
         self._streamed: list[int] = []
         self._last_token_at = 0.0
         self._cached = 0
-        self._session: tuple[DecodeLink, SessionInfo] | None = None
+        self._session: tuple[DecodeLink, Session] | None = None
         self._prefill: PrefillReport | None = None
         self._pages = (0, 0)
 
     async def run(self) -> None:
-        """Emit Progress …, TokenOut …, Finished. Raises DeltafrontError."""
+        """Emit Progress …, Token …, Finished. Raises DeltafrontError."""
         call = self._call
         if call.prompt is not None:
             answer = call.append is None
@@ -89,7 +91,7 @@ class Generation:
             job = GenerateJob(
                 lease.request_id,
                 self._sampling(plan),
-                selection=call.selection,
+                page_selection=call.page_selection,
                 keep_tokens=plan.keep_tokens,
                 keep_ttl_s=call.keep_ttl_s,
                 deadline=call.deadline,
@@ -117,7 +119,7 @@ class Generation:
                     self._sampling(plan),
                     append_ids=plan.read_ids,
                     session_id=session_id,
-                    selection=call.selection,
+                    page_selection=call.page_selection,
                     deadline=call.deadline,
                 )
                 await self._decode(lease, worker, job)
@@ -135,7 +137,7 @@ class Generation:
             plan.max_tokens,
             session_id,
             keep_tokens,
-            self._call.selection,
+            self._call.page_selection,
         )
 
     def _sampling(self, plan: Plan) -> Sampling:
@@ -148,10 +150,10 @@ class Generation:
             if isinstance(event, FirstTokenTimings):
                 first = event
                 self._note_session(worker, event)
-            elif isinstance(event, TokenEvent):
+            elif isinstance(event, Token):
                 if self._token(event, first.report if first is not None else DecodeReport()):
                     last = await self._stop(lease, worker, stream)
-                    self._finish("stop_string", "", last)
+                    self._finish(FinishReason.STOP_STRING, "", last)
                     return
             else:
                 lease.settle(worker)
@@ -159,7 +161,7 @@ class Generation:
                 return
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
 
-    def _token(self, event: TokenEvent, report: DecodeReport) -> bool:
+    def _token(self, event: Token, report: DecodeReport) -> bool:
         """Stream one token; True if a stop string ended the answer."""
         now = time.monotonic()
         if not self._streamed:
@@ -172,7 +174,7 @@ class Generation:
         if event.token_id not in self._resources.eos_ids or self._call.sampling.ignore_eos:
             match = self._text.push(event.token_id)
             shown, stopped = match.text, match.stopped
-        self._emit(TokenOut(len(self._streamed), shown, event.token_id, event.logprob))
+        self._emit(replace(event, index=len(self._streamed), text=shown))
         self._streamed.append(event.token_id)
         return stopped
 
@@ -196,19 +198,19 @@ class Generation:
             self._count_pages(event.report)
             raise WorkerFailed(worker.name, event.message or f"{worker.name} gave the request up")
         rest = self._text.flush()
-        self._finish("stop_string" if rest.stopped else str(event.reason), rest.text, event.report)
+        self._finish(FinishReason.STOP_STRING if rest.stopped else event.reason, rest.text, event.report)
 
     def _is_complete(self, plan: Plan) -> bool:
         """A worker may die between the last token and its finish event: nothing is left to replay."""
         ended = bool(self._streamed) and self._streamed[-1] in self._resources.eos_ids
         if self._streamed and (plan.max_tokens <= 0 or (ended and not self._call.sampling.ignore_eos)):
             rest = self._text.flush()
-            reason = "stop_string" if rest.stopped else "stop" if ended else "length"
-            self._finish(reason, rest.text, DecodeReport())
+            reason = FinishReason.STOP if ended else FinishReason.LENGTH
+            self._finish(FinishReason.STOP_STRING if rest.stopped else reason, rest.text, DecodeReport())
             return True
         return False
 
-    def _finish(self, reason: str, text: str, report: DecodeReport) -> None:
+    def _finish(self, reason: FinishReason, text: str, report: DecodeReport) -> None:
         self._count_pages(report)
         attended, held = self._pages
         report = replace(report, pages_attended=attended, pages_held=held)
@@ -237,9 +239,8 @@ class Generation:
         self._pages = (attended + report.pages_attended, held + report.pages_held)
 
     def _note_session(self, worker: DecodeLink, event: FirstTokenTimings) -> None:
-        if event.session_id is not None:
-            tokens = len(self._prompt) // ID_BYTES
-            self._session = (worker, SessionInfo(event.session_id, event.session_expires, tokens))
+        if event.session is not None:
+            self._session = (worker, event.session)
 
     def _forget_session(self) -> None:
         """A session of an attempt whose client will never be told its id."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from ...workers.messages import KeepSession, RefusalReason, Refused, Reserve, SessionKept
+from ...workers.messages import KeepSession, RefusalReason, Refused, Reserve, SessionKept, Usage
 from ..errors import WorkerError, WorkerFailed
 from ..fleet.links import DecodeLink
 from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
-from .calls import Measured, PrefillCall, SessionInfo, SessionMade, Usage
+from .calls import Measured, PrefillCall, SessionMade
 from .plan import plan_session
 from .timings import TtftClock, decode_parts, prefill_parts
 
@@ -48,9 +48,8 @@ class Prefilling:
         metrics.prefilled(report)
         metrics.pulled(kept.report)
         metrics.tokens(plan.read_tokens, 0)
-        session = SessionInfo(kept.session_id, kept.expires, kept.tokens)
         measured = Measured(clock.read(), clock.elapsed, report, kept.report)
-        self._emit(SessionMade(call.request_id, session, Usage(plan.read_tokens), measured))
+        self._emit(SessionMade(call.request_id, kept.session, Usage(plan.read_tokens), measured))
 
     async def _keep(self, worker: DecodeLink, order: KeepSession) -> SessionKept | Refused:
         """A session that comes into being while its client leaves is released again."""
@@ -65,4 +64,4 @@ class Prefilling:
         with contextlib.suppress(WorkerError):
             kept = await keeping
             if isinstance(kept, SessionKept):
-                await worker.release_session(kept.session_id, self._call.owner)
+                await worker.release_session(kept.session.session_id, self._call.owner)

@@ -27,14 +27,15 @@ from deltafront.workers.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillJob,
-    PrefillProgress,
     PrefillReport,
+    Progress,
     RefusalReason,
     Refused,
     Reserve,
     Reserved,
+    Session,
     SessionKept,
-    TokenEvent,
+    Token,
 )
 
 PAGE = 16
@@ -85,7 +86,7 @@ class FakeGroup:
         self._deliver = deliver
         self._open: dict[str, int] = {}
 
-    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillProgress | PrefillDone | Refused]:
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[Progress | PrefillDone | Refused]:
         self.jobs.append(job)
         self._open[job.request_id] = pages(job.tokens)
         started = time.monotonic()
@@ -100,7 +101,7 @@ class FakeGroup:
                 if job.deadline is not None and time.time() > job.deadline:
                     yield Refused(RefusalReason.DEADLINE, "too late")
                     return
-                yield PrefillProgress(job.request_id, min(done + self.chunk_tokens, job.tokens), job.tokens)
+                yield Progress(min(done + self.chunk_tokens, job.tokens), job.tokens)
             delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids)
             if delivered is not None:
                 await delivered
@@ -181,7 +182,7 @@ class FakeDecode:
         self._requests[reserve.request_id] = _Request(reserve)
         return Reserved(need, before)
 
-    async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | TokenEvent | FinishEvent]:
+    async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
         self.jobs.append(job)
         request = self._requests.get(job.request_id)
         if request is None:
@@ -209,7 +210,7 @@ class FakeDecode:
                 yield self._first(request, job)
             token = self.script[count] if count < len(self.script) else next_token(ids)
             ids += token.to_bytes(4, "little")
-            yield TokenEvent(job.request_id, token, -0.5, count)
+            yield Token(count, token, -0.5)
             count += 1
             if token == EOS and not job.sampling.ignore_eos:
                 reason = FinishReason.STOP
@@ -222,23 +223,22 @@ class FakeDecode:
         report = DecodeReport(decode_wait=0.0001, first_step=0.0002)
         if not job.keep_tokens:
             return FirstTokenTimings(job.request_id, report)
-        kept, expires = self._keep(request, job.keep_tokens, job.keep_ttl_s)
-        return FirstTokenTimings(job.request_id, report, kept, expires)
+        return FirstTokenTimings(job.request_id, report, self._keep(request, job.keep_tokens, job.keep_ttl_s))
 
-    def _keep(self, request: _Request, tokens: int, ttl_s: float) -> tuple[str, float]:
+    def _keep(self, request: _Request, tokens: int, ttl_s: float) -> Session:
         self._serial += 1
         session_id = f"{self.name.removeprefix('decode:')}.s{self._serial}"
         expires = time.time() + ttl_s
         self._sessions[session_id] = (request.order.owner, request.ids[: 4 * tokens], expires)
-        return session_id, expires
+        return Session(session_id, expires, tokens)
 
     async def keep(self, keep: KeepSession) -> SessionKept | Refused:
         request = self._requests[keep.request_id]
         await request.arrived.wait()
         tokens = len(request.ids) // 4
-        session_id, expires = self._keep(request, tokens, keep.ttl_s)
+        session = self._keep(request, tokens, keep.ttl_s)
         self._requests.pop(keep.request_id, None)
-        return SessionKept(keep.request_id, session_id, expires, tokens, DecodeReport(handoff_exposed=0.0001))
+        return SessionKept(keep.request_id, session, DecodeReport(handoff_exposed=0.0001))
 
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)

@@ -75,7 +75,7 @@ def _byte_characters() -> list[str]:
 def settings(model: Path, **door: Any) -> ServiceConfig:
     content = {
         "model": {"path": str(model)},
-        "decode": {"selection": "full"},
+        "decode": {"page_selection": "full"},
         "door": {"worker_wait_s": 2.0, "refresh_s": 0.05, "renew_s": 0.1, "default_method": "dense", **door},
     }
     return parse(content)

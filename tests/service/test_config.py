@@ -33,7 +33,7 @@ def test_values_reach_the_workers_as_their_own_types() -> None:
 
 
 def content(section: str = "", **values: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {"model": {"path": "m"}, "decode": {"selection": "full"}}
+    base: dict[str, Any] = {"model": {"path": "m"}, "decode": {"page_selection": "full"}}
     return {**base, section: {**base.get(section, {}), **values}} if section else base
 
 
@@ -51,7 +51,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("prefill", {"cache_tokens": 100}, "prefill.cache_tokens = 100"),
         ("decode", {"cache_tokens": 100}, "decode.cache_tokens = 100: must be a positive multiple of 16"),
         ("decode", {"warm_up": True, "cache_tokens": 128}, "decode.warm_up: needs cache_tokens"),
-        ("decode", {"selection": "delta"}, "decode.delta_layers: empty"),
+        ("decode", {"page_selection": "delta"}, "decode.delta_layers: empty"),
         ("decode", {"recency": 65}, "decode.recency"),
         ("decode", {"delta_layers": [1, 5]}, "full_layers and delta_layers share [1]"),
         ("decode", {"max_session_ttl_s": 60}, "door.default_session_ttl_s: must not exceed"),
@@ -144,7 +144,7 @@ def test_the_builder_is_what_serve_accepts(model: Path) -> None:
     code = (
         "from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call\n"
         "from deltafront.service.app import build\n"
-        f"call(build, {{'model': {{'path': {str(model)!r}}}, 'decode': {{'selection': 'full'}}}})"
+        f"call(build, {{'model': {{'path': {str(model)!r}}}, 'decode': {{'page_selection': 'full'}}}})"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deltafront.service.client.client import DeltafrontClient, GenerateFinished, TokenReceived
+from deltafront.service.client.client import DeltafrontClient, GenerateFinished, Token
 from deltafront.service.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_before_the_finish_leaves_no_session(
 ) -> None:
     house.decode.speed.token = 0.02
     stream = client.generate(PROMPT, max_tokens=50, session_ttl_s=30)
-    while not isinstance(next(stream), TokenReceived):
+    while not isinstance(next(stream), Token):
         pass
     assert house.decode._sessions
     stream.close()  # type: ignore[attr-defined]
@@ -299,12 +299,12 @@ def test_a_worker_giving_up_is_replayed(house: House, client: DeltafrontClient) 
     stream = client.generate(PROMPT, max_tokens=10)
     text = ""
     for event in stream:
-        if isinstance(event, TokenReceived) and event.index == 3 and len(house.decode.jobs) == 1:
+        if isinstance(event, Token) and event.index == 3 and len(house.decode.jobs) == 1:
             house.loop.run(house.decode.cancel(house.decode.jobs[0].request_id))
         text += getattr(event, "text", "")
     assert text == expected(ids(PROMPT), 10)
     assert len(house.decode.jobs) == 2
-    assert FinishReason.CANCELLED not in [job.selection for job in house.decode.jobs]
+    assert FinishReason.CANCELLED not in [job.page_selection for job in house.decode.jobs]
 
 
 async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from deltafront.service.client.client import (
     DeltafrontClient,
     GenerateFinished,
     PrefillFinished,
-    PrefillProgress,
-    TokenReceived,
+    Progress,
+    Token,
 )
 from deltafront.service.errors import NotFound
 
@@ -33,13 +33,13 @@ def ids(text: str, bos: bool = True) -> bytes:
     return b"".join(i.to_bytes(4, "little") for i in ([256] if bos else []) + list(text.encode()))
 
 
-def collect(events: object) -> tuple[str, list[TokenReceived], GenerateFinished, list[PrefillProgress]]:
+def collect(events: object) -> tuple[str, list[Token], GenerateFinished, list[Progress]]:
     tokens, progress, finish = [], [], None
     for event in events:  # type: ignore[attr-defined]
         assert finish is None, "an event after the finish"
-        if isinstance(event, TokenReceived):
+        if isinstance(event, Token):
             tokens.append(event)
-        elif isinstance(event, PrefillProgress):
+        elif isinstance(event, Progress):
             assert not tokens
             progress.append(event)
         else:
@@ -154,7 +154,7 @@ def test_timings_add_up_and_match_the_client(house: House, client: DeltafrontCli
     started = time.monotonic()
     first, finish = 0.0, None
     for event in client.generate("x" * 1000, max_tokens=3):
-        if isinstance(event, TokenReceived) and event.index == 0:
+        if isinstance(event, Token) and event.index == 0:
             first = time.monotonic() - started
         if isinstance(event, GenerateFinished):
             finish = event

@@ -17,7 +17,7 @@ from deltafront.service.client.client import (
     DeltafrontClient,
     GenerateFinished,
     PrefillFinished,
-    PrefillProgress,
+    Progress,
 )
 from deltafront.service.errors import (
     DeadlineExceeded,
@@ -248,4 +248,4 @@ def test_raw_responses_keep_the_contract(
     request = pb.GenerateRequest(prompt=pb.Prompt(text="x"), sampling=pb.SamplingOptions(max_tokens=2))
     kinds = [r.WhichOneof("event") for r in call(request, metadata=[("authorization", "Bearer alpha")])]
     assert kinds == ["progress", "token", "token", "finish"]
-    assert PrefillProgress(1, 2).tokens_total == 2
+    assert Progress(1, 2).tokens_total == 2

@@ -24,7 +24,7 @@ from deltafront.workers.messages import (
     Reserve,
     Reserved,
     Sampling,
-    TokenEvent,
+    Token,
 )
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
@@ -79,7 +79,7 @@ class Answer:
     """What one `generate` yielded."""
 
     first: FirstTokenTimings | None = None
-    tokens: list[TokenEvent] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     finish: FinishEvent | None = None
 
     @property
@@ -149,7 +149,7 @@ class Bench:
             if isinstance(event, FirstTokenTimings):
                 assert answer.first is None and not answer.tokens
                 answer.first = event
-            elif isinstance(event, TokenEvent):
+            elif isinstance(event, Token):
                 assert answer.first is not None and event.index == len(answer.tokens)
                 answer.tokens.append(event)
             else:
@@ -179,7 +179,7 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
     benches: list[Bench] = []
 
     async def start(wall: Callable[[], float] | None = None, **config: Any) -> Bench:
-        defaults = {"cache_tokens": 8192, "selection": "full", "append_chunk_tokens": 48}
+        defaults = {"cache_tokens": 8192, "page_selection": "full", "append_chunk_tokens": 48}
         model = tiny_stack.config
         receiver = KVReceiver(model.kv_heads, model.head_dim, torch.float32)
         chosen = DecodeConfig(**(defaults | config))

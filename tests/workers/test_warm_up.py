@@ -115,7 +115,7 @@ async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one
     monkeypatch.setattr(DecodeCompute, "decode", noting)
     monkeypatch.setattr(DecodeCompute, "append", noting_append)
     how = {
-        "selection": "delta" if delta_layers else "full",
+        "page_selection": "delta" if delta_layers else "full",
         "delta_layers": delta_layers,
         "page_budget": 3,
         "recency": 1,

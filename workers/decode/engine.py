@@ -142,9 +142,9 @@ class DecodeEngine:
         check_counts(order)
         if self._lifecycle.live(order.request_id) is not None:
             return Refused(RefusalReason.DUPLICATE, f"a request {order.request_id} is already here")
-        if order.selection:
+        if order.page_selection:
             try:
-                self._plan.wants_delta(order.selection, self._config.selection)
+                self._plan.wants_delta(order.page_selection, self._config.page_selection)
             except SelectionError as error:
                 return Refused(RefusalReason.SELECTION, str(error))
         holding = self._pages.reserve(order, self._wall())
@@ -200,7 +200,7 @@ class DecodeEngine:
             return
         try:
             request.append_ids = appended_ids(request.order, job, self._model.vocab)
-            request.delta = self._plan.wants_delta(job.selection, self._config.selection)
+            request.delta = self._plan.wants_delta(job.page_selection, self._config.page_selection)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
             self._pages.ensure_spare(request.holding, job.keep_tokens)
@@ -215,14 +215,12 @@ class DecodeEngine:
 
     def _before_first(self, request: DecodeRequest) -> None:
         """Keep the session that was asked for, and report what the first token took."""
-        job, kept, expires = request.job, None, 0.0
+        job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
             owner = request.order.owner
-            session = self._pages.keep(request.holding, job.keep_tokens, owner, job.keep_ttl_s, self._wall())
-            kept, expires = session.session_id, session.expires
-        request.events.put_nowait(
-            FirstTokenTimings(request.request_id, request.times.report(), kept, expires)
-        )
+            kept = self._pages.keep(request.holding, job.keep_tokens, owner, job.keep_ttl_s, self._wall())
+            session = kept.told
+        request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
         """Turn a prefilled request into a session once all its K/V is here.
@@ -248,7 +246,7 @@ class DecodeEngine:
         session = self._pages.hand_over(request.holding, tokens, owner, job.ttl_s, self._wall())
         self._lifecycle.close(request, FinishReason.STOP, "")
         report = request.times.report()
-        return SessionKept(job.request_id, session.session_id, session.expires, tokens, report)
+        return SessionKept(job.request_id, session.told, report)
 
     async def cancel(self, request_id: str) -> None:
         """End a request; returns when its pages are free (a session that was kept from it stays)."""

@@ -52,12 +52,12 @@ class LayerPlan:
     def calibrated(self) -> bool:
         return LayerRole.SCORING in self.roles
 
-    def wants_delta(self, selection: str, default: str) -> bool:
-        """Whether a request's `selection` (empty: the worker's default) is DELTA's.
+    def wants_delta(self, page_selection: str, default: str) -> bool:
+        """Whether a request's `page_selection` (empty: the worker's default) is DELTA's.
 
         Raises SelectionError for an unknown name, and for `delta` without calibrated Δ-layers.
         """
-        name = selection or default
+        name = page_selection or default
         if name == "full":
             return False
         if name != "delta":
@@ -81,8 +81,8 @@ def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
         raise SelectionError(f"layers {sorted(both)} are in full_layers and in delta_layers: choose one")
     if not 1 <= config.recency <= config.page_budget:
         raise SelectionError(f"recency {config.recency} must be 1 .. page_budget ({config.page_budget})")
-    if config.selection not in ("delta", "full"):
-        raise SelectionError(f"selection must be 'delta' or 'full', got {config.selection!r}")
+    if config.page_selection not in ("delta", "full"):
+        raise SelectionError(f"page_selection must be 'delta' or 'full', got {config.page_selection!r}")
     first = min(config.delta_layers, default=layers)
     roles = []
     for layer in range(layers):

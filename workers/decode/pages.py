@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..kv.page_pool import OutOfPages, PagePool, pages_for
 from ..messages import RefusalReason, Refused, Reserve
-from .sessions import Session, SessionsTable
+from .sessions import KeptSession, SessionsTable
 
 
 @dataclass
@@ -65,7 +65,7 @@ class DecodePages:
             )
         return self._take(order, session, total)
 
-    def _take(self, order: Reserve, session: Session | None, total: int) -> Holding | Refused:
+    def _take(self, order: Reserve, session: KeptSession | None, total: int) -> Holding | Refused:
         size = self.pool.page_tokens
         before = 0 if session is None else session.tokens
         shared = () if session is None else session.pages[: before // size]
@@ -90,7 +90,7 @@ class DecodePages:
         if keep_tokens % self.pool.page_tokens and not holding.spare:
             holding.spare = self.pool.allocate(1)
 
-    def keep(self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float) -> Session:
+    def keep(self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float) -> KeptSession:
         """A session of the first `tokens` tokens of a request that goes on: full pages are shared."""
         full = tokens // self.pool.page_tokens
         pages = holding.table[:full]
@@ -100,7 +100,7 @@ class DecodePages:
         self.pool.share(holding.table[:full])
         return self.sessions.adopt(owner, pages, tokens, ttl_s, now)
 
-    def hand_over(self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float) -> Session:
+    def hand_over(self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float) -> KeptSession:
         """A session of the first `tokens` tokens of a request that ends here; `release` it next."""
         pages = holding.table[: pages_for(tokens, self.pool.page_tokens)]
         self.pool.share(pages)

@@ -17,11 +17,11 @@ from ..messages import (
     FirstTokenTimings,
     GenerateJob,
     Reserve,
-    TokenEvent,
+    Token,
 )
 from .pages import Holding
 
-Event = FirstTokenTimings | TokenEvent | FinishEvent
+Event = FirstTokenTimings | Token | FinishEvent
 
 
 @dataclass

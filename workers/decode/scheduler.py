@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ..messages import FinishReason, TokenEvent
+from ..messages import FinishReason, Token
 from .lifecycle import Lifecycle
 from .request import DecodeRequest
 from .runner import Chosen, DecodeCompute, Row
@@ -31,7 +31,7 @@ class DecodeScheduler:
     """Takes ready requests in order of readiness, at most `max_batch` at once.
 
     Appended tokens of several sessions are read in chunks, in turn. eos_ids end an answer. before_first is
-    called once per request, just before its first TokenEvent.
+    called once per request, just before its first Token.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class DecodeScheduler:
             return
         if request.produced == 0:
             self._before_first(request)
-        event = TokenEvent(request.request_id, choice.token, choice.logprob, request.produced)
+        event = Token(request.produced, choice.token, choice.logprob)
         request.events.put_nowait(event)
         request.token = choice.token
         request.produced += 1

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..kv.page_pool import PagePool, pages_for
+from ..messages import Session
 
 
 @dataclass(frozen=True)
-class Session:
+class KeptSession:
     """`tokens` tokens of K/V in `pages`, usable by `owner` until `expires`."""
 
     session_id: str
@@ -22,6 +23,11 @@ class Session:
     pages: tuple[int, ...]
     tokens: int
     expires: float
+
+    @property
+    def told(self) -> Session:
+        """What its owner is told of it."""
+        return Session(self.session_id, self.expires, self.tokens)
 
 
 class SessionsTable:
@@ -40,12 +46,12 @@ class SessionsTable:
         self._pool = pool
         self._max_ttl_s = max_ttl_s
         self._token = token
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, KeptSession] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def adopt(self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float) -> Session:
+    def adopt(self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float) -> KeptSession:
         """Make a session of pages whose references the caller hands over (exactly pages_for(tokens)).
 
         ttl_s is capped by the configured maximum; 0 or less asks for that maximum.
@@ -53,11 +59,11 @@ class SessionsTable:
         if tokens < 1 or len(pages) != pages_for(tokens, self._pool.page_tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
         lease = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
-        session = Session(f"{self._worker}.{self._token()}", owner, pages, tokens, now + lease)
+        session = KeptSession(f"{self._worker}.{self._token()}", owner, pages, tokens, now + lease)
         self._sessions[session.session_id] = session
         return session
 
-    def find(self, session_id: str, owner: str, now: float) -> Session | None:
+    def find(self, session_id: str, owner: str, now: float) -> KeptSession | None:
         """The session, or None if it is unknown, expired or somebody else's."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner or session.expires <= now:
@@ -83,6 +89,6 @@ class SessionsTable:
         for session in list(self._sessions.values()):
             self._drop(session)
 
-    def _drop(self, session: Session) -> None:
+    def _drop(self, session: KeptSession) -> None:
         del self._sessions[session.session_id]
         self._pool.release(session.pages)

@@ -27,7 +27,7 @@ from ..messages import (
     PrefillDone,
     PrefillFailed,
     PrefillJob,
-    PrefillProgress,
+    Progress,
     RefusalReason,
     Refused,
     RequestFailed,
@@ -73,7 +73,7 @@ class PrefillController:
         return self._failure
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[Event, None]:
-        """PrefillProgress after each chunk, then one PrefillDone; or one Refused.
+        """Progress after each chunk, then one PrefillDone; or one Refused.
 
         Raises PrefillFailed (PrefillCancelled). The iterator ends when the request's pages are free on
         every stage; closing it early cancels the request.
@@ -242,7 +242,7 @@ class PrefillController:
         request.done = command.start + command.tokens
         if request.ended:
             return
-        progress = PrefillProgress(command.request_id, request.done, request.job.tokens)
+        progress = Progress(request.done, request.job.tokens)
         request.events.put_nowait(progress)
         if command.last:
             self._end(request, PrefillDone(command.request_id, request.account.report(now)))

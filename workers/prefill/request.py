@@ -11,13 +11,13 @@ from ..messages import (
     PrefillDone,
     PrefillFailed,
     PrefillJob,
-    PrefillProgress,
+    Progress,
     Refused,
 )
 from . import schedule
 from .account import Account
 
-Event = PrefillProgress | PrefillDone | Refused
+Event = Progress | PrefillDone | Refused
 
 
 class Request:

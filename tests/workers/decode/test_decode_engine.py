@@ -63,12 +63,12 @@ async def test_a_kept_session_answers_as_the_whole_prompt_would_and_stays_as_it_
     document = prompt(150)
     first = await run.ask("first", document, GREEDY, keep_tokens=150, keep_ttl_s=60.0)
     assert first.ids == expected(document)
-    assert first.first.session_expires == pytest.approx(time.time() + 60, abs=5)
+    assert first.first.session.expires == pytest.approx(time.time() + 60, abs=5)
     held = run.used
     assert held == 10
     questions = [prompt(length, seed=1) for length in (1, 3, 20, 130)]
     wanted = [expected(document + question) for question in questions]
-    session = first.first.session_id
+    session = first.first.session.session_id
     answers = await asyncio.gather(
         *(run.ask_session(f"q{i}", session, question, GREEDY) for i, question in enumerate(questions))
     )
@@ -85,14 +85,14 @@ async def test_a_session_can_be_kept_of_a_session_and_of_part_of_a_prompt(
 ) -> None:
     run = await bench()
     document = prompt(100)
-    part = (await run.ask("part", document, GREEDY, keep_tokens=70)).first.session_id
+    part = (await run.ask("part", document, GREEDY, keep_tokens=70)).first.session.session_id
     more, question = prompt(25, seed=2), prompt(9, seed=3)
     await run.reserve("longer", len(more), 64, session_id=part, keep_tokens=95)
     packed = torch.tensor(more, dtype=torch.int32).numpy().tobytes()
     longer = await run.collect(GenerateJob("longer", GREEDY, packed, part, keep_tokens=95))
     assert longer.ids == expected(document[:70] + more)
     await run.engine.release_session(part, "me")
-    answer = await run.ask_session("question", longer.first.session_id, question, GREEDY)
+    answer = await run.ask_session("question", longer.first.session.session_id, question, GREEDY)
     assert answer.ids == expected(document[:70] + more + question)
 
 
@@ -105,11 +105,11 @@ async def test_prefill_only_becomes_a_session(bench: Any, expected: Callable[[li
     assert not keeping.done(), "no page is here yet"
     await run.deliver("read", document)
     kept = await keeping
-    assert isinstance(kept, SessionKept) and kept.tokens == 75
-    assert kept.session_id.startswith("test.")
+    assert isinstance(kept, SessionKept) and kept.session.tokens == 75
+    assert kept.session.session_id.startswith("test.")
     assert kept.report.handoff_bytes == 75 * 6 * 2 * 2 * 16 * 4
     assert 0 < kept.report.handoff_exposed < 10
-    answer = await run.ask_session("question", kept.session_id, question, GREEDY)
+    answer = await run.ask_session("question", kept.session.session_id, question, GREEDY)
     assert answer.ids == expected(document + question)
 
 
@@ -161,7 +161,9 @@ async def test_logprobs_are_those_of_the_unmodified_distribution(bench: Any) -> 
 async def test_delta_with_a_budget_of_every_page_equals_full(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    run = await bench(selection="delta", full_layers=(0,), delta_layers=(2, 4), page_budget=64, recency=4)
+    run = await bench(
+        page_selection="delta", full_layers=(0,), delta_layers=(2, 4), page_budget=64, recency=4
+    )
     prompts = [prompt(length) for length in PROMPTS]
     answers = await asyncio.gather(*(run.ask(f"r{i}", ids, GREEDY) for i, ids in enumerate(prompts)))
     assert [answer.ids for answer in answers] == [expected(ids) for ids in prompts]
@@ -174,13 +176,13 @@ async def test_delta_with_a_budget_of_every_page_equals_full(
 async def test_delta_reads_only_its_budget_and_full_rows_beside_it_are_untouched(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    run = await bench(selection="delta", delta_layers=(2,), page_budget=4, recency=2)
+    run = await bench(page_selection="delta", delta_layers=(2,), page_budget=4, recency=2)
     ids, other = prompt(150), prompt(33)
     alone = await run.ask("alone", ids, GREEDY)
     delta, full, small = await asyncio.gather(
         run.ask("delta", ids, GREEDY),
-        run.ask("full", ids, GREEDY, selection="full"),
-        run.ask("small", other, GREEDY, selection="delta"),
+        run.ask("full", ids, GREEDY, page_selection="full"),
+        run.ask("small", other, GREEDY, page_selection="delta"),
     )
     assert full.ids == expected(ids)
     assert delta.ids == alone.ids
@@ -213,10 +215,10 @@ async def test_the_parts_add_up_to_the_time_to_the_first_token(bench: Any) -> No
     assert parts == pytest.approx(took, abs=0.02)
     assert [event async for event in stream][-1].reason is FinishReason.LENGTH
     packed = torch.tensor(prompt(100), dtype=torch.int32).numpy().tobytes()
-    await run.reserve("more", 100, 4, session_id=first.session_id)
+    await run.reserve("more", 100, 4, session_id=first.session.session_id)
     began = time.perf_counter()
     async for event in run.engine.generate(
-        GenerateJob("more", Sampling(max_tokens=4), packed, first.session_id)
+        GenerateJob("more", Sampling(max_tokens=4), packed, first.session.session_id)
     ):
         took = time.perf_counter() - began
         report = event.report

@@ -66,7 +66,7 @@ async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
     assert (large.reason, large.needed) == (RefusalReason.TOO_LARGE, 41)
     assert (await refusal(run, prompt_tokens=1000, max_tokens=25)).reason is RefusalReason.POSITIONS
     assert (await refusal(run, session_id="test.none")).reason is RefusalReason.NO_SESSION
-    assert (await refusal(run, selection="delta")).reason is RefusalReason.SELECTION
+    assert (await refusal(run, page_selection="delta")).reason is RefusalReason.SELECTION
     for senseless in ({"prompt_tokens": 0}, {"prompt_tokens": -1}, {"max_tokens": -1}, {"keep_tokens": 11}):
         with pytest.raises(ValueError, match="tokens"):
             await refusal(run, **senseless)
@@ -76,7 +76,7 @@ async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
 
 async def test_positions_count_the_session(bench: Any) -> None:
     run = await bench(cache_tokens=4096)
-    kept = (await run.ask("a", ids_of(500), SHORT, keep_tokens=500)).first.session_id
+    kept = (await run.ask("a", ids_of(500), SHORT, keep_tokens=500)).first.session.session_id
     order = {"session_id": kept, "prompt_tokens": 500}
     assert (await refusal(run, **order, max_tokens=25)).reason is RefusalReason.POSITIONS
     await run.reserve("fits", 500, 24, session_id=kept)
@@ -86,8 +86,8 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
     clock = Clock()
     run = await bench(wall=clock, max_session_ttl_s=100.0)
     first = await run.ask("a", ids_of(40), SHORT, keep_tokens=40, keep_ttl_s=500.0)
-    session = first.first.session_id
-    assert first.first.session_expires == 1100.0, "the lease is capped"
+    session = first.first.session.session_id
+    assert first.first.session.expires == 1100.0, "the lease is capped"
     foreign = await refusal(run, owner="you", session_id=session)
     assert foreign.reason is RefusalReason.NO_SESSION
     assert not await run.engine.release_session(session, "you")
@@ -109,8 +109,8 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
         ({"sampling": Sampling(max_tokens=9)}, "max_tokens 9"),
         ({"append_ids": packed([1])}, "appended to a session"),
         ({"session_id": "test.other"}, "reservation is for session None"),
-        ({"selection": "delta"}, "calibrated"),
-        ({"selection": "most"}, "unknown page selection"),
+        ({"page_selection": "delta"}, "calibrated"),
+        ({"page_selection": "most"}, "unknown page selection"),
         ({"keep_tokens": 41}, "keep_tokens 41"),
     ],
 )
@@ -127,7 +127,7 @@ async def test_a_job_that_does_not_fit_its_reservation_fails_in_plain_words(
 
 async def test_appended_ids_are_checked(bench: Any) -> None:
     run = await bench()
-    session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session_id
+    session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     for name, count, ids, words in (
         ("none", 0, [], "at least one"),
         ("fewer", 3, [1, 2], "3 were reserved"),
@@ -228,7 +228,7 @@ async def test_a_failing_step_fails_its_requests_and_the_worker_when_it_repeats(
 
 async def test_running_streams_do_not_wait_for_a_long_append(bench: Any) -> None:
     run = await bench(append_chunk_tokens=16)
-    session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session_id
+    session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     await run.reserve("running", 40, 400)
     await run.deliver("running", ids_of(40))
     stream = run.engine.generate(GenerateJob("running", LONG))
@@ -249,7 +249,7 @@ async def test_running_streams_do_not_wait_for_a_long_append(bench: Any) -> None
 async def test_random_cancels_at_random_moments_leave_no_page(bench: Any) -> None:
     run = await bench(max_batch=4, cache_tokens=4096, append_chunk_tokens=16)
     chance = random.Random(3)
-    session = (await run.ask("s", ids_of(50), SHORT, keep_tokens=50)).first.session_id
+    session = (await run.ask("s", ids_of(50), SHORT, keep_tokens=50)).first.session.session_id
     prompts = {length: run.prefill(ids_of(length)) for length in (5, 33, 90)}
     endings: list[FinishReason] = []
     ended: dict[str, asyncio.Event] = defaultdict(asyncio.Event)

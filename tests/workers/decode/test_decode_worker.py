@@ -24,7 +24,7 @@ from deltafront.workers.messages import (
     Reserve,
     Reserved,
     Sampling,
-    TokenEvent,
+    Token,
 )
 from deltafront.workers.settings import DecodeConfig, ModelSpec
 
@@ -45,7 +45,7 @@ def cluster() -> Iterator[Any]:
 def replica(cluster: Any, tiny_llama: Path) -> Iterator[Any]:
     from deltafront.workers.decode.worker import DecodeReplica
 
-    config = DecodeConfig(cache_tokens=2048, selection="full")
+    config = DecodeConfig(cache_tokens=2048, page_selection="full")
     replica = DecodeReplica(ModelSpec(str(tiny_llama), dtype="float32"), config)
     yield replica
     replica.stop()
@@ -76,9 +76,9 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     post.check("r")
     assert isinstance(events[0], FirstTokenTimings)
     assert isinstance(events[-1], FinishEvent) and events[-1].reason is FinishReason.LENGTH
-    tokens = [event.token_id for event in events if isinstance(event, TokenEvent)]
+    tokens = [event.token_id for event in events if isinstance(event, Token)]
     assert tokens == here.ids
-    session = events[0].session_id
+    session = events[0].session.session_id
     assert session is not None and session.startswith(replica.name.removeprefix("decode:") + ".")
     stats: DecodeStats = await actor.stats.remote()
     assert (stats.pages_free, stats.sessions, stats.running) == (stats.pages_total - 5, 1, 0)

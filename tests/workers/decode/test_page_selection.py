@@ -38,7 +38,7 @@ def test_layers_before_the_first_scoring_one_are_dense() -> None:
         (DecodeConfig(full_layers=(0, 3), delta_layers=(3,)), r"\[3\]"),
         (DecodeConfig(page_budget=4, recency=5), "recency 5"),
         (DecodeConfig(recency=0), "recency 0"),
-        (DecodeConfig(selection="best"), "'best'"),
+        (DecodeConfig(page_selection="best"), "'best'"),
     ],
 )
 def test_a_wrong_configuration_names_its_key(config: DecodeConfig, words: str) -> None:

@@ -171,7 +171,7 @@ def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
 
 
 def test_reading_a_config_needs_no_torch() -> None:
-    modules = "deltafront.workers.model_config, deltafront.workers.model.store"
+    modules = "deltafront.workers.model.config, deltafront.workers.model.store"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"

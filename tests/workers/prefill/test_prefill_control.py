@@ -19,7 +19,7 @@ from deltafront.workers.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillJob,
-    PrefillProgress,
+    Progress,
     RefusalReason,
     Refused,
     RequestFailed,
@@ -145,7 +145,7 @@ async def assert_clean(controller: PrefillController, fakes: list[FakeStage]) ->
 async def test_one_prompt_from_start_to_report() -> None:
     controller, fakes = make()
     events = await collect(controller, job("a", 300))
-    assert events[:3] == [PrefillProgress("a", done, 300) for done in (128, 256, 300)]
+    assert events[:3] == [Progress(done, 300) for done in (128, 256, 300)]
     report = events[3].report
     assert len(events) == 4 and isinstance(events[3], PrefillDone)
     assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-12)
@@ -355,7 +355,7 @@ async def abuse(seed: int, fatal: bool) -> None:
         ending, seen = outcome
         terminal = [event for event in seen if isinstance(event, PrefillDone | Refused)]
         assert len(terminal) == (ending == "ended") or (ending == "closed" and terminal == seen[-1:])
-        assert all(isinstance(event, PrefillProgress) for event in seen[:-1])
+        assert all(isinstance(event, Progress) for event in seen[:-1])
     if any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes):
         # A reader that is cancelled while it waits for its pages does not see them come back.
         async with asyncio.timeout(1):

@@ -19,7 +19,7 @@ from deltafront.workers.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillJob,
-    PrefillProgress,
+    Progress,
     RefusalReason,
     Refused,
     resolve,
@@ -134,7 +134,7 @@ async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGro
     job = PrefillJob("r2", random_ids(3000), DENSE, decode[0])
     with pytest.raises(PrefillCancelled):
         async for event in events_of(group, job):
-            if isinstance(event, PrefillProgress):
+            if isinstance(event, Progress):
                 await group.controller.cancel.remote("r2")
                 assert await drained(group), "cancel returns when pages are free"
     await group.controller.cancel.remote("r2")
@@ -212,7 +212,7 @@ async def test_a_killed_stage_ends_the_whole_group(cluster: None, decode: Any, m
     async def run(name: str) -> str:
         with pytest.raises(PrefillFailed) as failure:
             async for event in events_of(doomed, PrefillJob(name, random_ids(1800, 3), DENSE, decode[0])):
-                if isinstance(event, PrefillProgress) and event.tokens_done == 256:
+                if isinstance(event, Progress) and event.tokens_done == 256:
                     ray.kill(doomed._stages[1])
         return str(failure.value.cause)
 
