@@ -85,3 +85,19 @@ class DecodeConfig:
     gpus: float = 0.0
     warm_up: bool = False
     """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use."""
+
+
+@dataclass(frozen=True)
+class HandoffConfig:
+    """How K/V gets from prefill stages to decode workers. transport: `object_store`, through Ray's shared
+    memory, or `in_process`, for stages and decode worker in one process.
+
+    max_unanswered_bytes: a stage waits once it has handed over so much that no decode worker has taken.
+    ack_timeout_s: a decode worker that takes longer than this to take what it was handed has failed.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+
+    transport: str = "object_store"
+    max_unanswered_bytes: int = 256 << 20
+    ack_timeout_s: float = 60.0
