@@ -64,7 +64,7 @@ def resolve(model: str, cache: Path | None = None) -> Path:
 
 def resolve_adapter(adapter: str) -> Path:
     """An adapter's directory: a path, or one relative to this project's tree (deploy/models/…)."""
-    for path in (Path(adapter).expanduser(), Path(__file__).resolve().parents[1] / adapter):
+    for path in (Path(adapter).expanduser(), Path(__file__).resolve().parents[2] / adapter):
         if (path / "adapter_config.json").is_file():
             return path.resolve()
     raise ModelError(f"no adapter at {adapter!r}: a PEFT directory with an adapter_config.json is needed")
