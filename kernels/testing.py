@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 
-from .interface import BLOCK, AttentionInput, TileMask
+from .constants import BLOCK
+from .interface import AttentionInput, TileMask
 
 ROW_TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
 """Largest relative error (L2) of any one row, by the dtype the kernel computes in."""
