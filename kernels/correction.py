@@ -40,7 +40,7 @@ class Correction:
 
     def __init__(self, inner: Attention, gamma: int, recompute: bool = False) -> None:
         if gamma < 1:
-            raise KernelInputError(f"delta correction: gamma {gamma} is less than 1")
+            raise KernelInputError(f"correction: gamma {gamma} is less than 1")
         self.inner = inner
         self.gamma = gamma
         self.recompute = recompute
@@ -63,7 +63,7 @@ class Correction:
 
     def _correct(self, x: AttentionInput, out_BHTD: torch.Tensor, state: CorrectionState) -> None:
         dense_rows, add_differences = cpu_dense_rows, cpu_add_differences
-        if not runs_on_cpu(x, "delta_correction"):
+        if not runs_on_cpu(x, "correction"):
             from .correction_kernel import kernel_add_differences, kernel_dense_rows
 
             dense_rows, add_differences = kernel_dense_rows, kernel_add_differences

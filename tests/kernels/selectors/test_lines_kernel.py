@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from deltafront.kernels.build import build
-from deltafront.kernels.interface import AttentionInput, KernelInputError, StateSpec, TileMask, no_phase
-from deltafront.kernels.methods import WHOLE_PROMPT_ONLY, Value, resolve
-from deltafront.kernels.selectors import lines, lines_kernel
-from deltafront.kernels.selectors.block_pool import reference as block_pool
-from deltafront.kernels.selectors.block_pool.selector import BlockPoolSelector
-from deltafront.kernels.selectors.flex import reference as flex
-from deltafront.kernels.selectors.flex.selector import FlexSelector
-from deltafront.kernels.selectors.lines_selector import LineSelector
-from deltafront.kernels.selectors.rules import reference as rules
-from deltafront.kernels.selectors.vertical_slash import reference as vertical_slash
-from deltafront.kernels.selectors.vertical_slash.selector import VerticalSlashSelector
+from deltafront.kernels.interface import AttentionInput, KernelInputError, no_phase
+from deltafront.kernels.methods import PRESETS, method_spec, reads_whole_prompts
+from deltafront.kernels.options import Value
+from deltafront.kernels.reference.attention import reference_attention
+from deltafront.kernels.reference.selection import line_masses
+from deltafront.kernels.selectors import block_pool, flex, lines, lines_kernel, vertical_slash
+from deltafront.kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
+from deltafront.kernels.selectors.flex import FlexOptions, FlexSelector
+from deltafront.kernels.selectors.line_selector import LineSelector
+from deltafront.kernels.selectors.rules import cpu as rules
+from deltafront.kernels.selectors.vertical_slash import VerticalSlashOptions, VerticalSlashSelector
 from deltafront.kernels.structured import structured_input
-from deltafront.kernels.testing import assert_rows_close, naive_attention, poisoned_empty, random_input
+from deltafront.kernels.testing import assert_rows_close, poisoned_empty, random_input, spec_of, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
@@ -35,10 +35,10 @@ FULL: dict[str, dict[str, Value]] = {
     "flex": {"gamma_flex": 1.0},
 }
 SELECTORS: dict[str, Callable[[], LineSelector]] = {
-    "vertical_slash": lambda: VerticalSlashSelector({"verticals": 200, "slashes": 200}),
-    "flex_lines": lambda: FlexSelector({"gamma_flex": 0.7, "tau_flex": 0.0}),
-    "flex_aware": lambda: FlexSelector({"gamma_flex": 0.7, "tau_flex": 1.0}),
-    "flex_mixed": lambda: FlexSelector({"gamma_flex": 0.7, "tau_flex": 0.47}),
+    "vertical_slash": lambda: VerticalSlashSelector(VerticalSlashOptions(verticals=200, slashes=200)),
+    "flex_lines": lambda: FlexSelector(FlexOptions(gamma_flex=0.7, tau_flex=0.0)),
+    "flex_aware": lambda: FlexSelector(FlexOptions(gamma_flex=0.7, tau_flex=1.0)),
+    "flex_mixed": lambda: FlexSelector(FlexOptions(gamma_flex=0.7, tau_flex=0.47)),
 }
 
 
@@ -47,28 +47,15 @@ def sample(tokens: int, dtype: torch.dtype = torch.float32, **changes: Any) -> A
     return structured_input(tokens, dtype=dtype, device=DEVICE, **settings)
 
 
-def spec_of(x: AttentionInput) -> StateSpec:
-    batch, heads, _, dim = x.q_BHTD.shape
-    return StateSpec(batch, heads, x.k_BGSD.shape[1], dim, x.prompt_tokens, x.q_BHTD.device, x.q_BHTD.dtype)
-
-
-def tiles(mask: TileMask) -> list[list[int]]:
-    columns = mask.index_BHNM.shape[-1]
-    index, count = mask.index_BHNM.reshape(-1, columns), mask.count_BHN.reshape(-1)
-    return [index[row, : int(count[row])].tolist() for row in range(count.shape[0])]
-
-
 def kernel_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
     with poisoned_empty():
-        return lines_kernel.line_masses(x, queries)
+        return lines_kernel.kernel_line_masses(x, queries)
 
 
-def assert_masses_equal_the_reference(x: AttentionInput, queries: int, factor: float = 1.0) -> None:
+def assert_masses_equal_the_cpu_form(x: AttentionInput, queries: int, factor: float = 1.0) -> None:
     taken = min(queries, x.q_BHTD.shape[2])
     masses = kernel_masses(x, queries)
-    for mass_BHM, expected_BHM in zip(
-        masses, lines.line_masses(lines.last_attention(x, queries)), strict=True
-    ):
+    for mass_BHM, expected_BHM in zip(masses, lines.cpu_line_masses(x, queries), strict=True):
         assert_rows_close(mass_BHM[..., None], expected_BHM[..., None], factor=factor)
         total_BH = mass_BHM.double().sum(-1)
         torch.testing.assert_close(total_BH, torch.full_like(total_BH, taken), rtol=1e-5 * factor, atol=0)
@@ -77,11 +64,20 @@ def assert_masses_equal_the_reference(x: AttentionInput, queries: int, factor: f
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("queries", "head_dim"), [(64, 64), (64, 128), (128, 64), (128, 128), (128, 16)])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (8, 2)])
-def test_masses_equal_the_reference(
+def test_masses_equal_the_cpu_form(
     queries: int, head_dim: int, q_heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     x = sample(471, dtype, batch=2, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
-    assert_masses_equal_the_reference(x, queries)
+    assert_masses_equal_the_cpu_form(x, queries)
+
+
+@pytest.mark.parametrize(("tokens", "queries"), [(300, 64), (200, 128), (50, 64)])
+def test_the_cpu_form_equals_the_oracle(tokens: int, queries: int) -> None:
+    x = sample(tokens, q_heads=2, head_dim=16)
+    for mass_BHM, expected_BHM in zip(
+        lines.cpu_line_masses(x, queries), line_masses(x, queries), strict=True
+    ):
+        assert_rows_close(mass_BHM.cpu()[..., None], expected_BHM[..., None], dtype=torch.float32)
 
 
 @pytest.mark.parametrize("queries", [64, 128])
@@ -89,7 +85,7 @@ def test_masses_equal_the_reference(
 def test_every_alignment_of_the_last_queries(tokens: int, queries: int) -> None:
     """Fewer rows than queries, and bands that begin anywhere in a tile."""
     x = random_input(tokens, q_heads=3, head_dim=16, seed=tokens, device=DEVICE)
-    assert_masses_equal_the_reference(x, queries)
+    assert_masses_equal_the_cpu_form(x, queries)
 
 
 @pytest.mark.parametrize("factor", [0.0, 8.0, 60.0])
@@ -97,16 +93,16 @@ def test_large_and_zero_logits(factor: float) -> None:
     """Logits up to tens of thousands: one key takes all of a row, and nothing overflows."""
     x = sample(300)
     x = replace(x, q_BHTD=x.q_BHTD * factor, k_BGSD=x.k_BGSD * max(factor, 1.0))
-    assert_masses_equal_the_reference(x, 128, factor=max(1.0, 2 * factor))
+    assert_masses_equal_the_cpu_form(x, 128, factor=max(1.0, 2 * factor))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_splits_of_many_blocks(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample(1100, head_dim=16)
     monkeypatch.setattr(lines_kernel, "_SPLITS", splits)
-    assert_masses_equal_the_reference(x, 128)
+    assert_masses_equal_the_cpu_form(x, 128)
     monkeypatch.undo()
-    assert_masses_equal_the_reference(sample(4229, q_heads=1, head_dim=16), 64)
+    assert_masses_equal_the_cpu_form(sample(4229, q_heads=1, head_dim=16), 64)
 
 
 def test_strides_are_free() -> None:
@@ -128,7 +124,7 @@ def test_both_paths_give_the_same_mask(name: str, tokens: int) -> None:
     selector = SELECTORS[name]()
     with poisoned_empty():
         mask = selector.kernel_select(x, no_phase)
-    assert tiles(mask) == tiles(selector.reference_select(x, no_phase))
+    assert tiles(mask) == tiles(selector.cpu_select(x, no_phase))
     for row, kept in enumerate(tiles(mask)):
         diagonal = row % x.query_blocks
         assert kept == sorted(set(kept)) and kept[0] == 0 and kept[-1] == diagonal
@@ -140,22 +136,24 @@ def test_masks_follow_from_the_masses() -> None:
     """Exactly, whatever rounding did to the masses; inputs of 16 bits."""
     x = sample(900, torch.float16, q_heads=3)
     with poisoned_empty():
-        slashed = VerticalSlashSelector({"verticals": 200, "slashes": 200}).kernel_select(x, no_phase)
+        slashed = VerticalSlashSelector(VerticalSlashOptions(verticals=200, slashes=200)).kernel_select(
+            x, no_phase
+        )
         mixed = SELECTORS["flex_mixed"]().kernel_select(x, no_phase)
-        score_BHNM = BlockPoolSelector({"tau": 0.9}).kernel_scores(x, None, no_phase)
+        score_BHNM = BlockPoolSelector(BlockPoolOptions()).kernel_scores(x, None, no_phase)
     masses = kernel_masses(x, 64)
     keep_BHNM = vertical_slash.choose(*masses, 200, 200)
     assert tiles(slashed) == tiles(rules.select(lines.kept_scores(keep_BHNM), lines.KEPT, 0))
     keep_BHNM = flex.choose(*kernel_masses(x, 128), score_BHNM, 0.7, 0.47)
     assert tiles(mixed) == tiles(rules.select(lines.kept_scores(keep_BHNM), lines.KEPT, 0))
     wide = replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float())
-    assert_rows_close(score_BHNM, block_pool.scores(wide), dtype=torch.float16, factor=2)
+    assert_rows_close(score_BHNM, block_pool.cpu_scores(wide), dtype=torch.float16, factor=2)
 
 
 def test_flex_mixes_patterns() -> None:
     """The threshold lies between the distances of one prompt's heads (up to 0.43) and the other's (0.52)."""
     x = sample(1100, batch=2, q_heads=3)
-    kept = {name: tiles(SELECTORS[name]().reference_select(x, no_phase)) for name in SELECTORS}
+    kept = {name: tiles(SELECTORS[name]().cpu_select(x, no_phase)) for name in SELECTORS}
     assert kept["flex_mixed"] not in (kept["flex_lines"], kept["flex_aware"])
 
 
@@ -169,11 +167,11 @@ def test_equals_are_kept_from_the_first_on() -> None:
 
 @pytest.mark.parametrize("name", FULL)
 def test_full_budget_is_dense_and_the_default_builds(name: str) -> None:
-    assert set(FULL) == WHOLE_PROMPT_ONLY
+    assert set(FULL) == {name for name in PRESETS if reads_whole_prompts(name)}
     x = sample(700, head_dim=64)
-    method = build(resolve(name, {**FULL[name], "min_tokens": 0}))
+    method = build(method_spec(name, {**FULL[name], "min_tokens": 0}))
     out_BHTD, coverage = method.attend(x, method.new_state(spec_of(x)))
-    assert_rows_close(out_BHTD, naive_attention(x))
+    assert_rows_close(out_BHTD, reference_attention(x))
     assert float(coverage.computed) == coverage.causal
     assert coverage.sampled == 0.0
 
@@ -189,7 +187,7 @@ def test_bad_input(name: str) -> None:
     with pytest.raises(KernelInputError, match="head dimension 24"):
         selector.kernel_select(random_input(200, head_dim=24, device=DEVICE), no_phase)
     with pytest.raises(KernelInputError, match="64 or 128"):
-        lines_kernel.line_masses(x, 32)
+        lines_kernel.kernel_line_masses(x, 32)
 
 
 @pytest.mark.gpu
@@ -197,7 +195,7 @@ def test_bad_input(name: str) -> None:
 @pytest.mark.parametrize("name", FULL)
 def test_nothing_waits_for_the_device(name: str) -> None:
     x = sample(3000, torch.bfloat16, head_dim=64)
-    method = build(resolve(name, {"min_tokens": 0}))
+    method = build(method_spec(name, {"min_tokens": 0}))
     method.attend(x, method.new_state(spec_of(x)))  # compiles
     state = method.new_state(spec_of(x))
     torch.cuda.synchronize()

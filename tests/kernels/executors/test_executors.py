@@ -1,46 +1,50 @@
-"""The executors: references against one big softmax, kernels against references, bad input refused.
+"""The executors: CPU forms against the oracles, kernels against CPU forms, bad input refused.
 
 Kernels run in the interpreter (fp32, fp16) without a GPU, and on the GPU (bf16 too) with one.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from deltafront.kernels.executors import hopper_launch
-from deltafront.kernels.executors.block_sparse import kernel as sparse_kernel
-from deltafront.kernels.executors.block_sparse import reference as sparse_reference
-from deltafront.kernels.executors.block_sparse.executor import BlockSparseExecutor
-from deltafront.kernels.executors.block_sparse_packed import kernel as mixed_kernel
-from deltafront.kernels.executors.block_sparse_packed import reference as mixed_reference
-from deltafront.kernels.executors.block_sparse_packed.executor import BlockSparsePackedExecutor, exact_table
-from deltafront.kernels.executors.dense import kernel as dense_kernel
-from deltafront.kernels.executors.dense import reference as dense_reference
+from deltafront.kernels.executors import (
+    block_sparse,
+    block_sparse_packed,
+    block_sparse_packed_kernel,
+    dense,
+    hopper_launch,
+    packed_kv,
+    packed_kv_kernel,
+)
+from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
+from deltafront.kernels.executors.block_sparse_packed import (
+    BlockSparsePackedExecutor,
+    DeltaXAttentionOptions,
+)
 from deltafront.kernels.executors.hopper_launch import (
     BY_LENGTH,
     LONGEST_ROWS_FIRST,
     ONE_HEAD_FIRST,
     by_length,
 )
-from deltafront.kernels.executors.packed_kv import kernel as packed_kernel
-from deltafront.kernels.executors.packed_kv import reference as packed_reference
-from deltafront.kernels.executors.packed_kv.ablations import PeriodicRuns, RandomRuns
-from deltafront.kernels.executors.packed_kv.executor import CHUNK, PackedKVExecutor
-from deltafront.kernels.executors.packed_kv.packing import PackedRuns, SimilarRuns
-from deltafront.kernels.interface import AttentionInput, KernelInputError, StateSpec, TileMask, no_phase
+from deltafront.kernels.executors.packed_kv import CHUNK, DeltaKVOptions, PackedKVExecutor
+from deltafront.kernels.executors.packed_runs import PackedRuns, SimilarRuns
+from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
+from deltafront.kernels.reference.attention import mixed_attention, packed_attention, reference_attention
 from deltafront.kernels.testing import (
     assert_rows_close,
     chunk_of,
     full_mask,
     mask_of,
-    naive_attention,
     poisoned_empty,
     random_input,
     random_mask,
+    spec_of,
 )
 
 GPU = torch.cuda.is_available()
@@ -52,7 +56,7 @@ SHAPES = [
     {"tokens": 388, "rows": 132, "q_heads": 4, "kv_heads": 2, "head_dim": 128},
     {"tokens": 257, "rows": 1, "q_heads": 2, "kv_heads": 2, "head_dim": 32, "batch": 2},
 ]
-MIXED: dict[str, Any] = {"cos": 0.8, "exact_share": 0.3}
+MIXED = DeltaXAttentionOptions(cos=0.8, exact_share=0.3)
 
 
 def on_cpu(x: AttentionInput) -> AttentionInput:
@@ -82,12 +86,6 @@ def with_runs(x: AttentionInput) -> AttentionInput:
     return x
 
 
-def spec_of(x: AttentionInput) -> StateSpec:
-    batch, heads, _, dim = x.q_BHTD.shape
-    keys = x.k_BGSD.shape
-    return StateSpec(batch, heads, keys[1], dim, keys[2], x.k_BGSD.device, x.k_BGSD.dtype)
-
-
 def table_of(x: AttentionInput, mask: TileMask) -> torch.Tensor:
     place = torch.where(mask.index_BHNM < 0, x.key_blocks, mask.index_BHNM.long())
     table = torch.zeros(*place.shape[:3], x.key_blocks + 1, dtype=torch.bool)
@@ -95,25 +93,25 @@ def table_of(x: AttentionInput, mask: TileMask) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_references_equal_one_big_softmax(shape: dict[str, int]) -> None:
+def test_the_cpu_forms_equal_one_big_softmax(shape: dict[str, int]) -> None:
     x = random_input(**shape)
-    assert_rows_close(dense_reference.attend(x), naive_attention(x))
+    assert_rows_close(dense.cpu_attend(x), reference_attention(x))
     if x.q_start % 128 == 0:
         mask = random_mask(x, 0.5)
-        assert_rows_close(sparse_reference.attend(x, mask), naive_attention(x, table_of(x, mask)))
+        assert_rows_close(block_sparse.cpu_attend(x, mask), reference_attention(x, table_of(x, mask)))
 
 
 def test_dense_takes_any_start_and_large_logits() -> None:
     whole = random_input(300, q_heads=4, kv_heads=2)
     x = chunk_of(whole, 37, 291)
     x = replace(x, scale=30.0)
-    expected = naive_attention(replace(whole, scale=30.0))[:, :, 37:291]
-    assert_rows_close(dense_reference.attend(x), expected)
+    expected = reference_attention(replace(whole, scale=30.0))[:, :, 37:291]
+    assert_rows_close(dense.cpu_attend(x), expected)
     y = AttentionInput.of(
         *(t.to(DEVICE) for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start, scale=30.0
     )
     with poisoned_empty():
-        assert_rows_close(dense_kernel.attend(y).cpu(), expected, factor=2)
+        assert_rows_close(dense.kernel_attend(y).cpu(), expected, factor=2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -123,49 +121,30 @@ def test_a_row_may_see_nothing_of_its_first_tile(start: int, head_dim: int) -> N
     whole = random_input(420, q_heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
     x = chunk_of(whole, start, 420)
     with poisoned_empty():
-        found = dense_kernel.attend(x)
-    assert_rows_close(found, naive_attention(whole)[:, :, start:])
-
-
-def packed_by_hand(x: AttentionInput, starts: list[int], critical: int, counts: bool) -> torch.Tensor:
-    """Delta-KV of one head, row by row from the definition: repeat each mean, or take it once."""
-    q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
-    rows = []
-    for position in range(q.shape[0]):
-        exact_from = max(0, position // 128 * 128 - critical) // CHUNK * CHUNK
-        keys, values = [], []
-        for first, stop in zip(starts, [*starts[1:], k.shape[0]], strict=True):
-            if first < exact_from:
-                times = stop - first if counts else 1
-                keys += [k[first:stop].mean(0)] * times
-                values += [v[first:stop].mean(0)] * times
-        keys += list(k[exact_from : position + 1])
-        values += list(v[exact_from : position + 1])
-        weights = (torch.stack(keys) @ q[position] * x.scale).softmax(0)
-        rows.append(weights @ torch.stack(values))
-    return torch.stack(rows)[None, None].float()
+        found = dense.kernel_attend(x)
+    assert_rows_close(found, reference_attention(whole)[:, :, start:])
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_packed_reference_repeats_means(counts: bool) -> None:
+def test_packing_repeats_means(counts: bool) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
-    executor = PackedKVExecutor({"cos": 0.8, "counts": counts, "critical": 128})
+    executor = PackedKVExecutor(DeltaKVOptions(cos=0.8, counts=counts, critical=128))
     state = executor.new_state(spec_of(x))
     found = executor.attend(x, None, state, no_phase)
     runs = int(state.offset_BGC[0, 0, -1])
     assert 100 < runs < 300
     starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(512, 700)]
-    assert_rows_close(found, packed_by_hand(x, starts, 128, counts))
+    assert_rows_close(found, packed_attention(x, starts, 128, counts, CHUNK))
 
 
 def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
     """Runs of equal keys: counting them is exact, forgetting the counts is not."""
     x = random_input(700, q_heads=2, kv_heads=1)
     x.k_BGSD.copy_(x.k_BGSD[:, :, torch.arange(700) // 5 * 5])
-    dense = dense_reference.attend(x)
+    dense = dense.cpu_attend(x)
 
     def run(counts: bool) -> torch.Tensor:
-        executor = PackedKVExecutor({"cos": 1.0, "counts": counts, "critical": 128})
+        executor = PackedKVExecutor(DeltaKVOptions(cos=1.0, counts=counts, critical=128))
         return executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
 
     assert_rows_close(run(True), dense)
@@ -173,10 +152,43 @@ def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
         assert_rows_close(run(False), dense)
 
 
+@dataclass(frozen=True)
+class PeriodicRuns:
+    """Every `period`-th row of a chunk leads a run (DeltaAttention, ablation of section 4.1)."""
+
+    period: int
+
+    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
+        del first_chunk
+        row_S = torch.arange(k_BGSD.shape[2], device=k_BGSD.device)
+        return (row_S % chunk % self.period == 0).expand(k_BGSD.shape[:3])
+
+
+@dataclass(frozen=True)
+class RandomRuns:
+    """Each row leads a run with probability `share`, the first row of a chunk always.
+
+    The draw depends only on the row's position, the head and the seed, so chunks of a prompt agree.
+    """
+
+    share: float
+    seed: int = 0
+
+    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
+        batch, heads, rows, _ = k_BGSD.shape
+        parts = []
+        for c in range(rows // chunk):
+            generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + first_chunk + c)
+            parts.append(torch.rand(batch, heads, chunk, generator=generator) < self.share)
+        leads_BGS = torch.cat(parts, dim=2)
+        leads_BGS[..., ::chunk] = True
+        return leads_BGS.to(k_BGSD.device)
+
+
 @pytest.mark.parametrize("runs", [PeriodicRuns(2), RandomRuns(0.5, seed=3)])
 def test_ablations_pack_half_the_keys_and_do_not_depend_on_chunks(runs: Any) -> None:
     x = random_input(1700, q_heads=1, kv_heads=1, head_dim=16)
-    executor = PackedKVExecutor({"cos": 0.9, "counts": True, "critical": 128}, runs=runs)
+    executor = PackedKVExecutor(DeltaKVOptions(cos=0.9, critical=128), runs=runs)
     state = executor.new_state(spec_of(x))
     whole = executor.attend(x, None, state, no_phase)
     assert abs(int(state.offset_BGC[0, 0, 3]) - 768) < 80
@@ -188,44 +200,71 @@ def test_ablations_pack_half_the_keys_and_do_not_depend_on_chunks(runs: Any) -> 
     assert_rows_close(torch.cat(parts, 2), whole)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_lesser_tiles_repeat_means(share: float) -> None:
+    whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
+    x = chunk_of(whole, 128, 690)
+    mask = random_mask(x, 0.7)
+    executor = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=share))
+    state = executor.new_state(spec_of(whole))
+    found = executor.attend(x, mask, state, no_phase)
+    runs = int(state.offset_BGC[0, 0, state.chunks])
+    assert 100 < runs < 400
+    starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(state.chunks * 128, 690)]
+    exact = table_of(x, replace(mask, index_BHNM=mask.index_BHNM.where(best_of(mask, share), -1)))
+    assert_rows_close(found, mixed_attention(x, exact[0], table_of(x, mask)[0], [starts]))
+
+
+def best_of(mask: TileMask, share: float) -> torch.Tensor:
+    """Which listed tiles are exact: the last of a row, and ceil(share * others) of the others by score."""
+    assert mask.score_BHNM is not None
+    best = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
+    for row in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():
+        others = int(mask.count_BHN[tuple(row)]) - 1
+        ranked = sorted(range(others), key=mask.score_BHNM[tuple(row)].tolist().__getitem__, reverse=True)
+        for entry in [others, *ranked[: math.ceil(share * others)]]:
+            best[(*row, entry)] = True
+    return best
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_equal_references(shape: dict[str, int], dtype: torch.dtype) -> None:
+def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dtype) -> None:
     x = with_runs(random_input(**shape, dtype=dtype, device=DEVICE))
     y = on_cpu(x)
     with poisoned_empty():
-        found = dense_kernel.attend(x)
-    assert_rows_close(found.cpu(), dense_reference.attend(y), dtype=dtype)
+        found = dense.kernel_attend(x)
+    assert_rows_close(found.cpu(), dense.cpu_attend(y), dtype=dtype)
     mask = random_mask(x, 0.5)
     with poisoned_empty():
-        found = sparse_kernel.attend(x, mask)
-    assert_rows_close(found.cpu(), sparse_reference.attend(y, mask_on_cpu(mask)), dtype=dtype)
+        found = block_sparse.kernel_attend(x, mask)
+    assert_rows_close(found.cpu(), block_sparse.cpu_attend(y, mask_on_cpu(mask)), dtype=dtype)
     mixed = BlockSparsePackedExecutor(MIXED)
     state = mixed.new_state(spec_of(x))
     state.extend(x.k_BGSD, 128, mixed.runs)
     with poisoned_empty():
-        found = mixed_kernel.attend(x, mask, state, share=0.3)
-    expected = mixed_reference.attend(as_stored(x), mask_on_cpu(mask), state_on_cpu(state), share=0.3)
+        found = block_sparse_packed_kernel.kernel_attend(x, mask, state, share=0.3)
+    expected = block_sparse_packed.cpu_attend(as_stored(x), mask_on_cpu(mask), state_on_cpu(state), share=0.3)
     assert_rows_close(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("counts", "mean_keys"), [(True, True), (False, True), (True, False)])
-def test_packed_kernel_equals_reference(dtype: torch.dtype, counts: bool, mean_keys: bool) -> None:
+def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, counts: bool, mean_keys: bool) -> None:
     x = with_runs(random_input(900, rows=260, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE))
     state = PackedRuns.empty(spec_of(x), CHUNK)
     state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
     options = {"chunk": CHUNK, "critical": 128, "counts": counts, "mean_keys": mean_keys}
     with poisoned_empty():
-        found = packed_kernel.attend(x, state, **options)  # type: ignore[arg-type]
-    expected = packed_reference.attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
+        found = packed_kv_kernel.kernel_attend(x, state, **options)  # type: ignore[arg-type]
+    expected = packed_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
     assert_rows_close(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("critical", [0, 100, 512])
 def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
-    """Whatever chunk of the prompt a block comes in, its exact keys begin where the reference has them."""
+    """Whatever chunk of the prompt a block comes in, its exact keys begin where the CPU form has them."""
     for tokens, starts in ((1700, (0, 384, 1152)), (1000, (0, 128))) if GPU else ((1700, (1152,)),):
         x = with_runs(
             random_input(tokens, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
@@ -233,17 +272,17 @@ def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
         state = PackedRuns.empty(spec_of(x), CHUNK)
         state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
         options: dict[str, Any] = {"chunk": CHUNK, "critical": critical, "counts": True}
-        expected = packed_reference.attend(as_stored(x), state_on_cpu(state), **options)
+        expected = packed_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)
         for start in starts:
             with poisoned_empty():
-                found = packed_kernel.attend(chunk_of(x, start, tokens), state, **options)
+                found = packed_kv_kernel.kernel_attend(chunk_of(x, start, tokens), state, **options)
             assert_rows_close(found.cpu(), expected[:, :, start:])
 
 
 def test_strided_heads_are_read_in_place() -> None:
     """Tokens-major storage (batch, tokens, heads, D), as the model makes it, and an odd row stride."""
     x = random_input(300, q_heads=4, kv_heads=2, device=DEVICE, dtype=torch.float16)
-    expected = dense_reference.attend(on_cpu(x))
+    expected = dense.cpu_attend(on_cpu(x))
     for pad in (0, 1):
         q, k, v = (
             torch.nn.functional.pad(t.transpose(1, 2), (0, pad)).contiguous()[..., :64].transpose(1, 2)
@@ -251,7 +290,7 @@ def test_strided_heads_are_read_in_place() -> None:
         )
         assert not k.is_contiguous()
         with poisoned_empty():
-            found = dense_kernel.attend(AttentionInput.of(q, k, v))
+            found = dense.kernel_attend(AttentionInput.of(q, k, v))
         assert_rows_close(found.cpu(), expected, dtype=torch.float16)
 
 
@@ -284,9 +323,9 @@ def test_any_order_of_the_items_gives_the_same(head_dim: int, monkeypatch: pytes
     for order in (ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH):
         monkeypatch.setattr(hopper_launch, "_order", lambda *_, order=order: order)
         with poisoned_empty():
-            found.append(sparse_kernel.attend(x, mask))
+            found.append(block_sparse.kernel_attend(x, mask))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    expected = sparse_reference.attend(on_cpu(x), mask_on_cpu(mask))
+    expected = block_sparse.cpu_attend(on_cpu(x), mask_on_cpu(mask))
     assert_rows_close(found[0].cpu(), expected, dtype=torch.bfloat16)
 
 
@@ -298,24 +337,26 @@ def test_exact_table_of_the_kernel(share: float) -> None:
     for scores in (mask.score_BHNM, mask.score_BHNM - 0.5, (4 * mask.score_BHNM).round()):
         scored = replace(mask, score_BHNM=scores)
         with poisoned_empty():
-            found = mixed_kernel.exact_table(scored, share).cpu()
+            found = block_sparse_packed_kernel.kernel_exact_table(scored, share).cpu()
         listed = torch.arange(found.shape[3]) < mask.count_BHN.cpu()[..., None]
-        assert torch.equal(found & listed, exact_table(mask_on_cpu(scored), share) & listed)
+        assert torch.equal(
+            found & listed, block_sparse_packed.cpu_exact_table(mask_on_cpu(scored), share) & listed
+        )
 
 
 def test_computed_tiles_count_the_work() -> None:
     x = with_runs(random_input(1200, q_heads=4, kv_heads=2))
     mask = random_mask(x, 0.4)
     listed = float(mask.count_BHN.sum())
-    assert float(BlockSparseExecutor({}).computed_tiles(x, mask, None)) == listed
-    everything = BlockSparsePackedExecutor({"cos": 0.8, "exact_share": 1.0})
+    assert float(BlockSparseExecutor().computed_tiles(x, mask, None)) == listed
+    everything = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=1.0))
     state = everything.new_state(spec_of(x))
     everything.attend(x, mask, state, no_phase)
     assert float(everything.computed_tiles(x, mask, state)) == listed
-    some = BlockSparsePackedExecutor({"cos": 0.8, "exact_share": 0.0})
+    some = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=0.0))
     diagonals = mask.count_BHN.numel()
     assert diagonals + (listed - diagonals) / 4 < float(some.computed_tiles(x, mask, state)) < 0.6 * listed
-    packed = PackedKVExecutor({"cos": 0.8, "counts": True, "critical": 128})
+    packed = PackedKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
     packed_state = packed.new_state(spec_of(x))
     packed.attend(x, None, packed_state, no_phase)
     runs = packed_state.offset_BGC[0].double()
@@ -343,13 +384,13 @@ def test_unusable_masks_are_refused_before_any_launch() -> None:
     mixed = BlockSparsePackedExecutor(MIXED)
     for name, mask in bad_masks(x).items():
         with pytest.raises(KernelInputError, match="block_sparse"):
-            BlockSparseExecutor({}).attend(x, mask, None, no_phase)
+            BlockSparseExecutor().attend(x, mask, None, no_phase)
         with pytest.raises(KernelInputError, match="block_sparse_packed"):
             mixed.attend(x, mask, mixed.new_state(spec_of(x)), no_phase)
         if name != "missing":
             assert mask is not None
             with pytest.raises(KernelInputError):
-                sparse_kernel.attend(x, mask)
+                block_sparse.kernel_attend(x, mask)
     unscored = replace(full_mask(x), score_BHNM=None)
     with pytest.raises(KernelInputError, match="exact_share"):
         mixed.attend(x, unscored, mixed.new_state(spec_of(x)), no_phase)
@@ -357,11 +398,11 @@ def test_unusable_masks_are_refused_before_any_launch() -> None:
 
 def test_unaligned_chunks_and_foreign_states_are_refused() -> None:
     x = chunk_of(random_input(300, device=DEVICE), 30, 300)
-    packed = PackedKVExecutor({"cos": 0.8, "counts": True, "critical": 128})
+    packed = PackedKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
     with pytest.raises(KernelInputError, match="multiple of 128"):
         packed.attend(x, None, packed.new_state(spec_of(x)), no_phase)
     with pytest.raises(KernelInputError, match="multiple of 128"):
-        BlockSparseExecutor({}).attend(x, mask_of(x, torch.ones(3, 3, dtype=torch.bool)), None, no_phase)
+        BlockSparseExecutor().attend(x, mask_of(x, torch.ones(3, 3, dtype=torch.bool)), None, no_phase)
     y = random_input(300, device=DEVICE)
     short = packed.new_state(replace(spec_of(y), max_tokens=256))
     with pytest.raises(KernelInputError, match="max_tokens"):
@@ -373,17 +414,17 @@ def test_unaligned_chunks_and_foreign_states_are_refused() -> None:
 def test_kernels_refuse_what_they_cannot_compute() -> None:
     odd = random_input(130, head_dim=48, device=DEVICE)
     with pytest.raises(KernelInputError, match="not 48"):
-        dense_kernel.attend(odd)
+        dense.kernel_attend(odd)
     x = random_input(130, device=DEVICE)
     for scale in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(KernelInputError, match="scale"):
-            dense_kernel.attend(replace(x, scale=scale))
+            dense.kernel_attend(replace(x, scale=scale))
     many = torch.empty(1, 1, 1, 16, device=DEVICE).expand(1, 1, 1 << 22, 16)
     with pytest.raises(KernelInputError, match="fewer than"):
-        dense_kernel.attend(AttentionInput.of(many[:, :, :1], many, many))
+        dense.kernel_attend(AttentionInput.of(many[:, :, :1], many, many))
     with pytest.raises(KernelInputError, match="not on meta"):
         meta = torch.empty(1, 1, 128, 64, device="meta")
-        BlockSparseExecutor({}).attend(
+        BlockSparseExecutor().attend(
             AttentionInput.of(meta, meta, meta), meta_mask(meta.device), None, no_phase
         )
 

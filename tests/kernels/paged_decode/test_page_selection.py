@@ -1,4 +1,4 @@
-"""Page selection: the reference against a plain sort, the kernel equal to the reference, ties included."""
+"""Page selection: the CPU form against a plain sort, the kernel equal to both, ties included."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.paged_decode import reference, selection, selection_kernel
+from deltafront.kernels.paged_decode import cpu, page_selection, selection_kernel
+from deltafront.kernels.reference.paged_decode import selected_pages
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -34,13 +35,6 @@ def scores(kind: str, requests: int, columns: int, seed: int = 0) -> torch.Tenso
     return made[kind]().to(DEVICE)
 
 
-def by_sorting(score_P: list[float], pages: int, budget: int, recency: int) -> list[int]:
-    if pages <= budget:
-        return list(range(pages))
-    rivals = sorted(range(pages - recency), key=lambda column: (-score_P[column], column))
-    return sorted(rivals[: budget - recency] + list(range(pages - recency, pages)))
-
-
 KINDS = ["softmax", "ties", "equal", "zero", "tiny", "signed", "infinite"]
 
 
@@ -50,14 +44,14 @@ def test_selection_is_the_recent_and_the_best(kind: str, budget: int, recency: i
     columns, pages = 131, [131, 130, 64, 9, 1]
     score_RP, lengths_R = scores(kind, len(pages), columns), lengths_of(pages)
     found = [
-        reference.select_pages(score_RP, lengths_R, budget=budget, recency=recency),
+        cpu.select_pages(score_RP, lengths_R, budget=budget, recency=recency),
         selection_kernel.select_pages(score_RP, lengths_R, budget=budget, recency=recency),
     ]
     for selected_RK, counts_R in found:
         assert selected_RK.dtype == counts_R.dtype == torch.int32
         assert selected_RK.shape == (len(pages), budget)
         for request, held in enumerate(pages):
-            expected = by_sorting(score_RP[request].tolist(), held, budget, recency)
+            expected = selected_pages(score_RP[request].tolist(), held, budget, recency)
             row = selected_RK[request].tolist()
             assert int(counts_R[request]) == len(expected)
             assert row == expected + [0] * (budget - len(expected))
@@ -67,7 +61,7 @@ def test_selection_is_the_recent_and_the_best(kind: str, budget: int, recency: i
 def test_a_partly_filled_page_is_a_page(partial: int) -> None:
     score_RP = scores("softmax", 1, 40)
     lengths_R = lengths_of([33], partial)
-    for module in (reference, selection_kernel):
+    for module in (cpu, selection_kernel):
         selected_RK, _ = module.select_pages(score_RP, lengths_R, budget=8, recency=2)
         assert selected_RK[0, -2:].tolist() == [31, 32]
 
@@ -75,9 +69,9 @@ def test_a_partly_filled_page_is_a_page(partial: int) -> None:
 def test_columns_past_the_end_do_not_matter() -> None:
     score_RP = scores("softmax", 2, 100)
     lengths_R = lengths_of([60, 80])
-    clean = reference.select_pages(score_RP, lengths_R, budget=16, recency=4)
+    clean = cpu.select_pages(score_RP, lengths_R, budget=16, recency=4)
     score_RP[0, 60:], score_RP[1, 80:] = float("nan"), float("inf")
-    for module in (reference, selection_kernel):
+    for module in (cpu, selection_kernel):
         dirty = module.select_pages(score_RP, lengths_R, budget=16, recency=4)
         assert torch.equal(dirty[0], clean[0])
         assert torch.equal(dirty[1], clean[1])
@@ -86,15 +80,15 @@ def test_columns_past_the_end_do_not_matter() -> None:
 def test_a_slice_of_a_wider_buffer() -> None:
     wide_RP = scores("softmax", 3, 300)
     lengths_R = lengths_of([200, 150, 3])
-    expected, _ = reference.select_pages(wide_RP[:, :200].contiguous(), lengths_R, budget=16, recency=4)
+    expected, _ = cpu.select_pages(wide_RP[:, :200].contiguous(), lengths_R, budget=16, recency=4)
     found, _ = selection_kernel.select_pages(wide_RP[:, :200], lengths_R, budget=16, recency=4)
     assert torch.equal(found, expected)
 
 
 def test_dispatch_returns_the_same() -> None:
     score_RP, lengths_R = scores("softmax", 2, 90), lengths_of([90, 12])
-    found = selection.select_pages(score_RP, lengths_R, budget=16, recency=4)
-    expected = reference.select_pages(score_RP, lengths_R, budget=16, recency=4)
+    found = page_selection.select_pages(score_RP, lengths_R, budget=16, recency=4)
+    expected = cpu.select_pages(score_RP, lengths_R, budget=16, recency=4)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
 
@@ -106,8 +100,8 @@ def test_long_tables(kind: str, columns: int) -> None:
     score_RP = scores(kind, 4, columns)
     lengths_R = lengths_of([columns, columns - 1, 5000, 60])
     for budget, recency in ((64, 8), (256, 8), (4096, 0)):
-        found = selection.select_pages(score_RP, lengths_R, budget=budget, recency=recency)
-        expected = reference.select_pages(score_RP, lengths_R, budget=budget, recency=recency)
+        found = page_selection.select_pages(score_RP, lengths_R, budget=budget, recency=recency)
+        expected = cpu.select_pages(score_RP, lengths_R, budget=budget, recency=recency)
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
 
@@ -137,4 +131,4 @@ def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
     }
     values = good | change
     with pytest.raises(KernelInputError, match=message):
-        selection.select_pages(values.pop("page_score_RP"), values.pop("lengths_R"), **values)  # type: ignore[arg-type]
+        page_selection.select_pages(values.pop("page_score_RP"), values.pop("lengths_R"), **values)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Selector kernels against their references, row by row, and against themselves in chunks.
+"""Selector kernels against their CPU forms, row by row, and against themselves in chunks.
 
 Shape suffixes as in `kernels.interface`. Scores are compared, not masks: a tile whose score is within
 rounding of the threshold may fall either way. That the mask follows from the scores is checked exactly.
@@ -13,23 +13,25 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.kernels.interface import BLOCK, AttentionInput, StateSpec, TileMask, no_phase
-from deltafront.kernels.selectors.anchors import reference, summary_kernel
-from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
-from deltafront.kernels.selectors.anchors.table import SideSettings
-from deltafront.kernels.selectors.antidiagonal.selector import AntidiagonalSelector
-from deltafront.kernels.selectors.block_pool.selector import BlockPoolSelector
-from deltafront.kernels.selectors.naive.selector import NaiveSelector
-from deltafront.kernels.selectors.rules import reference as rules
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
+from deltafront.kernels.selectors.anchors import AnchorsOptions, AnchorsSelector, SideSettings
+from deltafront.kernels.selectors.anchors_cpu import cpu_summarise
+from deltafront.kernels.selectors.anchors_summary_kernel import empty_table, kernel_summarise
+from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from deltafront.kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
+from deltafront.kernels.selectors.naive import NaiveOptions, NaiveSelector
+from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules import sums
 from deltafront.kernels.selectors.scored import ScoredSelector
-from deltafront.kernels.selectors.streaming import kernel as streaming_kernel
-from deltafront.kernels.selectors.streaming import reference as streaming
+from deltafront.kernels.selectors.streaming import cpu_select
+from deltafront.kernels.selectors.streaming_kernel import kernel_select
 from deltafront.kernels.structured import structured_input
-from deltafront.kernels.testing import assert_rows_close, chunk_of, poisoned_empty
+from deltafront.kernels.testing import assert_rows_close, chunk_of, poisoned_empty, spec_of, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPTIONS = {"tau": 0.8, "cos": 0.75, "q_anchors": 8, "k_anchors": 16, "stride": 16}
+ANCHORS = AnchorsOptions(tau=0.8, k_anchors=16)
+POOLED = BlockPoolOptions(tau=0.8)
 THESIS: dict[str, Any] = {
     "q_representative": "anchor",
     "k_representative": "anchor",
@@ -39,23 +41,17 @@ THESIS: dict[str, Any] = {
 }
 MERGED: dict[str, Any] = {"q_overflow": "merge", "k_overflow": "merge"}
 SCORED: dict[str, Callable[[], ScoredSelector]] = {
-    "antidiagonal": lambda: AntidiagonalSelector(OPTIONS),
-    "antidiagonal_4": lambda: AntidiagonalSelector({**OPTIONS, "stride": 4}),
-    "naive": lambda: NaiveSelector(OPTIONS),
-    "block_pool": lambda: BlockPoolSelector(OPTIONS),
-    "anchors": lambda: AnchorsSelector(OPTIONS),
-    "anchors_merged": lambda: AnchorsSelector({**OPTIONS, "q_anchors": 2, "k_anchors": 8}, **MERGED),
-    "anchors_thesis": lambda: AnchorsSelector({**OPTIONS, "q_anchors": 128, "k_anchors": 128}, **THESIS),
+    "antidiagonal": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=16)),
+    "antidiagonal_4": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=4)),
+    "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=16)),
+    "block_pool": lambda: BlockPoolSelector(POOLED),
+    "anchors": lambda: AnchorsSelector(ANCHORS),
+    "anchors_merged": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=8), **MERGED),
+    "anchors_thesis": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=128, k_anchors=128), **THESIS),
 }
 IN_EIGHT_BITS = ("antidiagonal", "antidiagonal_4")
 """Selectors whose products are of 8-bit copies where the inputs have 16 bits; tested on inputs that 8 bits
 hold, so that the comparison stays strict."""
-
-
-def spec_of(x: AttentionInput) -> StateSpec:
-    batch, heads, _, dim = x.q_BHTD.shape
-    groups = x.k_BGSD.shape[1]
-    return StateSpec(batch, heads, groups, dim, x.prompt_tokens, x.q_BHTD.device, x.q_BHTD.dtype)
 
 
 def sample(tokens: int, dtype: torch.dtype = torch.float32, **changes: Any) -> AttentionInput:
@@ -69,12 +65,6 @@ def wide(x: AttentionInput) -> AttentionInput:
 
 def eight_bits(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float8_e4m3fn).to(x.dtype)
-
-
-def tiles(mask: TileMask) -> list[list[int]]:
-    columns = mask.index_BHNM.shape[-1]
-    index, count = mask.index_BHNM.reshape(-1, columns), mask.count_BHN.reshape(-1)
-    return [index[row, : int(count[row])].tolist() for row in range(count.shape[0])]
 
 
 def kernel_scores(selector: ScoredSelector, x: AttentionInput) -> torch.Tensor:
@@ -94,14 +84,14 @@ def kernel_mask(selector: ScoredSelector, x: AttentionInput) -> TileMask:
         *((name, torch.float32) for name in ("antidiagonal", "anchors")),
     ],
 )
-def test_scores_and_mask_equal_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_scores_and_mask_equal_the_cpu_form(name: str, dtype: torch.dtype) -> None:
     x = sample(300, dtype, batch=2 if name == "anchors" else 1, q_heads=1 if name == "anchors_thesis" else 3)
     if name in IN_EIGHT_BITS:
         x = replace(x, q_BHTD=eight_bits(x.q_BHTD), k_BGSD=eight_bits(x.k_BGSD))
     selector = SCORED[name]()
     score_BHNM = kernel_scores(selector, x)
     exact = wide(x)
-    expected_BHNM = selector.reference_scores(exact, selector.new_state(spec_of(exact)), no_phase)
+    expected_BHNM = selector.cpu_scores(exact, selector.new_state(spec_of(exact)), no_phase)
     assert_rows_close(score_BHNM, expected_BHNM, dtype=torch.float16, factor=2)
     assert tiles(kernel_mask(selector, x)) == tiles(rules.select(score_BHNM, selector.rule, 0))
 
@@ -111,7 +101,7 @@ def test_scores_and_mask_equal_the_reference(name: str, dtype: torch.dtype) -> N
 def test_groups_of_query_heads(name: str, q_heads: int, kv_heads: int) -> None:
     x = sample(200, q_heads=q_heads, kv_heads=kv_heads, head_dim=16)
     selector = SCORED[name]()
-    expected_BHNM = selector.reference_scores(x, selector.new_state(spec_of(x)), no_phase)
+    expected_BHNM = selector.cpu_scores(x, selector.new_state(spec_of(x)), no_phase)
     assert_rows_close(kernel_scores(selector, x), expected_BHNM, dtype=torch.float16)
 
 
@@ -131,7 +121,7 @@ def test_chunks_select_what_the_whole_prompt_selects(name: str) -> None:
 
 def test_slabs_do_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample(1300, torch.float16, q_heads=1, head_dim=16)
-    selector = BlockPoolSelector(OPTIONS)
+    selector = BlockPoolSelector(POOLED)
     whole = tiles(kernel_mask(selector, x))
     monkeypatch.setattr(sums, "PART_BYTES", 1)
     assert len(list(sums.slabs(x, 1))) == 2
@@ -154,7 +144,7 @@ def test_degenerate_rows(name: str, kind: str) -> None:
         q, k = q[:, :, :1].expand_as(q).contiguous(), k[:, :, :1].expand_as(k).contiguous()
     x = replace(x, q_BHTD=q, k_BGSD=k)
     selector = SCORED[name]()
-    expected_BHNM = selector.reference_scores(x, selector.new_state(spec_of(x)), no_phase)
+    expected_BHNM = selector.cpu_scores(x, selector.new_state(spec_of(x)), no_phase)
     score_BHNM = kernel_scores(selector, x)
     if kind == "large":  # logits in the thousands: the 16-bit logarithms still find the same best tile
         assert torch.equal(score_BHNM.argmax(-1), expected_BHNM.argmax(-1))
@@ -167,14 +157,14 @@ def test_degenerate_rows(name: str, kind: str) -> None:
 @pytest.mark.parametrize("relax", [None, 0.3])
 @pytest.mark.parametrize("representative", ["mean", "anchor"])
 @pytest.mark.parametrize("overflow", ["drop", "merge"])
-def test_summaries_equal_the_reference(overflow: Any, representative: Any, relax: float | None) -> None:
+def test_summaries_equal_the_cpu_form(overflow: Any, representative: Any, relax: float | None) -> None:
     x = sample(300, torch.float16).k_BGSD[:, :, :, :]
     x[0, 0, 140:150] = 0.0
     side = SideSettings(8, representative, overflow, relax)
     with poisoned_empty():
-        table = summary_kernel.empty_table(x, side.cap)
-        summary_kernel.summarise(x, 0.75, side, table, 0, 5)
-    expected = reference.summarise(x, 0.75, side, 5)
+        table = empty_table(x, side.cap)
+        kernel_summarise(x, 0.75, side, table, 0, 5)
+    expected = cpu_summarise(x, 0.75, side, 5)
     used = expected.count_BGMA > 0
     assert torch.equal(table.count_BGMA, expected.count_BGMA)
     assert torch.equal(table.first_BGMA[used], expected.first_BGMA[used])
@@ -182,9 +172,9 @@ def test_summaries_equal_the_reference(overflow: Any, representative: Any, relax
 
 
 @pytest.mark.parametrize(("sink", "window"), [(1, 1), (130, 300), (5000, 5000)])
-def test_streaming_equals_the_reference(sink: int, window: int) -> None:
+def test_streaming_equals_the_cpu_form(sink: int, window: int) -> None:
     x = sample(900)
     for part in (x, chunk_of(x, 512, 900)):
         with poisoned_empty():
-            mask = streaming_kernel.select(part, sink, window)
-        assert tiles(mask) == tiles(streaming.select(part, sink, window))
+            mask = kernel_select(part, sink, window)
+        assert tiles(mask) == tiles(cpu_select(part, sink, window))

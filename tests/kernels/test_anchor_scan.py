@@ -1,17 +1,21 @@
-"""The anchor scan: reference against brute force, kernel against reference, properties, bad input."""
+"""The anchor scan: CPU form against the oracle, kernel against CPU form, properties, bad input."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from deltafront.kernels.anchors import kernel, reference
-from deltafront.kernels.anchors.runs import AnchorRuns
-from deltafront.kernels.anchors.scan import scan
+from deltafront.kernels.anchor_scan import AnchorRuns, cpu_leads, cpu_scan, leads, runs_of
+from deltafront.kernels.anchor_scan_kernel import kernel_leads
 from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.reference.anchor_scan import run_starts
 from deltafront.kernels.testing import poisoned_empty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kernel_scan(x: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> AnchorRuns:
+    return runs_of(kernel_leads(x, threshold, chunk, metric), chunk)
 
 
 def drifting_rows(rows: int, batch: int = 1, heads: int = 2, dim: int = 16, seed: int = 0) -> torch.Tensor:
@@ -20,26 +24,6 @@ def drifting_rows(rows: int, batch: int = 1, heads: int = 2, dim: int = 16, seed
     x = torch.randn(batch, heads, rows, dim, generator=generator)
     level = x[:, :, torch.arange(rows) // 7 * 7]
     return (level + 0.35 * x).to(DEVICE)
-
-
-def brute_force(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) -> list[list[int]]:
-    """Run starts of every (batch, head), one Python loop over rows in float64."""
-    starts = []
-    for rows in x_BGSD.double().flatten(0, 1).tolist():
-        found: list[int] = []
-        for place, row in enumerate(rows):
-            near = False
-            if place % chunk:
-                a, b = torch.tensor(rows[found[-1]]), torch.tensor(row)
-                if metric == "euclidean":
-                    near = float((a - b).norm()) <= threshold
-                else:
-                    lengths = float(a.norm() * b.norm())
-                    near = (float(a @ b) / lengths if lengths else 0.0) >= threshold
-            if not near:
-                found.append(place)
-        starts.append(found)
-    return starts
 
 
 def check_consistent(runs: AnchorRuns, rows: int, chunk: int) -> None:
@@ -65,11 +49,11 @@ def check_consistent(runs: AnchorRuns, rows: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("chunk", [128, 256])
 @pytest.mark.parametrize(("metric", "threshold"), [("cosine", 0.75), ("cosine", -0.2), ("euclidean", 3.0)])
-def test_reference_equals_brute_force(metric: str, threshold: float, chunk: int) -> None:
+def test_the_cpu_form_equals_the_oracle(metric: str, threshold: float, chunk: int) -> None:
     x = drifting_rows(301, batch=2)
-    runs = reference.scan(x, threshold, chunk, metric)
+    runs = cpu_scan(x, threshold, chunk, metric)
     found = [lane.nonzero()[:, 0].tolist() for lane in runs.is_anchor_BGS.flatten(0, 1)]
-    assert found == brute_force(x, threshold, chunk, metric)
+    assert found == run_starts(x, threshold, chunk, metric)
     assert 2 < len(found[0]) < 250
     check_consistent(runs, 301, chunk)
 
@@ -77,19 +61,19 @@ def test_reference_equals_brute_force(metric: str, threshold: float, chunk: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "chunk"), [(300, 128), (520, 512), (1, 128)])
 @pytest.mark.parametrize(("metric", "threshold"), [("cosine", 0.75), ("euclidean", 3.0)])
-def test_kernel_equals_reference(
+def test_the_kernel_equals_the_cpu_form(
     metric: str, threshold: float, rows: int, chunk: int, dtype: torch.dtype
 ) -> None:
     x = drifting_rows(rows, batch=2, dim=32, seed=rows).to(dtype)
     with poisoned_empty():
-        runs = kernel.scan(x, threshold, chunk, metric)
-    expected = reference.scan(x, threshold, chunk, metric)
+        runs = kernel_scan(x, threshold, chunk, metric)
+    expected = cpu_scan(x, threshold, chunk, metric)
     assert torch.equal(runs.is_anchor_BGS, expected.is_anchor_BGS)
     assert torch.equal(runs.length_BGCR, expected.length_BGCR)
     check_consistent(runs, rows, chunk)
 
 
-@pytest.mark.parametrize("run", [reference.scan, kernel.scan])
+@pytest.mark.parametrize("run", [cpu_scan, kernel_scan])
 def test_duplicates_join_and_zeros_stand_alone(run: object) -> None:
     assert callable(run)
     same = torch.ones(1, 1, 256, 16, device=DEVICE) * 0.37
@@ -104,12 +88,12 @@ def test_duplicates_join_and_zeros_stand_alone(run: object) -> None:
 def test_non_contiguous_rows() -> None:
     x = drifting_rows(200, heads=3, dim=32).transpose(1, 2).contiguous().transpose(1, 2)
     assert not x.is_contiguous()
-    expected = reference.scan(x.contiguous(), 0.7)
-    assert torch.equal(kernel.scan(x, 0.7).is_anchor_BGS, expected.is_anchor_BGS)
-    assert torch.equal(scan(x, 0.7).is_anchor_BGS, expected.is_anchor_BGS)
+    expected = cpu_scan(x.contiguous(), 0.7)
+    assert torch.equal(kernel_leads(x, 0.7), expected.is_anchor_BGS)
+    assert torch.equal(leads(x, 0.7), expected.is_anchor_BGS)
 
 
-@pytest.mark.parametrize("run", [reference.scan, kernel.scan])
+@pytest.mark.parametrize("run", [cpu_leads, kernel_leads])
 @pytest.mark.parametrize(
     ("shape", "arguments"),
     [
@@ -130,8 +114,8 @@ def test_bad_input(run: object, shape: tuple[int, ...], arguments: tuple[float, 
 
 def test_kernel_refuses_odd_head_dimensions_and_dtypes() -> None:
     with pytest.raises(KernelInputError, match="head dimension 48"):
-        kernel.scan(torch.zeros(1, 1, 128, 48, device=DEVICE), 0.7)
+        kernel_leads(torch.zeros(1, 1, 128, 48, device=DEVICE), 0.7)
     with pytest.raises(KernelInputError, match="dtype"):
-        kernel.scan(torch.zeros(1, 1, 128, 32, device=DEVICE, dtype=torch.float64), 0.7)
+        kernel_leads(torch.zeros(1, 1, 128, 32, device=DEVICE, dtype=torch.float64), 0.7)
     with pytest.raises(KernelInputError, match="contiguous"):
-        kernel.scan(torch.zeros(1, 1, 32, 128, device=DEVICE).transpose(2, 3), 0.7)
+        kernel_leads(torch.zeros(1, 1, 32, 128, device=DEVICE).transpose(2, 3), 0.7)

@@ -1,18 +1,19 @@
-"""Paged decode attention and page scores: references against brute force, kernels against references."""
+"""Paged decode attention and page scores: CPU forms against the oracle, kernels against CPU forms."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.paged_decode import attention, launch, reference
+from deltafront.kernels.paged_decode import attention, cpu, launch
 from deltafront.kernels.paged_decode.launch import Launch
-from deltafront.kernels.paged_decode.pages import PAGE_TOKENS, PagedInput, PageSelection
-from deltafront.kernels.paged_decode.selection import select_pages
+from deltafront.kernels.paged_decode.page_selection import select_pages
+from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
+from deltafront.kernels.reference.paged_decode import paged_attention
 from deltafront.kernels.testing import assert_rows_close, poisoned_empty
 
 GPU = torch.cuda.is_available()
@@ -59,56 +60,28 @@ def integers(values: list[int]) -> torch.Tensor:
 
 
 def fp32(x: PagedInput) -> PagedInput:
-    """The same values, for a reference that computes what the kernel should have."""
+    """The same values, for a CPU form that computes what the kernel should have."""
     return replace(x, q_RHD=x.q_RHD.float(), k_PSGD=x.k_PSGD.float(), v_PSGD=x.v_PSGD.float())
 
 
-def choose(x: PagedInput, columns: list[list[int]]) -> PageSelection:
+def choose(x: PagedInput, columns: list[list[int]]) -> SelectedPages:
     width = max(map(len, columns))
     padded = [row + [0] * (width - len(row)) for row in columns]
-    return PageSelection(
+    return SelectedPages(
         x,
         torch.tensor(padded, dtype=torch.int32, device=DEVICE),
         integers([len(row) for row in columns]),
     )
 
 
-def brute_force(
-    x: PagedInput, request: int, columns: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out_HD, lse_H and the weights of each column's slots, token by token in float64."""
-    length = int(x.lengths_R[request])
-    seen = [(c, s) for c in columns for s in range(PAGE_TOKENS) if c * PAGE_TOKENS + s < length]
-    outs, lses = [], []
-    weights = torch.zeros(x.q_RHD.shape[1], len(columns), PAGE_TOKENS, dtype=torch.float64)
-    for head in range(x.q_RHD.shape[1]):
-        q, g = x.q_RHD[request, head].double().cpu(), head // x.group
-        keys, values = [], []
-        for column, slot in seen:
-            page = int(x.table_RP[request, column])
-            keys.append(x.k_PSGD[page, slot, g].double().cpu())
-            values.append(x.v_PSGD[page, slot, g].double().cpu())
-        exponents = [math.exp(x.scale * float(q @ key)) for key in keys]
-        total = math.fsum(exponents)
-        lses.append(math.log(total))
-        out = sum(
-            (e / total * value for e, value in zip(exponents, values, strict=True)),
-            start=torch.zeros(len(q), dtype=torch.float64),
-        )
-        outs.append(out)
-        for (column, slot), e in zip(seen, exponents, strict=True):
-            weights[head, columns.index(column), slot] = e / total
-    return torch.stack(outs), torch.tensor(lses, dtype=torch.float64), weights
-
-
-def test_reference_is_attention_token_by_token() -> None:
+def test_the_cpu_form_is_attention_token_by_token() -> None:
     x = make([1, 16, 37])
-    out_RHD, lse_RH, score_RP = reference.paged_attention_scored(x)
-    plain_RHD, plain_RH = reference.paged_attention(x)
+    out_RHD, lse_RH, score_RP = cpu.paged_attention_scored(x)
+    plain_RHD, plain_RH = cpu.paged_attention(x)
     assert torch.equal(plain_RHD, out_RHD)
     assert torch.equal(plain_RH, lse_RH)
     for request, pages in enumerate([1, 1, 3]):
-        out_HD, lse_H, weights = brute_force(x, request, list(range(pages)))
+        out_HD, lse_H, weights = paged_attention(x, request, list(range(pages)))
         assert_rows_close(out_RHD[request].cpu(), out_HD, dtype=torch.float32)
         torch.testing.assert_close(lse_RH[request].cpu().double(), lse_H, rtol=1e-5, atol=1e-5)
         expected = torch.zeros(score_RP.shape[1], dtype=torch.float64)
@@ -116,26 +89,28 @@ def test_reference_is_attention_token_by_token() -> None:
         torch.testing.assert_close(score_RP[request].cpu().double(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_sparse_reference_is_attention_over_the_chosen_pages() -> None:
+def test_the_sparse_cpu_form_is_attention_over_the_chosen_pages() -> None:
     x = make([37, 80])
     columns = [[0, 2], [1, 3, 4]]
-    out_RHD, lse_RH = reference.paged_attention_sparse(choose(x, columns))
+    out_RHD, lse_RH = cpu.paged_attention_sparse(choose(x, columns))
     for request, chosen in enumerate(columns):
-        out_HD, lse_H, _ = brute_force(x, request, chosen)
+        out_HD, lse_H, _ = paged_attention(x, request, chosen)
         assert_rows_close(out_RHD[request].cpu(), out_HD, dtype=torch.float32)
         torch.testing.assert_close(lse_RH[request].cpu().double(), lse_H, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_kernel_matches_reference(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_the_kernel_equals_the_cpu_form(
+    q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     lengths = [8192, 4097, 4080, 1] if GPU else [1, 100, 144]
     x = make(lengths, Shape(q_heads, kv_heads, head_dim, dtype=dtype), sharpness=2.0)
     cut = None if GPU else Launch(32, 2, score_blocks=2)
     with poisoned_empty():
         out_RHD, lse_RH, score_RP = launch.paged_attention_scored(x, cut)
         plain_RHD, plain_RH = launch.paged_attention(x, cut)
-    expected_RHD, expected_RH, expected_RP = reference.paged_attention_scored(fp32(x))
+    expected_RHD, expected_RH, expected_RP = cpu.paged_attention_scored(fp32(x))
     assert_rows_close(out_RHD, expected_RHD)
     assert_rows_close(score_RP, expected_RP, dtype=dtype)
     torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
@@ -146,16 +121,14 @@ def test_kernel_matches_reference(q_heads: int, kv_heads: int, head_dim: int, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), SHAPES)
-def test_sparse_kernel_matches_reference(
+def test_the_sparse_kernel_equals_the_cpu_form(
     q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     x = make([100, 144, 5], Shape(q_heads, kv_heads, head_dim, dtype=dtype), sharpness=2.0)
     selection = choose(x, [[0, 3, 6], [1, 2, 4, 5], [0]])
     with poisoned_empty():
         out_RHD, lse_RH = launch.paged_attention_sparse(selection, None if GPU else Launch(32, 2))
-    expected_RHD, expected_RH = reference.paged_attention_sparse(
-        choose(fp32(x), [[0, 3, 6], [1, 2, 4, 5], [0]])
-    )
+    expected_RHD, expected_RH = cpu.paged_attention_sparse(choose(fp32(x), [[0, 3, 6], [1, 2, 4, 5], [0]]))
     assert_rows_close(out_RHD, expected_RHD)
     torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
 
@@ -165,7 +138,7 @@ def test_how_the_kernel_is_cut_does_not_matter(cut: Launch) -> None:
     x = make([70, 129], Shape(dtype=DTYPES[0]))
     with poisoned_empty():
         out_RHD, _, score_RP = launch.paged_attention_scored(x, cut)
-    expected_RHD, _, expected_RP = reference.paged_attention_scored(fp32(x))
+    expected_RHD, _, expected_RP = cpu.paged_attention_scored(fp32(x))
     assert_rows_close(out_RHD, expected_RHD)
     assert_rows_close(score_RP, expected_RP, dtype=x.q_RHD.dtype)
 
@@ -175,17 +148,17 @@ def test_float32_queries_over_narrower_pages() -> None:
     wide = replace(x, q_RHD=x.q_RHD.float())
     out_RHD, _ = launch.paged_attention(wide)
     assert out_RHD.dtype == torch.float32
-    assert_rows_close(out_RHD, reference.paged_attention(fp32(x))[0], dtype=torch.float16)
-    assert_rows_close(reference.paged_attention(wide)[0], reference.paged_attention(fp32(x))[0])
+    assert_rows_close(out_RHD, cpu.paged_attention(fp32(x))[0], dtype=torch.float16)
+    assert_rows_close(cpu.paged_attention(wide)[0], cpu.paged_attention(fp32(x))[0])
 
 
 def run_all(x: PagedInput) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    return [reference.paged_attention_scored(x), launch.paged_attention_scored(x)]
+    return [cpu.paged_attention_scored(x), launch.paged_attention_scored(x)]
 
 
 def test_large_logits_and_equal_keys() -> None:
     x = make([150], Shape(dtype=DTYPES[0]), sharpness=200.0)
-    expected_RHD, expected_RH, expected_RP = reference.paged_attention_scored(fp32(x))
+    expected_RHD, expected_RH, expected_RP = cpu.paged_attention_scored(fp32(x))
     for out_RHD, lse_RH, score_RP in run_all(x):
         assert_rows_close(out_RHD, expected_RHD)
         torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-2)
@@ -205,7 +178,7 @@ def test_one_head_scores_sum_to_one() -> None:
 def test_all_pages_selected_is_full_attention() -> None:
     x = make([70, 33])
     selection = choose(x, [list(range(5)), list(range(3))])
-    for module in (reference, launch):
+    for module in (cpu, launch):
         sparse, full = module.paged_attention_sparse(selection), module.paged_attention(x)
         assert_rows_close(sparse[0], full[0])
         torch.testing.assert_close(sparse[1], full[1])
@@ -214,7 +187,7 @@ def test_all_pages_selected_is_full_attention() -> None:
 def test_halves_merge_by_their_lse() -> None:
     """The LSE is base e and exact: two disjoint selections, weighted by exp(lse), make the whole."""
     x = make([150])
-    for module in (reference, launch):
+    for module in (cpu, launch):
         halves = [module.paged_attention_sparse(choose(x, [list(range(first, 10, 2))])) for first in (0, 1)]
         out_HalfRHD, lse_HalfRH = (torch.stack(part) for part in zip(*halves, strict=True))
         merged_RHD = (lse_HalfRH.softmax(0)[..., None] * out_HalfRHD).sum(0)
@@ -226,11 +199,11 @@ def test_halves_merge_by_their_lse() -> None:
 def test_selected_pages_are_all_that_is_read() -> None:
     x = make([150])
     selection = choose(x, [[1, 4, 9]])
-    expected, _ = reference.paged_attention_sparse(selection)
+    expected, _ = cpu.paged_attention_sparse(selection)
     for column in set(range(10)) - {1, 4, 9}:
         page = int(x.table_RP[0, column])
         x.k_PSGD[page] = x.v_PSGD[page] = float("nan")
-    for module in (reference, launch):
+    for module in (cpu, launch):
         assert_rows_close(module.paged_attention_sparse(selection)[0], expected)
 
 
@@ -241,8 +214,8 @@ def test_strided_inputs() -> None:
     wide = torch.cat([x.q_RHD, torch.full_like(x.q_RHD, float("nan"))], dim=1)
     y = replace(x, q_RHD=wide[:, :4], k_PSGD=kv[:, :, 0], v_PSGD=kv[:, :, 1])
     assert not y.k_PSGD.is_contiguous()
-    expected = reference.paged_attention(x)[0]
-    for module in (reference, launch):
+    expected = cpu.paged_attention(x)[0]
+    for module in (cpu, launch):
         assert_rows_close(module.paged_attention(y)[0], expected)
 
 
@@ -260,7 +233,7 @@ def test_dispatch_and_one_decode_step_of_delta() -> None:
     top = torch.topk(score_RP[0, :8], 2).indices.sort().values
     assert selected_RK[0, :2].tolist() == top.tolist()
     sparse_RHD, _ = attention.paged_attention_sparse(*args, selected_RK, counts_R, scale=x.scale)
-    expected, _ = reference.paged_attention_sparse(choose(x, [selected_RK[0].tolist(), [0, 1, 2]]))
+    expected, _ = cpu.paged_attention_sparse(choose(x, [selected_RK[0].tolist(), [0, 1, 2]]))
     assert_rows_close(sparse_RHD, expected)
 
 
@@ -302,13 +275,13 @@ def test_bad_input_is_named(change: object, message: str) -> None:
 def test_bad_values_and_selections_are_named() -> None:
     x = make([70, 33])
     with pytest.raises(KernelInputError, match="selected must be int32"):
-        PageSelection(x, torch.zeros(2, 3, device=DEVICE), integers([1, 1]))
+        SelectedPages(x, torch.zeros(2, 3, device=DEVICE), integers([1, 1]))
     with pytest.raises(KernelInputError, match="counts must have 1"):
-        PageSelection(x, integers([[0], [0]]), integers([1]))  # type: ignore[list-item]
+        SelectedPages(x, integers([[0], [0]]), integers([1]))  # type: ignore[list-item]
     with pytest.raises(KernelInputError, match="not its own"):
-        reference.paged_attention_sparse(choose(x, [[0], [0, 3]]))
+        cpu.paged_attention_sparse(choose(x, [[0], [0, 3]]))
     with pytest.raises(KernelInputError, match="request 1 has 0 tokens"):
-        reference.paged_attention(replace(x, lengths_R=integers([70, 0])))
+        cpu.paged_attention(replace(x, lengths_R=integers([70, 0])))
     with pytest.raises(KernelInputError, match="head dimension 48"):
         launch.paged_attention(make([5], Shape(head_dim=48)))
 
@@ -331,7 +304,7 @@ def test_cuda_graph_follows_lengths_tables_and_scores() -> None:
     def step() -> tuple[torch.Tensor, ...]:
         out_RHD, _, score_RP = launch.paged_attention_scored(x)
         selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=64, recency=8)
-        sparse_RHD, _ = launch.paged_attention_sparse(PageSelection(x, selected_RK, counts_R))
+        sparse_RHD, _ = launch.paged_attention_sparse(SelectedPages(x, selected_RK, counts_R))
         return out_RHD, score_RP, selected_RK, counts_R, sparse_RHD
 
     fill(long)
@@ -352,11 +325,11 @@ def test_cuda_graph_follows_lengths_tables_and_scores() -> None:
         for result in (out_RHD, score_RP, sparse_RHD):
             result.fill_(float("nan"))
         graph.replay()
-        expected_RHD, _, expected_RP = reference.paged_attention_scored(fp32(source))
+        expected_RHD, _, expected_RP = cpu.paged_attention_scored(fp32(source))
         assert_rows_close(out_RHD, expected_RHD)
         assert_rows_close(score_RP, expected_RP, dtype=torch.bfloat16)
-        wanted_RK, wanted_R = reference.select_pages(score_RP, source.lengths_R, budget=64, recency=8)
+        wanted_RK, wanted_R = cpu.select_pages(score_RP, source.lengths_R, budget=64, recency=8)
         assert torch.equal(selected_RK, wanted_RK)
         assert torch.equal(counts_R, wanted_R)
-        selection = PageSelection(fp32(source), selected_RK, counts_R)
-        assert_rows_close(sparse_RHD, reference.paged_attention_sparse(selection)[0])
+        selection = SelectedPages(fp32(source), selected_RK, counts_R)
+        assert_rows_close(sparse_RHD, cpu.paged_attention_sparse(selection)[0])
