@@ -202,7 +202,7 @@ def _spec(x: AttentionInput) -> StateSpec:
 
 
 def _check(config: BenchConfig) -> None:
-    """Every kernel timed here, in the timed type, against its oracle or CPU form; ragged lengths and a chunk."""
+    """Every kernel timed here, in the timed type, against oracle or CPU form; ragged lengths, a chunk."""
     shapes = ((8, 2, config.head_dim), SMALL)
     for seed, (heads, key_heads, dim) in enumerate(shapes):
         made: dict[str, Any] = {

@@ -57,8 +57,8 @@ def mixed_attention(
 ) -> torch.Tensor:
     """DeltaXAttention of one sequence, row by row: exact tiles as they are, packed ones as repeated means.
 
-    exact_HNM, packed_HNM: bool, by query block and key block; the diagonal is exact. starts: of each key head,
-    the first positions of the runs, which never cross a tile. fp32.
+    exact_HNM, packed_HNM: bool, by query block and key block; the diagonal is exact. starts: of each key
+    head, the first positions of the runs, which never cross a tile. fp32.
     """
     out_BHTD = torch.zeros(x.q_BHTD.shape)
     for h in range(x.q_BHTD.shape[1]):

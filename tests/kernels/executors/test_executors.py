@@ -141,15 +141,15 @@ def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
     """Runs of equal keys: counting them is exact, forgetting the counts is not."""
     x = random_input(700, q_heads=2, kv_heads=1)
     x.k_BGSD.copy_(x.k_BGSD[:, :, torch.arange(700) // 5 * 5])
-    dense = dense.cpu_attend(x)
+    exact = dense.cpu_attend(x)
 
     def run(counts: bool) -> torch.Tensor:
         executor = PackedKVExecutor(DeltaKVOptions(cos=1.0, counts=counts, critical=128))
         return executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
 
-    assert_rows_close(run(True), dense)
+    assert_rows_close(run(True), exact)
     with pytest.raises(AssertionError):
-        assert_rows_close(run(False), dense)
+        assert_rows_close(run(False), exact)
 
 
 @dataclass(frozen=True)
@@ -339,9 +339,8 @@ def test_exact_table_of_the_kernel(share: float) -> None:
         with poisoned_empty():
             found = block_sparse_packed_kernel.kernel_exact_table(scored, share).cpu()
         listed = torch.arange(found.shape[3]) < mask.count_BHN.cpu()[..., None]
-        assert torch.equal(
-            found & listed, block_sparse_packed.cpu_exact_table(mask_on_cpu(scored), share) & listed
-        )
+        expected = block_sparse_packed.cpu_exact_table(mask_on_cpu(scored), share)
+        assert torch.equal(found & listed, expected & listed)
 
 
 def test_computed_tiles_count_the_work() -> None:

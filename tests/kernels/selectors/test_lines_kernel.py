@@ -136,9 +136,7 @@ def test_masks_follow_from_the_masses() -> None:
     """Exactly, whatever rounding did to the masses; inputs of 16 bits."""
     x = sample(900, torch.float16, q_heads=3)
     with poisoned_empty():
-        slashed = VerticalSlashSelector(VerticalSlashOptions(verticals=200, slashes=200)).kernel_select(
-            x, no_phase
-        )
+        slashed = SELECTORS["vertical_slash"]().kernel_select(x, no_phase)
         mixed = SELECTORS["flex_mixed"]().kernel_select(x, no_phase)
         score_BHNM = BlockPoolSelector(BlockPoolOptions()).kernel_scores(x, None, no_phase)
     masses = kernel_masses(x, 64)
