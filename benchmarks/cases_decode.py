@@ -13,10 +13,11 @@ from functools import partial
 
 import torch
 
-from ..kernels.paged_decode import reference
+from ..kernels.constants import PAGE_TOKENS
+from ..kernels.paged_decode import cpu
 from ..kernels.paged_decode.attention import paged_attention, paged_attention_scored, paged_attention_sparse
-from ..kernels.paged_decode.pages import PAGE_TOKENS, PagedInput, PageSelection
-from ..kernels.paged_decode.selection import select_pages
+from ..kernels.paged_decode.page_selection import select_pages
+from ..kernels.paged_decode.pages import PagedInput, SelectedPages
 from ..kernels.testing import assert_rows_close
 from .harness import BenchConfig, Case, Timed
 
@@ -147,23 +148,23 @@ def _chosen(config: BenchConfig, budget: int, flashinfer: bool) -> Timed:
 
 
 def _check(config: BenchConfig) -> None:
-    """Kernels in `config.dtype` against the fp32 references, row by row, over ragged lengths; selection
+    """Kernels in `config.dtype` against the CPU forms in fp32, row by row, over ragged lengths; selection
     at full size and exactly."""
     x = _input(config, [8192, 8191, 4097, 1])
     out_RHD, _, score_RP = paged_attention_scored(*_arguments(x), scale=x.scale)
     exact = replace(x, q_RHD=x.q_RHD.float(), k_PSGD=x.k_PSGD.float(), v_PSGD=x.v_PSGD.float())
-    expected_RHD, _, expected_RP = reference.paged_attention_scored(exact)
+    expected_RHD, _, expected_RP = cpu.paged_attention_scored(exact)
     assert_rows_close(out_RHD, expected_RHD)
     assert_rows_close(paged_attention(*_arguments(x), scale=x.scale)[0], expected_RHD)
     assert_rows_close(score_RP, expected_RP, dtype=config.dtype)
     for budget in BUDGETS:
         chosen = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
         sparse_RHD, _ = paged_attention_sparse(*_arguments(x), *chosen, scale=x.scale)
-        assert_rows_close(sparse_RHD, reference.paged_attention_sparse(PageSelection(exact, *chosen))[0])
+        assert_rows_close(sparse_RHD, cpu.paged_attention_sparse(SelectedPages(exact, *chosen))[0])
     wide_RP = torch.rand(REQUESTS, config.tokens // PAGE_TOKENS, device=config.device)
     lengths_R = torch.full((REQUESTS,), config.tokens, dtype=torch.int32, device=config.device)
     for budget in BUDGETS:
         found = select_pages(wide_RP, lengths_R, budget=budget, recency=RECENCY)
-        expected = reference.select_pages(wide_RP, lengths_R, budget=budget, recency=RECENCY)
+        expected = cpu.select_pages(wide_RP, lengths_R, budget=budget, recency=RECENCY)
         if not (torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])):
-            raise AssertionError(f"page selection with budget {budget} differs from the reference")
+            raise AssertionError(f"page selection with budget {budget} differs from the CPU form")

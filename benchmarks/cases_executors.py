@@ -13,24 +13,26 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.anchors.scan import leads
-from ..kernels.delta_correction.wrapper import DeltaCorrection
-from ..kernels.executors.block_sparse import kernel as block_sparse
-from ..kernels.executors.block_sparse_packed import kernel as block_sparse_packed
-from ..kernels.executors.block_sparse_packed import reference as block_sparse_packed_reference
+from ..kernels.anchor_scan import leads
+from ..kernels.correction import Correction
+from ..kernels.executors import (
+    block_sparse,
+    block_sparse_packed,
+    block_sparse_packed_kernel,
+    dense,
+    packed_kv,
+    packed_kv_kernel,
+)
 from ..kernels.executors.common import causal_tiles
-from ..kernels.executors.dense import kernel as dense
-from ..kernels.executors.packed_kv import kernel as packed_kv
-from ..kernels.executors.packed_kv import reference as packed_kv_reference
-from ..kernels.executors.packed_kv.executor import CHUNK, PackedKVExecutor
-from ..kernels.executors.packed_kv.packing import PackedRuns, SimilarRuns
+from ..kernels.executors.packed_kv import CHUNK, DeltaKVOptions, PackedKVExecutor
+from ..kernels.executors.packed_runs import PackedRuns, SimilarRuns
 from ..kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
+from ..kernels.reference.attention import reference_attention
 from ..kernels.structured import structured_input
 from ..kernels.testing import (
     assert_rows_close,
     chunk_of,
     mask_of,
-    naive_attention,
     poisoned_empty,
     random_input,
     random_mask,
@@ -111,7 +113,7 @@ def _sdpa(backend: SDPBackend, x: AttentionInput) -> Timed:
 
 
 def _dense(x: AttentionInput) -> Timed:
-    return Timed(partial(dense.attend, x), _triangle(x), 1.0)
+    return Timed(partial(dense.kernel_attend, x), _triangle(x), 1.0)
 
 
 def _sparse(x: AttentionInput, density: float = DENSITY) -> Timed:
@@ -120,7 +122,7 @@ def _sparse(x: AttentionInput, density: float = DENSITY) -> Timed:
     always = 2 * rows / (rows * (rows + 1) / 2)
     mask = random_mask(x, max(0.0, (density - always) / (1 - always)))
     tiles = float(mask.count_BHN.sum())
-    return Timed(partial(block_sparse.attend, x, mask), _flops(x, tiles), tiles / causal_tiles(x))
+    return Timed(partial(block_sparse.kernel_attend, x, mask), _flops(x, tiles), tiles / causal_tiles(x))
 
 
 def _uneven_chunk(x: AttentionInput) -> Timed:
@@ -135,14 +137,14 @@ def _uneven_chunk(x: AttentionInput) -> Timed:
     tiles = float(mask.count_BHN.sum())
     note = "one chunk, heads of 0.05 to 0.9"
     return Timed(
-        partial(block_sparse.attend, part, mask), _flops(part, tiles), tiles / causal_tiles(part), note
+        partial(block_sparse.kernel_attend, part, mask), _flops(part, tiles), tiles / causal_tiles(part), note
     )
 
 
 def _delta_kv(x: AttentionInput) -> Timed:
     """Everything a prompt's prefill pays for it: scan, packing, attention."""
     cos = _halving_cosine(x)
-    executor = PackedKVExecutor({"cos": cos, "counts": True, "critical": 512})
+    executor = PackedKVExecutor(DeltaKVOptions(cos=cos, critical=512))
     spec = _spec(x)
 
     def run() -> PackedRuns:
@@ -185,7 +187,7 @@ class _Given:
 
 
 def _correction(x: AttentionInput) -> Timed:
-    method = DeltaCorrection(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
+    method = Correction(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
     state = method.new_state(_spec(x))
     extra = float(method.attend(x, state)[1].computed)
     run = partial(method.attend, x, state)
@@ -200,7 +202,7 @@ def _spec(x: AttentionInput) -> StateSpec:
 
 
 def _check(config: BenchConfig) -> None:
-    """Every kernel timed here, in the timed type, against float references; ragged lengths and a chunk."""
+    """Every kernel timed here, in the timed type, against oracle or CPU form; ragged lengths, a chunk."""
     shapes = ((8, 2, config.head_dim), SMALL)
     for seed, (heads, key_heads, dim) in enumerate(shapes):
         made: dict[str, Any] = {
@@ -221,16 +223,16 @@ def _check_input(x: AttentionInput) -> None:
     mask = random_mask(x, 0.2)
     share = 0.3
     with poisoned_empty():
-        assert_rows_close(dense.attend(x), expected)
-        assert_rows_close(block_sparse.attend(x, mask), _by_head(x, mask))
+        assert_rows_close(dense.kernel_attend(x), expected)
+        assert_rows_close(block_sparse.kernel_attend(x, mask), _by_head(x, mask))
         packed_kv_state, tile_state = _states(x, CHUNK), _states(x, 128)
-        found = packed_kv.attend(x, packed_kv_state, chunk=CHUNK, critical=512, counts=True)
-        mixed = block_sparse_packed.attend(x, mask, tile_state, share=share)
+        found = packed_kv_kernel.kernel_attend(x, packed_kv_state, chunk=CHUNK, critical=512, counts=True)
+        mixed = block_sparse_packed_kernel.kernel_attend(x, mask, tile_state, share=share)
     y = AttentionInput.of(*(t.cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start)
     on_cpu = TileMask(*(t.cpu() for t in (mask.index_BHNM, mask.count_BHN, mask.score_BHNM) if t is not None))
-    wanted = packed_kv_reference.attend(y, _moved(packed_kv_state), chunk=CHUNK, critical=512, counts=True)
+    wanted = packed_kv.cpu_attend(y, _moved(packed_kv_state), chunk=CHUNK, critical=512, counts=True)
     assert_rows_close(found.cpu(), wanted)
-    wanted = block_sparse_packed_reference.attend(y, on_cpu, _moved(tile_state), share=share)
+    wanted = block_sparse_packed.cpu_attend(y, on_cpu, _moved(tile_state), share=share)
     assert_rows_close(mixed.cpu(), wanted)
     if x.q_start == 0:
         _check_correction(x, expected)
@@ -238,7 +240,7 @@ def _check_input(x: AttentionInput) -> None:
 
 def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
     """Around zeros, the correction must give each row the dense row at or before it, and a dense tail."""
-    given = DeltaCorrection(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
+    given = Correction(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
     found = given.attend(x, given.new_state(_spec(x)))[0]
     tail = (x.prompt_tokens // 128 - 1) * 128
     row_T = torch.arange(tail, device=found.device)
@@ -257,14 +259,14 @@ def _moved(state: PackedRuns) -> PackedRuns:
 
 
 def _by_head(x: AttentionInput, mask: TileMask | None) -> torch.Tensor:
-    """`naive_attention` one head at a time, to bound the score matrix."""
+    """`reference_attention` one head at a time, to bound the score matrix."""
     parts = []
     for h in range(x.q_BHTD.shape[1]):
         g = h // x.group
         one = AttentionInput.of(
             x.q_BHTD[:, h : h + 1], x.k_BGSD[:, g : g + 1], x.v_BGSD[:, g : g + 1], q_start=x.q_start
         )
-        parts.append(naive_attention(one, None if mask is None else _table(x, mask)[:, h : h + 1]))
+        parts.append(reference_attention(one, None if mask is None else _table(x, mask)[:, h : h + 1]))
     return torch.cat(parts, dim=1)
 
 

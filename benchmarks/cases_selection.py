@@ -9,14 +9,14 @@ from functools import partial
 import torch
 
 from ..kernels.interface import AttentionInput, StateSpec, TileMask, no_phase
-from ..kernels.selectors import lines
-from ..kernels.selectors.anchors.selector import AnchorsSelector
-from ..kernels.selectors.antidiagonal.selector import AntidiagonalSelector
-from ..kernels.selectors.flex.selector import FlexSelector
-from ..kernels.selectors.lines_kernel import line_masses
-from ..kernels.selectors.lines_selector import LineSelector
+from ..kernels.selectors.anchors import AnchorsOptions, AnchorsSelector
+from ..kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from ..kernels.selectors.flex import FlexOptions, FlexSelector
+from ..kernels.selectors.line_selector import LineSelector
+from ..kernels.selectors.lines import cpu_line_masses
+from ..kernels.selectors.lines_kernel import kernel_line_masses
 from ..kernels.selectors.scored import ScoredSelector
-from ..kernels.selectors.vertical_slash.selector import VerticalSlashSelector
+from ..kernels.selectors.vertical_slash import VerticalSlashOptions, VerticalSlashSelector
 from ..kernels.structured import statistics, structured_input
 from ..kernels.testing import assert_rows_close, chunk_of
 from .harness import BenchConfig, Case, Timed
@@ -46,19 +46,19 @@ def cases(config: BenchConfig) -> list[Case]:
 
 
 def _dpxa() -> ScoredSelector:
-    return AnchorsSelector({"tau": 0.9, "cos": 0.75, "q_anchors": 8, "k_anchors": 32})
+    return AnchorsSelector(AnchorsOptions(tau=0.9))
 
 
 def _xattention() -> ScoredSelector:
-    return AntidiagonalSelector({"tau": 0.9, "stride": 8})
+    return AntidiagonalSelector(AntidiagonalOptions(tau=0.9, stride=8))
 
 
 def _vertical_slash() -> LineSelector:
-    return VerticalSlashSelector({"verticals": 1000, "slashes": 4096})
+    return VerticalSlashSelector(VerticalSlashOptions())
 
 
 def _flex() -> LineSelector:
-    return FlexSelector({"gamma_flex": 0.9, "tau_flex": 0.1})
+    return FlexSelector(FlexOptions())
 
 
 def _input(config: BenchConfig, tokens: int, q_heads: int, kv_heads: int, dim: int) -> AttentionInput:
@@ -102,25 +102,25 @@ def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelect
 
 
 def _check(config: BenchConfig) -> None:
-    """Scores of the kernels in `config.dtype` against the fp32 references, row by row; chunks give the very
+    """Scores of the kernels in `config.dtype` against the CPU forms in fp32, row by row; chunks give the very
     same tiles as the whole prompt."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
         x = _input(config, CHECKED_TOKENS, heads, groups, dim)
         exact = replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float())
         for selector in (_dpxa(), _xattention()):
             score_BHNM = selector.scores(x, _state(selector, x), no_phase)
-            expected_BHNM = selector.reference_scores(exact, _state(selector, exact), no_phase)
+            expected_BHNM = selector.cpu_scores(exact, _state(selector, exact), no_phase)
             assert_rows_close(score_BHNM, expected_BHNM, dtype=config.dtype, factor=2.0)
             _check_chunks(selector, x)
 
 
 def _check_lines(config: BenchConfig) -> None:
-    """The baselines' line masses in `config.dtype` against the fp32 reference, head by head."""
+    """The baselines' line masses in `config.dtype` against the CPU form in fp32, head by head."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
         x = _input(config, CHECKED_TOKENS, heads, groups, dim)
         for queries in (64, 128):
-            expected = lines.line_masses(lines.last_attention(x, queries))
-            for found_BHM, wanted_BHM in zip(line_masses(x, queries), expected, strict=True):
+            expected = cpu_line_masses(x, queries)
+            for found_BHM, wanted_BHM in zip(kernel_line_masses(x, queries), expected, strict=True):
                 assert_rows_close(found_BHM, wanted_BHM, dtype=config.dtype)
 
 

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.long_context import make_document
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, StateSpec
-from deltafront.kernels.methods import resolve
+from deltafront.kernels.methods import method_spec
 from deltafront.workers.model import store as model_store
 from deltafront.workers.model.config import ModelConfig, read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
@@ -51,7 +52,7 @@ class Reader:
     def read(self, ids: Sequence[int], method: str, chunk: int) -> None:
         """Read a document from the start with a prefill method."""
         self.length = 0
-        config, attention = self._stack.config, build(resolve(method))
+        config, attention = self._stack.config, build(method_spec(method))
         spec = StateSpec(
             1,
             config.q_heads,
@@ -61,7 +62,7 @@ class Reader:
             self._stack.device,
             self._stack.dtype,
         )
-        states = [attention.new_state(spec) for _ in range(config.layers)]
+        states = [attention.new_state(replace(spec, layer=layer)) for layer in range(config.layers)]
         for first in range(0, len(ids), chunk):
 
             def attend(layer: int, q_BHTD: torch.Tensor, start: int = first) -> torch.Tensor:

@@ -6,8 +6,8 @@ For each query block the tiles are ranked: the diagonal and the sink (block 0) f
 them, the others by score. A row *needs* the shortest prefix of that order whose true attention mass (mean
 over the block's query rows, so it sums to 1) reaches the coverage. The figure is the tiles needed by all
 rows over all causal tiles, per head; then the mean over heads and layers. `oracle` ranks by the true mass
-itself, forcing nothing. The scores come from the same kernels that are timed on a GPU, and from the
-references on a CPU. A method that keeps whole lines or a window has no score and no row here.
+itself, forcing nothing. The scores come from the same kernels that are timed on a GPU, and from their
+CPU forms on a CPU. A method that keeps whole lines or a window has no score and no row here.
 
 Shape suffixes as in `kernels.interface`. The model is a directory, hub id or GGUF file, as for `serve`;
 fewer tokens are a prefix of more, so one pass over the text serves all lengths. Prints a table; writes the
@@ -19,39 +19,40 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ..kernels.interface import BLOCK, AttentionInput, StateSpec, no_phase
-from ..kernels.selectors.anchors.selector import AnchorsSelector
-from ..kernels.selectors.antidiagonal.selector import AntidiagonalSelector
-from ..kernels.selectors.block_pool.selector import BlockPoolSelector
-from ..kernels.selectors.naive.selector import NaiveSelector
+from ..kernels.constants import BLOCK
+from ..kernels.interface import AttentionInput, StateSpec, no_phase
+from ..kernels.selectors.anchors import AnchorsOptions, AnchorsSelector
+from ..kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from ..kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
+from ..kernels.selectors.naive import NaiveOptions, NaiveSelector
 from ..kernels.selectors.scored import ScoredSelector
 from .harness import commit_of
 
 COVERAGES = (0.75, 0.90, 0.95)
 LAYERS = (3, 15, 24)
 ROOT = Path(__file__).resolve().parent.parent
-_OURS = {"tau": 0.9, "cos": 0.75, "q_anchors": 8, "k_anchors": 32}
+_OURS = AnchorsOptions(tau=0.9)
 
 ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
-    "xattention_s8": lambda: AntidiagonalSelector({"tau": 0.9, "stride": 8}),
-    "xattention_s16": lambda: AntidiagonalSelector({"tau": 0.9, "stride": 16}),
-    "naive_s4": lambda: NaiveSelector({"tau": 0.9, "stride": 4}),
-    "block_pool": lambda: BlockPoolSelector({"tau": 0.9}),
+    "xattention_s8": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.9, stride=8)),
+    "xattention_s16": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.9, stride=16)),
+    "naive_s4": lambda: NaiveSelector(NaiveOptions(tau=0.9, stride=4)),
+    "block_pool": lambda: BlockPoolSelector(BlockPoolOptions(tau=0.9)),
     "dpxa": lambda: AnchorsSelector(_OURS),
-    "dpxa_4x32": lambda: AnchorsSelector({**_OURS, "q_anchors": 4}),
-    "dpxa_16x32": lambda: AnchorsSelector({**_OURS, "q_anchors": 16}),
+    "dpxa_4x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=4)),
+    "dpxa_16x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=16)),
     "dpxa_not_relaxed": lambda: AnchorsSelector(_OURS, k_relax=None),
     "dpxa_cells": lambda: AnchorsSelector(_OURS, row_normalised=False),
     "dpxa_unweighted": lambda: AnchorsSelector(_OURS, weighted=False),
     "dpxa_thesis": lambda: AnchorsSelector(
-        {**_OURS, "q_anchors": BLOCK, "k_anchors": BLOCK},
+        replace(_OURS, q_anchors=BLOCK, k_anchors=BLOCK),
         q_representative="anchor",
         k_representative="anchor",
         k_relax=None,

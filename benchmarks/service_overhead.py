@@ -29,7 +29,7 @@ from deltafront.benchmarks.needles import DEMO_TEXT
 from deltafront.service.client.client import DeltafrontClient, GenerateFinished
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ServiceConfig, load
-from deltafront.workers.messages import resolve
+from deltafront.workers.messages import method_spec
 from deltafront.workers.model import store as model_store
 from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import PrefillConfig
@@ -41,7 +41,7 @@ RESULT = ROOT / "benchmarks" / "results" / "service_overhead.json"
 def in_one_process(config: ServiceConfig, prefill: PrefillConfig, ids: list[int], method: str) -> float:
     """Seconds from the job's arrival to the last logits; loading the model is not counted."""
     packed = struct.pack(f"<{len(ids)}I", *ids)
-    report, _ = run_in_process(config.model, prefill, packed, resolve(method))
+    report, _ = run_in_process(config.model, prefill, packed, method_spec(method))
     return report.queue + report.wall
 
 

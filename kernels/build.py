@@ -3,57 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 
+from .correction import Correction
 from .executors.common import causal_tiles
-from .interface import Attention, AttentionInput, Coverage, Executor, Phase, Selector, StateSpec, no_phase
-from .methods import MethodSpec, Value
-
-SELECTORS = {
-    "streaming": ("streaming", "StreamingSelector"),
-    "antidiagonal": ("antidiagonal", "AntidiagonalSelector"),
-    "anchors": ("anchors", "AnchorsSelector"),
-    "naive": ("naive", "NaiveSelector"),
-    "block_pool": ("block_pool", "BlockPoolSelector"),
-    "vertical_slash": ("vertical_slash", "VerticalSlashSelector"),
-    "flex": ("flex", "FlexSelector"),
-}
-"""Folder under `selectors/`, whose `selector.py` holds the class."""
-
-EXECUTORS = {
-    "dense": ("dense", "DenseExecutor"),
-    "block_sparse": ("block_sparse", "BlockSparseExecutor"),
-    "packed_kv": ("packed_kv", "PackedKVExecutor"),
-    "block_sparse_packed": ("block_sparse_packed", "BlockSparsePackedExecutor"),
-}
-"""Folder under `executors/`, whose `executor.py` holds the class."""
+from .executors.dense import DenseExecutor
+from .interface import (
+    Amounts,
+    Attention,
+    AttentionInput,
+    Coverage,
+    Executor,
+    KernelInputError,
+    Phase,
+    Selector,
+    StateSpec,
+    no_phase,
+)
+from .methods import MethodSpec, registered
+from .selectors.scored import ScoredSelector
 
 
-def build(spec: MethodSpec) -> Attention:
-    """The method that `spec` names, ready to attend. One instance serves every layer and prompt."""
-    executor: Executor = _load("executors", "executor", EXECUTORS[spec.executor], spec.values)
-    selector: Selector | None = None
-    if spec.selector is not None:
-        selector = _load("selectors", "selector", SELECTORS[spec.selector], spec.values)
-    method: Attention = Composition(selector, executor)
+def build(spec: MethodSpec, amounts: Amounts | None = None) -> Attention:
+    """The method that `spec` names, ready to attend. One instance serves every layer and prompt.
+
+    amounts: of a method that ranks tiles by a score, the rule's amount for each query head of the layers
+    named, instead of the same one everywhere. Raises MethodError for a method that is not registered, and
+    KernelInputError for amounts that it cannot use.
+    """
+    preset, values = registered(spec), spec.values
+    options = preset.form(**{name: values[name] for name in preset.options})
+    selector = None if preset.selector is None else preset.selector(options)
+    if amounts is not None:
+        if not isinstance(selector, ScoredSelector):
+            raise KernelInputError(f"{spec.name} ranks no tiles by a score, so it takes no amounts")
+        selector.amounts = amounts
+    method: Attention = Composition(selector, preset.executor(options))
     if spec.correction:
-        from .delta_correction.wrapper import DeltaCorrection
-
-        method = DeltaCorrection(method, int(spec.values["gamma"]))
-    shortest = int(spec.values.get("min_tokens", 0))
+        method = Correction(method, int(values["gamma"]))
+    shortest = int(values.get("min_tokens", 0))
     if shortest > 0:
-        dense: Executor = _load("executors", "executor", EXECUTORS["dense"], {})
-        method = DenseWhenShort(method, Composition(None, dense), shortest)
+        method = DenseWhenShort(method, Composition(None, DenseExecutor()), shortest)
     return method
-
-
-def _load(package: str, module: str, place: tuple[str, str], values: dict[str, Value]) -> Any:
-    folder, name = place
-    found = import_module(f".{package}.{folder}.{module}", __package__)
-    return getattr(found, name)(values)
 
 
 @dataclass

@@ -6,19 +6,25 @@ D head dimension, N query blocks of this chunk, M key blocks so far.
 A *method* is selector × executor × wrapper (see `methods.py` for the named ones and `build.py` for how
 they are put together). Every method sees one chunk of queries against all keys so far; what it must
 remember between chunks of one prompt lives in the state it made with `new_state`, one per layer.
+
+Free of torch until a tensor is looked at, as are the modules that define methods: the front door reads their
+options without loading it. So they import torch, and the modules that need it, inside their functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+from .constants import BLOCK
 
-BLOCK = 128
-"""Rows and columns of a tile, in tokens. Tiles are aligned to absolute positions."""
+if TYPE_CHECKING:
+    import torch
+
+Amounts = Mapping[int, tuple[float, ...]]
+"""What a selection rule aims at (`Rule.amount`), by absolute layer and there one number per query head."""
 
 
 class KernelInputError(ValueError):
@@ -27,7 +33,10 @@ class KernelInputError(ValueError):
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a method needs to know to allocate its state for one layer of one prompt."""
+    """What a method needs to know to allocate its state for one layer of one prompt.
+
+    layer: its absolute index in the model.
+    """
 
     batch: int
     q_heads: int
@@ -36,6 +45,7 @@ class StateSpec:
     max_tokens: int
     device: torch.device
     dtype: torch.dtype
+    layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,8 @@ class AttentionInput:
 
 
 def _check_tensors(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+    import torch
+
     for name, x in (("q", q_BHTD), ("k", k_BGSD), ("v", v_BGSD)):
         if x.dim() != 4:
             raise KernelInputError(f"{name} must have 4 dimensions (batch, heads, tokens, D), got {x.dim()}")
@@ -132,9 +144,8 @@ class TileMask:
 
     index_BHNM: int16, ascending absolute key blocks of each query block, first `count` entries valid and
     the rest undefined. count_BHN: int32, at least 1 (the diagonal is always there; so is block 0).
-    score_BHNM: float32, the selector's estimate of each listed tile's mass, laid out as index_BHNM. A
-    selector fills it when its options name `exact_share` (the `block_sparse_packed` executor ranks by it);
-    otherwise it is None.
+    score_BHNM: float32, the selector's estimate of each listed tile's mass, laid out as index_BHNM; None
+    unless the selector was made `with_scores` (the `block_sparse_packed` executor ranks by them).
     """
 
     index_BHNM: torch.Tensor

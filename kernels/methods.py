@@ -1,16 +1,27 @@
-"""The named attention methods, as data: what each is made of and which options it takes.
+"""The registry of attention methods: their names, their options and what they are made of.
 
 Free of torch, so that the front door can check a request's method without loading it; `build.py` turns a
-`MethodSpec` into something that runs. Appending `+delta` to any name wraps it in the Δ correction.
+`MethodSpec` into something that runs. A method registers itself where it is defined (`register`): the
+package's own are found by looking through `selectors/` and `executors/`, others are named by their module
+(`load`). Appending `+delta` to any name wraps it in the Δ correction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from threading import RLock
+from typing import Any, TypeVar
 
-Value = float | int | bool
+from .correction import CorrectionOptions
+from .interface import Executor, Selector
+from .options import Option, Value, options_of
+
+O = TypeVar("O")  # noqa: E741
 
 
 class MethodError(ValueError):
@@ -22,137 +33,146 @@ class MethodError(ValueError):
 
 
 @dataclass(frozen=True)
-class Option:
-    """One option: its default, its bounds (inclusive) or its choices, and what it means."""
-
-    default: Value
-    low: float
-    high: float
-    help: str
-    choices: tuple[Value, ...] = ()
-
-
-@dataclass(frozen=True)
 class Preset:
-    """One row of the table: a composition and where it was published."""
+    """A registered method: a composition, its options and where it was published.
 
-    selector: str | None
-    executor: str
-    options: Mapping[str, Option]
+    form: the dataclass of its options. selector (None: everything causal) and executor are made from one of
+    them. whole_prompt: it estimates from the prompt's last queries, which is wrong per chunk.
+    """
+
+    form: type[Any]
+    selector: Callable[[Any], Selector] | None
+    executor: Callable[[Any], Executor]
     source: str
+    whole_prompt: bool
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        return options_of(self.form)
+
+    @property
+    def module(self) -> str:
+        """The module that registered it, which another process imports to have it too."""
+        return self.form.__module__
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method with its options filled in. Hashable by name and options; crosses processes."""
+    """A method with its options filled in. Hashable; crosses processes.
+
+    name: with `+delta` where `correction`. module: the one that registers the method.
+    """
 
     name: str
-    selector: str | None
-    executor: str
+    module: str
     correction: bool
-    options: tuple[tuple[str, Value], ...] = field(default=())
+    options: tuple[tuple[str, Value], ...]
 
     @property
     def values(self) -> dict[str, Value]:
         return dict(self.options)
 
 
-_TAU = Option(0.9, 0.01, 1.0, "cumulative probability mass of the kept tiles")
-_MIN_TOKENS = Option(4096, 0, 1 << 20, "prompts of at most this many tokens use dense attention")
-_PACK = {
-    "cos": Option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run"),
-    "counts": Option(True, 0, 1, "weigh an anchor by the length of its run"),
-    "critical": Option(512, 128, 8192, "tokens before the query block that are attended exactly"),
-}
-_DELTA = {"gamma": Option(64, 1, 4096, "every gamma-th query row is computed densely")}
+class _Presets(Mapping[str, Preset]):
+    """What `register` was called with, by name. The package's own modules are imported at the first look."""
 
-PRESETS: Mapping[str, Preset] = {
-    "dense": Preset(None, "dense", {}, "FlashAttention-2"),
-    "streaming": Preset(
-        "streaming",
-        "block_sparse",
-        {
-            "sink": Option(128, 1, 1 << 20, "tokens at the start that every query attends to"),
-            "window": Option(2048, 1, 1 << 20, "most recent tokens that every query attends to"),
-            "min_tokens": _MIN_TOKENS,
-        },
-        "StreamingLLM (Xiao et al. 2023), section 3.2",
-    ),
-    "xattention": Preset(
-        "antidiagonal",
-        "block_sparse",
-        {
-            "tau": _TAU,
-            "stride": Option(8, 4, 16, "antidiagonal stride S", (4, 8, 16)),
-            "min_tokens": _MIN_TOKENS,
-        },
-        "XAttention (Xu et al. 2025), sections 2.1-2.2",
-    ),
-    "dpxa": Preset(
-        "anchors",
-        "block_sparse",
-        {
-            "tau": Option(0.95, 0.01, 1.0, _TAU.help),
-            "cos": Option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run"),
-            "q_anchors": Option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32)),
-            "k_anchors": Option(32, 8, 32, "key anchors per block", (8, 16, 32)),
-            "min_tokens": _MIN_TOKENS,
-        },
-        "DeltaAttention section 4.3, with the changes of docs/decisions/0003",
-    ),
-    "delta_kv": Preset(None, "packed_kv", {**_PACK, "min_tokens": _MIN_TOKENS}, "DeltaAttention section 4.1"),
-    "delta_xattention": Preset(
-        "antidiagonal",
-        "block_sparse_packed",
-        {
-            "tau": _TAU,
-            "stride": Option(8, 4, 16, "antidiagonal stride S", (4, 8, 16)),
-            "cos": _PACK["cos"],
-            "exact_share": Option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly"),
-            "min_tokens": _MIN_TOKENS,
-        },
-        "DeltaAttention section 4.2",
-    ),
-    "naive": Preset(
-        "naive",
-        "block_sparse",
-        {
-            "tau": _TAU,
-            "stride": Option(4, 2, 16, "every stride-th row of q and k is scored", (2, 4, 8, 16)),
-            "min_tokens": _MIN_TOKENS,
-        },
-        "DeltaAttention, ablation of section 4.3",
-    ),
-    "block_pool": Preset(
-        "block_pool", "block_sparse", {"tau": _TAU, "min_tokens": _MIN_TOKENS}, "block mean pooling"
-    ),
-    "vertical_slash": Preset(
-        "vertical_slash",
-        "block_sparse",
-        {
-            "verticals": Option(1000, 1, 1 << 16, "vertical lines kept"),
-            "slashes": Option(4096, 1, 1 << 16, "slash lines kept"),
-            "min_tokens": _MIN_TOKENS,
-        },
-        "MInference (Jiang et al. 2024), Algorithm 2; whole prompt only",
-    ),
-    "flex": Preset(
-        "flex",
-        "block_sparse",
-        {
-            "gamma_flex": Option(0.9, 0.01, 1.0, "cumulative attention mass kept"),
-            "tau_flex": Option(0.1, 0.0, 1.0, "Jensen-Shannon threshold for query-aware heads"),
-            "min_tokens": _MIN_TOKENS,
-        },
-        "FlexPrefill (Lai et al. 2025), Algorithms 1-4; whole prompt only",
-    ),
-}
+    def __init__(self) -> None:
+        self._registered: dict[str, Preset] = {}
+        self._lock = RLock()
+        self._complete = False
 
-WHOLE_PROMPT_ONLY = frozenset({"vertical_slash", "flex"})
-"""Baselines that estimate from the prompt's last queries: wrong per chunk, so the service refuses them."""
+    def add(self, name: str, preset: Preset) -> None:
+        """Without the lock: a module that another thread imports registers while the first look goes on."""
+        known = self._registered.setdefault(name, preset)
+        if known.module != preset.module:
+            raise MethodError("method", f"{preset.module}: {known.module} has registered a method {name!r}")
+        self._registered[name] = preset
+
+    def __getitem__(self, name: str) -> Preset:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._all()))
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, Preset]:
+        with self._lock:
+            if not self._complete:
+                for module in _own_modules():
+                    import_module(module)
+                self._complete = True
+        return self._registered
 
 
-def resolve(name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
+def _own_modules() -> Iterator[str]:
+    """The modules of `selectors/` and `executors/` that register a method, told by their text: the kernels
+    beside them need torch and are not imported."""
+    here = Path(__file__).parent
+    for folder in ("selectors", "executors"):
+        for found in pkgutil.iter_modules([str(here / folder)]):
+            path = here / folder / f"{found.name}.py"
+            if not found.ispkg and "\nregister(" in path.read_text(encoding="utf-8"):
+                yield f"{__package__}.{folder}.{found.name}"
+
+
+_presets = _Presets()
+PRESETS: Mapping[str, Preset] = _presets
+"""Every registered method by name, in alphabetical order."""
+
+
+def register(
+    name: str,
+    options: type[O],
+    selector: Callable[[O], Selector] | None,
+    executor: Callable[[O], Executor],
+    *,
+    source: str,
+    whole_prompt: bool = False,
+) -> None:
+    """Make a method known; called at the top of the module that defines it and its options.
+
+    options: a frozen dataclass of that module, its fields made with `options.option`. selector and executor:
+    what makes them from such options, usually their classes. source: paper and section. Importing the module
+    must not load torch. Raises MethodError for a name that another module has taken.
+    """
+    if not name or "+" in name:
+        raise MethodError("method", f"{name!r} cannot be a method's name")
+    options_of(options)
+    _presets.add(name, Preset(options, selector, executor, source, whole_prompt))
+
+
+def load(module: str) -> None:
+    """Import a module outside the package for the methods that it registers. Raises MethodError."""
+    try:
+        import_module(module)
+    except Exception as error:
+        raise MethodError("method", f"{module} cannot be imported for its methods: {error!r}") from error
+    if not any(f"{preset.module}.".startswith(f"{module}.") for preset in PRESETS.values()):
+        raise MethodError("method", f"{module} registers no attention method")
+
+
+def registered(spec: MethodSpec) -> Preset:
+    """The method that a spec of any process names; its module is imported if it is not here yet.
+
+    Raises MethodError.
+    """
+    base = spec.name.partition("+")[0]
+    if base not in PRESETS:
+        load(spec.module)
+    preset = PRESETS.get(base)
+    if preset is None or preset.module != spec.module:
+        raise MethodError("method", f"{spec.module} registers no attention method {base!r}")
+    return preset
+
+
+def reads_whole_prompts(name: str) -> bool:
+    """Whether a known method can only take a prompt in one piece, so that the service refuses it."""
+    return PRESETS[name.partition("+")[0]].whole_prompt
+
+
+def method_spec(name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
     """Check a method's name and options and fill in defaults. Raises MethodError naming the field."""
     base, plus, wrapper = name.partition("+")
     if base not in PRESETS or (plus and wrapper != "delta"):
@@ -160,7 +180,7 @@ def resolve(name: str, options: Mapping[str, Value] | None = None) -> MethodSpec
             "method", f"unknown attention method {name!r}; known: {', '.join(PRESETS)}, X+delta"
         )
     preset = PRESETS[base]
-    known = {**preset.options, **(_DELTA if plus else {})}
+    known = {**preset.options, **(options_of(CorrectionOptions) if plus else {})}
     given = dict(options or {})
     for key, value in given.items():
         if key not in known:
@@ -168,7 +188,7 @@ def resolve(name: str, options: Mapping[str, Value] | None = None) -> MethodSpec
             raise MethodError(f"method_options.{key}", f"{name} has no option {key!r}; it takes: {takes}")
         given[key] = _checked(f"method_options.{key}", value, known[key])
     filled = {key: given.get(key, option.default) for key, option in known.items()}
-    return MethodSpec(name, preset.selector, preset.executor, bool(plus), tuple(sorted(filled.items())))
+    return MethodSpec(name, preset.module, bool(plus), tuple(sorted(filled.items())))
 
 
 def _checked(where: str, value: Value, option: Option) -> Value:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .interface import BLOCK, AttentionInput
+from .constants import BLOCK
+from .interface import AttentionInput
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class _Head:
 
 def statistics(x: AttentionInput, cos: float = 0.75) -> dict[str, float]:
     """Adjacent cosine and share of rows that lead a run, of q and k, over at most 8,192 rows of each head."""
-    from .anchors.scan import leads
+    from .anchor_scan import leads
 
     found: dict[str, float] = {}
     for name, rows in (("q", x.q_BHTD[:, :, :8192]), ("k", x.k_BGSD[:, :, :8192])):

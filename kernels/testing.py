@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from .interface import BLOCK, AttentionInput, TileMask
+from .interface import AttentionInput, StateSpec, TileMask
 
 ROW_TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
 """Largest relative error (L2) of any one row, by the dtype the kernel computes in."""
@@ -54,6 +54,19 @@ def chunk_of(x: AttentionInput, start: int, stop: int) -> AttentionInput:
         prompt_tokens=x.prompt_tokens,
         scale=x.scale,
     )
+
+
+def spec_of(x: AttentionInput) -> StateSpec:
+    """Of a state for x's whole prompt."""
+    batch, heads, _, dim = x.q_BHTD.shape
+    return StateSpec(batch, heads, x.k_BGSD.shape[1], dim, x.prompt_tokens, x.q_BHTD.device, x.q_BHTD.dtype)
+
+
+def tiles(mask: TileMask) -> list[list[int]]:
+    """The kept key blocks of every row, batch by batch and head by head."""
+    columns = mask.index_BHNM.shape[-1]
+    index, count = mask.index_BHNM.reshape(-1, columns), mask.count_BHN.reshape(-1)
+    return [index[row, : int(count[row])].tolist() for row in range(count.shape[0])]
 
 
 def full_mask(x: AttentionInput) -> TileMask:
@@ -147,20 +160,3 @@ def poisoned_empty() -> Iterator[None]:
         mock.patch.object(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty)),
     ):
         yield
-
-
-def naive_attention(x: AttentionInput, keep_BHNM: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention over one big float64 score matrix, tiles outside keep_BHNM dropped. Returns fp32."""
-    batch, heads, rows, dim = x.q_BHTD.shape
-    q = x.q_BHTD.double().reshape(batch, -1, x.group, rows, dim)
-    k, v = x.k_BGSD.double()[:, :, None], x.v_BGSD.double()[:, :, None]
-    scores = (q @ k.mT * x.scale).reshape(batch, heads, rows, -1)
-    position_T1 = x.q_start + torch.arange(rows, device=scores.device)[:, None]
-    column_S = torch.arange(x.k_BGSD.shape[2], device=scores.device)
-    seen = column_S <= position_T1
-    if keep_BHNM is not None:
-        row_block = (position_T1[:, 0] - x.q_start) // BLOCK
-        seen = seen & keep_BHNM[..., row_block, :][..., column_S // BLOCK]
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    out = weights.reshape(batch, -1, x.group, rows, weights.shape[-1]) @ v
-    return out.reshape(batch, heads, rows, dim).float()

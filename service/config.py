@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.messages import WHOLE_PROMPT_ONLY, MethodError, resolve
+from ..workers.messages import BLOCK, PAGE_TOKENS, MethodError, method_spec, reads_whole_prompts
 from ..workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
-_CHUNK = 128
+_CHUNK = BLOCK
 """Chunks are multiples of this many tokens (the attention tile)."""
-_PAGE = 16
+_PAGE = PAGE_TOKENS
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -34,11 +34,10 @@ class ConfigError(ValueError):
 def _method_trouble(name: str) -> str:
     """Why the service cannot prefill with this method; empty if it can."""
     try:
-        spec = resolve(name)
+        spec = method_spec(name)
     except MethodError as error:
         return str(error)
-    whole = spec.name.partition("+")[0] in WHOLE_PROMPT_ONLY
-    return f"{name} reads whole prompts only, not chunks" if whole else ""
+    return f"{name} reads whole prompts only, not chunks" if reads_whole_prompts(spec.name) else ""
 
 
 class DoorConfig(BaseModel):

@@ -13,9 +13,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ..kernels.methods import PRESETS, WHOLE_PROMPT_ONLY, MethodError, MethodSpec, resolve
+from ..kernels.constants import BLOCK, PAGE_TOKENS
+from ..kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, reads_whole_prompts
 
-__all__ = ["PRESETS", "WHOLE_PROMPT_ONLY", "MethodError", "MethodSpec", "resolve"]
+__all__ = [
+    "BLOCK",
+    "PAGE_TOKENS",
+    "PRESETS",
+    "MethodError",
+    "MethodSpec",
+    "method_spec",
+    "reads_whole_prompts",
+]
 
 
 # --- requests ----------------------------------------------------------------------------------------
@@ -388,7 +397,7 @@ class DecodeStats:
     running: int
     waiting: int
     sessions: int
-    page_tokens: int = 16
+    page_tokens: int = PAGE_TOKENS
 
 
 NAMESPACE = "deltafront"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from ..interface import AttentionInput, KernelInputError, TileMask
 
+if TYPE_CHECKING:
+    import torch
+
 
 def runs_on_cpu(x: AttentionInput, name: str) -> bool:
-    """True: the reference runs; False: the CUDA kernel. Any other device raises."""
+    """True: the CPU form runs; False: the CUDA kernel. Any other device raises."""
     kind = x.q_BHTD.device.type
     if kind not in ("cpu", "cuda"):
         raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
@@ -24,11 +27,15 @@ def causal_tiles(x: AttentionInput) -> int:
 
 def scalar(value: float, x: AttentionInput) -> torch.Tensor:
     """A float64 scalar on x's device, made without a host sync."""
+    import torch
+
     return torch.full((), value, dtype=torch.float64, device=x.q_BHTD.device)
 
 
 def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:
     """The mask, if its shapes, types and device fit x; nothing on the device is read."""
+    import torch
+
     x.require_aligned(name)
     if mask is None:
         raise KernelInputError(f"{name} needs a tile mask, from a selector")

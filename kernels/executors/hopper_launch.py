@@ -9,10 +9,12 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..interface import BLOCK, AttentionInput, TileMask
+from ..constants import BLOCK
+from ..constants import LOG2_E as LOG2E
+from ..interface import AttentionInput, TileMask
 from .flash import LIST, PACKED, RANGE
 from .flash_hopper import hopper_kernel
-from .launch import LOG2E, Packed, Rows
+from .launch import Packed, Rows
 
 
 def launch(

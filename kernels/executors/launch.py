@@ -12,10 +12,10 @@ from functools import cache
 import torch
 import triton
 
-from ..interface import BLOCK, AttentionInput, KernelInputError, TileMask
+from ..constants import BLOCK
+from ..constants import LOG2_E as LOG2E
+from ..interface import AttentionInput, KernelInputError, TileMask
 from .flash import LIST, PACKED, RANGE, flash_kernel
-
-LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)

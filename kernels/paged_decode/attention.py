@@ -1,4 +1,4 @@
-"""Paged decode attention on whatever device the pages are on: the reference on the CPU, Triton on a GPU.
+"""Paged decode attention on whatever device the pages are on: plain torch on the CPU, Triton on a GPU.
 
 Shape suffixes as in `pages.py`.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from . import reference
-from .pages import PagedInput, PageSelection
+from . import cpu
+from .pages import PagedInput, SelectedPages
 
 
 def paged_attention(
@@ -30,7 +30,7 @@ def paged_attention(
         from . import launch
 
         return launch.paged_attention(x)
-    return reference.paged_attention(x)
+    return cpu.paged_attention(x)
 
 
 def paged_attention_scored(
@@ -52,7 +52,7 @@ def paged_attention_scored(
         from . import launch
 
         return launch.paged_attention_scored(x)
-    return reference.paged_attention_scored(x)
+    return cpu.paged_attention_scored(x)
 
 
 def paged_attention_sparse(
@@ -68,13 +68,13 @@ def paged_attention_sparse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` over some of each request's pages (DELTA, Algorithm 2, its sparse layers).
 
-    selected_RK, counts_R: as `selection.select_pages` returns them, columns of the table, ascending.
+    selected_RK, counts_R: as `page_selection.select_pages` returns them, columns of the table, ascending.
     lengths_R stays the full length: it says which slots of the last page are filled.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
-    selection = PageSelection(x, selected_RK, counts_R)
+    selected = SelectedPages(x, selected_RK, counts_R)
     if x.q_RHD.is_cuda:
         from . import launch
 
-        return launch.paged_attention_sparse(selection)
-    return reference.paged_attention_sparse(selection)
+        return launch.paged_attention_sparse(selected)
+    return cpu.paged_attention_sparse(selected)

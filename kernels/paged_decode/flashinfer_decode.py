@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
-from .pages import PAGE_TOKENS, PagedInput
+from .pages import PagedInput
 
 _WORKSPACE_BYTES = 256 << 20
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ..constants import LOG2_E as _LOG2_E
+from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
 from . import kernel
-from .pages import PAGE_TOKENS, PagedInput, PageSelection
+from .pages import PagedInput
+from .pages import SelectedPages as PageSelection
 
-_LOG2_E = 1.4426950408889634
 _PROGRAMS = 264
 """Programs of `_attend` to aim at: two for each of an H200's 132 multiprocessors, all resident at once."""
 

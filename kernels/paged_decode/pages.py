@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
-
-PAGE_TOKENS = 16
-"""Tokens of one page."""
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -53,7 +51,7 @@ class PagedInput:
 
 
 @dataclass(frozen=True)
-class PageSelection:
+class SelectedPages:
     """Which of its pages each request attends to; checked against `x` when it is made.
 
     selected_RK: int32, ascending column indices into the table; the first counts_R entries are read.

@@ -1,4 +1,4 @@
-"""From logits between groups of rows to tile scores; shared by the references.
+"""From logits between groups of rows to tile scores; shared by the CPU forms.
 
 Shape suffixes as in `kernels.interface`; I groups of query rows, J groups of key rows.
 """

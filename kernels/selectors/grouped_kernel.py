@@ -7,6 +7,8 @@ step, every step-th row for slots = 1. The groups are copied side by side first;
 the inputs have 16: the products are bound by L2 reads, and each logit is a mean over many rounded rows.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..constants import LOG2_E
 from .packing_kernel import Grouping, packed
-from .rules.kernel import LOG2_E, fast_log2, in_16_bits
+from .rules.kernel import fast_log2, in_16_bits
 from .rules.sums import empty_parts
 
 _TILE_X, _TILE_Y = 128, 256
@@ -103,7 +106,7 @@ def _grouped_kernel(
 
 
 @dataclass(frozen=True)
-class Packed:
+class Groups:
     """k's groups side by side, (lanes x padded groups, slots x D), and what their products with q's need;
     q's are packed slab by slab. own_BHI as in `own_logits`, None for one slot. share: query heads of a key
     head. start: the prompt's group where q begins."""
@@ -124,14 +127,14 @@ def pack(
     scale: float,
     grouping: Grouping,
     own_BHI: torch.Tensor | None = None,
-) -> Packed:
+) -> Groups:
     """Copy k's groups side by side, rows in reverse within a group."""
     k_XF = packed(k_BGSD, grouping, _TILE_Y, reverse=True)
     share = q_BHTD.shape[1] // k_BGSD.shape[1]
-    return Packed(q_BHTD, k_XF, own_BHI, grouping, share, q_start // grouping.step, scale)
+    return Groups(q_BHTD, k_XF, own_BHI, grouping, share, q_start // grouping.step, scale)
 
 
-def log_sums(groups: Packed, first_row: int, blocks: int) -> torch.Tensor:
+def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
     """log2 of the sums of e^logit per query group and key block: fp16 part_BHNRM.
 
     For N = `blocks` query blocks from `first_row` of q on, R = groups per block; M covers the key blocks of

@@ -10,11 +10,17 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..interface import BLOCK, AttentionInput
+from ..constants import BLOCK
+from ..interface import AttentionInput
 from .rules.rule import Rule
 
 KEPT = Rule("max_relative", 1.0)
 """Of a row of ones and zeros keeps the ones."""
+
+
+def cpu_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`line_masses` of `last_attention`."""
+    return line_masses(last_attention(x, queries))
 
 
 def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:

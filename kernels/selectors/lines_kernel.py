@@ -6,6 +6,8 @@ every row's maximum and sum of exponentials per split, the second computes the l
 their weights; nothing of R x S is kept. See `lines.last_attention` and `lines.line_masses`.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..anchors.kernel import check_head_dim
-from ..interface import BLOCK, AttentionInput, KernelInputError
-from .rules.kernel import LOG2_E
+from ..anchor_scan_kernel import check_head_dim
+from ..constants import BLOCK, LOG2_E
+from ..interface import AttentionInput, KernelInputError
 
 _SPLITS = 32
 """Most programs per head: enough for 132 multiprocessors at 32 heads, few enough to merge in registers."""
@@ -156,8 +158,8 @@ def _masses_kernel(
         tl.store(band_ptr + 2 * blocks + nearest + 2, far, mask=(nearest >= -2) & (nearest + 2 < blocks))
 
 
-def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lines.line_masses` of `lines.last_attention`: by key block and by band, both float32 (B, H, M)."""
+def kernel_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`lines.cpu_line_masses` of the last queries: by key block and by band, both float32 (B, H, M)."""
     if queries not in (64, 128):
         raise KernelInputError(f"line masses are of the last 64 or 128 queries, not {queries}")
     batch, heads, rows, dim = x.q_BHTD.shape

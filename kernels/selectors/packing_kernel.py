@@ -3,6 +3,8 @@
 Shape suffixes as there.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..anchors.kernel import check_head_dim
-from ..interface import BLOCK, AttentionInput
-from .rules.kernel import LOG2_E
+from ..anchor_scan_kernel import check_head_dim
+from ..constants import BLOCK, LOG2_E
+from ..interface import AttentionInput
 
 
 @triton.jit

@@ -3,43 +3,69 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
-from ..methods import Value
-from .rules import reference as rules
+from ..interface import Amounts, AttentionInput, KernelInputError, Phase, StateSpec, TileMask
+from ..options import option
 from .rules.rule import Rule
 
 if TYPE_CHECKING:
+    import torch
+
     from .rules.sums import Sums
 
 SlabSums = Callable[[int, int], "Sums"]
 """(first query block, query blocks) -> the logarithms that those blocks' scores are made of."""
 
 
+def tau(default: float = 0.9) -> float:
+    """The field `tau`, the amount of the cumulative rule."""
+    return option(default, 0.01, 1.0, "cumulative probability mass of the kept tiles")
+
+
+@dataclass
+class ScoredState:
+    """What is carried for one layer of one prompt: the rule of its layer."""
+
+    rule: Rule
+
+
 class ScoredSelector(ABC):
     """Scores every causal tile, then applies a rule; on the GPU slab by slab, without a host sync.
 
-    values: the method's options; `tau` is the default rule's threshold, and where `exact_share` is named the
-    masks carry the scores of their tiles. rule: replaces the cumulative rule, for instance by one with a
-    calibrated threshold per head, `Rule("cumulative", tau_H)`.
+    rule: of every layer that `amounts` does not name; there the amounts, one per query head, take the place
+    of the rule's own. with_scores: the masks carry the scores of their tiles.
     """
 
     name: str
     sampled: float
 
-    def __init__(self, values: Mapping[str, Value], rule: Rule | None) -> None:
-        self.rule = rule or Rule("cumulative", float(values["tau"]))
-        self.with_scores = "exact_share" in values
+    def __init__(self, rule: Rule, with_scores: bool = False) -> None:
+        self.rule = rule
+        self.with_scores = with_scores
+        self.amounts: Amounts = {}
 
-    def new_state(self, spec: StateSpec) -> Any:
-        return None
+    def new_state(self, spec: StateSpec) -> ScoredState:
+        return ScoredState(self.rule_of(spec))
+
+    def rule_of(self, spec: StateSpec) -> Rule:
+        """The rule of the spec's layer. Raises KernelInputError for amounts that do not fit its heads."""
+        import torch
+
+        amounts = self.amounts.get(spec.layer)
+        if amounts is None:
+            return self.rule
+        if len(amounts) != spec.q_heads or not all(0.0 <= amount <= 1.0 for amount in amounts):
+            raise KernelInputError(
+                f"layer {spec.layer}: {self.name} needs an amount within 0 .. 1 for each of its "
+                f"{spec.q_heads} query heads, got {len(amounts)}: {amounts}"
+            )
+        return replace(self.rule, amount=torch.tensor(amounts, dtype=torch.float32, device=spec.device))
 
     @abstractmethod
-    def reference_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
+    def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
         """float32 score_BHNM in plain torch."""
 
     @abstractmethod
@@ -51,25 +77,27 @@ class ScoredSelector(ABC):
         self._check(x)
         if x.q_BHTD.is_cuda:
             return self.kernel_scores(x, state, phase)
-        return self.reference_scores(x, state, phase)
+        return self.cpu_scores(x, state, phase)
 
-    def select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask:
+    def select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
         self._check(x)
         if x.q_BHTD.is_cuda:
             return self.kernel_select(x, state, phase)
-        return self.reference_select(x, state, phase)
+        return self.cpu_select(x, state, phase)
 
     def _check(self, x: AttentionInput) -> None:
         x.require_aligned(self.name)
         if not x.scale > 0:
             raise KernelInputError(f"{self.name}: the scale must be positive, got {x.scale}")
 
-    def reference_select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask:
-        score_BHNM = self.reference_scores(x, state, phase)
-        with phase("selection"):
-            return rules.select(score_BHNM, self.rule, x.first_block, with_scores=self.with_scores)
+    def cpu_select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
+        from .rules import cpu
 
-    def kernel_select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask:
+        score_BHNM = self.cpu_scores(x, state, phase)
+        with phase("selection"):
+            return cpu.select(score_BHNM, state.rule, x.first_block, with_scores=self.with_scores)
+
+    def kernel_select(self, x: AttentionInput, state: ScoredState, phase: Phase) -> TileMask:
         from .rules import kernel
         from .rules import sums as sums_of
 
@@ -79,10 +107,12 @@ class ScoredSelector(ABC):
             with phase("scoring"):
                 sums = slab_sums(first, blocks)
             with phase("selection"):
-                kernel.select_from_sums(x, sums, self.rule, mask)
+                kernel.select_from_sums(x, sums, state.rule, mask)
         return mask
 
     def kernel_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
+        import torch
+
         from .rules import kernel
         from .rules import sums as sums_of
 

@@ -19,7 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages import PRESETS, WHOLE_PROMPT_ONLY
+from ...workers.messages import PRESETS
 from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound, details, trailers
 from ..fleet.sessions import NO_SESSION, worker_of
 from ..request.attempt import Emit, Resources, within
@@ -196,7 +196,7 @@ class FrontDoor:
                 defaults={key: float(option.default) for key, option in preset.options.items()},
             )
             for name, preset in PRESETS.items()
-            if name not in WHOLE_PROMPT_ONLY
+            if not preset.whole_prompt
         ]
         return pb.GetServerInfoResponse(
             version=about.version,

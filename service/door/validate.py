@@ -12,7 +12,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages import WHOLE_PROMPT_ONLY, MethodError, MethodSpec, PageSelection, Sampling, resolve
+from ...workers.messages import (
+    MethodError,
+    MethodSpec,
+    PageSelection,
+    Sampling,
+    method_spec,
+    reads_whole_prompts,
+)
 from ..errors import DeadlineExceeded, InvalidArgument
 from ..request.calls import GenerateCall, PrefillCall, PromptInput
 
@@ -134,11 +141,11 @@ def _token_ids(name: str, packed: bytes, limits: Limits) -> bytes:
 def _method(attention: pb.AttentionMethod, limits: Limits) -> MethodSpec:
     name = attention.name or limits.default_method
     try:
-        spec = resolve(name, dict(attention.options))
+        spec = method_spec(name, dict(attention.options))
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")
         raise InvalidArgument(field, str(error)) from None
-    if spec.name.partition("+")[0] in WHOLE_PROMPT_ONLY:
+    if reads_whole_prompts(spec.name):
         raise InvalidArgument("attention.name", f"{name} needs the whole prompt at once and is not served")
     return spec
 

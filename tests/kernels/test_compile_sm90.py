@@ -5,10 +5,12 @@ A kernel's module lists what to compile in COMPILE_CASES: (function, argument ty
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,18 +26,43 @@ def modules() -> list[str]:
     return sorted(".".join(("deltafront", *path.relative_to(ROOT).with_suffix("").parts)) for path in found)
 
 
-def test_every_jitted_function_that_is_launched_is_listed() -> None:
-    """A file that launches kernels (`name[grid](…)`) must say how to compile them."""
-    launching = {
-        path
-        for path in (ROOT / "kernels").rglob("*.py")
-        if "_kernel[" in path.read_text() and "import triton" in path.read_text()
+def jitted(tree: ast.Module) -> set[str]:
+    """The functions of a module that Triton or Gluon compiles."""
+    decorators = ("triton.jit", "gluon.jit")
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(decorator).startswith(decorators) for decorator in node.decorator_list)
     }
-    listed = {ROOT.parent / (name.replace(".", "/") + ".py") for name in modules()}
-    named = {path.relative_to(ROOT).as_posix() for path in launching}
-    known = {Path(path).as_posix().partition("deltafront/")[2] for path in listed}
-    # launch.py only fills in the arguments of flash.py's kernel
-    assert named - {"kernels/executors/launch.py"} <= known, sorted(named - known)
+
+
+def launched(tree: ast.Module) -> set[str]:
+    """What a module launches, `name[grid](…)` or `module.name[grid](…)`: the names."""
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [ast.unparse(node.value) for node in called if isinstance(node, ast.Subscript)]
+    return {name.rpartition(".")[2] for name in names}
+
+
+def compiled_cases(module: str) -> set[str]:
+    """The functions that a module's COMPILE_CASES name; what those call is compiled with them."""
+    return {case[0].__name__ for case in import_module(module).COMPILE_CASES}
+
+
+def test_every_kernel_that_is_launched_has_compile_cases() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "kernels").rglob("*.py")}
+    kernels = set().union(*map(jitted, trees.values()))
+    taken = set().union(*map(launched, trees.values())) & kernels
+    assert {"_attend", "_merge", "_score", "_select", "hopper_kernel", "flash_kernel"} <= taken
+    assert taken == set().union(*map(compiled_cases, modules()))
+
+
+def test_no_two_kernels_share_a_name() -> None:
+    """The guard above goes by names."""
+    named = [
+        name for path in (ROOT / "kernels").rglob("*.py") for name in jitted(ast.parse(path.read_text()))
+    ]
+    assert len(named) == len(set(named)), sorted(name for name in named if named.count(name) > 1)
 
 
 @pytest.mark.parametrize("module", modules())

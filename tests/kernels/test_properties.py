@@ -1,6 +1,6 @@
 """What every attention method must keep, whatever it skips. Whole-prompt baselines are left out.
 
-On the CPU the references run, on a GPU the kernels. Inputs are structured, so that methods have runs to pack
+On the CPU the CPU forms run, on a GPU the kernels. Inputs are structured, so that methods have runs to pack
 and tiles to skip, unless a test says otherwise.
 """
 
@@ -14,13 +14,16 @@ import pytest
 import torch
 
 from deltafront.kernels.build import Composition, build
-from deltafront.kernels.interface import BLOCK, AttentionInput, StateSpec, no_phase
-from deltafront.kernels.methods import PRESETS, WHOLE_PROMPT_ONLY, Value, resolve
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, no_phase
+from deltafront.kernels.methods import PRESETS, method_spec, reads_whole_prompts
+from deltafront.kernels.options import Value
+from deltafront.kernels.reference.attention import reference_attention
 from deltafront.kernels.structured import structured_input
-from deltafront.kernels.testing import assert_rows_close, chunk_of, naive_attention, row_errors
+from deltafront.kernels.testing import assert_rows_close, chunk_of, row_errors, spec_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-METHODS = [name for name in PRESETS if name not in WHOLE_PROMPT_ONLY]
+METHODS = [name for name in PRESETS if not reads_whole_prompts(name)]
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
 CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta"]
 LEAN: dict[str, dict[str, Value]] = {
@@ -50,12 +53,7 @@ def options_of(name: str, table: dict[str, dict[str, Value]]) -> dict[str, Value
 
 
 def method_of(name: str, table: dict[str, dict[str, Value]] = LEAN) -> Any:
-    return build(resolve(name, options_of(name, table)))
-
-
-def spec_of(x: AttentionInput) -> StateSpec:
-    batch, heads, _, dim = x.q_BHTD.shape
-    return StateSpec(batch, heads, x.k_BGSD.shape[1], dim, x.prompt_tokens, x.q_BHTD.device, x.q_BHTD.dtype)
+    return build(method_spec(name, options_of(name, table)))
 
 
 def run(method: Any, x: AttentionInput, cuts: tuple[int, ...] = ()) -> torch.Tensor:
@@ -79,11 +77,11 @@ def density(method: Any, x: AttentionInput) -> float:
 @pytest.mark.parametrize("name", METHODS)
 def test_full_budget_is_dense_and_a_lean_one_skips(name: str) -> None:
     x = prompt()
-    assert_rows_close(run(method_of(name, FULL), x), naive_attention(x))
+    assert_rows_close(run(method_of(name, FULL), x), reference_attention(x))
     assert density(method_of(name, FULL), x) == pytest.approx(1.0, abs=0.02)
     if name != "dense":
         assert density(method_of(name), x) < 0.9
-        assert float(row_errors(run(method_of(name), x), naive_attention(x)).max()) > 1e-3
+        assert float(row_errors(run(method_of(name), x), reference_attention(x)).max()) > 1e-3
 
 
 @pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
@@ -123,7 +121,7 @@ def test_one_token_chunks_and_ragged_prompts(name: str) -> None:
         x = prompt(tokens, heads=2, key_heads=1)
         found = run(method_of(name), x, cuts)
         assert_rows_close(found, run(method_of(name), x))
-        assert_rows_close(found[:, :, :BLOCK], naive_attention(x)[:, :, :BLOCK])
+        assert_rows_close(found[:, :, :BLOCK], reference_attention(x)[:, :, :BLOCK])
 
 
 @pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
@@ -184,7 +182,7 @@ def test_weights_sum_to_one_on_strange_inputs(name: str, kind: str) -> None:
     x = strange(kind)
     ones = run(method_of(name), replace(x, v_BGSD=torch.ones_like(x.v_BGSD)))
     assert_rows_close(ones, torch.ones_like(ones))
-    assert_rows_close(run(method_of(name, FULL), x), naive_attention(x), factor=5)
+    assert_rows_close(run(method_of(name, FULL), x), reference_attention(x), factor=5)
 
 
 @pytest.mark.parametrize("name", SELECTING)
@@ -203,10 +201,10 @@ def test_diagonal_and_sink_are_always_kept(name: str) -> None:
 
 def test_short_prompts_are_dense() -> None:
     x = prompt(600)
-    method = build(resolve("streaming", {"window": 128, "min_tokens": 600}))
-    assert_rows_close(run(method, x, (128, 256)), naive_attention(x))
+    method = build(method_spec("streaming", {"window": 128, "min_tokens": 600}))
+    assert_rows_close(run(method, x, (128, 256)), reference_attention(x))
     longer = prompt(601)
-    assert float(row_errors(run(method, longer), naive_attention(longer)).max()) > 0.01
+    assert float(row_errors(run(method, longer), reference_attention(longer)).max()) > 0.01
 
 
 @pytest.mark.gpu

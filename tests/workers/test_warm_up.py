@@ -13,7 +13,7 @@ from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers import warm_up
 from deltafront.workers.decode.runner import DecodeCompute, Row
-from deltafront.workers.messages import Sampling, resolve
+from deltafront.workers.messages import Sampling, method_spec
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
 from deltafront.workers.prefill.in_process import run_in_process
@@ -57,7 +57,7 @@ def test_a_method_meets_whole_chunks_past_its_shortest_prompt_and_a_ragged_one(
         return spies[-1]
 
     monkeypatch.setattr(warm_up, "build", spying)
-    specs = [resolve("dense"), resolve("streaming", {"min_tokens": 1000, "window": 128})]
+    specs = [method_spec("dense"), method_spec("streaming", {"min_tokens": 1000, "window": 128})]
     warm_up.warm_up_prefill(stack, specs, 256)
     dense = [spy for spy in spies if not hasattr(spy.method, "shortest")]
     sparse = [spy for spy in spies if hasattr(spy.method, "shortest")]
@@ -83,7 +83,7 @@ def test_the_prompts_meet_every_specialisation(shortest: int, chunk_tokens: int)
 
 def test_a_warm_group_answers_as_a_cold_one(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path)
-    ids, method = random_ids(300), resolve("dpxa", {"min_tokens": 0})
+    ids, method = random_ids(300), method_spec("dpxa", {"min_tokens": 0})
     cold, warm = (
         run_in_process(
             directory,

@@ -21,7 +21,7 @@ from ...kernels.paged_decode.attention import (
     paged_attention_scored,
     paged_attention_sparse,
 )
-from ...kernels.paged_decode.selection import select_pages
+from ...kernels.paged_decode.page_selection import select_pages
 from ..kv.page_pool import PAGE_TOKENS
 from ..settings import DecodeConfig
 

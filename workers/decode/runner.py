@@ -18,7 +18,7 @@ import torch
 
 from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ...kernels.methods import resolve
+from ...kernels.methods import method_spec
 from ..kv.cache import PagedKVCache
 from ..kv.page_pool import PAGE_TOKENS
 from ..messages import Sampling
@@ -72,7 +72,7 @@ class DecodeCompute:
         self.cache = cache
         self._plan = plan
         self._scale = stack.config.head_dim**-0.5
-        self._dense: Attention = build(resolve("dense"))
+        self._dense: Attention = build(method_spec("dense"))
         self._batch: _Batch | None = None
         # Writes have their own stream on a GPU, so that they do not queue behind the steps.
         cuda = stack.device.type == "cuda"

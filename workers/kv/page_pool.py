@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-PAGE_TOKENS = 16
-"""Tokens of one page, the unit in which K/V is allocated, moved and selected."""
+from ...kernels.constants import PAGE_TOKENS
+
+__all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for"]
 
 
 class OutOfPages(Exception):

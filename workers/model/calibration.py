@@ -19,7 +19,7 @@ import torch
 
 from ...kernels.build import build
 from ...kernels.interface import AttentionInput, StateSpec
-from ...kernels.methods import resolve
+from ...kernels.methods import method_spec
 from ..kv.page_pool import PAGE_TOKENS
 from .config import ModelConfig
 from .decoder import LayerStack, load_stack
@@ -71,7 +71,7 @@ def attention_maps(
     if tokens < 2 * queries:
         raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * queries}")
     positions_Q = torch.linspace(tokens // 2, tokens - 1, queries).long().to(stack.device)
-    dense, maps = build(resolve("dense")), []
+    dense, maps = build(method_spec("dense")), []
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
         maps.append(_largest_weights(q_THD, k_TGD, positions_Q).cpu())

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from dataclasses import replace
 from typing import Any
 
+from ...kernels.constants import BLOCK
 from ..kv.page_pool import PagePool, pages_for
 from ..messages import (
     ChunkCommand,
@@ -38,7 +39,7 @@ from .account import Throughput
 from .request import Event, Request
 from .stage_link import StageLink, outcome
 
-CHUNK_MULTIPLE = 128
+CHUNK_MULTIPLE = BLOCK
 """Chunks are whole attention tiles, except the last of a prompt."""
 
 

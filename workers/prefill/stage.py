@@ -12,7 +12,7 @@ chunk as `RequestFailed`; any other exception is the end of the group.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ from ..messages import (
     LayerDensity,
     OpenRequest,
     RequestFailed,
+    method_spec,
 )
-from ..messages import resolve as method_spec
 from ..model.config import read_config
 from ..model.decoder import LayerStack, load_stack
 from ..model.store import resolve, resolve_adapter
@@ -113,7 +113,7 @@ class PrefillStage:
         )
         try:
             method = build(request.method)
-            states = {layer: method.new_state(spec) for layer in self.stack.layers}
+            states = {layer: method.new_state(replace(spec, layer=layer)) for layer in self.stack.layers}
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
         pages_N = torch.tensor(request.pages, dtype=torch.int64, device=self.stack.device)

@@ -6,19 +6,19 @@ are found by bisection, with sums of whole numbers. W depends on the prompt and 
 sums are formed in the same order however the prompt is cut.
 """
 
-from __future__ import annotations
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-import math
+from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from ...interface import BLOCK, AttentionInput, KernelInputError, TileMask
+from ...constants import BLOCK
+from ...interface import AttentionInput, KernelInputError, TileMask
 from .rule import LEVELS, MAX_BLOCKS, Rule, check_scores
 from .sums import Sums
 
-LOG2_E = math.log2(math.e)
 _KINDS = {"cumulative": 0, "max_relative": 1, "top_k": 2}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from ...interface import KernelInputError
+
+if TYPE_CHECKING:
+    import torch
 
 LEVELS = 1 << 17
 """Steps into which a row's scores are cut for the cumulative rule; one step is 7.6e-6 of the row's largest
@@ -37,7 +38,7 @@ class Rule:
     def __post_init__(self) -> None:
         if self.kind not in ("cumulative", "max_relative", "top_k"):
             raise KernelInputError(f"unknown selection rule {self.kind!r}: cumulative, max_relative or top_k")
-        if isinstance(self.amount, torch.Tensor):
+        if not isinstance(self.amount, float | int):
             if self.amount.dim() != 1 or not self.amount.is_floating_point():
                 raise KernelInputError("a rule's amounts must be one float per head")
         elif not 0.0 <= self.amount <= 1.0:
@@ -45,6 +46,8 @@ class Rule:
 
     def amounts(self, heads: int, device: torch.device) -> torch.Tensor:
         """float32, one amount per head, on the device."""
+        import torch
+
         if isinstance(self.amount, torch.Tensor):
             if self.amount.shape[0] != heads:
                 raise KernelInputError(f"{self.amount.shape[0]} amounts for {heads} query heads")
@@ -54,6 +57,8 @@ class Rule:
 
 def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:
     """Raise KernelInputError unless the scores fit a chunk that starts at `first_block`."""
+    import torch
+
     if score_BHNM.dim() != 4 or score_BHNM.numel() == 0:
         raise KernelInputError(
             f"scores must be (batch, heads, query blocks, key blocks) and not empty, "

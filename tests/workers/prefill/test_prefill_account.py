@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.workers.messages import ChunkReport, resolve
+from deltafront.workers.messages import ChunkReport, method_spec
 from deltafront.workers.prefill.account import Account, Throughput
 
 seconds = st.floats(0, 50, allow_nan=False)
@@ -18,7 +18,7 @@ def report(stage: int, wall: float, **phases: float) -> ChunkReport:
 
 def test_two_requests_sharing_the_last_stage() -> None:
     """Last stage: another's chunk 7-12 (3 s of it in our window), ours 12-16, another's 16-17, ours 17-19."""
-    account = Account(2, resolve("dense"), arrived=5.0)
+    account = Account(2, method_spec("dense"), arrived=5.0)
     account.other_chunk(1.0, 6.0)
     account.began = 9.0
     account.other_chunk(5.0, 12.0)
@@ -39,7 +39,7 @@ def test_two_requests_sharing_the_last_stage() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), seconds, st.floats(0, 1)), max_size=12), seconds)
 def test_critical_always_adds_up_to_wall(chunks: list[tuple[bool, float, float]], gap: float) -> None:
-    account = Account(1, resolve("dense"), arrived=0.0)
+    account = Account(1, method_spec("dense"), arrived=0.0)
     account.began = now = 1.0
     for own, wall, used in chunks:
         now += wall

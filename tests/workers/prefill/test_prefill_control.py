@@ -23,12 +23,12 @@ from deltafront.workers.messages import (
     RefusalReason,
     Refused,
     RequestFailed,
-    resolve,
+    method_spec,
 )
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
 
-DENSE = resolve("dense")
+DENSE = method_spec("dense")
 
 
 class FakeStage:

@@ -22,7 +22,7 @@ from deltafront.workers.messages import (
     Progress,
     RefusalReason,
     Refused,
-    resolve,
+    method_spec,
 )
 from deltafront.workers.prefill import group as prefill_group
 from deltafront.workers.prefill.group import PrefillGroup, RayStageLink, placement
@@ -30,7 +30,7 @@ from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model, random_ids, whole_prompt
 
-DENSE = resolve("dense")
+DENSE = method_spec("dense")
 CONFIG = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=4096, cpus_per_stage=0.5)
 
 

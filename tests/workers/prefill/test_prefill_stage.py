@@ -28,7 +28,7 @@ from deltafront.workers.messages import (
     PrefillFailed,
     PrefillJob,
     RequestFailed,
-    resolve,
+    method_spec,
 )
 from deltafront.workers.prefill import stage as prefill_stage
 from deltafront.workers.prefill.controller import PrefillController
@@ -38,8 +38,8 @@ from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_tiny_model, random_ids, whole_prompt
 
-DENSE = resolve("dense")
-SPARSE = resolve("xattention+delta", {"min_tokens": 0, "tau": 0.8})
+DENSE = method_spec("dense")
+SPARSE = method_spec("xattention+delta", {"min_tokens": 0, "tau": 0.8})
 
 
 class Collector:
@@ -150,7 +150,7 @@ async def test_trouble_of_one_request_leaves_the_stages_in_step(
             prefill(controller, "good", good),
             prefill(controller, "ids", bad_ids),
             prefill(controller, "refused", random_ids(300)),
-            prefill(controller, "method", random_ids(300), resolve("streaming")),
+            prefill(controller, "method", random_ids(300), method_spec("streaming")),
             return_exceptions=True,
         )
         assert isinstance(outcomes[1], PrefillFailed) and f"vocabulary of {VOCAB}" in str(outcomes[1])

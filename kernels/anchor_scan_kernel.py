@@ -1,0 +1,141 @@
+"""The anchor scan on the GPU. Shape suffixes as in `anchor_scan.py`.
+
+One program per chunk takes its rows 128 at a time. The Gram matrix of 128 rows comes from the tensor cores;
+`next[i]` is the first later row that is far from row i, and the anchors are the orbit of the first row that
+is far from the anchor carried over from the rows before.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .anchor_scan import check_scan
+from .constants import BLOCK
+from .interface import KernelInputError
+
+
+@triton.jit
+def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
+    """Whether two rows are close, from their dot product and squared lengths; a zero row has cosine 0."""
+    if METRIC == 1:
+        close = square_a + square_b - 2.0 * dot <= threshold * threshold
+    else:
+        lengths = tl.sqrt_rn(square_a) * tl.sqrt_rn(square_b)
+        close = tl.where(lengths > 0.0, dot >= threshold * lengths, threshold <= 0.0)
+    return close
+
+
+@triton.jit
+def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
+    """For each of 128 rows the first later row, of the first `rows`, that is far from it; 128 if none."""
+    row_R = tl.arange(0, 128)
+    dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
+    close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)
+    ends_RR = (row_R[None, :] > row_R[:, None]) & (row_R[None, :] < rows) & (close_RR == 0)
+    return tl.min(tl.where(ends_RR, row_R[None, :], 128), axis=1)
+
+
+@triton.jit
+def orbit(next_R, start):
+    """The rows reached from row `start` (none if it is 128) by following `next`."""
+    row_R = tl.arange(0, 128)
+    lead_R = tl.zeros((128,), tl.int32)
+    current = start
+    while current < 128:
+        here_R = row_R == current
+        lead_R = tl.where(here_R, 1, lead_R)
+        current = tl.sum(tl.where(here_R, next_R, 0), axis=0)
+    return lead_R
+
+
+@triton.jit
+def _scan_kernel(
+    x_ptr,
+    lead_ptr,
+    stride_xb,
+    stride_xg,
+    stride_xs,
+    groups,
+    rows,
+    threshold,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    METRIC: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    lane = tl.program_id(1).to(tl.int64)
+    x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
+    lead_ptr += lane * rows
+    row_R = tl.arange(0, 128)
+    column_D = tl.arange(0, D)
+    anchor = chunk * CHUNK  # absolute row of the run's anchor so far
+    for part in range(CHUNK // 128):
+        start = chunk * CHUNK + part * 128
+        real_R = start + row_R < rows
+        x_RD = tl.load(
+            x_ptr + (start + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
+            mask=real_R[:, None],
+            other=0.0,
+        )
+        wide_RD = x_RD.to(tl.float32)
+        square_R = tl.sum(wide_RD * wide_RD, axis=1)
+        anchor_D = tl.load(x_ptr + anchor.to(tl.int64) * stride_xs + column_D).to(tl.float32)
+        dot_R = tl.sum(wide_RD * anchor_D[None, :], axis=1)
+        close_R = is_close(dot_R, square_R, tl.sum(anchor_D * anchor_D, axis=0), threshold, METRIC)
+        opens_R = ((close_R == 0) | (start + row_R == chunk * CHUNK)) & real_R
+        entry = tl.min(tl.where(opens_R, row_R, 128), axis=0)
+        lead_R = orbit(next_far(x_RD, square_R, rows - start, threshold, METRIC), entry)
+        last = tl.max(tl.where(lead_R > 0, row_R, -1), axis=0)
+        anchor = tl.where(last >= 0, start + last, anchor)
+        tl.store(lead_ptr + start + row_R, lead_R.to(tl.int8), mask=real_R)
+
+
+def kernel_leads(
+    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
+) -> torch.Tensor:
+    """See `anchor_scan.leads`."""
+    check_scan(x_BGSD, threshold, chunk, metric)
+    batch, groups, rows, dim = x_BGSD.shape
+    check_head_dim(dim)
+    lead_BGS = torch.empty((batch, groups, rows), dtype=torch.int8, device=x_BGSD.device)
+    _scan_kernel[(-(-rows // chunk), batch * groups)](
+        x_BGSD,
+        lead_BGS,
+        x_BGSD.stride(0),
+        x_BGSD.stride(1),
+        x_BGSD.stride(2),
+        groups,
+        rows,
+        threshold,
+        CHUNK=chunk,
+        D=dim,
+        METRIC=1 if metric == "euclidean" else 0,
+        num_warps=4,
+    )
+    return lead_BGS.view(torch.bool)
+
+
+def check_head_dim(dim: int) -> None:
+    """Triton tiles have power-of-two sides, and a dot at least 16 columns."""
+    if dim < 16 or dim > 256 or dim & (dim - 1):
+        raise KernelInputError(f"head dimension {dim} is not a power of two within 16 .. 256")
+
+
+_SCAN = {
+    "x_ptr": "*bf16",
+    "lead_ptr": "*i8",
+    "threshold": "fp32",
+    "groups": "i32",
+    "rows": "i32",
+    **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
+}
+
+COMPILE_CASES = [
+    (_scan_kernel, _SCAN, {"CHUNK": 128, "D": 64, "METRIC": 1}),
+    (_scan_kernel, _SCAN, {"CHUNK": 512, "D": 128, "METRIC": 0}),
+]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -1,1 +1,0 @@
-"""The anchor scan: runs of similar rows, each led by its anchor."""

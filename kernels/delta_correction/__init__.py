@@ -1,1 +1,0 @@
-"""Corrects any method by the dense attention of every gamma-th row."""

@@ -1,0 +1,92 @@
+"""Attention over the tiles of a mask. Shape suffixes as in `interface.py`; J keys of a row of tiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..constants import BLOCK
+from ..interface import AttentionInput, Phase, StateSpec, TileMask
+from .common import check_mask, runs_on_cpu
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BlockSparseExecutor:
+    """Attention over the tiles a selector kept, whatever the options of its method."""
+
+    def __init__(self, options: object = None) -> None:
+        del options
+
+    def new_state(self, spec: StateSpec) -> None:
+        del spec
+
+    def attend(self, x: AttentionInput, mask: TileMask | None, state: None, phase: Phase) -> torch.Tensor:
+        del state
+        kept = check_mask(x, mask, "block_sparse")
+        with phase("attention"):
+            return cpu_attend(x, kept) if runs_on_cpu(x, "block_sparse") else kernel_attend(x, kept)
+
+    def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
+        import torch
+
+        del state
+        return check_mask(x, mask, "block_sparse").count_BHN.sum(dtype=torch.float64)
+
+
+def cpu_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
+    """softmax over the keys of each query block's kept tiles, causal within the diagonal tile.
+
+    In fp32; a tile is dropped by not touching its keys.
+    """
+    import torch
+
+    batch, heads, rows, _ = x.q_BHTD.shape
+    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
+    counts = mask.count_BHN.tolist()
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(x.query_blocks):
+                tile_M = mask.index_BHNM[b, h, n, : counts[b][h][n]].long()
+                begin, end = n * BLOCK, min((n + 1) * BLOCK, rows)
+                out_BHTD[b, h, begin:end] = _attend_block(x, b, h, begin, end, tile_M)
+    return out_BHTD
+
+
+def _attend_block(
+    x: AttentionInput, b: int, h: int, begin: int, end: int, tile_M: torch.Tensor
+) -> torch.Tensor:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    key_J = keys_of(tile_M, x.q_start + end)
+    position_T1 = torch.arange(x.q_start + begin, x.q_start + end)[:, None]
+    g = h // x.group
+    out_BHTD = scaled_dot_product_attention(
+        x.q_BHTD[b : b + 1, h : h + 1, begin:end].float(),
+        x.k_BGSD[b, g].index_select(0, key_J)[None, None].float(),
+        x.v_BGSD[b, g].index_select(0, key_J)[None, None].float(),
+        attn_mask=key_J <= position_T1,
+        scale=x.scale,
+    )
+    return out_BHTD[0, 0].to(x.q_BHTD.dtype)
+
+
+def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
+    """Positions of the keys in the given tiles that come before `stop`."""
+    import torch
+
+    key_J = (tile_M[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    return key_J[key_J < stop]
+
+
+def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
+    """See `cpu_attend`. The last listed tile must be the diagonal; the others are taken unmasked."""
+    import torch
+
+    from .launch import Rows, launch
+
+    kept = check_mask(x, mask, "block_sparse")
+    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
+    launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)
+    return out_BHTD

@@ -1,1 +1,0 @@
-"""Attention over the tiles of a mask."""

@@ -1,1 +1,0 @@
-"""DeltaXAttention: a mask whose lesser tiles are attended over packed keys."""

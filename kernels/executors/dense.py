@@ -1,0 +1,82 @@
+"""Exact causal attention over every key. Shape suffixes as in `interface.py`; R rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..interface import AttentionInput, Phase, StateSpec, TileMask
+from ..methods import register
+from .common import causal_tiles, runs_on_cpu, scalar
+
+if TYPE_CHECKING:
+    import torch
+
+ROWS = 512
+"""Rows per step on the CPU: each step sees no more keys than its last row may."""
+
+
+@dataclass(frozen=True)
+class DenseOptions:
+    """Dense attention (FlashAttention-2, Dao 2023) takes none."""
+
+
+class DenseExecutor:
+    """Exact causal attention; takes no mask and any q_start, and whatever the options of its method."""
+
+    def __init__(self, options: object = None) -> None:
+        del options
+
+    def new_state(self, spec: StateSpec) -> None:
+        del spec
+
+    def attend(self, x: AttentionInput, mask: TileMask | None, state: None, phase: Phase) -> torch.Tensor:
+        del mask, state
+        with phase("attention"):
+            return cpu_attend(x) if runs_on_cpu(x, "dense") else kernel_attend(x)
+
+    def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
+        del mask, state
+        return scalar(causal_tiles(x), x)
+
+
+def cpu_attend(x: AttentionInput) -> torch.Tensor:
+    """softmax(q k^T * scale) v over all keys at or before each row; any q_start. Returns q's dtype."""
+    import torch
+
+    return cpu_attend_rows(x, torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device))
+
+
+def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor:
+    """Dense attention of the chunk's rows at the ascending absolute positions position_R: out_BHRD."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    parts = []
+    for position in torch.split(position_R, ROWS):
+        end = int(position[-1]) + 1
+        seen = torch.arange(end, device=position.device) <= position[:, None]
+        part = scaled_dot_product_attention(
+            x.q_BHTD[:, :, position - x.q_start].float(),
+            x.k_BGSD[:, :, :end].float(),
+            x.v_BGSD[:, :, :end].float(),
+            attn_mask=seen,
+            scale=x.scale,
+            enable_gqa=True,
+        )
+        parts.append(part.to(x.q_BHTD.dtype))
+    return torch.cat(parts, dim=2)
+
+
+def kernel_attend(x: AttentionInput) -> torch.Tensor:
+    """See `cpu_attend`. Scores in float32, weights rounded to q's type."""
+    import torch
+
+    from .launch import Rows, launch
+
+    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
+    launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start))
+    return out_BHTD
+
+
+register("dense", DenseOptions, None, DenseExecutor, source="FlashAttention-2")

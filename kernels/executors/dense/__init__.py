@@ -1,1 +1,0 @@
-"""Exact causal attention over every key."""

@@ -1,1 +1,0 @@
-"""Delta-KV: attention over packed runs of keys, exact near the diagonal."""

@@ -1,0 +1,135 @@
+"""Delta-KV on the GPU: pack the runs, then the tile kernel over packed and exact keys.
+
+Shape suffixes as in `packed_runs.py`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..constants import BLOCK
+from ..interface import AttentionInput
+from .launch import Packed, Rows, launch
+from .packed_runs import PackedRuns, packed_chunks
+
+
+@triton.jit
+def pack_kernel(
+    k_ptr, v_ptr, start_ptr, offset_ptr, packed_k_ptr, packed_v_ptr, weight_ptr,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, heads, start_slots, offset_slots, packed_slots, chunks,
+    D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """RUNS runs of one key head: sums over their rows by a product with the 0/1 table run x row."""
+    head = tl.program_id(1).to(tl.int64)
+    total = tl.load(offset_ptr + head * offset_slots + chunks)
+    run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
+    live = run < total
+    start = tl.load(start_ptr + head * start_slots + run, mask=live, other=1 << 30)
+    stop = tl.load(start_ptr + head * start_slots + run + 1, mask=live, other=0)
+    first, end = tl.min(start, 0), tl.max(stop, 0)
+    dim = tl.arange(0, D)
+    k_base = k_ptr + head // heads * k_batch + head % heads * k_head
+    v_base = v_ptr + head // heads * v_batch + head % heads * v_head
+    k_sum = tl.zeros([RUNS, D], tl.float32)
+    v_sum = tl.zeros([RUNS, D], tl.float32)
+    for begin in range(first, end, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        member = (row[None, :] >= start[:, None]) & (row[None, :] < stop[:, None])
+        there = (row < end)[:, None]
+        far = row.to(tl.int64)[:, None]
+        v = tl.load(v_base + far * v_row + dim[None, :], mask=there, other=0.0)
+        v_sum = tl.dot(member.to(v.dtype), v, v_sum, input_precision=PRECISION)
+        if MEAN:
+            k = tl.load(k_base + far * k_row + dim[None, :], mask=there, other=0.0)
+            k_sum = tl.dot(member.to(k.dtype), k, k_sum, input_precision=PRECISION)
+    length = tl.where(live, stop - start, 1).to(tl.float32)
+    if MEAN:
+        k_sum = k_sum / length[:, None]
+    else:
+        far = start.to(tl.int64)[:, None]
+        k_sum = tl.load(k_base + far * k_row + dim[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    if not COUNTS:
+        v_sum = v_sum / length[:, None]
+        length = tl.full([RUNS], 1.0, tl.float32)
+    kept = run < tl.cdiv(total, 128) * 128  # the attention kernel reads whole tiles: zeros after the last run
+    place = (head * packed_slots + run)[:, None] * D + dim[None, :]
+    tl.store(packed_k_ptr + place, k_sum.to(packed_k_ptr.dtype.element_ty), mask=kept[:, None])
+    tl.store(packed_v_ptr + place, v_sum.to(packed_v_ptr.dtype.element_ty), mask=kept[:, None])
+    tl.store(weight_ptr + head * packed_slots + run, length, mask=kept)
+
+
+def pack(
+    x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool, mean: bool
+) -> Packed:
+    """The packed rows of the first `chunks` chunks, in scratch of the worst case's size (every row a run).
+
+    After them a tile whose weights stay ones: see `Packed`.
+    """
+    batch, heads, _, dim = x.k_BGSD.shape
+    slots = chunks * chunk + BLOCK
+    shape, device = (batch, heads, slots), x.k_BGSD.device
+    packed = Packed(
+        torch.empty(*shape, dim, dtype=x.k_BGSD.dtype, device=device),
+        torch.empty(*shape, dim, dtype=x.k_BGSD.dtype, device=device),
+        torch.ones(shape, dtype=torch.float32, device=device),
+        state.offset_BGC,
+        chunk,
+        critical,
+    )
+    if chunks == 0:
+        return packed
+    runs = 64
+    pack_kernel[(triton.cdiv(slots, runs), batch * heads)](
+        x.k_BGSD,
+        x.v_BGSD,
+        state.start_BGP,
+        state.offset_BGC,
+        packed.k_BGPD,
+        packed.v_BGPD,
+        packed.weight_BGP,
+        *x.k_BGSD.stride()[:3],
+        *x.v_BGSD.stride()[:3],
+        heads,
+        state.start_BGP.shape[2],
+        state.offset_BGC.shape[2],
+        slots,
+        chunks,
+        D=dim,
+        RUNS=runs,
+        ROWS=64,
+        COUNTS=counts,
+        MEAN=mean,
+        PRECISION="ieee" if x.k_BGSD.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )
+    return packed
+
+
+def kernel_attend(
+    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, mean_keys: bool = True
+) -> torch.Tensor:
+    """See `packed_kv.cpu_attend`."""
+    chunks = packed_chunks(x.first_block, x.query_blocks, critical, chunk)[-1]
+    packed = pack(x, state, chunks=chunks, chunk=chunk, critical=critical, counts=counts, mean=mean_keys)
+    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
+    launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start), packed=packed)
+    return out_BHTD
+
+
+_NUMBERS = ("k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "heads", "start_slots",
+            "offset_slots", "packed_slots", "chunks")  # fmt: skip
+_TYPES = {
+    **dict.fromkeys(("k_ptr", "v_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
+    **dict.fromkeys(("start_ptr", "offset_ptr"), "*i32"),
+    "weight_ptr": "*fp32",
+    **dict.fromkeys(_NUMBERS, "i32"),
+}
+_SIZES = {"D": 128, "RUNS": 64, "ROWS": 64, "COUNTS": True, "MEAN": True, "PRECISION": "tf32"}
+
+COMPILE_CASES = [(pack_kernel, _TYPES, _SIZES)]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -1,0 +1,115 @@
+"""Paged decode attention and DELTA's page scores and selection on the CPU, a request at a time, in fp32.
+
+Shape suffixes as in `pages.py`; T tokens of one request, N pages of one request, Q query heads of one key
+head. What is read is what is attended to, so a sparse call costs less on the CPU too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..constants import PAGE_TOKENS
+from ..interface import KernelInputError
+from .pages import PagedInput, SelectedPages
+
+
+def paged_attention(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q·k) v over each request's tokens. Returns out_RHD (q's dtype) and lse_RH (fp32).
+
+    lse is the natural logarithm of the sum of exp(scale q·k).
+    """
+    rows = [_request(x, request, _pages(x, request)) for request in range(x.q_RHD.shape[0])]
+    return torch.stack([out for out, _, _ in rows]), torch.stack([lse for _, lse, _ in rows])
+
+
+def paged_attention_scored(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention, and how much of it each page received (DELTA, Algorithm 2, its Δ-layers).
+
+    page_score_RP (fp32): the attention weights of a token, the largest over all query heads, summed over
+    the tokens of the page. 0 for columns past the request's pages.
+    """
+    page_score_RP = torch.zeros(x.table_RP.shape, dtype=torch.float32, device=x.q_RHD.device)
+    outs, lses = [], []
+    for request in range(x.q_RHD.shape[0]):
+        columns_N = _pages(x, request)
+        out_HD, lse_H, weights_HT = _request(x, request, columns_N)
+        token_T = weights_HT.amax(0)
+        page_score_RP[request, : len(columns_N)] = token_T.view(-1, PAGE_TOKENS).sum(-1)
+        outs.append(out_HD)
+        lses.append(lse_H)
+    return torch.stack(outs), torch.stack(lses), page_score_RP
+
+
+def paged_attention_sparse(selected: SelectedPages) -> tuple[torch.Tensor, torch.Tensor]:
+    """paged_attention over the selected pages only (DELTA, Algorithm 2, its sparse layers)."""
+    x, outs, lses = selected.x, [], []
+    for request in range(x.q_RHD.shape[0]):
+        columns_N = selected.selected_RK[request, : int(selected.counts_R[request])]
+        if len(columns_N) == 0 or int(columns_N[-1]) >= len(_pages(x, request)):
+            raise KernelInputError(
+                f"request {request}: selected columns {columns_N.tolist()} are not its own"
+            )
+        out_HD, lse_H, _ = _request(x, request, columns_N)
+        outs.append(out_HD)
+        lses.append(lse_H)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def _pages(x: PagedInput, request: int) -> torch.Tensor:
+    """All columns of one request."""
+    tokens = int(x.lengths_R[request])
+    pages = -(-tokens // PAGE_TOKENS)
+    if tokens < 1 or pages > x.table_RP.shape[1]:
+        raise KernelInputError(
+            f"request {request} has {tokens} tokens, its table {x.table_RP.shape[1]} pages of {PAGE_TOKENS}"
+        )
+    return torch.arange(pages, dtype=torch.int32, device=x.q_RHD.device)
+
+
+def _request(
+    x: PagedInput, request: int, columns_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out_HD (q's dtype), lse_H and weights_HT (fp32) over the tokens of some columns of one request.
+
+    Slots past the request's length get weight 0, and their contents are never used.
+    """
+    ids_N = x.table_RP[request].index_select(0, columns_N)
+    k_GTD, v_GTD = (_gather(pages_PSGD, ids_N) for pages_PSGD in (x.k_PSGD, x.v_PSGD))
+    slots_S = torch.arange(PAGE_TOKENS, device=columns_N.device)
+    past_T = (columns_N[:, None] * PAGE_TOKENS + slots_S >= x.lengths_R[request]).flatten()
+    if bool(past_T[-PAGE_TOKENS:].any()):  # ascending columns: only the last can be part empty
+        v_GTD[:, -PAGE_TOKENS:].masked_fill_(past_T[-PAGE_TOKENS:, None], 0)
+    q_GQD = x.q_RHD[request].float().reshape(k_GTD.shape[0], x.group, -1)
+    logits_GQT = (q_GQD * x.scale) @ k_GTD.mT
+    logits_GQT.masked_fill_(past_T, float("-inf"))
+    lse_GQ = logits_GQT.logsumexp(-1)
+    weights_GQT = (logits_GQT - lse_GQ[..., None]).exp_()
+    out_GQD = weights_GQT @ v_GTD
+    return out_GQD.flatten(0, 1).to(x.q_RHD.dtype), lse_GQ.flatten(), weights_GQT.flatten(0, 1)
+
+
+def _gather(pages_PSGD: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
+    """fp32 copy of some pages as one sequence of tokens for each head."""
+    return pages_PSGD.index_select(0, ids_N).flatten(0, 1).transpose(0, 1).float()
+
+
+def select_pages(
+    page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last `recency` pages and the best-scored others (DELTA, Algorithm 2, its page selection).
+
+    Of equal scores the lower column wins. See `page_selection.select_pages` for the result's layout.
+    """
+    columns_P = torch.arange(page_score_RP.shape[1], device=page_score_RP.device)
+    pages_R1 = ((lengths_R + PAGE_TOKENS - 1) // PAGE_TOKENS)[:, None]
+    rival_RP = columns_P < pages_R1 - recency
+    score_RP = page_score_RP.masked_fill(~rival_RP, float("-inf"))
+    order_RP = score_RP.argsort(dim=1, descending=True, stable=True)
+    rank_RP = torch.empty_like(order_RP).scatter_(1, order_RP, columns_P.expand_as(order_RP))
+    kept_RP = ~rival_RP | (rank_RP < budget - recency) | (pages_R1 <= budget)
+    kept_RP &= columns_P < pages_R1
+    past = page_score_RP.shape[1]
+    ascending_RP = torch.where(kept_RP, columns_P, past).sort(dim=1).values[:, :budget]
+    selected_RK = torch.zeros(len(lengths_R), budget, dtype=torch.int32, device=page_score_RP.device)
+    selected_RK[:, : ascending_RP.shape[1]] = ascending_RP.where(ascending_RP < past, 0)
+    return selected_RK, kept_RP.sum(1, dtype=torch.int32)

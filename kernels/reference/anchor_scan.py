@@ -1,0 +1,25 @@
+"""The anchor scan by its definition."""
+
+from __future__ import annotations
+
+import torch
+
+
+def run_starts(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) -> list[list[int]]:
+    """Run starts of every (batch, head), one Python loop over rows in float64."""
+    starts = []
+    for rows in x_BGSD.double().flatten(0, 1).tolist():
+        found: list[int] = []
+        for place, row in enumerate(rows):
+            near = False
+            if place % chunk:
+                a, b = torch.tensor(rows[found[-1]]), torch.tensor(row)
+                if metric == "euclidean":
+                    near = float((a - b).norm()) <= threshold
+                else:
+                    lengths = float(a.norm() * b.norm())
+                    near = (float(a @ b) / lengths if lengths else 0.0) >= threshold
+            if not near:
+                found.append(place)
+        starts.append(found)
+    return starts

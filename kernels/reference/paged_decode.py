@@ -1,0 +1,49 @@
+"""Paged decode attention and page selection by their definitions, one request at a time.
+
+Shape suffixes as in `kernels.paged_decode.pages`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..constants import PAGE_TOKENS
+from ..paged_decode.pages import PagedInput
+
+
+def paged_attention(
+    x: PagedInput, request: int, columns: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out_HD, lse_H and the weights of each column's slots, token by token in float64."""
+    length = int(x.lengths_R[request])
+    seen = [(c, s) for c in columns for s in range(PAGE_TOKENS) if c * PAGE_TOKENS + s < length]
+    outs, lses = [], []
+    weights = torch.zeros(x.q_RHD.shape[1], len(columns), PAGE_TOKENS, dtype=torch.float64)
+    for head in range(x.q_RHD.shape[1]):
+        q, g = x.q_RHD[request, head].double().cpu(), head // x.group
+        keys, values = [], []
+        for column, slot in seen:
+            page = int(x.table_RP[request, column])
+            keys.append(x.k_PSGD[page, slot, g].double().cpu())
+            values.append(x.v_PSGD[page, slot, g].double().cpu())
+        exponents = [math.exp(x.scale * float(q @ key)) for key in keys]
+        total = math.fsum(exponents)
+        lses.append(math.log(total))
+        out = sum(
+            (e / total * value for e, value in zip(exponents, values, strict=True)),
+            start=torch.zeros(len(q), dtype=torch.float64),
+        )
+        outs.append(out)
+        for (column, slot), e in zip(seen, exponents, strict=True):
+            weights[head, columns.index(column), slot] = e / total
+    return torch.stack(outs), torch.tensor(lses, dtype=torch.float64), weights
+
+
+def selected_pages(score_P: list[float], pages: int, budget: int, recency: int) -> list[int]:
+    """DELTA, Algorithm 2, of one request: the last `recency` pages and the best-scored others, ascending."""
+    if pages <= budget:
+        return list(range(pages))
+    rivals = sorted(range(pages - recency), key=lambda column: (-score_P[column], column))
+    return sorted(rivals[: budget - recency] + list(range(pages - recency, pages)))

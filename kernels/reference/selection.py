@@ -1,0 +1,232 @@
+"""Tile scores and selections by their definitions, one pair of rows at a time.
+
+Shape suffixes as in `kernels.interface`. Scores are float64 score_BHNM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from ..constants import BLOCK
+from ..interface import AttentionInput
+from ..selectors.anchors import AnchorSettings, SideSettings
+from ..selectors.rules.rule import LEVELS
+
+
+def _from_logits(
+    x: AttentionInput, per_block: int, logit: Callable[[int, int, int, int], float | None]
+) -> torch.Tensor:
+    """Softmax of logit(batch, head, query group, key group) over the key groups that have one, in tiles."""
+    batch, heads = x.q_BHTD.shape[:2]
+    score = torch.zeros(batch, heads, x.query_blocks, x.key_blocks, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(x.query_blocks * per_block):
+                found = [(j, logit(b, h, i, j)) for j in range(x.key_blocks * per_block)]
+                real = [(j, value) for j, value in found if value is not None]
+                if not real:
+                    continue
+                top = max(value for _, value in real)
+                total = sum(math.exp(value - top) for _, value in real)
+                for j, value in real:
+                    score[b, h, i // per_block, j // per_block] += math.exp(value - top) / total
+    return score
+
+
+def antidiagonal_scores(x: AttentionInput, stride: int) -> torch.Tensor:
+    """XAttention, section 2.1: the mean over each cell's antidiagonal pairs that exist."""
+    q, k = x.q_BHTD.double(), x.k_BGSD.double()
+    dots = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(x.group, 1)) * x.scale
+
+    def logit(b: int, h: int, i: int, j: int) -> float | None:
+        pairs = []
+        for u in range(stride):
+            row, key = i * stride + u, j * stride + stride - 1 - u
+            if row < q.shape[2] and key <= x.q_start + row:
+                pairs.append(float(dots[b, h, row, key]))
+        return sum(pairs) / len(pairs) if pairs else None
+
+    return _from_logits(x, BLOCK // stride, logit)
+
+
+def naive_scores(x: AttentionInput, stride: int) -> torch.Tensor:
+    """Attention of every stride-th row over every stride-th key up to it."""
+    q, k = x.q_BHTD.double(), x.k_BGSD.double()
+
+    def logit(b: int, h: int, i: int, j: int) -> float | None:
+        row, key = i * stride, j * stride
+        if row >= q.shape[2] or key > x.q_start + row:
+            return None
+        return float(q[b, h, row] @ k[b, h // x.group, key]) * x.scale
+
+    return _from_logits(x, BLOCK // stride, logit)
+
+
+def pooled_scores(x: AttentionInput) -> torch.Tensor:
+    """Attention of mean queries over mean keys."""
+    q, k = x.q_BHTD.double(), x.k_BGSD.double()
+
+    def logit(b: int, h: int, i: int, j: int) -> float | None:
+        if j > i + x.first_block:
+            return None
+        mean_q = q[b, h, i * BLOCK : (i + 1) * BLOCK].mean(0)
+        return float(mean_q @ k[b, h // x.group, j * BLOCK : (j + 1) * BLOCK].mean(0)) * x.scale
+
+    return _from_logits(x, 1, logit)
+
+
+def anchor_slots(rows: torch.Tensor, cos: float, side: SideSettings) -> list[tuple[int, int, torch.Tensor]]:
+    """(first row, rows stood for, vector) of the slots of one block of rows (at most 128, D)."""
+
+    def runs_at(threshold: float) -> list[tuple[int, int]]:
+        starts = [0]
+        for row in range(1, rows.shape[0]):
+            a, b = rows[starts[-1]], rows[row]
+            if float(a @ b / (a.norm() * b.norm())) < threshold:
+                starts.append(row)
+        return list(zip(starts, [*starts[1:], rows.shape[0]], strict=True))
+
+    runs = runs_at(cos)
+    if side.relax is not None and len(runs) > side.cap:
+        runs = runs_at(cos - side.relax)
+    if len(runs) > side.cap:
+        picks = [i * len(runs) // side.cap for i in range(side.cap)]
+        if side.overflow == "merge":
+            ends = [runs[nxt][0] for nxt in picks[1:]] + [rows.shape[0]]
+            runs = [(runs[pick][0], end) for pick, end in zip(picks, ends, strict=True)]
+        else:
+            runs = [runs[pick] for pick in picks]
+    return [
+        (start, end - start, rows[start] if side.representative == "anchor" else rows[start:end].mean(0))
+        for start, end in runs
+    ]
+
+
+def anchor_scores(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
+    """DPXA in any of its forms (docs/decisions/0003), one pair of slots at a time."""
+    batch, heads = x.q_BHTD.shape[:2]
+    score = torch.zeros(batch, heads, x.query_blocks, x.key_blocks, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            k = x.k_BGSD[b, h // x.group].double()
+            keys = [
+                (m, m * BLOCK + first, count, vector)
+                for m in range(x.key_blocks)
+                for first, count, vector in anchor_slots(k[m * BLOCK : (m + 1) * BLOCK], form.cos, form.k)
+            ]
+            for n in range(x.query_blocks):
+                q = x.q_BHTD[b, h, n * BLOCK : (n + 1) * BLOCK].double()
+                cells = []
+                for a, (first, _, vector) in enumerate(anchor_slots(q, form.cos, form.q)):
+                    place = x.q_start + n * BLOCK + first
+                    for m, start, count, key in keys:
+                        seen = min(count, place - start + 1)
+                        if seen > 0:
+                            weight = seen if form.weighted else 1
+                            cells.append((a, m, weight * math.exp(float(vector @ key) * x.scale)))
+                for a, m, mass in cells:
+                    shared = [c[2] for c in cells if c[0] == a or not form.row_normalised]
+                    score[b, h, n, m] += mass / sum(shared)
+    return score
+
+
+def kept_tiles(score: list[float], diagonal: int, kind: str, amount: float) -> list[int]:
+    """What a `Rule` keeps of one row: try every threshold from the highest down."""
+    score = score[: diagonal + 1]
+    forced = {0, diagonal}
+    top = max(score)
+    if top <= 0:
+        return list(range(diagonal + 1))
+    if kind == "max_relative":
+        limit = torch.tensor(amount) * torch.tensor(top)
+        return sorted(forced | {m for m, s in enumerate(score) if s >= limit})
+    value = [math.floor(s * (LEVELS / top) + 0.5) if kind == "cumulative" else s for s in score]
+    weight = value if kind == "cumulative" else [1.0] * len(score)
+    need = amount * sum(value) if kind == "cumulative" else math.ceil(amount * len(score) - 1e-6)
+    if kind == "cumulative" and amount >= 1:
+        return list(range(diagonal + 1))
+    for limit in (math.inf, *sorted(set(value), reverse=True)):
+        kept = forced | {m for m, v in enumerate(value) if v >= limit}
+        if sum(weight[m] for m in kept) >= need:
+            return sorted(kept)
+    raise AssertionError("the whole row is always enough")
+
+
+def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mass of each key block, and of each band of 128 distances, in the attention of the last queries (fewer
+    where there are not so many), pair by pair: both float64 (B, H, M)."""
+    batch, heads, rows, _ = x.q_BHTD.shape
+    vertical = torch.zeros(batch, heads, x.key_blocks, dtype=torch.float64)
+    band = torch.zeros_like(vertical)
+    for b in range(batch):
+        for h in range(heads):
+            k = x.k_BGSD[b, h // x.group].double()
+            for row in range(max(0, rows - queries), rows):
+                place = x.q_start + row
+                weights = (k[: place + 1] @ x.q_BHTD[b, h, row].double() * x.scale).softmax(0)
+                for key, weight in enumerate(weights.tolist()):
+                    vertical[b, h, key // BLOCK] += weight
+                    band[b, h, (place - key) // BLOCK] += weight
+    return vertical, band
+
+
+def flex_tiles(x: AttentionInput, gamma: float, tau: float) -> list[list[set[int]]]:
+    """FlexPrefill of one whole prompt: of each head and query block, the tiles kept, the diagonal and the
+    sink among them (Algorithms 2-4, see `flex.FlexSelector`)."""
+    vertical, band = line_masses(x, BLOCK)
+    scores = pooled_scores(x)
+    found = []
+    for h in range(x.q_BHTD.shape[1]):
+        true, guess = vertical[0, h] / vertical[0, h].sum(), scores[0, h, -1]
+        middle = ((true + guess) / 2).tolist()
+        pairs = [(p, m) for dist in (true, guess) for p, m in zip(dist.tolist(), middle, strict=True)]
+        divergence = sum(p * math.log(p / m) for p, m in pairs if p > 0) / 2
+        kept: list[set[int]] = [{0, n} for n in range(x.query_blocks)]
+        if math.sqrt(max(divergence, 0.0)) < tau:
+            for cell in _heaviest_share(scores[0, h].flatten().tolist(), gamma):
+                kept[cell // x.key_blocks].add(cell % x.key_blocks)
+        else:
+            columns = _heaviest_share(vertical[0, h].tolist(), gamma)
+            distances = _heaviest_share(band[0, h].tolist(), gamma)
+            crossed = distances | {d + 1 for d in distances}
+            for n in range(x.query_blocks):
+                kept[n] |= {m for m in range(n + 1) if m in columns or n - m in crossed}
+        found.append([{m for m in tiles if m <= n} for n, tiles in enumerate(kept)])
+    return found
+
+
+def vertical_slash_tiles(x: AttentionInput, verticals: int, slashes: int) -> list[list[set[int]]]:
+    """MInference, Algorithm 2, of one whole prompt: as `flex_tiles`."""
+    vertical, band = line_masses(x, 64)
+    found = []
+    for h in range(x.q_BHTD.shape[1]):
+        columns = set(_ranked(vertical[0, h].tolist())[: -(-verticals // BLOCK)])
+        distances = set(_ranked(band[0, h].tolist())[: -(-slashes // BLOCK)])
+        crossed = distances | {d + 1 for d in distances}
+        found.append(
+            [
+                {0, n} | {m for m in range(n + 1) if m in columns or n - m in crossed}
+                for n in range(x.query_blocks)
+            ]
+        )
+    return found
+
+
+def _ranked(mass: list[float]) -> list[int]:
+    """Places by mass, heaviest first, of equals the first."""
+    return sorted(range(len(mass)), key=lambda place: (-mass[place], place))
+
+
+def _heaviest_share(mass: list[float], share: float) -> set[int]:
+    """The fewest places that hold `share` of the mass."""
+    kept: set[int] = set()
+    held = 0.0
+    for place in _ranked(mass):
+        if held >= share * sum(mass):
+            break
+        kept.add(place)
+        held += mass[place]
+    return kept

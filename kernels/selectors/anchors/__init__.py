@@ -1,1 +1,0 @@
-"""Query anchors against key anchors (our bounded form of DPXA)."""

@@ -1,0 +1,254 @@
+"""Slots of blocks on the GPU: three light kernels instead of one that waits for its own loop.
+
+Shape suffixes as in `anchors.py`; R rows of a block, Z lanes = levels x batch x heads x blocks. `next` comes
+from a Gram matrix, 128 rows at once; following it from row 0 is a chase of dependent loads, done for many
+blocks side by side; the slots are then sums of rows between two run starts.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..anchor_scan_kernel import check_head_dim
+from ..constants import BLOCK
+from .anchors import BlockAnchors, SideSettings
+
+
+@triton.jit
+def _next_kernel(
+    x_ptr,
+    next_ptr,
+    stride_xb,
+    stride_xg,
+    stride_xs,
+    groups,
+    rows,
+    blocks,
+    cos,
+    relaxed_cos,
+    level_stride,
+    D: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """For each row of a block the first later row that is far from it, 128 if none, for each threshold."""
+    block = tl.program_id(0)
+    lane = tl.program_id(1).to(tl.int64)
+    x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
+    row_R = tl.arange(0, 128)
+    real_R = block * 128 + row_R < rows
+    x_RD = tl.load(
+        x_ptr + (block * 128 + row_R[:, None]).to(tl.int64) * stride_xs + tl.arange(0, D)[None, :],
+        mask=real_R[:, None],
+        other=0.0,
+    )
+    dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
+    own_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
+    length_R = tl.sqrt_rn(tl.sum(own_RR, axis=1))
+    length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # then a zero row's cosine counts as 0
+    later_RR = (row_R[None, :] > row_R[:, None]) & real_R[None, :]
+    out = next_ptr + (lane * blocks + block) * 128 + row_R
+    for level in tl.static_range(LEVELS):
+        threshold = cos if level == 0 else relaxed_cos
+        threshold = tl.where(threshold == 0.0, -1e-30, threshold)  # 0 x inf would be no number
+        near_RR = dot_RR >= (threshold * length_R)[:, None] * length_R[None, :]
+        end_R = tl.min(tl.where(later_RR & (near_RR == 0), row_R[None, :], 128), axis=1)
+        tl.store(out + level * level_stride, end_R.to(tl.uint8))
+
+
+@triton.jit
+def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
+    """The first row of every run of Z blocks, in order, and the number of runs."""
+    lane_Z = tl.program_id(0).to(tl.int64) * Z + tl.arange(0, Z)
+    real_Z = lane_Z < lanes
+    row_Z = tl.where(real_Z, 0, 128)
+    runs_Z = tl.zeros((Z,), tl.int32)
+    live = tl.min(row_Z, axis=0)
+    while live < 128:
+        here_Z = row_Z < 128
+        tl.store(start_ptr + lane_Z * 128 + runs_Z, row_Z.to(tl.uint8), mask=here_Z)
+        runs_Z += here_Z.to(tl.int32)
+        row_Z = tl.load(next_ptr + lane_Z * 128 + row_Z, mask=here_Z, other=128).to(tl.int32)
+        live = tl.min(row_Z, axis=0)
+    tl.store(runs_ptr + lane_Z, runs_Z, mask=real_Z)
+
+
+@triton.jit
+def _fill_kernel(
+    x_ptr,
+    start_ptr,
+    runs_ptr,
+    vector_ptr,
+    first_ptr,
+    count_ptr,
+    stride_xb,
+    stride_xg,
+    stride_xs,
+    stride_vb,
+    stride_vg,
+    stride_ab,
+    stride_ag,
+    groups,
+    rows,
+    blocks,
+    lanes,
+    first_block,
+    D: tl.constexpr,
+    CAP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MEAN: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """The slots of one block from the starts of its runs. first_block is where x lies in the prompt."""
+    block = tl.program_id(0)
+    batch = (tl.program_id(1) // groups).to(tl.int64)
+    group = (tl.program_id(1) % groups).to(tl.int64)
+    lane = tl.program_id(1).to(tl.int64) * blocks + block
+    runs = tl.load(runs_ptr + lane)
+    if LEVELS == 2:
+        lane = tl.where(runs > CAP, lane + lanes, lane)
+        runs = tl.load(runs_ptr + lane)
+    height = tl.minimum(rows - block * 128, 128)
+
+    slot_A = tl.arange(0, SLOTS)
+    crowded = runs > CAP
+    filled_A = slot_A < tl.minimum(runs, CAP)  # an empty slot is a copy of slot 0 that counts no rows
+    run_A = tl.where(crowded, slot_A * runs // CAP, slot_A)
+    after_A = run_A + 1
+    if MERGE:
+        after_A = tl.where(crowded, (slot_A + 1) * runs // CAP, after_A)
+    start_ptr += lane * 128
+    first_A = tl.load(start_ptr + run_A, mask=filled_A, other=0).to(tl.int32)
+    end_A = tl.load(start_ptr + after_A, mask=filled_A & (after_A < runs), other=0).to(tl.int32)
+    end_A = tl.where(filled_A, tl.where(after_A < runs, end_A, height), 0)
+    one = tl.load(start_ptr + 1, mask=runs > 1, other=0).to(tl.int32)
+    second = tl.where(runs > 1, one, height) if MEAN else 1
+    held_A = tl.where(filled_A, end_A if MEAN else tl.minimum(first_A + 1, end_A), second)
+
+    row_R = tl.arange(0, 128)
+    held_AR = (row_R[None, :] >= first_A[:, None]) & (row_R[None, :] < held_A[:, None])
+    needed_R = tl.max(held_AR.to(tl.int32), axis=0) > 0
+    column_D = tl.arange(0, D)
+    x_ptr += batch * stride_xb + group * stride_xg
+    x_RD = tl.load(
+        x_ptr + (block * 128 + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
+        mask=needed_R[:, None],
+        other=0.0,
+    )
+    total_AD = tl.dot(held_AR.to(x_RD.dtype), x_RD, input_precision="ieee")
+    vector_AD = total_AD / tl.maximum(held_A - first_A, 1).to(tl.float32)[:, None]
+
+    fits_A = slot_A < CAP
+    table = batch * stride_ab + group * stride_ag + block.to(tl.int64) * CAP
+    tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * 128, mask=fits_A)
+    count_A = tl.where(filled_A, end_A - first_A, 0).to(tl.float32)
+    tl.store(count_ptr + table + slot_A, count_A, mask=fits_A)
+    vector_ptr += batch * stride_vb + group * stride_vg + block.to(tl.int64) * CAP * D
+    tl.store(
+        vector_ptr + slot_A[:, None] * D + column_D[None, :],
+        vector_AD.to(vector_ptr.dtype.element_ty),
+        mask=fits_A[:, None],
+    )
+
+
+def empty_table(x_BGSD: torch.Tensor, cap: int) -> BlockAnchors:
+    """Unfilled slots for every block of x, vectors in x's dtype."""
+    shape = (*x_BGSD.shape[:2], -(-x_BGSD.shape[2] // BLOCK), cap)
+    device = x_BGSD.device
+    return BlockAnchors(
+        torch.empty((*shape, x_BGSD.shape[3]), dtype=x_BGSD.dtype, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def kernel_summarise(
+    x_BGSD: torch.Tensor, cos: float, side: SideSettings, table: BlockAnchors, place: int, first_block: int
+) -> None:
+    """Write the slots of every block of x into table[place ..]; x begins at block `first_block`."""
+    batch, groups, rows, dim = x_BGSD.shape
+    check_head_dim(dim)
+    blocks, levels = -(-rows // BLOCK), 1 if side.relax is None else 2
+    lanes = batch * groups * blocks
+    next_ZR = torch.empty((levels * lanes, BLOCK), dtype=torch.uint8, device=x_BGSD.device)
+    start_ZR = torch.empty_like(next_ZR)
+    runs_Z = torch.empty((levels * lanes,), dtype=torch.int32, device=x_BGSD.device)
+    _next_kernel[(blocks, batch * groups)](
+        x_BGSD,
+        next_ZR,
+        *x_BGSD.stride()[:3],
+        groups,
+        rows,
+        blocks,
+        cos,
+        cos if side.relax is None else cos - side.relax,
+        lanes * BLOCK,
+        D=dim,
+        LEVELS=levels,
+        num_warps=4,
+        maxnreg=168,
+    )
+    _orbit_kernel[(triton.cdiv(levels * lanes, 32),)](
+        next_ZR, start_ZR, runs_Z, levels * lanes, Z=32, num_warps=1
+    )
+    vector, count = table.vector_BGMAD[:, :, place:], table.count_BGMA[:, :, place:]
+    _fill_kernel[(blocks, batch * groups)](
+        x_BGSD,
+        start_ZR,
+        runs_Z,
+        vector,
+        table.first_BGMA[:, :, place:],
+        count,
+        *x_BGSD.stride()[:3],
+        *vector.stride()[:2],
+        *count.stride()[:2],
+        groups,
+        rows,
+        blocks,
+        lanes,
+        first_block,
+        D=dim,
+        CAP=side.cap,
+        SLOTS=max(16, side.cap),
+        LEVELS=levels,
+        MEAN=side.representative == "mean",
+        MERGE=side.overflow == "merge",
+        num_warps=4,
+    )
+
+
+_X_STRIDES = dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64")
+_NEXT = {
+    "x_ptr": "*bf16",
+    "next_ptr": "*u8",
+    "cos": "fp32",
+    "relaxed_cos": "fp32",
+    "level_stride": "i64",
+    **_X_STRIDES,
+    **dict.fromkeys(("groups", "rows", "blocks"), "i32"),
+}
+_ORBIT = {"next_ptr": "*u8", "start_ptr": "*u8", "runs_ptr": "*i32", "lanes": "i32"}
+_FILL = {
+    "x_ptr": "*bf16",
+    "vector_ptr": "*bf16",
+    "start_ptr": "*u8",
+    **dict.fromkeys(("runs_ptr", "first_ptr"), "*i32"),
+    "count_ptr": "*fp32",
+    **_X_STRIDES,
+    **dict.fromkeys(("stride_vb", "stride_vg", "stride_ab", "stride_ag"), "i64"),
+    **dict.fromkeys(("groups", "rows", "blocks", "lanes", "first_block"), "i32"),
+}
+_KEYS = {"CAP": 32, "SLOTS": 32, "LEVELS": 2, "MEAN": True, "MERGE": False}
+
+COMPILE_CASES = [
+    (_next_kernel, _NEXT, {"D": 128, "LEVELS": 2}),
+    (_next_kernel, _NEXT, {"D": 64, "LEVELS": 1}),
+    (_orbit_kernel, _ORBIT, {"Z": 32}),
+    (_fill_kernel, _FILL, {"D": 128, **_KEYS}),
+    (_fill_kernel, _FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False, "MERGE": True}),
+]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

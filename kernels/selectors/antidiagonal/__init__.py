@@ -1,1 +1,0 @@
-"""Antidiagonal sums in stride x stride cells (XAttention)."""

@@ -1,0 +1,88 @@
+"""Mean query against mean key of every tile. Shape suffixes as in `kernels.interface`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..constants import BLOCK
+from ..executors.block_sparse import BlockSparseExecutor
+from ..interface import AttentionInput, Phase
+from ..methods import register
+from ..options import min_tokens
+from .rules.rule import Rule
+from .scored import ScoredSelector, SlabSums, tau
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class BlockPoolOptions:
+    """Block mean pooling: what the others must beat."""
+
+    tau: float = tau()
+    min_tokens: int = min_tokens()
+
+
+class BlockPoolSelector(ScoredSelector):
+    """Block means; on the GPU as groups of one row (`grouped_kernel.py`)."""
+
+    name = "block_pool"
+    sampled = 1.0 / BLOCK**2
+
+    def __init__(self, options: BlockPoolOptions, *, rule: Rule | None = None) -> None:
+        super().__init__(rule or Rule("cumulative", options.tau))
+
+    def cpu_scores(self, x: AttentionInput, state: object, phase: Phase) -> torch.Tensor:
+        with phase("scoring"):
+            return cpu_scores(x)
+
+    def slab_sums(self, x: AttentionInput, state: object, phase: Phase) -> tuple[int, SlabSums]:
+        from .grouped_kernel import log_sums, pack
+        from .packing_kernel import Grouping
+        from .rules.sums import Sums
+
+        with phase("scoring"):
+            q_BHND, k_BGMD = _read_once(x.q_BHTD), _read_once(x.k_BGSD)
+            groups = pack(q_BHND, k_BGMD, x.first_block, x.scale, Grouping(1, 1, 1))
+        return 1, lambda first, blocks: Sums(log_sums(groups, first, blocks), first)
+
+
+def cpu_scores(x: AttentionInput) -> torch.Tensor:
+    """Softmax over the causal key blocks of mean(q) . mean(k): float32 score_BHNM."""
+    import torch
+
+    from .grouped import per_query_head, tile_scores
+
+    q_BHND, k_BGMD = block_means(x.q_BHTD), block_means(x.k_BGSD)
+    row_N = torch.arange(x.query_blocks, device=q_BHND.device) + x.first_block
+    column_M = torch.arange(x.key_blocks, device=q_BHND.device)
+    return tile_scores(per_query_head(k_BGMD, q_BHND) * x.scale, column_M <= row_N[:, None], 1)
+
+
+def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
+    """float32 mean of each block of rows, over the rows that it has."""
+    import torch
+    from torch.nn import functional
+
+    batch, heads, rows, dim = x_BGSD.shape
+    padded = functional.pad(x_BGSD.float(), (0, 0, 0, -rows % BLOCK)).view(batch, heads, -1, BLOCK, dim)
+    start_M = torch.arange(padded.shape[2], device=x_BGSD.device) * BLOCK
+    return padded.sum(3) / torch.clamp(rows - start_M, max=BLOCK)[:, None]
+
+
+def _read_once(x_BGSD: torch.Tensor) -> torch.Tensor:
+    """`block_means` without a float32 copy of x. In float32: what is small already is not rounded further."""
+    import torch
+
+    whole = x_BGSD.shape[2] // BLOCK * BLOCK
+    batch, heads, _, dim = x_BGSD.shape
+    blocks = x_BGSD[:, :, :whole].reshape(batch, heads, -1, BLOCK, dim)
+    parts = [blocks.mean(3, dtype=torch.float32)]
+    if whole < x_BGSD.shape[2]:
+        parts.append(block_means(x_BGSD[:, :, whole:]))
+    return torch.cat(parts, dim=2).view(batch, heads, -1, dim)
+
+
+register("block_pool", BlockPoolOptions, BlockPoolSelector, BlockSparseExecutor, source="block mean pooling")

@@ -1,1 +1,0 @@
-"""Block means of q against block means of k."""

@@ -1,1 +1,0 @@
-"""Query-aware or vertical-slash by head (FlexPrefill); a whole-prompt baseline."""

@@ -1,1 +1,0 @@
-"""Every stride-th row of q and k (the ablation of DPXA)."""

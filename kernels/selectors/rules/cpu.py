@@ -1,0 +1,73 @@
+"""The selection rules on the CPU, in plain torch. Shape suffixes as in `kernels.interface`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...interface import TileMask
+from .rule import LEVELS, Rule, check_scores
+
+_FLOAT_BITS = 1 << 31
+
+
+def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
+    """The tiles that `rule` keeps of float32 scores >= 0; columns after the diagonal are ignored."""
+    mask = compact(keep(score_BHNM, rule, first_block))
+    if not with_scores:
+        return mask
+    kept_BHNM = score_BHNM.gather(-1, mask.index_BHNM.long())
+    return TileMask(mask.index_BHNM, mask.count_BHN, kept_BHNM)
+
+
+def keep(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.Tensor:
+    """bool_BHNM, True where a tile is kept."""
+    check_scores(score_BHNM, first_block)
+    _, heads, rows, columns = score_BHNM.shape
+    device = score_BHNM.device
+    amount_H11 = rule.amounts(heads, device)[:, None, None]
+    diagonal_N1 = torch.arange(rows, device=device)[:, None] + first_block
+    column_M = torch.arange(columns, device=device)
+    causal_NM = column_M <= diagonal_N1
+    forced_NM = (column_M == diagonal_N1) | (column_M == 0)
+    score_BHNM = torch.where(causal_NM, score_BHNM, 0.0)
+    top_BHN1 = score_BHNM.amax(-1, keepdim=True)
+
+    if rule.kind == "max_relative":
+        kept_BHNM = score_BHNM >= amount_H11 * top_BHN1
+    elif rule.kind == "cumulative":
+        level_BHNM = (score_BHNM * (LEVELS / top_BHN1) + 0.5).nan_to_num(0.0).int()
+        need_BHN1 = amount_H11 * level_BHNM.sum(-1, keepdim=True).float()
+        floor_BHN1 = _highest_floor(level_BHNM, level_BHNM, forced_NM & causal_NM, need_BHN1, LEVELS + 2)
+        kept_BHNM = (level_BHNM >= floor_BHN1) | (amount_H11 >= 1.0)
+    else:
+        bits_BHNM = score_BHNM.contiguous().view(torch.int32)
+        one_BHNM = causal_NM.int().expand_as(bits_BHNM)
+        need_BHN1 = torch.ceil(amount_H11 * (diagonal_N1 + 1).float())
+        floor_BHN1 = _highest_floor(bits_BHNM, one_BHNM, forced_NM & causal_NM, need_BHN1, _FLOAT_BITS)
+        kept_BHNM = bits_BHNM >= floor_BHN1
+    return ((kept_BHNM | ~(top_BHN1 > 0)) & causal_NM) | (forced_NM & causal_NM)
+
+
+def _highest_floor(
+    level_BHNM: torch.Tensor,
+    weight_BHNM: torch.Tensor,
+    forced_NM: torch.Tensor,
+    need_BHN1: torch.Tensor,
+    limit: int,
+) -> torch.Tensor:
+    """The highest level below `limit` at which the kept weight is still `need`, by bisection (int64)."""
+    low_BHN1 = torch.zeros_like(need_BHN1, dtype=torch.int64)
+    high_BHN1 = torch.full_like(low_BHN1, limit)
+    for _ in range((limit - 1).bit_length()):
+        middle_BHN1 = (low_BHN1 + high_BHN1) // 2
+        kept_BHNM = (level_BHNM >= middle_BHN1) | forced_NM
+        enough_BHN1 = torch.where(kept_BHNM, weight_BHNM, 0).sum(-1, keepdim=True).float() >= need_BHN1
+        low_BHN1 = torch.where(enough_BHN1, middle_BHN1, low_BHN1)
+        high_BHN1 = torch.where(enough_BHN1, high_BHN1, middle_BHN1)
+    return low_BHN1
+
+
+def compact(keep_BHNM: torch.Tensor) -> TileMask:
+    """The ascending list of kept key blocks of every row."""
+    order_BHNM = torch.argsort(keep_BHNM.byte(), dim=-1, descending=True, stable=True)
+    return TileMask(order_BHNM.to(torch.int16), keep_BHNM.sum(-1, dtype=torch.int32))

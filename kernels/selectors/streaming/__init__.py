@@ -1,1 +1,0 @@
-"""Sink and window, without looking at q or k (StreamingLLM)."""

@@ -1,1 +1,0 @@
-"""Vertical and slash lines from the last queries (MInference); a whole-prompt baseline."""

@@ -1,0 +1,433 @@
+"""The executors: CPU forms against the oracles, kernels against CPU forms, bad input refused.
+
+Kernels run in the interpreter (fp32, fp16) without a GPU, and on the GPU (bf16 too) with one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.kernels.executors import (
+    block_sparse,
+    block_sparse_packed,
+    block_sparse_packed_kernel,
+    dense,
+    hopper_launch,
+    packed_kv,
+    packed_kv_kernel,
+)
+from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
+from deltafront.kernels.executors.block_sparse_packed import (
+    BlockSparsePackedExecutor,
+    DeltaXAttentionOptions,
+)
+from deltafront.kernels.executors.hopper_launch import (
+    BY_LENGTH,
+    LONGEST_ROWS_FIRST,
+    ONE_HEAD_FIRST,
+    by_length,
+)
+from deltafront.kernels.executors.packed_kv import CHUNK, DeltaKVOptions, PackedKVExecutor
+from deltafront.kernels.executors.packed_runs import PackedRuns, SimilarRuns
+from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
+from deltafront.kernels.reference.attention import mixed_attention, packed_attention, reference_attention
+from deltafront.kernels.testing import (
+    assert_rows_close,
+    chunk_of,
+    full_mask,
+    mask_of,
+    poisoned_empty,
+    random_input,
+    random_mask,
+    spec_of,
+)
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+"""bf16 arithmetic is wrong in the interpreter."""
+SHAPES = [
+    {"tokens": 300, "q_heads": 3, "kv_heads": 1, "head_dim": 64},
+    {"tokens": 388, "rows": 132, "q_heads": 4, "kv_heads": 2, "head_dim": 128},
+    {"tokens": 257, "rows": 1, "q_heads": 2, "kv_heads": 2, "head_dim": 32, "batch": 2},
+]
+MIXED = DeltaXAttentionOptions(cos=0.8, exact_share=0.3)
+
+
+def on_cpu(x: AttentionInput) -> AttentionInput:
+    return as_stored(replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float()))
+
+
+def as_stored(x: AttentionInput) -> AttentionInput:
+    """On the CPU in x's own type: packed rows are rounded to it, as a cache's rows are."""
+    return AttentionInput.of(
+        *(t.cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), prompt_tokens=x.prompt_tokens
+    )
+
+
+def mask_on_cpu(mask: TileMask) -> TileMask:
+    assert mask.score_BHNM is not None
+    return TileMask(mask.index_BHNM.cpu(), mask.count_BHN.cpu(), mask.score_BHNM.cpu())
+
+
+def state_on_cpu(state: PackedRuns) -> PackedRuns:
+    return replace(state, start_BGP=state.start_BGP.cpu(), offset_BGC=state.offset_BGC.cpu())
+
+
+def with_runs(x: AttentionInput) -> AttentionInput:
+    """Every three neighbouring keys alike."""
+    k = x.k_BGSD
+    k.copy_(0.9 * k[:, :, torch.arange(k.shape[2], device=k.device) // 3 * 3] + 0.3 * k)
+    return x
+
+
+def table_of(x: AttentionInput, mask: TileMask) -> torch.Tensor:
+    place = torch.where(mask.index_BHNM < 0, x.key_blocks, mask.index_BHNM.long())
+    table = torch.zeros(*place.shape[:3], x.key_blocks + 1, dtype=torch.bool)
+    return table.scatter_(3, place, True)[..., :-1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_cpu_forms_equal_one_big_softmax(shape: dict[str, int]) -> None:
+    x = random_input(**shape)
+    assert_rows_close(dense.cpu_attend(x), reference_attention(x))
+    if x.q_start % 128 == 0:
+        mask = random_mask(x, 0.5)
+        assert_rows_close(block_sparse.cpu_attend(x, mask), reference_attention(x, table_of(x, mask)))
+
+
+def test_dense_takes_any_start_and_large_logits() -> None:
+    whole = random_input(300, q_heads=4, kv_heads=2)
+    x = chunk_of(whole, 37, 291)
+    x = replace(x, scale=30.0)
+    expected = reference_attention(replace(whole, scale=30.0))[:, :, 37:291]
+    assert_rows_close(dense.cpu_attend(x), expected)
+    y = AttentionInput.of(
+        *(t.to(DEVICE) for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start, scale=30.0
+    )
+    with poisoned_empty():
+        assert_rows_close(dense.kernel_attend(y).cpu(), expected, factor=2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("start", [127, 255])
+def test_a_row_may_see_nothing_of_its_first_tile(start: int, head_dim: int) -> None:
+    """A chunk's first row, at the end of a block of keys, beside rows that begin with the next block."""
+    whole = random_input(420, q_heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
+    x = chunk_of(whole, start, 420)
+    with poisoned_empty():
+        found = dense.kernel_attend(x)
+    assert_rows_close(found, reference_attention(whole)[:, :, start:])
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_packing_repeats_means(counts: bool) -> None:
+    x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
+    executor = PackedKVExecutor(DeltaKVOptions(cos=0.8, counts=counts, critical=128))
+    state = executor.new_state(spec_of(x))
+    found = executor.attend(x, None, state, no_phase)
+    runs = int(state.offset_BGC[0, 0, -1])
+    assert 100 < runs < 300
+    starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(512, 700)]
+    assert_rows_close(found, packed_attention(x, starts, 128, counts, CHUNK))
+
+
+def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
+    """Runs of equal keys: counting them is exact, forgetting the counts is not."""
+    x = random_input(700, q_heads=2, kv_heads=1)
+    x.k_BGSD.copy_(x.k_BGSD[:, :, torch.arange(700) // 5 * 5])
+    exact = dense.cpu_attend(x)
+
+    def run(counts: bool) -> torch.Tensor:
+        executor = PackedKVExecutor(DeltaKVOptions(cos=1.0, counts=counts, critical=128))
+        return executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
+
+    assert_rows_close(run(True), exact)
+    with pytest.raises(AssertionError):
+        assert_rows_close(run(False), exact)
+
+
+@dataclass(frozen=True)
+class PeriodicRuns:
+    """Every `period`-th row of a chunk leads a run (DeltaAttention, ablation of section 4.1)."""
+
+    period: int
+
+    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
+        del first_chunk
+        row_S = torch.arange(k_BGSD.shape[2], device=k_BGSD.device)
+        return (row_S % chunk % self.period == 0).expand(k_BGSD.shape[:3])
+
+
+@dataclass(frozen=True)
+class RandomRuns:
+    """Each row leads a run with probability `share`, the first row of a chunk always.
+
+    The draw depends only on the row's position, the head and the seed, so chunks of a prompt agree.
+    """
+
+    share: float
+    seed: int = 0
+
+    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
+        batch, heads, rows, _ = k_BGSD.shape
+        parts = []
+        for c in range(rows // chunk):
+            generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + first_chunk + c)
+            parts.append(torch.rand(batch, heads, chunk, generator=generator) < self.share)
+        leads_BGS = torch.cat(parts, dim=2)
+        leads_BGS[..., ::chunk] = True
+        return leads_BGS.to(k_BGSD.device)
+
+
+@pytest.mark.parametrize("runs", [PeriodicRuns(2), RandomRuns(0.5, seed=3)])
+def test_ablations_pack_half_the_keys_and_do_not_depend_on_chunks(runs: Any) -> None:
+    x = random_input(1700, q_heads=1, kv_heads=1, head_dim=16)
+    executor = PackedKVExecutor(DeltaKVOptions(cos=0.9, critical=128), runs=runs)
+    state = executor.new_state(spec_of(x))
+    whole = executor.attend(x, None, state, no_phase)
+    assert abs(int(state.offset_BGC[0, 0, 3]) - 768) < 80
+    state = executor.new_state(spec_of(x))
+    parts = [
+        executor.attend(chunk_of(x, a, b), None, state, no_phase)
+        for a, b in ((0, 640), (640, 768), (768, 1700))
+    ]
+    assert_rows_close(torch.cat(parts, 2), whole)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_lesser_tiles_repeat_means(share: float) -> None:
+    whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
+    x = chunk_of(whole, 128, 690)
+    mask = random_mask(x, 0.7)
+    executor = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=share))
+    state = executor.new_state(spec_of(whole))
+    found = executor.attend(x, mask, state, no_phase)
+    runs = int(state.offset_BGC[0, 0, state.chunks])
+    assert 100 < runs < 400
+    starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(state.chunks * 128, 690)]
+    exact = table_of(x, replace(mask, index_BHNM=mask.index_BHNM.where(best_of(mask, share), -1)))
+    assert_rows_close(found, mixed_attention(x, exact[0], table_of(x, mask)[0], [starts]))
+
+
+def best_of(mask: TileMask, share: float) -> torch.Tensor:
+    """Which listed tiles are exact: the last of a row, and ceil(share * others) of the others by score."""
+    assert mask.score_BHNM is not None
+    best = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
+    for row in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():
+        others = int(mask.count_BHN[tuple(row)]) - 1
+        ranked = sorted(range(others), key=mask.score_BHNM[tuple(row)].tolist().__getitem__, reverse=True)
+        for entry in [others, *ranked[: math.ceil(share * others)]]:
+            best[(*row, entry)] = True
+    return best
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dtype) -> None:
+    x = with_runs(random_input(**shape, dtype=dtype, device=DEVICE))
+    y = on_cpu(x)
+    with poisoned_empty():
+        found = dense.kernel_attend(x)
+    assert_rows_close(found.cpu(), dense.cpu_attend(y), dtype=dtype)
+    mask = random_mask(x, 0.5)
+    with poisoned_empty():
+        found = block_sparse.kernel_attend(x, mask)
+    assert_rows_close(found.cpu(), block_sparse.cpu_attend(y, mask_on_cpu(mask)), dtype=dtype)
+    mixed = BlockSparsePackedExecutor(MIXED)
+    state = mixed.new_state(spec_of(x))
+    state.extend(x.k_BGSD, 128, mixed.runs)
+    with poisoned_empty():
+        found = block_sparse_packed_kernel.kernel_attend(x, mask, state, share=0.3)
+    expected = block_sparse_packed.cpu_attend(as_stored(x), mask_on_cpu(mask), state_on_cpu(state), share=0.3)
+    assert_rows_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("counts", "mean_keys"), [(True, True), (False, True), (True, False)])
+def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, counts: bool, mean_keys: bool) -> None:
+    x = with_runs(random_input(900, rows=260, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE))
+    state = PackedRuns.empty(spec_of(x), CHUNK)
+    state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
+    options = {"chunk": CHUNK, "critical": 128, "counts": counts, "mean_keys": mean_keys}
+    with poisoned_empty():
+        found = packed_kv_kernel.kernel_attend(x, state, **options)  # type: ignore[arg-type]
+    expected = packed_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
+    assert_rows_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("critical", [0, 100, 512])
+def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
+    """Whatever chunk of the prompt a block comes in, its exact keys begin where the CPU form has them."""
+    for tokens, starts in ((1700, (0, 384, 1152)), (1000, (0, 128))) if GPU else ((1700, (1152,)),):
+        x = with_runs(
+            random_input(tokens, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
+        )
+        state = PackedRuns.empty(spec_of(x), CHUNK)
+        state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
+        options: dict[str, Any] = {"chunk": CHUNK, "critical": critical, "counts": True}
+        expected = packed_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)
+        for start in starts:
+            with poisoned_empty():
+                found = packed_kv_kernel.kernel_attend(chunk_of(x, start, tokens), state, **options)
+            assert_rows_close(found.cpu(), expected[:, :, start:])
+
+
+def test_strided_heads_are_read_in_place() -> None:
+    """Tokens-major storage (batch, tokens, heads, D), as the model makes it, and an odd row stride."""
+    x = random_input(300, q_heads=4, kv_heads=2, device=DEVICE, dtype=torch.float16)
+    expected = dense.cpu_attend(on_cpu(x))
+    for pad in (0, 1):
+        q, k, v = (
+            torch.nn.functional.pad(t.transpose(1, 2), (0, pad)).contiguous()[..., :64].transpose(1, 2)
+            for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)
+        )
+        assert not k.is_contiguous()
+        with poisoned_empty():
+            found = dense.kernel_attend(AttentionInput.of(q, k, v))
+        assert_rows_close(found.cpu(), expected, dtype=torch.float16)
+
+
+def uneven_mask(x: AttentionInput) -> TileMask:
+    """Heads of very different density."""
+    heads = x.q_BHTD.shape[1]
+    share = torch.logspace(-2, 0, heads, device=x.q_BHTD.device)[:, None, None]
+    generator = torch.Generator(x.q_BHTD.device).manual_seed(5)
+    keep = torch.rand(heads, x.query_blocks, x.key_blocks, generator=generator, device=x.q_BHTD.device)
+    return mask_of(x, keep < share)
+
+
+def test_lists_are_taken_by_length_and_each_once() -> None:
+    x = random_input(1500, q_heads=4, kv_heads=2, batch=2, device=DEVICE)
+    count = uneven_mask(x).count_BHN.cpu().reshape(-1)
+    entries = by_length(uneven_mask(x)).cpu()
+    place = entries & 0xFFFFFFFF
+    assert torch.equal(entries >> 32, count.sort(descending=True).values)
+    assert torch.equal(place.sort().values, torch.arange(count.numel()))
+    assert torch.equal(count[place], (entries >> 32).int())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="the order of Hopper's items")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_any_order_of_the_items_gives_the_same(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random_input(7000, q_heads=6, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device=DEVICE)
+    mask = uneven_mask(x)
+    found = []
+    for order in (ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH):
+        monkeypatch.setattr(hopper_launch, "_order", lambda *_, order=order: order)
+        with poisoned_empty():
+            found.append(block_sparse.kernel_attend(x, mask))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    expected = block_sparse.cpu_attend(on_cpu(x), mask_on_cpu(mask))
+    assert_rows_close(found[0].cpu(), expected, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_exact_table_of_the_kernel(share: float) -> None:
+    x = random_input(900, q_heads=2, kv_heads=1, head_dim=16, device=DEVICE)
+    mask = random_mask(x, 0.7)
+    assert mask.score_BHNM is not None
+    for scores in (mask.score_BHNM, mask.score_BHNM - 0.5, (4 * mask.score_BHNM).round()):
+        scored = replace(mask, score_BHNM=scores)
+        with poisoned_empty():
+            found = block_sparse_packed_kernel.kernel_exact_table(scored, share).cpu()
+        listed = torch.arange(found.shape[3]) < mask.count_BHN.cpu()[..., None]
+        expected = block_sparse_packed.cpu_exact_table(mask_on_cpu(scored), share)
+        assert torch.equal(found & listed, expected & listed)
+
+
+def test_computed_tiles_count_the_work() -> None:
+    x = with_runs(random_input(1200, q_heads=4, kv_heads=2))
+    mask = random_mask(x, 0.4)
+    listed = float(mask.count_BHN.sum())
+    assert float(BlockSparseExecutor().computed_tiles(x, mask, None)) == listed
+    everything = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=1.0))
+    state = everything.new_state(spec_of(x))
+    everything.attend(x, mask, state, no_phase)
+    assert float(everything.computed_tiles(x, mask, state)) == listed
+    some = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=0.0))
+    diagonals = mask.count_BHN.numel()
+    assert diagonals + (listed - diagonals) / 4 < float(some.computed_tiles(x, mask, state)) < 0.6 * listed
+    packed = PackedKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
+    packed_state = packed.new_state(spec_of(x))
+    packed.attend(x, None, packed_state, no_phase)
+    runs = packed_state.offset_BGC[0].double()
+    # Blocks 5..8 take one packed chunk (their critical region begins at token 512 or later), block 9 two.
+    expected = 4 * sum(range(1, 11)) - 4 * 4 * 4 - 4 * 8
+    expected += 2 * (4 * float(runs[:, 1].sum()) + float(runs[:, 2].sum())) / 128
+    assert float(packed.computed_tiles(x, None, packed_state)) == pytest.approx(expected)
+
+
+def bad_masks(x: AttentionInput) -> dict[str, TileMask | None]:
+    good = full_mask(x)
+    return {
+        "missing": None,
+        "index type": replace(good, index_BHNM=good.index_BHNM.int()),
+        "count type": replace(good, count_BHN=good.count_BHN.long()),
+        "rows": replace(good, index_BHNM=good.index_BHNM[:, :, :1], count_BHN=good.count_BHN[:, :, :1]),
+        "heads": replace(good, index_BHNM=good.index_BHNM[:, :1], count_BHN=good.count_BHN[:, :1]),
+        "strided": replace(good, index_BHNM=good.index_BHNM.mT.contiguous().mT),
+        "device": replace(good, count_BHN=good.count_BHN.to("meta")),
+    }
+
+
+def test_unusable_masks_are_refused_before_any_launch() -> None:
+    x = random_input(300, device=DEVICE)
+    mixed = BlockSparsePackedExecutor(MIXED)
+    for name, mask in bad_masks(x).items():
+        with pytest.raises(KernelInputError, match="block_sparse"):
+            BlockSparseExecutor().attend(x, mask, None, no_phase)
+        with pytest.raises(KernelInputError, match="block_sparse_packed"):
+            mixed.attend(x, mask, mixed.new_state(spec_of(x)), no_phase)
+        if name != "missing":
+            assert mask is not None
+            with pytest.raises(KernelInputError):
+                block_sparse.kernel_attend(x, mask)
+    unscored = replace(full_mask(x), score_BHNM=None)
+    with pytest.raises(KernelInputError, match="exact_share"):
+        mixed.attend(x, unscored, mixed.new_state(spec_of(x)), no_phase)
+
+
+def test_unaligned_chunks_and_foreign_states_are_refused() -> None:
+    x = chunk_of(random_input(300, device=DEVICE), 30, 300)
+    packed = PackedKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
+    with pytest.raises(KernelInputError, match="multiple of 128"):
+        packed.attend(x, None, packed.new_state(spec_of(x)), no_phase)
+    with pytest.raises(KernelInputError, match="multiple of 128"):
+        BlockSparseExecutor().attend(x, mask_of(x, torch.ones(3, 3, dtype=torch.bool)), None, no_phase)
+    y = random_input(300, device=DEVICE)
+    short = packed.new_state(replace(spec_of(y), max_tokens=256))
+    with pytest.raises(KernelInputError, match="max_tokens"):
+        packed.attend(y, None, short, no_phase)
+    with pytest.raises(KernelInputError, match="state is for"):
+        packed.attend(y, None, packed.new_state(replace(spec_of(y), kv_heads=2)), no_phase)
+
+
+def test_kernels_refuse_what_they_cannot_compute() -> None:
+    odd = random_input(130, head_dim=48, device=DEVICE)
+    with pytest.raises(KernelInputError, match="not 48"):
+        dense.kernel_attend(odd)
+    x = random_input(130, device=DEVICE)
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(KernelInputError, match="scale"):
+            dense.kernel_attend(replace(x, scale=scale))
+    many = torch.empty(1, 1, 1, 16, device=DEVICE).expand(1, 1, 1 << 22, 16)
+    with pytest.raises(KernelInputError, match="fewer than"):
+        dense.kernel_attend(AttentionInput.of(many[:, :, :1], many, many))
+    with pytest.raises(KernelInputError, match="not on meta"):
+        meta = torch.empty(1, 1, 128, 64, device="meta")
+        BlockSparseExecutor().attend(
+            AttentionInput.of(meta, meta, meta), meta_mask(meta.device), None, no_phase
+        )
+
+
+def meta_mask(device: torch.device) -> TileMask:
+    index = torch.empty(1, 1, 1, 1, dtype=torch.int16, device=device)
+    return TileMask(index, torch.empty(1, 1, 1, dtype=torch.int32, device=device))

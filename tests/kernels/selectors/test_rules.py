@@ -1,0 +1,98 @@
+"""The selection rules: CPU form against the oracle, kernel against CPU form, ties and edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.reference.selection import kept_tiles
+from deltafront.kernels.selectors.rules import cpu, kernel
+from deltafront.kernels.selectors.rules.rule import Kind, Rule
+from deltafront.kernels.testing import poisoned_empty, tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS: list[Kind] = ["cumulative", "max_relative", "top_k"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cpu_form_equals_the_oracle(kind: Kind) -> None:
+    score = torch.rand(2, 4, 5, 24) ** 6
+    score[0, 1] = (score[0, 1] * 8).round() / 8  # ties, and rows with zeros
+    amounts = torch.tensor([0.31, 0.55, 0.83, 1.0])
+    mask = cpu.select(score, Rule(kind, amounts), 19)
+    expected = [
+        kept_tiles(score[b, h, n].tolist(), 19 + n, kind, float(amounts[h]))
+        for b in range(2)
+        for h in range(4)
+        for n in range(5)
+    ]
+    assert tiles(mask) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "first"), [(5, 0), (3, 30), (1, 40)])
+def test_the_kernel_equals_the_cpu_form(kind: Kind, rows: int, first: int) -> None:
+    score = torch.rand(2, 3, rows, first + rows, device=DEVICE) ** 6
+    score[1, 1] = (score[1, 1] * 4).round() / 4
+    score[0, 2, 0] = 0.0
+    rule = Rule(kind, torch.tensor([0.4, 0.9, 1.0]))
+    with poisoned_empty():
+        mask = kernel.select(score, rule, first, with_scores=True)
+    expected = cpu.select(score, rule, first, with_scores=True)
+    assert tiles(mask) == tiles(expected)
+    assert mask.score_BHNM is not None and expected.score_BHNM is not None
+    listed = torch.arange(first + rows, device=DEVICE) < mask.count_BHN[..., None]
+    assert torch.equal(mask.score_BHNM[listed], expected.score_BHNM[listed])
+
+
+@pytest.mark.parametrize("select", [cpu.select, kernel.select])
+def test_forced_tiles_ties_and_edges(select: object) -> None:
+    assert callable(select)
+    score = torch.zeros(1, 1, 1, 9, device=DEVICE)
+    score[..., 4] = 1.0
+    assert tiles(select(score, Rule("max_relative", 1.0), 8)) == [[0, 4, 8]]
+    assert tiles(select(score, Rule("cumulative", 0.5), 8)) == [[0, 4, 8]]
+    assert tiles(select(score, Rule("cumulative", 1.0), 8)) == [list(range(9))]
+    assert tiles(select(score, Rule("cumulative", 0.0), 8)) == [[0, 8]]
+    assert tiles(select(torch.zeros_like(score), Rule("cumulative", 0.5), 8)) == [list(range(9))]
+    tied = torch.ones(1, 1, 1, 9, device=DEVICE)
+    assert tiles(select(tied, Rule("cumulative", 0.5), 8)) == [list(range(9))]
+    assert tiles(select(score[..., :1], Rule("cumulative", 0.5), 0)) == [[0]]
+
+
+@pytest.mark.parametrize("select", [cpu.select, kernel.select])
+def test_scores_after_the_diagonal_are_ignored(select: object) -> None:
+    assert callable(select)
+    score = torch.rand(1, 2, 6, 6, device=DEVICE)
+    clean = tiles(select(score, Rule("cumulative", 0.7), 0))
+    score += torch.triu(torch.full_like(score, 1e6), diagonal=1)
+    assert tiles(select(score, Rule("cumulative", 0.7), 0)) == clean
+
+
+@pytest.mark.parametrize("select", [cpu.select, kernel.select])
+def test_bad_input(select: object) -> None:
+    assert callable(select)
+    rule = Rule("cumulative", 0.5)
+    good = torch.ones(1, 2, 3, 5, device=DEVICE)
+    for score, first in (
+        (good[0], 2),
+        (good.double(), 2),
+        (good, 1),
+        (good[..., :0], -3),
+        (torch.empty(1, 1, 1, 20_000, device=DEVICE), 19_999),
+    ):
+        with pytest.raises(KernelInputError):
+            select(score, rule, first)
+    with pytest.raises(KernelInputError, match="3 amounts for 2"):
+        select(good, Rule("cumulative", torch.ones(3)), 2)
+
+
+def test_bad_rules() -> None:
+    for kind, amount in (("best", 0.5), ("cumulative", 1.5), ("top_k", -0.1), ("top_k", float("nan"))):
+        with pytest.raises(KernelInputError):
+            Rule(kind, amount)  # type: ignore[arg-type]
+    with pytest.raises(KernelInputError):
+        Rule("cumulative", torch.ones(2, 2))
+    with pytest.raises(KernelInputError):
+        Rule("cumulative", torch.ones(2, dtype=torch.int64))

@@ -1,0 +1,285 @@
+"""The selectors' CPU forms against the oracles, and what every selector keeps to.
+
+Shape suffixes as in `kernels.interface`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
+from deltafront.kernels.reference.selection import (
+    anchor_scores,
+    antidiagonal_scores,
+    flex_tiles,
+    naive_scores,
+    pooled_scores,
+    vertical_slash_tiles,
+)
+from deltafront.kernels.selectors.anchors import AnchorsOptions, AnchorsSelector, SideSettings
+from deltafront.kernels.selectors.anchors_cpu import cpu_summarise
+from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from deltafront.kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
+from deltafront.kernels.selectors.flex import FlexOptions, FlexSelector
+from deltafront.kernels.selectors.naive import NaiveOptions, NaiveSelector
+from deltafront.kernels.selectors.rules.rule import Rule
+from deltafront.kernels.selectors.scored import ScoredSelector
+from deltafront.kernels.selectors.streaming import StreamingOptions, StreamingSelector
+from deltafront.kernels.selectors.vertical_slash import VerticalSlashOptions, VerticalSlashSelector
+from deltafront.kernels.structured import structured_input
+from deltafront.kernels.testing import chunk_of, random_input, spec_of, tiles
+
+ANCHORS = AnchorsOptions(tau=0.8, q_anchors=4, k_anchors=8)
+SCORED: dict[str, Callable[[], ScoredSelector]] = {
+    "antidiagonal": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8)),
+    "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=8)),
+    "block_pool": lambda: BlockPoolSelector(BlockPoolOptions(tau=0.8)),
+    "anchors": lambda: AnchorsSelector(ANCHORS),
+}
+CHUNKABLE: dict[str, Callable[[], Any]] = {
+    **SCORED,
+    "streaming": lambda: StreamingSelector(StreamingOptions(sink=1, window=200)),
+}
+
+
+def select(selector: Any, x: AttentionInput) -> TileMask:
+    mask: TileMask = selector.select(x, selector.new_state(spec_of(x)), no_phase)
+    return mask
+
+
+def sample(tokens: int = 330, **changes: Any) -> AttentionInput:
+    settings: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 16, "seed": tokens, **changes}
+    return structured_input(tokens, **settings)
+
+
+def check_scores(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [4, 8, 16])
+@pytest.mark.parametrize("tokens", [300, 261])
+def test_antidiagonal_equals_the_oracle(stride: int, tokens: int) -> None:
+    x = sample(tokens)
+    selector = AntidiagonalSelector(AntidiagonalOptions(stride=stride))
+    check_scores(selector.scores(x, None, no_phase), antidiagonal_scores(x, stride))
+    tail = chunk_of(x, 256, tokens)
+    check_scores(selector.scores(tail, None, no_phase), antidiagonal_scores(tail, stride))
+
+
+def test_naive_and_pooled_equal_the_oracles() -> None:
+    x = sample(300)
+    naive, pooled = NaiveSelector(NaiveOptions(stride=16)), BlockPoolSelector(BlockPoolOptions())
+    check_scores(naive.scores(x, None, no_phase), naive_scores(x, 16))
+    check_scores(pooled.scores(x, None, no_phase), pooled_scores(x))
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "merged": {"q_overflow": "merge", "k_overflow": "merge", "k_relax": None},
+    "thesis": {
+        "q_representative": "anchor",
+        "k_representative": "anchor",
+        "k_relax": None,
+        "weighted": False,
+        "row_normalised": False,
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_anchors_equal_the_oracle(form: str) -> None:
+    x = sample(300)
+    options = replace(ANCHORS, q_anchors=128, k_anchors=128) if form == "thesis" else ANCHORS
+    selector = AnchorsSelector(options, **FORMS[form])
+    score = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
+    check_scores(score, anchor_scores(x, selector.form))
+
+
+def test_crowded_blocks_are_relaxed_and_only_those() -> None:
+    x = sample(256)
+    strict = cpu_summarise(x.k_BGSD, 0.75, SideSettings(8, "mean", "drop"))
+    relaxed = cpu_summarise(x.k_BGSD, 0.75, SideSettings(8, "mean", "drop", 0.3))
+    assert int(relaxed.count_BGMA.sum()) > int(strict.count_BGMA.sum())
+    roomy = SideSettings(128, "mean", "drop", 0.3)
+    plain = cpu_summarise(x.k_BGSD, 0.75, replace(roomy, relax=None))
+    assert torch.equal(cpu_summarise(x.k_BGSD, 0.75, roomy).count_BGMA, plain.count_BGMA)
+    assert int(plain.count_BGMA.sum()) == 256
+
+
+@pytest.mark.parametrize("name", CHUNKABLE)
+@pytest.mark.parametrize("step", [128, 384])
+def test_chunks_select_what_the_whole_prompt_selects(name: str, step: int) -> None:
+    x = sample(897, q_heads=3, batch=2)
+    selector = CHUNKABLE[name]()
+    whole = select(selector, x)
+    state = selector.new_state(spec_of(x))
+    for start in range(0, 897, step):
+        part = selector.select(chunk_of(x, start, min(start + step, 897)), state, no_phase)
+        blocks = part.count_BHN.shape[2]
+        first = start // BLOCK
+        expected = TileMask(
+            whole.index_BHNM[:, :, first : first + blocks], whole.count_BHN[:, :, first : first + blocks]
+        )
+        assert tiles(part) == tiles(expected)
+
+
+@pytest.mark.parametrize("name", CHUNKABLE)
+def test_keys_after_a_block_never_matter(name: str) -> None:
+    x = sample(700)
+    selector = CHUNKABLE[name]()
+    before = select(selector, x)
+    changed = replace(x, k_BGSD=x.k_BGSD.clone())
+    changed.k_BGSD[:, :, 384:] = 5 * torch.randn_like(changed.k_BGSD[:, :, 384:])
+    after = select(selector, changed)
+    first = TileMask(before.index_BHNM[:, :, :3], before.count_BHN[:, :, :3])
+    assert tiles(TileMask(after.index_BHNM[:, :, :3], after.count_BHN[:, :, :3])) == tiles(first)
+
+
+@pytest.mark.parametrize("name", CHUNKABLE)
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (8, 2), (8, 1)])
+def test_query_heads_read_their_key_head(name: str, q_heads: int, kv_heads: int) -> None:
+    x = sample(400, q_heads=q_heads, kv_heads=kv_heads)
+    group = q_heads // kv_heads
+    repeated = replace(
+        x, k_BGSD=x.k_BGSD.repeat_interleave(group, 1), v_BGSD=x.v_BGSD.repeat_interleave(group, 1)
+    )
+    assert tiles(select(CHUNKABLE[name](), x)) == tiles(select(CHUNKABLE[name](), repeated))
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_full_budget_keeps_every_causal_tile(name: str) -> None:
+    x = sample(500)
+    selector = SCORED[name]()
+    selector.rule = Rule("cumulative", 1.0)
+    rows = tiles(select(selector, x))
+    assert rows == [list(range(n + 1)) for n in range(4)] * 2
+
+
+@pytest.mark.parametrize("name", CHUNKABLE)
+@pytest.mark.parametrize("kind", ["duplicates", "zeros", "large", "one token"])
+def test_degenerate_rows_give_a_valid_mask(name: str, kind: str) -> None:
+    x = random_input(513, head_dim=16, rows=1 if kind == "one token" else None)
+    factor = {"duplicates": 1.0, "zeros": 0.0, "large": 300.0, "one token": 1.0}[kind]
+    q, k = x.q_BHTD * factor, x.k_BGSD * factor
+    if kind == "duplicates":
+        q, k = q[:, :, :1].expand_as(q).contiguous(), k[:, :, :1].expand_as(k).contiguous()
+    x = replace(x, q_BHTD=q, k_BGSD=k)
+    for row in range(x.query_blocks):
+        for kept in tiles(select(CHUNKABLE[name](), x))[row :: x.query_blocks]:
+            diagonal = x.first_block + row
+            assert kept == sorted(set(kept)) and {0, diagonal} <= set(kept) and max(kept) == diagonal
+
+
+def test_streaming_keeps_sink_and_window() -> None:
+    x = sample(1000)
+    rows = tiles(select(StreamingSelector(StreamingOptions(sink=130, window=200)), x))[:8]
+    for n, kept in enumerate(rows):
+        seen = {key // BLOCK for row in range(n * BLOCK, (n + 1) * BLOCK) for key in window(row, 200)}
+        sink = {0, 1} if n else {0}
+        assert kept == sorted(seen | sink)
+
+
+def window(row: int, size: int) -> range:
+    return range(max(0, row - size + 1), row + 1)
+
+
+def test_vertical_slash_keeps_a_planted_column() -> None:
+    """Every query looks at key 150, 886 to 949 before the last 64 queries: band 7 of the distances."""
+    q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)
+    q[..., 8], k[0, 0, 150, 8] = 8.0, 8.0
+    x = AttentionInput.of(q, k, torch.zeros_like(k))
+    rows = tiles(select(VerticalSlashSelector(VerticalSlashOptions(verticals=1, slashes=1)), x))
+    for n, kept in enumerate(rows):
+        banded = {m for m in (n - 7, n - 8) if m >= 0}
+        assert set(kept) == banded | {0, n} | ({1} if n else set())
+
+
+def test_vertical_slash_keeps_a_planted_diagonal() -> None:
+    """Every query looks at the key 300 before it: band 2 of the distances, two tiles of a row."""
+    rates = torch.tensor([0.8, 0.49, 0.3, 0.18])
+    angle = torch.arange(1100)[:, None] * rates
+    q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)
+    k[0, 0, :, :8] = 6 * torch.cat([angle.cos(), angle.sin()], -1)
+    q[0, 0, :, :8] = 6 * torch.cat([(angle - 300 * rates).cos(), (angle - 300 * rates).sin()], -1)
+    x = AttentionInput.of(q, k, torch.zeros_like(k))
+    rows = tiles(select(VerticalSlashSelector(VerticalSlashOptions(verticals=1, slashes=1)), x))
+    columns = set()
+    for n, kept in enumerate(rows):
+        banded = {m for m in (n - 2, n - 3) if m >= 0}
+        assert banded <= set(kept)
+        columns |= set(kept) - banded - {0, n}
+    assert len(columns) <= 1
+
+
+@pytest.mark.parametrize("tokens", [420, 90])
+def test_the_baselines_equal_the_oracles(tokens: int) -> None:
+    x = sample(tokens, q_heads=4, kv_heads=2)
+    slashed = VerticalSlashSelector(VerticalSlashOptions(verticals=128, slashes=128))
+    wanted = [sorted(row) for head in vertical_slash_tiles(x, 128, 128) for row in head]
+    assert tiles(select(slashed, x)) == wanted
+    kept = []
+    for tau in (0.0, 0.3, 1.0):
+        found = tiles(select(FlexSelector(FlexOptions(gamma_flex=0.6, tau_flex=tau)), x))
+        assert found == [sorted(row) for head in flex_tiles(x, 0.6, tau) for row in head]
+        kept.append(found)
+    assert tokens < 128 or kept[0] != kept[2]
+
+
+def test_flex_budgets_and_patterns() -> None:
+    x = sample(1000)
+    everything = select(FlexSelector(FlexOptions(gamma_flex=1.0, tau_flex=1.0)), x)
+    assert everything.count_BHN[0, 0].tolist() == list(range(1, 9))
+    aware = select(FlexSelector(FlexOptions(gamma_flex=0.6, tau_flex=1.0)), x)
+    lines = select(FlexSelector(FlexOptions(gamma_flex=0.6, tau_flex=0.0)), x)
+    assert tiles(aware) != tiles(lines)
+    assert int(aware.count_BHN.sum()) < int(everything.count_BHN.sum())
+
+
+def test_scores_travel_with_the_mask_where_asked_for() -> None:
+    x = sample(400)
+    options = AntidiagonalOptions(tau=0.8)
+    selector = AntidiagonalSelector(options, with_scores=True)
+    mask = select(selector, x)
+    assert mask.score_BHNM is not None
+    score = selector.scores(x, None, no_phase)
+    for n in range(4):
+        kept = mask.index_BHNM[0, 1, n, : mask.count_BHN[0, 1, n]].long()
+        assert torch.equal(mask.score_BHNM[0, 1, n, : kept.numel()], score[0, 1, n, kept])
+    assert select(AntidiagonalSelector(options), x).score_BHNM is None
+
+
+def test_bad_input() -> None:
+    x = random_input(300, head_dim=16)
+    for name, make in CHUNKABLE.items():
+        misplaced = random_input(300, head_dim=16, rows=100)
+        with pytest.raises(KernelInputError, match="multiple of 128"):
+            select(make(), misplaced)
+        if name in SCORED:
+            with pytest.raises(KernelInputError, match="scale"):
+                select(make(), replace(x, scale=-1.0))
+    for baseline in (
+        VerticalSlashSelector(VerticalSlashOptions(verticals=10, slashes=10)),
+        FlexSelector(FlexOptions()),
+    ):
+        with pytest.raises(KernelInputError, match="whole prompt"):
+            select(baseline, random_input(300, head_dim=16, prompt_tokens=400))
+    selector = AnchorsSelector(ANCHORS)
+    small = replace(spec_of(x), max_tokens=256)
+    with pytest.raises(KernelInputError, match="state"):
+        selector.select(x, selector.new_state(small), no_phase)
+    with pytest.raises(KernelInputError, match="state"):
+        selector.select(x, selector.new_state(replace(spec_of(x), dtype=torch.float16)), no_phase)
+    with pytest.raises(KernelInputError):
+        AnchorsSelector(replace(ANCHORS, q_anchors=3))
+    with pytest.raises(KernelInputError):
+        AnchorsSelector(ANCHORS, k_representative="median")  # type: ignore[arg-type]
+    with pytest.raises(KernelInputError, match="stride"):
+        AntidiagonalSelector(AntidiagonalOptions(stride=5))
+    with pytest.raises(KernelInputError, match="stride"):
+        NaiveSelector(NaiveOptions(stride=5))

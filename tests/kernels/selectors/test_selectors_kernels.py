@@ -1,0 +1,180 @@
+"""Selector kernels against their CPU forms, row by row, and against themselves in chunks.
+
+Shape suffixes as in `kernels.interface`. Scores are compared, not masks: a tile whose score is within
+rounding of the threshold may fall either way. That the mask follows from the scores is checked exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
+from deltafront.kernels.selectors.anchors import AnchorsOptions, AnchorsSelector, SideSettings
+from deltafront.kernels.selectors.anchors_cpu import cpu_summarise
+from deltafront.kernels.selectors.anchors_summary_kernel import empty_table, kernel_summarise
+from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from deltafront.kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
+from deltafront.kernels.selectors.naive import NaiveOptions, NaiveSelector
+from deltafront.kernels.selectors.rules import cpu as rules
+from deltafront.kernels.selectors.rules import sums
+from deltafront.kernels.selectors.scored import ScoredSelector
+from deltafront.kernels.selectors.streaming import cpu_select
+from deltafront.kernels.selectors.streaming_kernel import kernel_select
+from deltafront.kernels.structured import structured_input
+from deltafront.kernels.testing import assert_rows_close, chunk_of, poisoned_empty, spec_of, tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ANCHORS = AnchorsOptions(tau=0.8, k_anchors=16)
+POOLED = BlockPoolOptions(tau=0.8)
+THESIS: dict[str, Any] = {
+    "q_representative": "anchor",
+    "k_representative": "anchor",
+    "k_relax": None,
+    "weighted": False,
+    "row_normalised": False,
+}
+MERGED: dict[str, Any] = {"q_overflow": "merge", "k_overflow": "merge"}
+SCORED: dict[str, Callable[[], ScoredSelector]] = {
+    "antidiagonal": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=16)),
+    "antidiagonal_4": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=4)),
+    "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=16)),
+    "block_pool": lambda: BlockPoolSelector(POOLED),
+    "anchors": lambda: AnchorsSelector(ANCHORS),
+    "anchors_merged": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=8), **MERGED),
+    "anchors_thesis": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=128, k_anchors=128), **THESIS),
+}
+IN_EIGHT_BITS = ("antidiagonal", "antidiagonal_4")
+"""Selectors whose products are of 8-bit copies where the inputs have 16 bits; tested on inputs that 8 bits
+hold, so that the comparison stays strict."""
+
+
+def sample(tokens: int, dtype: torch.dtype = torch.float32, **changes: Any) -> AttentionInput:
+    settings: dict[str, Any] = {"q_heads": 3, "kv_heads": 1, "head_dim": 32, "seed": tokens, **changes}
+    return structured_input(tokens, dtype=dtype, device=DEVICE, **settings)
+
+
+def wide(x: AttentionInput) -> AttentionInput:
+    return replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float())
+
+
+def eight_bits(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def kernel_scores(selector: ScoredSelector, x: AttentionInput) -> torch.Tensor:
+    with poisoned_empty():
+        return selector.kernel_scores(x, selector.new_state(spec_of(x)), no_phase)
+
+
+def kernel_mask(selector: ScoredSelector, x: AttentionInput) -> TileMask:
+    with poisoned_empty():
+        return selector.kernel_select(x, selector.new_state(spec_of(x)), no_phase)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float16) for name in SCORED),
+        *((name, torch.float32) for name in ("antidiagonal", "anchors")),
+    ],
+)
+def test_scores_and_mask_equal_the_cpu_form(name: str, dtype: torch.dtype) -> None:
+    x = sample(300, dtype, batch=2 if name == "anchors" else 1, q_heads=1 if name == "anchors_thesis" else 3)
+    if name in IN_EIGHT_BITS:
+        x = replace(x, q_BHTD=eight_bits(x.q_BHTD), k_BGSD=eight_bits(x.k_BGSD))
+    selector = SCORED[name]()
+    score_BHNM = kernel_scores(selector, x)
+    exact = wide(x)
+    expected_BHNM = selector.cpu_scores(exact, selector.new_state(spec_of(exact)), no_phase)
+    assert_rows_close(score_BHNM, expected_BHNM, dtype=torch.float16, factor=2)
+    assert tiles(kernel_mask(selector, x)) == tiles(rules.select(score_BHNM, selector.rule, 0))
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize("name", ["antidiagonal", "anchors"])
+def test_groups_of_query_heads(name: str, q_heads: int, kv_heads: int) -> None:
+    x = sample(200, q_heads=q_heads, kv_heads=kv_heads, head_dim=16)
+    selector = SCORED[name]()
+    expected_BHNM = selector.cpu_scores(x, selector.new_state(spec_of(x)), no_phase)
+    assert_rows_close(kernel_scores(selector, x), expected_BHNM, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("name", ["antidiagonal", "naive", "block_pool", "anchors"])
+def test_chunks_select_what_the_whole_prompt_selects(name: str) -> None:
+    x = sample(385, torch.float16, q_heads=2)
+    selector = SCORED[name]()
+    whole = kernel_mask(selector, x)
+    state = selector.new_state(spec_of(x))
+    for start, stop in ((0, 128), (128, 384), (384, 385)):
+        part = selector.kernel_select(chunk_of(x, start, stop), state, no_phase)
+        first, blocks = start // BLOCK, part.count_BHN.shape[2]
+        index_BHNM = whole.index_BHNM[:, :, first : first + blocks]
+        count_BHN = whole.count_BHN[:, :, first : first + blocks]
+        assert tiles(part) == tiles(TileMask(index_BHNM, count_BHN))
+
+
+def test_slabs_do_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = sample(1300, torch.float16, q_heads=1, head_dim=16)
+    selector = BlockPoolSelector(POOLED)
+    whole = tiles(kernel_mask(selector, x))
+    monkeypatch.setattr(sums, "PART_BYTES", 1)
+    assert len(list(sums.slabs(x, 1))) == 2
+    assert tiles(kernel_mask(selector, x)) == whole
+    anchors = SCORED["anchors"]()
+    halves = tiles(kernel_mask(anchors, x))
+    monkeypatch.undo()
+    assert tiles(kernel_mask(anchors, x)) == halves
+
+
+@pytest.mark.parametrize("name", ["antidiagonal", "anchors"])
+@pytest.mark.parametrize("kind", ["duplicates", "zeros", "large", "absurd", "one token"])
+def test_degenerate_rows(name: str, kind: str) -> None:
+    x = sample(200, q_heads=1, head_dim=16)
+    if kind == "one token":
+        x = chunk_of(sample(129, q_heads=1, head_dim=16), 128, 129)
+    factor = {"duplicates": 1.0, "zeros": 0.0, "large": 8.0, "absurd": 300.0, "one token": 1.0}[kind]
+    q, k = x.q_BHTD * factor, x.k_BGSD * factor
+    if kind == "duplicates":
+        q, k = q[:, :, :1].expand_as(q).contiguous(), k[:, :, :1].expand_as(k).contiguous()
+    x = replace(x, q_BHTD=q, k_BGSD=k)
+    selector = SCORED[name]()
+    expected_BHNM = selector.cpu_scores(x, selector.new_state(spec_of(x)), no_phase)
+    score_BHNM = kernel_scores(selector, x)
+    if kind == "large":  # logits in the thousands: the 16-bit logarithms still find the same best tile
+        assert torch.equal(score_BHNM.argmax(-1), expected_BHNM.argmax(-1))
+    elif kind != "absurd":  # beyond 16 bits tiles tie: any valid mask will do
+        assert_rows_close(score_BHNM, expected_BHNM, dtype=torch.float16)
+    assert not bool(score_BHNM.isnan().any())
+    assert all(kept[0] == 0 for kept in tiles(kernel_mask(selector, x)))
+
+
+@pytest.mark.parametrize("relax", [None, 0.3])
+@pytest.mark.parametrize("representative", ["mean", "anchor"])
+@pytest.mark.parametrize("overflow", ["drop", "merge"])
+def test_summaries_equal_the_cpu_form(overflow: Any, representative: Any, relax: float | None) -> None:
+    x = sample(300, torch.float16).k_BGSD[:, :, :, :]
+    x[0, 0, 140:150] = 0.0
+    side = SideSettings(8, representative, overflow, relax)
+    with poisoned_empty():
+        table = empty_table(x, side.cap)
+        kernel_summarise(x, 0.75, side, table, 0, 5)
+    expected = cpu_summarise(x, 0.75, side, 5)
+    used = expected.count_BGMA > 0
+    assert torch.equal(table.count_BGMA, expected.count_BGMA)
+    assert torch.equal(table.first_BGMA[used], expected.first_BGMA[used])
+    assert_rows_close(table.vector_BGMAD[used], expected.vector_BGMAD[used], dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("sink", "window"), [(1, 1), (130, 300), (5000, 5000)])
+def test_streaming_equals_the_cpu_form(sink: int, window: int) -> None:
+    x = sample(900)
+    for part in (x, chunk_of(x, 512, 900)):
+        with poisoned_empty():
+            mask = kernel_select(part, sink, window)
+        assert tiles(mask) == tiles(cpu_select(part, sink, window))

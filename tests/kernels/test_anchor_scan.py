@@ -1,0 +1,121 @@
+"""The anchor scan: CPU form against the oracle, kernel against CPU form, properties, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltafront.kernels.anchor_scan import AnchorRuns, cpu_leads, cpu_scan, leads, runs_of
+from deltafront.kernels.anchor_scan_kernel import kernel_leads
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.reference.anchor_scan import run_starts
+from deltafront.kernels.testing import poisoned_empty
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kernel_scan(x: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> AnchorRuns:
+    return runs_of(kernel_leads(x, threshold, chunk, metric), chunk)
+
+
+def drifting_rows(rows: int, batch: int = 1, heads: int = 2, dim: int = 16, seed: int = 0) -> torch.Tensor:
+    """Rows that stay alike for a while."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, heads, rows, dim, generator=generator)
+    level = x[:, :, torch.arange(rows) // 7 * 7]
+    return (level + 0.35 * x).to(DEVICE)
+
+
+def check_consistent(runs: AnchorRuns, rows: int, chunk: int) -> None:
+    """Every field tells the same story as `is_anchor`."""
+    for lane in range(runs.is_anchor_BGS.flatten(0, 1).shape[0]):
+        leads = runs.is_anchor_BGS.flatten(0, 1)[lane].nonzero()[:, 0].tolist()
+        ends = sorted([*leads[1:], rows])
+        place = 0
+        for c, count in enumerate(runs.runs_BGC.flatten(0, 1)[lane].tolist()):
+            here = [lead for lead in leads if lead // chunk == c]
+            assert count == len(here)
+            assert runs.first_BGCR.flatten(0, 1)[lane, c, :count].tolist() == here
+            lengths = [ends[place + i] - lead for i, lead in enumerate(here)]
+            assert runs.length_BGCR.flatten(0, 1)[lane, c].tolist() == lengths + [0] * (chunk - count)
+            assert runs.last_BGCR.flatten(0, 1)[lane, c, :count].tolist() == [
+                lead + length - 1 for lead, length in zip(here, lengths, strict=True)
+            ]
+            for index, (lead, length) in enumerate(zip(here, lengths, strict=True)):
+                run = runs.run_BGS.flatten(0, 1)[lane, lead : lead + length]
+                assert (run == index).all()
+            place += count
+
+
+@pytest.mark.parametrize("chunk", [128, 256])
+@pytest.mark.parametrize(("metric", "threshold"), [("cosine", 0.75), ("cosine", -0.2), ("euclidean", 3.0)])
+def test_the_cpu_form_equals_the_oracle(metric: str, threshold: float, chunk: int) -> None:
+    x = drifting_rows(301, batch=2)
+    runs = cpu_scan(x, threshold, chunk, metric)
+    found = [lane.nonzero()[:, 0].tolist() for lane in runs.is_anchor_BGS.flatten(0, 1)]
+    assert found == run_starts(x, threshold, chunk, metric)
+    assert 2 < len(found[0]) < 250
+    check_consistent(runs, 301, chunk)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "chunk"), [(300, 128), (520, 512), (1, 128)])
+@pytest.mark.parametrize(("metric", "threshold"), [("cosine", 0.75), ("euclidean", 3.0)])
+def test_the_kernel_equals_the_cpu_form(
+    metric: str, threshold: float, rows: int, chunk: int, dtype: torch.dtype
+) -> None:
+    x = drifting_rows(rows, batch=2, dim=32, seed=rows).to(dtype)
+    with poisoned_empty():
+        runs = kernel_scan(x, threshold, chunk, metric)
+    expected = cpu_scan(x, threshold, chunk, metric)
+    assert torch.equal(runs.is_anchor_BGS, expected.is_anchor_BGS)
+    assert torch.equal(runs.length_BGCR, expected.length_BGCR)
+    check_consistent(runs, rows, chunk)
+
+
+@pytest.mark.parametrize("run", [cpu_scan, kernel_scan])
+def test_duplicates_join_and_zeros_stand_alone(run: object) -> None:
+    assert callable(run)
+    same = torch.ones(1, 1, 256, 16, device=DEVICE) * 0.37
+    assert run(same, 0.99).runs_BGC.tolist() == [[[1, 1]]]
+    assert run(same, 0.1, 256, "euclidean").runs_BGC.tolist() == [[[1]]]
+    zeros = torch.zeros(1, 1, 130, 16, device=DEVICE)
+    assert run(zeros, 0.75).runs_BGC.tolist() == [[[128, 2]]]
+    assert run(zeros, 0.0).runs_BGC.tolist() == [[[1, 1]]]
+    assert run(zeros, 0.0, 128, "euclidean").runs_BGC.tolist() == [[[1, 1]]]
+
+
+def test_non_contiguous_rows() -> None:
+    x = drifting_rows(200, heads=3, dim=32).transpose(1, 2).contiguous().transpose(1, 2)
+    assert not x.is_contiguous()
+    expected = cpu_scan(x.contiguous(), 0.7)
+    assert torch.equal(kernel_leads(x, 0.7), expected.is_anchor_BGS)
+    assert torch.equal(leads(x, 0.7), expected.is_anchor_BGS)
+
+
+@pytest.mark.parametrize("run", [cpu_leads, kernel_leads])
+@pytest.mark.parametrize(
+    ("shape", "arguments"),
+    [
+        ((2, 128, 16), (0.7, 128, "cosine")),
+        ((1, 1, 0, 16), (0.7, 128, "cosine")),
+        ((1, 1, 128, 16), (0.7, 100, "cosine")),
+        ((1, 1, 128, 16), (0.7, 0, "cosine")),
+        ((1, 1, 128, 16), (0.7, 128, "manhattan")),
+        ((1, 1, 128, 16), (float("nan"), 128, "cosine")),
+        ((1, 1, 128, 16), (-1.0, 128, "euclidean")),
+    ],
+)
+def test_bad_input(run: object, shape: tuple[int, ...], arguments: tuple[float, int, str]) -> None:
+    assert callable(run)
+    with pytest.raises(KernelInputError):
+        run(torch.zeros(shape, device=DEVICE), *arguments)
+
+
+def test_kernel_refuses_odd_head_dimensions_and_dtypes() -> None:
+    with pytest.raises(KernelInputError, match="head dimension 48"):
+        kernel_leads(torch.zeros(1, 1, 128, 48, device=DEVICE), 0.7)
+    with pytest.raises(KernelInputError, match="dtype"):
+        kernel_leads(torch.zeros(1, 1, 128, 32, device=DEVICE, dtype=torch.float64), 0.7)
+    with pytest.raises(KernelInputError, match="contiguous"):
+        kernel_leads(torch.zeros(1, 1, 32, 128, device=DEVICE).transpose(2, 3), 0.7)

@@ -1,0 +1,139 @@
+"""The Δ correction: against its definition row by row, in any chunks, kernel against CPU form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from deltafront.kernels.build import build
+from deltafront.kernels.correction import Correction, cpu_add_differences, cpu_dense_rows
+from deltafront.kernels.correction_kernel import kernel_add_differences, kernel_dense_rows
+from deltafront.kernels.interface import (
+    AttentionInput,
+    Coverage,
+    KernelInputError,
+    Phase,
+    StateSpec,
+    no_phase,
+)
+from deltafront.kernels.methods import method_spec
+from deltafront.kernels.reference.attention import corrected, reference_attention
+from deltafront.kernels.testing import (
+    assert_rows_close,
+    chunk_of,
+    poisoned_empty,
+    random_input,
+    spec_of,
+)
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+
+
+class Noise:
+    """A bad method: dense attention of the prompt plus noise that depends on the position only."""
+
+    def __init__(self, whole: AttentionInput) -> None:
+        generator = torch.Generator().manual_seed(9)
+        self.out_BHTD = reference_attention(whole) + torch.randn(whole.q_BHTD.shape, generator=generator)
+
+    def new_state(self, spec: StateSpec) -> None:
+        del spec
+
+    def attend(
+        self, x: AttentionInput, state: None, phase: Phase = no_phase
+    ) -> tuple[torch.Tensor, Coverage]:
+        rows = slice(x.q_start, x.q_start + x.q_BHTD.shape[2])
+        return self.out_BHTD[:, :, rows].clone(), Coverage(torch.zeros((), dtype=torch.float64), 1, 0.0)
+
+
+def in_chunks(method: Correction, x: AttentionInput, cuts: list[int]) -> torch.Tensor:
+    state = method.new_state(spec_of(x))
+    edges = [0, *cuts, x.q_BHTD.shape[2]]
+    parts = [method.attend(chunk_of(x, a, b), state)[0] for a, b in pairwise(edges)]
+    return torch.cat(parts, dim=2)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gamma", [1, 48, 64, 200])
+@pytest.mark.parametrize("tokens", [640, 600])
+def test_definition_and_chunks(tokens: int, gamma: int, recompute: bool) -> None:
+    x = random_input(tokens, q_heads=3, kv_heads=1, head_dim=16)
+    noise = Noise(x)
+    method = Correction(noise, gamma, recompute)
+    expected = corrected(x, noise.out_BHTD, gamma, recompute)
+    for cuts in ([], [128], [256, 384, 512]):
+        assert_rows_close(in_chunks(method, x, cuts), expected)
+
+
+def test_short_prompts_are_all_tail() -> None:
+    for tokens in (1, 127, 128, 255):
+        x = random_input(tokens, head_dim=16)
+        method = Correction(Noise(x), 64)
+        assert_rows_close(in_chunks(method, x, []), reference_attention(x))
+
+
+def test_correction_of_dense_changes_nothing() -> None:
+    x = random_input(500, q_heads=4, kv_heads=2)
+    method = build(method_spec("dense+delta", {"gamma": 48}))
+    out, coverage = method.attend(x, method.new_state(spec_of(x)))
+    assert_rows_close(out, reference_attention(x))
+    dense_rows = [row for row in range(500) if row >= 256 or row % 48 == 0]
+    extra = 4 * sum(row // 128 + 1 for row in dense_rows) / 128
+    assert float(coverage.computed) == pytest.approx(coverage.causal + extra)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("tokens", "rows", "first", "gamma", "tail"),
+    [(600, 600, 0, 64, 384), (700, 188, 30, 48, 188), (513, 129, 5, 200, 100), (400, 144, 3, 64, 3)],
+)
+def test_the_kernels_equal_the_cpu_forms(
+    dtype: torch.dtype, tokens: int, rows: int, first: int, gamma: int, tail: int
+) -> None:
+    x = random_input(tokens, rows=rows, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE)
+    y = AttentionInput.of(*(t.float().cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)))
+    with poisoned_empty():
+        found = kernel_dense_rows(x, first, gamma, tail)
+    expected = cpu_dense_rows(y, first, gamma, tail)
+    for ours, wanted in zip(found, expected, strict=True):
+        assert ours.shape == wanted.shape
+        if wanted.numel():
+            assert_rows_close(ours.cpu(), wanted, dtype=dtype)
+    out = torch.randn(y.q_BHTD.shape)
+    carried = torch.randn(1, 2, 64)
+    theirs = out.clone()
+    mine = out.to(DEVICE)
+    if expected[0].shape[2]:
+        wanted_carry = cpu_add_differences(theirs[:, :, :tail], expected[0], carried, first, gamma)
+        dense = expected[0].to(DEVICE)
+        carry = kernel_add_differences(mine[:, :, :tail], dense, carried.to(DEVICE), first, gamma)
+        assert_rows_close(mine.cpu(), theirs)
+        assert_rows_close(carry.cpu(), wanted_carry)
+
+
+def test_rows_before_the_first_take_the_carried_difference() -> None:
+    out = torch.zeros(1, 1, 10, 4)
+    carried = torch.full((1, 1, 4), 3.0)
+    cpu_add_differences(out, torch.ones(1, 1, 1, 4), carried, 6, 64)
+    assert out[0, 0, :, 0].tolist() == [3.0] * 6 + [1.0] * 4
+
+
+def test_a_gamma_below_one_is_refused() -> None:
+    x = random_input(128)
+    with pytest.raises(KernelInputError, match="gamma"):
+        Correction(Noise(x), 0)
+
+
+def test_large_differences_do_not_leak_into_other_heads() -> None:
+    """One head wrong by a constant: it alone is corrected, and exactly."""
+    x = random_input(512, q_heads=2, kv_heads=1, head_dim=16)
+    noise = Noise(x)
+    noise.out_BHTD = reference_attention(x)
+    noise.out_BHTD[:, 1] += 5.0
+    found = in_chunks(Correction(noise, 64), replace(x), [256])
+    assert_rows_close(found, reference_attention(x))

@@ -1,0 +1,201 @@
+"""The registry: what it lists, what it refuses, methods from outside the package, and torch left alone."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltafront.kernels import methods
+from deltafront.kernels.build import build
+from deltafront.kernels.interface import KernelInputError
+from deltafront.kernels.methods import (
+    PRESETS,
+    MethodError,
+    MethodSpec,
+    load,
+    method_spec,
+    reads_whole_prompts,
+    register,
+)
+from deltafront.kernels.options import Option, option
+from deltafront.kernels.selectors.streaming import StreamingOptions, StreamingSelector
+from deltafront.workers.prefill.in_process import run_in_process
+from deltafront.workers.settings import ModelSpec, PrefillConfig
+
+from ..workers.tiny_model import LAYERS, make_tiny_model, random_ids, whole_prompt
+
+OWN = {
+    "block_pool",
+    "delta_kv",
+    "delta_xattention",
+    "dense",
+    "dpxa",
+    "flex",
+    "naive",
+    "streaming",
+    "vertical_slash",
+    "xattention",
+}
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module on sys.path that is no part of the package and was not imported yet.
+
+    What it registers is forgotten after the test.
+    """
+    assert set(PRESETS) >= OWN
+    monkeypatch.setattr(methods._presets, "_registered", dict(methods._presets._registered))
+    name = f"outside_{tmp_path.name.replace('-', '_')}"
+    source = Path(__file__).with_name("outside_method.py").read_text()
+    (tmp_path / f"{name}.py").write_text(source.replace('register("comb"', f'register("{name}"'))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_the_packages_own_methods_are_found_without_a_list() -> None:
+    assert set(PRESETS) >= OWN
+    assert list(PRESETS) == sorted(PRESETS)
+    assert {name for name in OWN if reads_whole_prompts(name)} == {"flex", "vertical_slash"}
+    assert reads_whole_prompts("flex+delta") and not reads_whole_prompts("dense+delta")
+    streaming = PRESETS["streaming"]
+    assert streaming.source == "StreamingLLM (Xiao et al. 2023), section 3.2"
+    assert list(streaming.options) == ["sink", "window", "min_tokens"]
+    assert streaming.options["window"] == Option(
+        2048, 1, 1 << 20, "most recent tokens that every query attends to"
+    )
+    assert PRESETS["dpxa"].options["tau"].default == 0.95
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
+    given = {key: option.default for key, option in PRESETS[name].options.items()}
+    spec = method_spec(name, given)
+    assert spec == method_spec(name) and hash(spec) == hash(method_spec(name))
+    assert spec.module.startswith("deltafront.kernels.") and not spec.correction
+    build(spec)
+    corrected = method_spec(f"{name}+delta", {"gamma": 32})
+    assert corrected.correction and corrected.values == {**given, "gamma": 32}
+    build(corrected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "field", "message"),
+    [
+        ("magic", {}, "method", "unknown attention method 'magic'; known: block_pool, "),
+        ("dense+gamma", {}, "method", "unknown attention method"),
+        ("dense", {"tau": 0.5}, "method_options.tau", "dense has no option 'tau'; it takes: none"),
+        ("xattention", {"gamma": 4}, "method_options.gamma", "it takes: tau, stride, min_tokens"),
+        ("xattention", {"stride": 5}, "method_options.stride", r"= 5 is not one of \(4, 8, 16\)"),
+        ("xattention", {"stride": 4.5}, "method_options.stride", "is not a whole number"),
+        ("xattention", {"tau": 1.5}, "method_options.tau", "= 1.5 is outside 0.01 .. 1.0"),
+        ("xattention", {"tau": float("nan")}, "method_options.tau", "is outside"),
+        ("dense+delta", {"gamma": 0}, "method_options.gamma", "= 0 is outside 1 .. 4096"),
+    ],
+)
+def test_what_no_method_takes_is_refused(
+    name: str, options: dict[str, float], field: str, message: str
+) -> None:
+    with pytest.raises(MethodError, match=message) as caught:
+        method_spec(name, options)
+    assert caught.value.field == field
+
+
+def test_values_take_the_type_of_their_field() -> None:
+    values = method_spec("delta_kv", {"counts": 0.0, "critical": 256.0, "cos": 1}).values
+    assert values == {"counts": False, "critical": 256, "cos": 1, "min_tokens": 4096}
+    assert type(values["counts"]) is bool and type(values["critical"]) is int
+
+
+def test_a_selector_from_outside_serves_a_prompt(outside: str, tmp_path: Path) -> None:
+    with pytest.raises(MethodError, match="unknown attention method"):
+        method_spec(outside)
+    load(outside)
+    assert PRESETS[outside].source == "nowhere"
+    with pytest.raises(MethodError, match="is not one of"):
+        method_spec(outside, {"step": 3})
+    directory, ids = make_tiny_model(tmp_path / "model"), random_ids(900)
+    model = ModelSpec(str(directory), dtype="float32")
+    config = PrefillConfig(stages=2, chunk_tokens=256, cache_tokens=1024)
+    seen: list[int] = sys.modules[outside].SEEN_LAYERS
+    for step, is_dense in ((1, True), (4, False)):
+        spec = method_spec(outside, {"step": step})
+        assert spec.module == outside
+        seen.clear()
+        report, logits_V = run_in_process(model, config, ids, spec)
+        assert sorted(seen) == list(range(LAYERS)), "every layer's state is made once, and knows its layer"
+        computed = sum(layer.computed for layer in report.density)
+        causal = sum(layer.causal for layer in report.density)
+        assert (computed == causal) is is_dense
+        wanted_V, _ = whole_prompt(directory, ids, spec)
+        np.testing.assert_allclose(logits_V, wanted_V.numpy(), rtol=2e-3, atol=2e-3)
+
+
+def test_another_process_imports_what_a_spec_names(outside: str, tmp_path: Path) -> None:
+    """As a stage's process does, which was told of no module: the spec is all it gets."""
+    load(outside)
+    (tmp_path / "spec").write_bytes(pickle.dumps(method_spec(f"{outside}+delta", {"step": 4})))
+    code = (
+        "import pickle, sys; from pathlib import Path; from deltafront.kernels.build import build; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); "
+        f"spec = pickle.loads(Path({str(tmp_path / 'spec')!r}).read_bytes()); "
+        "assert spec.module not in sys.modules; "
+        "assert build(spec).inner.selector.step == 4"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_that_bring_no_method_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_outside.py").write_text("raise ValueError('no luck')")
+    (tmp_path / "empty_outside.py").write_text("")
+    with pytest.raises(MethodError, match="nowhere_at_all cannot be imported for its methods"):
+        load("nowhere_at_all")
+    with pytest.raises(MethodError, match="no luck"):
+        load("broken_outside")
+    with pytest.raises(MethodError, match="empty_outside registers no attention method"):
+        load("empty_outside")
+    with pytest.raises(MethodError, match="empty_outside registers no attention method"):
+        build(MethodSpec("thing", "empty_outside", False, ()))
+    with pytest.raises(MethodError, match="elsewhere registers no attention method 'dense'"):
+        build(MethodSpec("dense", "elsewhere", False, ()))
+
+
+def test_a_registration_that_cannot_hold_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Unbounded:
+        share: float = 0.5
+
+    @dataclass(frozen=True)
+    class Mine:
+        share: float = option(0.5, 0.0, 1.0, "a share")
+
+    def register_as(name: str, options: type[object]) -> None:
+        executor = PRESETS["dense"].executor
+        register(name, options, None, executor, source="nowhere")
+
+    with pytest.raises(MethodError, match="has registered a method 'dense'"):
+        register_as("dense", Mine)
+    with pytest.raises(MethodError, match="cannot be a method's name"):
+        register_as("mine+delta", Mine)
+    with pytest.raises(TypeError, match=r"Unbounded\.share is not made with `option`"):
+        register_as("unbounded", Unbounded)
+    with pytest.raises(KernelInputError, match="window"):
+        StreamingSelector(StreamingOptions(window=0))
+
+
+def test_listing_and_checking_methods_leaves_torch_out() -> None:
+    code = (
+        "import sys; from deltafront.kernels.methods import PRESETS, method_spec; "
+        "[method_spec(f'{name}+delta') for name in PRESETS]; "
+        "sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, f"torch or triton was imported {done.stderr}"
