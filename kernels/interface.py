@@ -10,6 +10,7 @@ remember between chunks of one prompt lives in the state it made with `new_state
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch
 
 BLOCK = 128
 """Rows and columns of a tile, in tokens. Tiles are aligned to absolute positions."""
+LOG2E = math.log2(math.e)
+"""The kernels take exponentials in base 2."""
 
 
 class KernelInputError(ValueError):

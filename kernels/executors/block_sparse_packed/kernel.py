@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...interface import BLOCK, AttentionInput, TileMask
+from ...interface import BLOCK, LOG2E, AttentionInput, TileMask
 from ..flash import NEGATIVE, step_tile
-from ..launch import LOG2E, check_launch
+from ..launch import check_launch
 from ..packed_kv.kernel import pack
 from ..packed_kv.packing import PackedRuns
 
