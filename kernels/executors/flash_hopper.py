@@ -1,306 +1,289 @@
 """Online-softmax attention for Hopper, in Gluon: the algorithm of `flash.py` with the roles split by warps.
 
-One warp copies (TMA), two or three warpgroups compute 64 rows each. A warpgroup issues the scores of the
-next tile and the weighted sum of the last one together (FlashAttention-3, section 3.2), waits for both (but
-see `is_late`), and takes exponentials while the matrix unit works for the others.
+*Roles.* One warp copies (TMA; `load_items` in `hopper_tiles.py`), two or three warpgroups of four warps
+compute 64 rows each (`_compute` below). A program takes *items*, tiles of rows of one query head, and visits
+for each a list of tiles of 128 keys; `hopper_tiles.py` says which, and in which order.
 
-The grid is persistent: one program per multiprocessor takes row tiles from a common counter, the tiles of a
-key head's query heads side by side so that they share keys in L2, longest first so that the programs end
+*Shared memory* (`Buffers` in `hopper_ring.py`) is all rings: queries, tiles of keys with the run lengths of
+packed ones, tiles of values, and the number of the next item. Each buffer has two barriers: `full` (written:
+read it), which the warpgroups wait for, and `empty` (every reader has done with it: overwrite it), for which
+the copying warp waits. So it runs ahead as far as buffers are empty, and no warpgroup waits for another.
+
+*One tile* (`_advance`): a warpgroup issues the scores of the next tile and the weighted sum of the last one
+together (FlashAttention-3, section 3.2), waits for both (but see `late` in `hopper_plan.py`), and takes
+exponentials while the matrix unit works for the others.
+
+*The grid* is persistent: one program per multiprocessor takes items from a common counter, those of a key
+head's query heads side by side so that they share keys in L2, longest first so that the programs end
 together.
 
-RANGE, LIST and PACKED as in `flash.py`; masked tiles come first in a row's list.
+LISTED and PACKED as in `flash.py`. What is known when compiling is one argument, PLAN (`hopper_plan.py`);
+the others are gathered into named tuples, which cost nothing: they are gone before the code is optimised.
+Strides are in elements, named stride_<tensor><dimension>: stride_ib, _ih and _in are those of index_BHNM.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from .hopper_plan import GROUP_ROWS, TILE
+from .hopper_ring import new_buffers
 from .hopper_softmax import (
     NEGATIVE,
-    hide,
-    in_pairs,
-    is_late,
-    is_spread,
+    Running,
+    Seen,
+    acc_layout,
+    hide_exact,
+    hide_packed,
+    new_mass,
     operand,
     rounded,
+    scores_layout,
+    seen_by,
     shrunk,
+    tile_columns,
     weigh,
 )
-from .hopper_tiles import extent_of, load_items, next_entry, packed_before, place_of
+from .hopper_tiles import (
+    Lists,
+    Sources,
+    Work,
+    extent_of,
+    item_of,
+    load_items,
+    next_entry,
+)
+
+COPYING_REGISTERS = gl.constexpr(24)
+"""A thread of the copying warp; the computing ones' are in the plan."""
+NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Whether `_advance` hides a tile's unseen keys: there are none, there are, or a branch on the tile says."""
+
+
+class OwnRows(NamedTuple):
+    """A warpgroup's 64 rows of one item: queries (in shared memory or registers), and what they see."""
+
+    q: gl.tensor
+    seen: Seen
+    scale: gl.tensor
+
+
+class Results(NamedTuple):
+    """Descriptors of where output goes: rows' and leading rows'."""
+
+    out: tma.tensor_descriptor
+    out_lead: tma.tensor_descriptor
+
+
+@gluon.jit
+def _matrix(buffer, ROWS: gl.constexpr, PLAN: gl.constexpr):
+    """A buffer (1, 1, ROWS, D) as a matrix."""
+    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, PLAN.dim], buffer.dtype)
+    return buffer._reinterpret(buffer.dtype, [ROWS, PLAN.dim], flat)
+
+
+@gluon.jit
+def _begin_scores(q, buffer, PLAN: gl.constexpr):
+    """Issue the products of q and a tile of keys."""
+    k = _matrix(buffer, TILE, PLAN)
+    blank = gl.zeros([GROUP_ROWS, TILE], gl.float32, layout=scores_layout())
+    return warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_sum(running, buffer, PLAN: gl.constexpr):
+    """Issue the addition of the last tile's weighted values to acc."""
+    v = _matrix(buffer, TILE, PLAN)
+    acc = running.acc
+    w = running.weights
+    if PLAN.late:
+        acc = shrunk(acc, running.shrink)
+        w = rounded(w, buffer.dtype, PLAN)
+    return warpgroup_mma(operand(w, buffer.dtype, PLAN), v, acc, is_async=True)
 
 
 @gluon.jit
 def _advance(
-    acc, m, mass, w, shrink, done, i, fixed,
-    KIND: gl.constexpr, MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    running, done, i, rows, buffers, WEIGHTED: gl.constexpr, HIDE: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Scores of tile i while tile i - 1, whose exponentials are w (rounded, unless `is_late`), is summed.
+    """Scores and weights of tile i while tile i - 1 is summed. done: tiles summed so far.
 
-    KIND 0: all keys are seen, 1: not all, 2: packed, all seen, 3: packed, not all, 4: found out in a branch.
+    WEIGHTED: the tile's keys count as often as its run lengths say; they are packed ones if any is hidden.
     """
-    q, seen, scale, buffers = fixed
-    _position, _whole, masked, _exact, _begin, _key_from, _packed = seen
-    q_smem, k_smem, v_smem, w_smem, _q_full, _q_empty, k_full, k_empty, v_full, v_empty = buffers
-    PAIRS: gl.constexpr = in_pairs(MODE, D)
-    LATE: gl.constexpr = is_late(MODE, D)
-    WEIGHTED: gl.constexpr = (KIND == 2) | (KIND == 3)
-    o_layout: gl.constexpr = acc.type.layout
-    dtype: gl.constexpr = q_smem.dtype
-    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
-    blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
-    next_stage = (done + 1) % STAGES
-    mbarrier.wait(k_full.index(next_stage), ((done + 1) // STAGES) & 1)
-    k = k_smem.index(next_stage)._reinterpret(dtype, [128, D], flat)
-    s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
-    stage = done % STAGES
-    mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
-    v = v_smem.index(stage)._reinterpret(dtype, [128, D], flat)
-    if LATE:
-        acc = shrunk(acc, shrink)
-        w = rounded(w, dtype, o_layout, PAIRS)
-    acc = warpgroup_mma(operand(w, dtype, o_layout, PAIRS), v, acc, is_async=True)
+    seen = rows.seen
+    keys = buffers.k
+    values = buffers.v
+    dtype: gl.constexpr = values.buffers.dtype
+    column = tile_columns()
+    keys.wait_full(done + 1)
+    s = _begin_scores(rows.q, keys.buffer(done + 1), PLAN)
+    values.wait_full(done)
+    acc = _begin_sum(running, values.buffer(done), PLAN)
     s = warpgroup_mma_wait(1, deps=[s])
     if not WEIGHTED:
-        mbarrier.arrive(k_empty.index(next_stage))
-    if not LATE:
+        keys.release(done + 1)
+    if not PLAN.late:
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(stage))
-    if (KIND == 1) | (KIND == 3):
-        s = hide(s, column, i, seen, MODE, WEIGHTED)
-    if KIND == 4:  # noqa: SIM102 (KIND is known when compiling, i is not)
-        if i < masked:
-            s = hide(s, column, i, seen, MODE, WEIGHTED)
-    weight = scale
+        values.release(done)
+    if HIDE == ALWAYS:
+        s = hide_packed(s, column, i, seen) if WEIGHTED else hide_exact(s, column, i, seen, PLAN)
+    if HIDE == IF_MASKED:  # noqa: SIM102 (HIDE is known when compiling, i is not)
+        if i < seen.extent.masked:
+            s = hide_exact(s, column, i, seen, PLAN)
+    lengths = rows.scale
     if WEIGHTED:
         line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        weight = w_smem.index(next_stage)._reinterpret(gl.float32, [128], line).load(column.type.layout)
-    p, m, mass, shrink = weigh(s, m, mass, scale, weight, WEIGHTED)
+        buffer = buffers.lengths.index((done + 1) % PLAN.stages)._reinterpret(gl.float32, [TILE], line)
+        lengths = buffer.load(gl.SliceLayout(0, scores_layout()))
+    p, top, mass, shrink = weigh(s, running.top, running.mass, rows.scale, lengths, WEIGHTED, PLAN)
     if WEIGHTED:
-        mbarrier.arrive(k_empty.index(next_stage))  # its stage holds the tile's run lengths too
+        keys.release(done + 1)  # the run lengths are of its stage too
     w = p
-    if LATE:
+    if PLAN.late:
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(stage))
+        values.release(done)
     else:
-        w = rounded(p, dtype, o_layout, PAIRS)
+        w = rounded(p, dtype, PLAN)
         acc = shrunk(acc, shrink)
-    return acc, m, mass, w, shrink, done + 1
+    return Running(acc, top, mass, w, shrink), done + 1
 
 
 @gluon.jit
-def _advance_all(
-    acc, m, mass, w, shrink, done, ends, fixed,
-    MODE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
+def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
     """`_advance` for every tile of an item but the first: where faster, in a loop for each kind of tile.
 
-    ends: the first tile of which all rows see all keys; (PACKED) the first packed one of which they do not;
-    the end. PACKED weighs exact keys by ones, for one loop less.
+    PACKED weighs exact keys by ones, for one loop less.
     """
-    hidden, clear, total = ends
-    if MODE == 2:
-        if GROUPS == 3:  # else an item's rows lie in one block, and only the first tile has unseen keys
-            for i in range(1, hidden):
-                acc, m, mass, w, shrink, done = _advance(
-                    acc, m, mass, w, shrink, done, i, fixed, 1, MODE, D, STAGES
-                )
-        for i in range(hidden if GROUPS == 3 else 1, clear):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 2, MODE, D, STAGES
-            )
-        for i in range(clear, total):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 3, MODE, D, STAGES
-            )
-    elif MODE == 0 and in_pairs(MODE, D):
-        for i in range(1, hidden):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 1, MODE, D, STAGES
-            )
-        for i in range(hidden, total):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 0, MODE, D, STAGES
-            )
+    if PLAN.packed:
+        if PLAN.warpgroups == 3:  # else an item's rows lie in one block, and only the first tile is masked
+            for i in range(1, ends.hidden_end):
+                running, done = _advance(running, done, i, rows, buffers, False, ALWAYS, PLAN)
+        for i in range(ends.hidden_end if PLAN.warpgroups == 3 else 1, ends.clear_end):
+            running, done = _advance(running, done, i, rows, buffers, True, NEVER, PLAN)
+        for i in range(ends.clear_end, ends.tiles):
+            running, done = _advance(running, done, i, rows, buffers, True, ALWAYS, PLAN)
+    elif PLAN.in_pairs:
+        for i in range(1, ends.hidden_end):
+            running, done = _advance(running, done, i, rows, buffers, False, ALWAYS, PLAN)
+        for i in range(ends.hidden_end, ends.tiles):
+            running, done = _advance(running, done, i, rows, buffers, False, NEVER, PLAN)
     else:
-        for i in range(1, total):
-            acc, m, mass, w, shrink, done = _advance(
-                acc, m, mass, w, shrink, done, i, fixed, 0 if MODE == 1 else 4, MODE, D, STAGES
+        for i in range(1, ends.tiles):
+            running, done = _advance(
+                running, done, i, rows, buffers, False, NEVER if PLAN.listed else IF_MASKED, PLAN
             )
-    return acc, m, mass, w, shrink, done
+    return running, done
 
 
 @gluon.jit
 def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide their order)
-    half: gl.constexpr, results, buffers, work, turns,
-    MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, AHEAD: gl.constexpr,
+    WARPGROUP: gl.constexpr, results, buffers, work, scale, PLAN: gl.constexpr
 ):  # fmt: skip
-    """One warpgroup: 64 rows of each item.
+    """One warpgroup: 64 rows of each item. done: tiles so far, taken: items so far.
 
-    With AHEAD 2, queries have two buffers. An item's output leaves by its own, which is freed when the next
+    An item's output leaves by its queries' buffer. With two of those, the buffer is released when the next
     item, whose queries lie in the other, is under way.
     """
-    out, out_lead, scale = results
-    _, shape, spans, tables = work
-    q_smem, k_smem, v_smem, _w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
-    dtype: gl.constexpr = q_smem.dtype
-    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], dtype)
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
-    PAIRS: gl.constexpr = in_pairs(MODE, D)
-    LATE: gl.constexpr = is_late(MODE, D)
-    SPREAD: gl.constexpr = is_spread(MODE, D)
+    queries = buffers.q.part(WARPGROUP)
+    keys = buffers.k
+    values = buffers.v
+    dtype: gl.constexpr = values.buffers.dtype
+    D: gl.constexpr = PLAN.dim
+    column = tile_columns()
     done = 0
     taken = 0
-    entry = next_entry(taken, turns)
+    entry = next_entry(taken, buffers.entries)
     while entry >= 0:
-        at = place_of(entry, shape, ORDER)
-        b, h, _, tile, lead, _ = at
-        first, step, total, exact, masked, begin, whole, _most = extent_of(
-            at, shape, spans, tables, MODE, 64 * GROUPS
-        )
-        position = first + step * (half * 64 + gl.arange(0, 64, layout=row_layout))
-        hidden = masked
-        clear = total
-        key_from = 0
-        packed = 0
-        if MODE == 2:
-            row = gl.minimum(first + half * 64, spans[0] - 1)
-            key_from, packed = packed_before(row, at, shape, spans, tables)
-            hidden = gl.minimum(masked + key_from // 128 - begin, exact)
-            clear = exact + packed // 128
-        seen = (position, whole, masked, exact, begin, key_from, packed)
-        m = gl.full([64], NEGATIVE, gl.float32, layout=row_layout)
-        if SPREAD:
-            spread: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-            mass = gl.zeros([64, 8], gl.float32, layout=spread)
-        else:
-            mass = gl.zeros([64], gl.float32, layout=row_layout)
-        acc = gl.zeros([64, D], gl.float32, layout=o_layout)
-        mine = half * AHEAD + taken % AHEAD
-        mbarrier.wait(q_full.index(mine), (taken // AHEAD) & 1)
-        q_rows = q_smem.index(mine)._reinterpret(dtype, [64, D], flat)
-        q = q_rows.load(gl.DotOperandLayout(0, s_layout, 2)) if MODE == 1 else q_rows  # where registers allow
-        mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1)
-        k = k_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
-        blank = gl.zeros([64, 128], gl.float32, layout=s_layout)
-        s = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
-        if AHEAD == 2:
+        item = item_of(entry, work, PLAN)
+        extent = extent_of(item, work, PLAN)
+        seen, ends = seen_by(item, extent, work, WARPGROUP, PLAN)
+        top = gl.full([GROUP_ROWS], NEGATIVE, gl.float32, layout=gl.SliceLayout(1, scores_layout()))
+        mass = new_mass(PLAN)
+        acc = gl.zeros([GROUP_ROWS, D], gl.float32, layout=acc_layout(PLAN.dim))
+        queries.wait_full(taken)
+        own = queries.buffer(taken)
+        q_rows = _matrix(own, GROUP_ROWS, PLAN)
+        # Queries in registers where they are free.
+        q = q_rows.load(gl.DotOperandLayout(0, scores_layout(), 2)) if PLAN.listed else q_rows
+        keys.wait_full(done)
+        s = _begin_scores(q, keys.buffer(done), PLAN)
+        if PLAN.query_buffers == 2:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(half * 2 + (taken + 1) % 2), pred=taken > 0)
+            queries.release(taken + 1, pred=taken > 0)
         taken += 1
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(done % STAGES))
-        s = hide(s, column, 0, seen, MODE, False)
-        w, m, mass, shrink = weigh(s, m, mass, scale, scale, False)
-        if not LATE:
-            w = rounded(w, dtype, o_layout, PAIRS)
-        fixed = (q, seen, scale, buffers)
-        acc, m, mass, w, shrink, done = _advance_all(
-            acc, m, mass, w, shrink, done, (hidden, clear, total), fixed, MODE, D, STAGES, GROUPS
-        )
-        mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
-        v = v_smem.index(done % STAGES)._reinterpret(dtype, [128, D], flat)
-        if LATE:
-            acc = shrunk(acc, shrink)
-            w = rounded(w, dtype, o_layout, PAIRS)
-        acc = warpgroup_mma(operand(w, dtype, o_layout, PAIRS), v, acc, is_async=True)
+        keys.release(done)
+        s = hide_exact(s, column, 0, seen, PLAN)
+        w, top, mass, shrink = weigh(s, top, mass, scale, scale, False, PLAN)
+        if not PLAN.late:
+            w = rounded(w, dtype, PLAN)
+        rows = OwnRows(q, seen, scale)
+        running, done = _advance_all(Running(acc, top, mass, w, shrink), done, ends, rows, buffers, PLAN)
+        values.wait_full(done)
+        acc = _begin_sum(running, values.buffer(done), PLAN)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(done % STAGES))
+        values.release(done)
         done += 1
-        if SPREAD:
-            mass = gl.sum(mass, 1)
-        q_rows.store((acc / gl.convert_layout(mass, gl.SliceLayout(1, o_layout))[:, None]).to(dtype))
+        mass = gl.sum(running.mass, 1) if PLAN.spread else running.mass
+        q_rows.store((acc / gl.convert_layout(mass, gl.SliceLayout(1, acc.type.layout))[:, None]).to(dtype))
         fence_async_shared()
-        place = [b, h, (tile * GROUPS + half) * 64, 0]
-        if lead:
-            tma.async_copy_shared_to_global(out_lead, place, q_smem.index(mine))
+        place = [item.b, item.h, (item.tile * PLAN.warpgroups + WARPGROUP) * GROUP_ROWS, 0]
+        if item.lead:
+            tma.async_copy_shared_to_global(results.out_lead, place, own)
         else:
-            tma.async_copy_shared_to_global(out, place, q_smem.index(mine))
-        if AHEAD == 1:
+            tma.async_copy_shared_to_global(results.out, place, own)
+        if PLAN.query_buffers == 1:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(half))
-        entry = next_entry(taken, turns)
+            queries.release(0)
+        entry = next_entry(taken, buffers.entries)
     tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_kernel(
     q, k, v, out, q_lead, out_lead, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
-    index_batch, index_head, index_row, items, batch, heads, group, tiles, lead_tiles,
+    stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, lead_tiles,
     keys, row0, step, lead_row0, critical, chunk, chunk_slots, scale,
-    MODE: gl.constexpr, ORDER: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Buffers and barriers, then the three roles. Shapes and orders: `launch`."""
-    q_smem = gl.allocate_shared_memory(q.dtype, [GROUPS * AHEAD, 1, 1, 64, D], q.layout)
-    k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, 128, D], k.layout)
-    v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, 128, D], v.layout)
-    w_smem = v_smem
-    if MODE == 2:
-        w_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 128], weight.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS * AHEAD, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS * AHEAD, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for buffer in gl.static_range(GROUPS * AHEAD):
-        mbarrier.init(q_full.index(buffer), count=1)
-        mbarrier.init(q_empty.index(buffer), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=GROUPS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=GROUPS)
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for turn in gl.static_range(2):
-        mbarrier.init(told_full.index(turn), count=1)
-        mbarrier.init(told_empty.index(turn), count=GROUPS)
-    fence_async_shared()
-    turns = (told, told_full, told_empty)
-    buffers = (q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    shape = (batch, heads, group, tiles, lead_tiles)
-    spans = (keys, row0, step, lead_row0, critical, chunk)
-    tables = (packed_ptr, chunk_slots)
-    index = (order_ptr, counter_ptr, index_ptr, index_batch, index_head, index_row)
-    results = (out, out_lead, scale)
-    sources = (q, k, v, q_lead, packed_k, packed_v, weight)
-    work = (items, shape, spans, tables)
+    """One program: buffers and barriers, then the roles. Arguments: `Sources`, `Results`, `Lists`, `Work`."""
+    buffers = new_buffers(q, k, v, weight, PLAN)
+    work = Work(
+        items, batch, heads, group, tiles, lead_tiles, keys, row0, step, lead_row0, critical, chunk,
+        packed_ptr, chunk_slots,
+    )  # fmt: skip
+    sources = Sources(q, k, v, q_lead, packed_k, packed_v, weight)
+    lists = Lists(order_ptr, counter_ptr, index_ptr, stride_ib, stride_ih, stride_in)
+    results = Results(out, out_lead)
     # fmt: off
-    if GROUPS == 2:
+    if PLAN.warpgroups == 2:
         gl.warp_specialize(
             [
-                (_compute, (0, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (_compute, (1, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (load_items, (sources, index, buffers, work, turns, MODE, ORDER, STAGES, GROUPS, AHEAD)),
+                (_compute, (0, results, buffers, work, scale, PLAN)),
+                (_compute, (1, results, buffers, work, scale, PLAN)),
+                (load_items, (sources, lists, buffers, work, PLAN)),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [PLAN.registers, COPYING_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (_compute, (1, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (_compute, (2, results, buffers, work, turns, MODE, ORDER, D, STAGES, GROUPS, AHEAD)),
-                (load_items, (sources, index, buffers, work, turns, MODE, ORDER, STAGES, GROUPS, AHEAD)),
+                (_compute, (0, results, buffers, work, scale, PLAN)),
+                (_compute, (1, results, buffers, work, scale, PLAN)),
+                (_compute, (2, results, buffers, work, scale, PLAN)),
+                (load_items, (sources, lists, buffers, work, PLAN)),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [PLAN.registers, PLAN.registers, COPYING_REGISTERS],
         )
     # fmt: on

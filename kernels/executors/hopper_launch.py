@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..constants import BLOCK
-from ..constants import LOG2_E as LOG2E
+from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
-from .flash import LIST, PACKED, RANGE
 from .flash_hopper import hopper_kernel
-from .launch import Packed, Rows
+from .hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST, WARPGROUP_ROWS, plan_of
+from .launch import PackedKeys, Rows
 
 
 def launch(
-    x: AttentionInput, rows: Rows, lead: Rows | None, *, mask: TileMask | None, packed: Packed | None
+    x: AttentionInput, rows: Rows, lead: Rows | None, *, mask: TileMask | None, packed: PackedKeys | None
 ) -> None:
     """See `launch.launch`; x, rows and lead satisfy `launch.takes_hopper`."""
     batch, heads, count, dim = rows.q_BHRD.shape
-    mode = RANGE if mask is None and packed is None else LIST if packed is None else PACKED
-    sizes = _sizes(mode, dim)
-    groups = sizes["GROUPS"]
-    tiles = triton.cdiv(count, 64 * groups)
-    lead_tiles = 0 if lead is None else triton.cdiv(lead.q_BHRD.shape[2], 64 * groups)
+    kind = {"listed": mask is not None, "packed": packed is not None}
+    item_rows = plan_of(dim, **kind).rows
+    tiles = triton.cdiv(count, item_rows)
+    lead_tiles = 0 if lead is None else triton.cdiv(lead.q_BHRD.shape[2], item_rows)
     items = batch * heads * (tiles + lead_tiles)
-    q, out = _descriptor(rows.q_BHRD, 64), _descriptor(rows.out_BHRD, 64)
+    q, out = _descriptor(rows.q_BHRD, WARPGROUP_ROWS), _descriptor(rows.out_BHRD, WARPGROUP_ROWS)
     k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
     none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
     programs = _multiprocessors(x.q_BHTD.device)
@@ -38,8 +37,8 @@ def launch(
         k,
         v,
         out,
-        q if lead is None else _descriptor(lead.q_BHRD, 64),
-        out if lead is None else _descriptor(lead.out_BHRD, 64),
+        q if lead is None else _descriptor(lead.q_BHRD, WARPGROUP_ROWS),
+        out if lead is None else _descriptor(lead.out_BHRD, WARPGROUP_ROWS),
         k if packed is None else _descriptor(packed.k_BGPD, BLOCK),
         v if packed is None else _descriptor(packed.v_BGPD, BLOCK),
         k if packed is None else _descriptor(packed.weight_BGP, BLOCK),
@@ -62,27 +61,9 @@ def launch(
         BLOCK if packed is None else packed.chunk,
         0 if packed is None else packed.offset_BGC.shape[2],
         x.scale * LOG2E,
-        MODE=mode,
-        ORDER=order,
-        D=dim,
-        **sizes,
+        PLAN=plan_of(dim, **kind, order=order),
         num_warps=4,
     )
-
-
-def _sizes(mode: int, dim: int) -> dict[str, int]:
-    """Key stages, warpgroups, query buffers each, registers: the fastest that fit (docs/LOG.md).
-
-    Three warpgroups have too few registers at D 128, and a list's tile has the rows of two.
-    """
-    if mode == LIST:
-        return {"STAGES": 2, "GROUPS": 2, "AHEAD": 2, "REGISTERS": 240}
-    if dim == 64:
-        return {"STAGES": 4, "GROUPS": 3, "AHEAD": 1, "REGISTERS": 160}
-    return {"STAGES": 3, "GROUPS": 2, "AHEAD": 1, "REGISTERS": 240}
-
-
-ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH = 0, 1, 2
 
 
 def _order(x: AttentionInput, rows: Rows, mask: TileMask | None, rounds: int) -> int:
@@ -140,33 +121,35 @@ def _layout(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
 
 
 def _case(
-    mode: int, dim: int, order: int = ONE_HEAD_FIRST, dtype: torch.dtype = torch.bfloat16
-) -> tuple[object, dict[str, str], dict[str, int], dict[str, int]]:
+    dim: int, *, dtype: torch.dtype = torch.bfloat16, **kind: Any
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
     def tile(rows: int) -> str:
         shape = [1, 1, rows, dim]
         name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
         return f"tensordesc<{name}{shape},{_layout(dtype, *shape)!r}>"
 
+    plan = plan_of(dim, **kind)
     line = _layout(torch.float32, 1, 1, BLOCK)
     types = {
-        **dict.fromkeys(("q", "out", "q_lead", "out_lead"), tile(64)),
+        **dict.fromkeys(("q", "out", "q_lead", "out_lead"), tile(WARPGROUP_ROWS)),
         **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile(BLOCK)),
-        "weight": f"tensordesc<fp32[1, 1, 128],{line!r}>" if mode == PACKED else tile(BLOCK),
+        "weight": f"tensordesc<fp32[1, 1, {BLOCK}],{line!r}>" if plan.packed else tile(BLOCK),
         "index_ptr": "*i16",
-        "order_ptr": "*i64" if order == BY_LENGTH else "*i32",
+        "order_ptr": "*i64" if plan.by_length else "*i32",
         **dict.fromkeys(("counter_ptr", "packed_ptr"), "*i32"),
-        **dict.fromkeys(("index_batch", "index_head", "index_row", "items", "batch", "heads"), "i32"),
+        **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "items", "batch", "heads"), "i32"),
         **dict.fromkeys(("group", "tiles", "lead_tiles", "keys", "row0", "step", "lead_row0"), "i32"),
         **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
         "scale": "fp32",
     }
-    constants = {"MODE": mode, "ORDER": order, "D": dim, **_sizes(mode, dim)}
-    return hopper_kernel, types, constants, {"num_warps": 4}
+    return hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
 
 
 COMPILE_CASES = [
-    *(_case(mode, dim) for mode in (RANGE, LIST, PACKED) for dim in (64, 128)),
-    _case(LIST, 64, BY_LENGTH),
-    _case(PACKED, 64, dtype=torch.float16),
+    *(_case(dim) for dim in (64, 128)),
+    *(_case(dim, listed=True) for dim in (64, 128)),
+    *(_case(dim, packed=True) for dim in (64, 128)),
+    _case(64, listed=True, order=BY_LENGTH),
+    _case(64, packed=True, dtype=torch.float16),
 ]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -1,67 +1,125 @@
 """What a computing warpgroup of the Hopper kernel does with one tile's scores. See `flash_hopper.py`.
 
 Scores and weights are (64, 128), a thread has 32 columns of two rows. How weights and sums are handed on
-differs by mode (RANGE 0, LIST 1, PACKED 2) and head size: each is what was fastest there (docs/LOG.md).
+differs by what is attended to and by head size: see `hopper_plan.py`.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from .hopper_plan import GROUP_ROWS, TILE
+from .hopper_tiles import Extent, exact_key, packed_before
 
 NEGATIVE = gl.constexpr(-1.0e30)
 """A row's largest score before its first tile; finite for the reason given in `flash.py`."""
 UNSEEN = gl.constexpr(-3.0e38)
 """Score of an unseen key, far below NEGATIVE. With equal scores, a row that sees nothing of its first tile
-would have m = s * scale rounded, s * scale - m not: exp2 of what the rounding left may be infinite."""
+would have top = s * scale rounded, s * scale - top not: exp2 of what the rounding left may be infinite."""
 
 _ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
+
+
+class Seen(NamedTuple):
+    """Which keys a warpgroup's rows see. (PACKED) The rows lie in one block of 128 positions."""
+
+    position: gl.tensor  # (64,), of each row
+    extent: Extent
+    exact_from: gl.tensor  # (PACKED) the first key that is exact
+    packed: gl.tensor  # (PACKED) packed keys before it
+
+
+class Ends(NamedTuple):
+    """Where a warpgroup's tiles of one item change kind. Those before hidden_end hold keys that some row does
+    not see; so do (PACKED) those from clear_end on, which are of packed keys. tiles: their number."""
+
+    hidden_end: gl.tensor
+    clear_end: gl.tensor
+    tiles: gl.tensor
+
+
+class Running(NamedTuple):
+    """What a warpgroup hands on from tile to tile: its rows' sums so far, and the last tile's weights, which
+    are counted in mass and not yet summed in acc."""
+
+    acc: gl.tensor  # (64, D), the weighted sum of values; (PLAN.late) not yet shrunk by `shrink`
+    top: gl.tensor  # (64,), the largest scores
+    mass: gl.tensor  # (64,), the sums of weights; or (64, 8), of every eighth column (PLAN.spread)
+    weights: gl.tensor  # (64, 128) the last tile's, as `rounded` gives them, or (PLAN.late) not rounded
+    shrink: gl.tensor  # (64,), what the last tile's new largest scores shrink the sums by
 
 
 @gluon.constexpr_function
-def in_pairs(mode: int, dim: int) -> bool:
-    """Whether weights are handed on as 32-bit numbers that hold two. An item's tiles then take several loops.
-
-    Between loops LLVM keeps 16-bit numbers apart and has 64 instructions put them together for every tile.
-    """
-    return (mode == 2 and dim == 64) or (mode == 0 and dim == 128)
+def scores_layout():
+    """(64, 128) in the matrix unit's registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
 
 
 @gluon.constexpr_function
-def is_late(mode: int, dim: int) -> bool:
-    """Whether weights are rounded and acc is shrunk while the next scores are made, and a sum is waited for
-    after the next exponentials. Where faster.
-    """
-    return mode == 2 and dim == 128
+def acc_layout(dim):
+    """(64, D), likewise."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
 
 
 @gluon.constexpr_function
-def is_spread(mode: int, dim: int) -> bool:
-    """Whether each of a row's four threads adds up its weights until the item's end. Where faster."""
-    return mode == 1 or (mode == 2 and dim == 64)
+def spread_layout():
+    """(64, 8): two columns of each row in each of its four threads."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
 
 
 @gluon.jit
-def rounded(p, dtype: gl.constexpr, o_layout: gl.constexpr, PAIRS: gl.constexpr):
+def seen_by(item, extent, work, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+    """What the warpgroup's rows of an item see, and where its tiles change kind."""
+    lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout()))
+    position = extent.first + extent.step * (WARPGROUP * GROUP_ROWS + lane)
+    hidden_end = extent.masked
+    clear_end = extent.tiles
+    exact_from = 0
+    packed = 0
+    if PLAN.packed:
+        row = gl.minimum(extent.first + WARPGROUP * GROUP_ROWS, work.keys - 1)
+        exact_from, packed = packed_before(row, item, work)
+        hidden_end = gl.minimum(extent.masked + exact_from // TILE - extent.exact_block, extent.exact)
+        clear_end = extent.exact + packed // TILE
+    return Seen(position, extent, exact_from, packed), Ends(hidden_end, clear_end, extent.tiles)
+
+
+@gluon.jit
+def new_mass(PLAN: gl.constexpr):
+    """No weights yet."""
+    if PLAN.spread:
+        mass = gl.zeros([GROUP_ROWS, 8], gl.float32, layout=spread_layout())
+    else:
+        mass = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, scores_layout()))
+    return mass
+
+
+@gluon.jit
+def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
     """Weights p (64, 128) in 16 bits: as the sum's operand, or (64, 64) pairs of columns."""
-    if PAIRS:
-        even, odd = gl.split(gl.reshape(p, [64, 64, 2]))
+    if PLAN.in_pairs:
+        even, odd = gl.split(gl.reshape(p, [GROUP_ROWS, TILE // 2, 2]))
         code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
         w = gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], gl.int32, True, 1)
     else:
-        w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+        w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc_layout(PLAN.dim), 2))
     return w
 
 
 @gluon.jit
-def operand(w, dtype: gl.constexpr, o_layout: gl.constexpr, PAIRS: gl.constexpr):
+def operand(w, dtype: gl.constexpr, PLAN: gl.constexpr):
     """The sum's operand from what `rounded` gave."""
-    if PAIRS:
+    if PLAN.in_pairs:
         halves: gl.constexpr = (gl.int16, gl.int16)
-        even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [w], halves, True, 1)
+        even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [w], halves, True, 1)
         p = gl.join(even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True))
-        w = gl.convert_layout(gl.reshape(p, [64, 128]), gl.DotOperandLayout(0, o_layout, 2))
+        p = gl.reshape(p, [GROUP_ROWS, TILE])
+        w = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout(PLAN.dim), 2))
     return w
 
 
@@ -69,7 +127,7 @@ def operand(w, dtype: gl.constexpr, o_layout: gl.constexpr, PAIRS: gl.constexpr)
 def _add_columns(total, x):
     """total (64, 8) and the sums of every eighth column of x, in pairs. Nothing leaves its thread."""
     if x.shape[1] > 8:
-        halves = gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), [0, 2, 1])
+        halves = gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1])
         left, right = gl.split(halves)
         total = _add_columns(_add_columns(total, left), right)
     else:
@@ -78,21 +136,21 @@ def _add_columns(total, x):
 
 
 @gluon.jit
-def weigh(s, m, mass, scale, weight, WEIGHTED: gl.constexpr):
-    """Exponentials p of one tile's products s; the new m and mass; what shrinks the sums so far.
+def weigh(s, top, mass, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
+    """Weights p of one tile's products s; the new top and mass; what shrinks the sums so far.
 
-    mass: a row's sum, or (64, 8) that of every eighth column, so that threads need not speak to each other.
+    WEIGHTED: the tile's keys stand for `lengths` (128,) keys each.
     """
-    top = gl.maximum(m, gl.max(s, 1) * scale)
-    p = gl.exp2(s * scale - top[:, None])
-    shrink = gl.exp2(m - top)
-    counted = p * weight[None, :] if WEIGHTED else p
-    if len(mass.shape) == 2:
+    higher = gl.maximum(top, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - higher[:, None])
+    shrink = gl.exp2(top - higher)
+    counted = p * lengths[None, :] if WEIGHTED else p
+    if PLAN.spread:
         less = gl.convert_layout(shrink, gl.SliceLayout(1, mass.type.layout), assert_trivial=True)
         mass = _add_columns(mass * less[:, None], counted)
     else:
         mass = mass * shrink + gl.sum(counted, 1)
-    return p, top, mass, shrink
+    return p, higher, mass, shrink
 
 
 @gluon.jit
@@ -102,18 +160,26 @@ def shrunk(acc, shrink):
 
 
 @gluon.jit
-def hide(s, column, i, seen, MODE: gl.constexpr, FAR: gl.constexpr):
-    """Scores s of tile i (FAR: of packed keys), UNSEEN where a row does not see the key.
+def tile_columns():
+    """A number for each key of a tile."""
+    return gl.arange(0, TILE, layout=gl.SliceLayout(0, scores_layout()))
 
-    PACKED: a row sees the keys from key_from to itself. Unsigned, those before are as far as those after.
-    """
-    position, whole, masked, exact, begin, key_from, packed = seen
-    if FAR:
-        s = gl.where(((i - exact) * 128 + column < packed)[None, :], s, UNSEEN)
-    elif MODE == 2:
-        key = gl.where(i < masked, whole + i, begin + i - masked) * 128 - key_from + column
-        count = position + 1 - key_from
+
+@gluon.jit
+def hide_exact(s, column, i, seen, PLAN: gl.constexpr):
+    """Scores s of tile i, UNSEEN where a row does not see the key: (PACKED) it sees those from exact_from to
+    itself. Unsigned, those before are as far as those after."""
+    if PLAN.packed:
+        key = exact_key(i, seen.extent) - seen.exact_from + column
+        count = seen.position + 1 - seen.exact_from
         s = gl.where(key.to(gl.uint32)[None, :] < count.to(gl.uint32)[:, None], s, UNSEEN)
     else:
-        s = gl.where((whole + i) * 128 + column[None, :] <= position[:, None], s, UNSEEN)
+        key = (seen.extent.masked_block + i) * TILE + column
+        s = gl.where(key[None, :] <= seen.position[:, None], s, UNSEEN)
     return s
+
+
+@gluon.jit
+def hide_packed(s, column, i, seen):
+    """Scores s of tile i, one of packed keys, UNSEEN from the first that no row of the warpgroup sees."""
+    return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

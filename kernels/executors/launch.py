@@ -12,10 +12,9 @@ from functools import cache
 import torch
 import triton
 
-from ..constants import BLOCK
-from ..constants import LOG2_E as LOG2E
+from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, KernelInputError, TileMask
-from .flash import LIST, PACKED, RANGE, flash_kernel
+from .flash import flash_kernel
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedKeys:
     """Packed keys of the complete chunks. v_BGPD holds each run's mean times its weight; weight_BGP float32.
 
     offset_BGC: int32, packed rows before each chunk. All three of k, v, weight may be longer than needed;
@@ -50,7 +49,7 @@ def launch(
     lead: Rows | None = None,
     *,
     mask: TileMask | None = None,
-    packed: Packed | None = None,
+    packed: PackedKeys | None = None,
 ) -> None:
     """Attend with `rows` to x's keys: the mask's tiles, packed then exact keys, or (neither) every key.
 
@@ -99,7 +98,7 @@ def _copyable(t: torch.Tensor) -> bool:
 
 
 def launch_plain(
-    x: AttentionInput, rows: Rows, *, mask: TileMask | None = None, packed: Packed | None = None
+    x: AttentionInput, rows: Rows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
 ) -> None:
     """The plain Triton kernel, for any strides and dtype."""
     q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
@@ -135,7 +134,8 @@ def launch_plain(
         0 if packed is None else packed.weight_BGP.shape[2],
         0 if packed is None else packed.offset_BGC.shape[2],
         x.scale * LOG2E,
-        MODE=RANGE if mask is None and packed is None else LIST if packed is None else PACKED,
+        LISTED=mask is not None,
+        PACKED=packed is not None,
         D=dim,
         ROWS=size,
         COLS=size,

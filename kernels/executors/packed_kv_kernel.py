@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..constants import BLOCK
 from ..interface import AttentionInput
-from .launch import Packed, Rows, launch
+from .launch import PackedKeys, Rows, launch
 from .packed_runs import PackedRuns, packed_chunks
 
 
@@ -65,15 +65,15 @@ def pack_kernel(
 
 def pack(
     x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool, mean: bool
-) -> Packed:
+) -> PackedKeys:
     """The packed rows of the first `chunks` chunks, in scratch of the worst case's size (every row a run).
 
-    After them a tile whose weights stay ones: see `Packed`.
+    After them a tile whose weights stay ones: see `PackedKeys`.
     """
     batch, heads, _, dim = x.k_BGSD.shape
     slots = chunks * chunk + BLOCK
     shape, device = (batch, heads, slots), x.k_BGSD.device
-    packed = Packed(
+    packed = PackedKeys(
         torch.empty(*shape, dim, dtype=x.k_BGSD.dtype, device=device),
         torch.empty(*shape, dim, dtype=x.k_BGSD.dtype, device=device),
         torch.ones(shape, dtype=torch.float32, device=device),

@@ -11,20 +11,18 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..constants import LOG2_E as _LOG2_E
-from ..constants import PAGE_TOKENS
+from ..constants import LOG2E, PAGE_TOKENS
 from ..interface import KernelInputError
 from . import kernel
-from .pages import PagedInput
-from .pages import SelectedPages as PageSelection
+from .pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
 """Programs of `_attend` to aim at: two for each of an H200's 132 multiprocessors, all resident at once."""
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How the kernels are cut: keys a block, splits of a request, warps and pipeline stages of `_attend`;
+class Division:
+    """How the work is divided: keys a block, splits of a request, warps and pipeline stages of `_attend`;
     blocks a program and warps of `_score`."""
 
     block: int
@@ -35,7 +33,7 @@ class Launch:
     score_warps: int = 1
 
     @classmethod
-    def of(cls, x: PagedInput, pages: int) -> Launch:
+    def of(cls, x: PagedInput, pages: int) -> Division:
         """For at most `pages` pages a request. Measured on an H200; docs/LOG.md has the alternatives."""
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
         block = 128 if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
@@ -44,31 +42,31 @@ class Launch:
         return cls(block, min(blocks, max(1, _PROGRAMS // lanes)))
 
 
-def paged_attention(x: PagedInput, launch: Launch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def paged_attention(x: PagedInput, division: Division | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention.paged_attention` with the Triton kernels."""
-    chosen = launch or Launch.of(x, x.table_RP.shape[1])
+    chosen = division or Division.of(x, x.table_RP.shape[1])
     return _attend(x, None, chosen, _scratch(x, chosen, 0))
 
 
 def paged_attention_sparse(
-    selection: PageSelection, launch: Launch | None = None
+    selection: SelectedPages, division: Division | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention.paged_attention_sparse` with the Triton kernels."""
     x = selection.x
-    chosen = launch or Launch.of(x, selection.selected_RK.shape[1])
+    chosen = division or Division.of(x, selection.selected_RK.shape[1])
     return _attend(x, selection, chosen, _scratch(x, chosen, 0))
 
 
 def paged_attention_scored(
-    x: PagedInput, launch: Launch | None = None
+    x: PagedInput, division: Division | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`attention.paged_attention_scored` with the Triton kernels."""
     columns = x.table_RP.shape[1]
-    chosen = launch or Launch.of(x, columns)
+    chosen = division or Division.of(x, columns)
     blocks = -(-columns * PAGE_TOKENS // chosen.block)
-    weight_RBHT, top_REHW = scratch = _scratch(x, chosen, -(-blocks // 8))
+    weight_RBHT, top_REHW = scratch = _scratch(x, chosen, -(-blocks // kernel.BUNDLE))
     out_RHD, lse_RH = _attend(x, None, chosen, scratch)
-    requests, groups, heads, _ = top_REHW.shape
+    requests, bundles, heads, _ = top_REHW.shape
     page_score_RP = torch.empty((requests, columns), dtype=torch.float32, device=x.q_RHD.device)
     kernel._score[(-(-blocks // chosen.score_blocks), requests)](
         weight_RBHT,
@@ -78,7 +76,7 @@ def paged_attention_scored(
         page_score_RP,
         heads,
         columns,
-        groups,
+        bundles,
         H=triton.next_power_of_2(heads),
         BLOCK=chosen.block,
         BLOCKS=chosen.score_blocks,
@@ -87,30 +85,32 @@ def paged_attention_scored(
     return out_RHD, lse_RH, page_score_RP
 
 
-def _scratch(x: PagedInput, launch: Launch, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight_RBHT and top_REHW for page scores of `groups` groups of 8 blocks (no memory for none)."""
+def _scratch(x: PagedInput, division: Division, bundles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight_RBHT and top_REHW for page scores of so many bundles of blocks (no memory for none)."""
     requests, heads, _ = x.q_RHD.shape
-    weight_RBHT = x.k_PSGD.new_empty((requests, 8 * groups, heads, launch.block))
-    top_REHW = torch.empty((requests, groups, heads, 8), dtype=torch.float32, device=x.q_RHD.device)
+    weight_RBHT = x.k_PSGD.new_empty((requests, kernel.BUNDLE * bundles, heads, division.block))
+    top_REHW = torch.empty(
+        (requests, bundles, heads, kernel.BUNDLE), dtype=torch.float32, device=x.q_RHD.device
+    )
     return weight_RBHT, top_REHW
 
 
 def _attend(
     x: PagedInput,
-    selection: PageSelection | None,
-    launch: Launch,
+    selection: SelectedPages | None,
+    division: Division,
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every split, then their merge. Page scores are prepared where scratch has groups."""
+    """Attention of every split, then their merge. Page scores are prepared where scratch has bundles."""
     requests, heads, dim = x.q_RHD.shape
     if dim not in (64, 128, 256):
         raise KernelInputError(f"head dimension {dim} is not 64, 128 or 256")
     weight_RBHT, top_REHW = scratch
-    splits = (requests, heads, launch.splits)
+    splits = (requests, heads, division.splits)
     part_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
     top_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
     sum_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
-    kernel._attend[(x.k_PSGD.shape[2], launch.splits, requests)](
+    kernel._attend[(x.k_PSGD.shape[2], division.splits, requests)](
         x.q_RHD,
         x.k_PSGD,
         x.v_PSGD,
@@ -123,7 +123,7 @@ def _attend(
         sum_RHC,
         weight_RBHT,
         top_REHW,
-        x.scale * _LOG2_E,
+        x.scale * LOG2E,
         *x.q_RHD.stride()[:2],
         *x.k_PSGD.stride()[:3],
         *x.v_PSGD.stride()[:3],
@@ -133,11 +133,11 @@ def _attend(
         GROUP=x.group,
         ROWS=max(16, triton.next_power_of_2(x.group)),
         D=dim,
-        BLOCK=launch.block,
+        BLOCK=division.block,
         SPARSE=selection is not None,
         SCORED=top_REHW.shape[1] > 0,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        num_warps=division.warps,
+        num_stages=division.stages,
     )
     out_RHD = torch.empty((requests, heads, dim), dtype=x.q_RHD.dtype, device=x.q_RHD.device)
     lse_RH = torch.empty((requests, heads), dtype=torch.float32, device=x.q_RHD.device)
@@ -147,8 +147,8 @@ def _attend(
         sum_RHC,
         out_RHD,
         lse_RH,
-        launch.splits,
-        C=triton.next_power_of_2(launch.splits),
+        division.splits,
+        C=triton.next_power_of_2(division.splits),
         D=dim,
         num_warps=4,
     )

@@ -2,7 +2,7 @@
 
 Shape suffixes as in `pages.py`. No sort: the (K - L)-th largest score is found by bisection on the scores'
 bits (32 rounds at most; it ends when a threshold has exactly K - L scores at or above it), then one prefix
-sum places what is kept.
+sum places what is kept. stride_sr: elements from one request's scores to the next's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..constants import PAGE_TOKENS
+
+_PAGE = tl.constexpr(PAGE_TOKENS)
+
 
 @triton.jit
 def _select(
@@ -18,7 +22,7 @@ def _select(
     lengths_ptr,
     selected_ptr,
     counts_ptr,
-    score_stride,
+    stride_sr,
     columns,
     budget,
     recency,
@@ -28,8 +32,8 @@ def _select(
     """Program r. N, K: powers of two, N at least the columns and K, K at least the budget."""
     r = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, N)
-    score = tl.load(score_ptr + r * score_stride + column, mask=column < columns, other=0.0)
-    pages = (tl.load(lengths_ptr + r) + 15) // 16
+    score = tl.load(score_ptr + r * stride_sr + column, mask=column < columns, other=0.0)
+    pages = (tl.load(lengths_ptr + r) + _PAGE - 1) // _PAGE
     rivals = tl.where(pages <= budget, 0, pages - recency)  # columns that compete; the later ones are kept
     rival = column < rivals
     wanted = budget - recency
@@ -99,7 +103,7 @@ COMPILE_CASES = [
             "lengths_ptr": "*i32",
             "selected_ptr": "*i32",
             "counts_ptr": "*i32",
-            "score_stride": "i32",
+            "stride_sr": "i32",
             "columns": "i32",
             "budget": "i32",
             "recency": "i32",
