@@ -7,7 +7,7 @@ import torch
 from ..kv.transports import KVReceiver
 from ..model.config import read_config
 from ..model.decoder import LayerStack, load_stack
-from ..model.store import resolve, resolve_adapter
+from ..model.store import adapter_directory, model_directory
 from ..prefill.stage import torch_dtype
 from ..settings import DecodeConfig, ModelSpec
 from .engine import DecodeEngine
@@ -27,7 +27,7 @@ def load_engine(name: str, model: ModelSpec, config: DecodeConfig) -> DecodeEngi
 
 def load_whole_model(model: ModelSpec, device: str) -> LayerStack:
     """Every layer of a model, with embedding and head. Raises ModelError."""
-    directory = resolve(model.path)
+    directory = model_directory(model.path)
     shape = read_config(directory, model.overrides)
     return load_stack(
         directory,
@@ -37,5 +37,5 @@ def load_whole_model(model: ModelSpec, device: str) -> LayerStack:
         head=True,
         dtype=torch_dtype(model),
         device=device,
-        adapter=None if model.adapter is None else resolve_adapter(model.adapter),
+        adapter=None if model.adapter is None else adapter_directory(model.adapter),
     )

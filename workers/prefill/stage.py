@@ -35,7 +35,7 @@ from ..messages import (
 from ..messages import resolve as method_spec
 from ..model.config import read_config
 from ..model.decoder import LayerStack, load_stack
-from ..model.store import resolve, resolve_adapter
+from ..model.store import adapter_directory, model_directory
 from ..settings import ModelSpec, PrefillConfig
 from ..warm_up import warm_up_prefill
 from .activations import Activations, NoActivations
@@ -273,7 +273,7 @@ def load_stage(
 ) -> PrefillStage:
     """Load a stage's share of the model and its pages, and warm up as configured. activations: None in a
     group of one stage."""
-    directory = resolve(model.path)
+    directory = model_directory(model.path)
     shape = read_config(directory, model.overrides)
     device, dtype = torch.device(config.device), torch_dtype(model)
     layers = shape.split(config.stages)[stage]
@@ -285,7 +285,7 @@ def load_stage(
         head=stage == config.stages - 1,
         dtype=dtype,
         device=device,
-        adapter=None if model.adapter is None else resolve_adapter(model.adapter),
+        adapter=None if model.adapter is None else adapter_directory(model.adapter),
     )
     warm_up_prefill(stack, [method_spec(name) for name in config.warm_up], config.chunk_tokens)
     pages = pages_for(config.cache_tokens)
