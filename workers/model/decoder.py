@@ -1,7 +1,7 @@
 """One thin decoder for the Llama family, for any contiguous range of its layers.
 
-Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, J = H + G, D head dimension,
-A = H × D, V vocabulary.
+Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, J = H + G, X = H + 2 G, O = X × D,
+D head dimension, I intermediate size, V vocabulary.
 
 Attention is not in here: `attend(layer, q, k, v)` is given by the caller, who knows where K/V live and
 which tokens belong to which prompt. So the same stack runs prefill chunks and batched decode steps.
@@ -51,7 +51,7 @@ class LayerStack:
 
     @property
     def has_head(self) -> bool:
-        return self._weights.head_VC is not None
+        return self._weights.head is not None
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """hidden_TC of token ids (any integer dtype). Ids must be in range: CUDA cannot report it here."""
@@ -79,21 +79,19 @@ class LayerStack:
             heads = self.config.q_heads
             out_THD = attend(layer, qk_TJD[:, :heads], qk_TJD[:, heads:], v_TGD)
             with phase("projection"):
-                hidden_TC = hidden_TC + F.linear(out_THD.flatten(1), weights.output_CA)
+                hidden_TC = hidden_TC + weights.output(out_THD.flatten(1))
                 hidden_TC = hidden_TC + self._feed_forward(hidden_TC, weights)
         return hidden_TC
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
         """Next-token logits_TV, float32: pass only the rows that are sampled from."""
-        if self._weights.head_VC is None or self._weights.final_norm_C is None:
+        if self._weights.head is None or self._weights.final_norm_C is None:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
-        normed_TC = self._norm(hidden_TC, self._weights.final_norm_C)
-        return F.linear(normed_TC, self._weights.head_VC).float()
+        return self._weights.head(self._norm(hidden_TC, self._weights.final_norm_C)).float()
 
     def _project(self, hidden_TC: torch.Tensor, weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
         """qk_TJD (query heads, then key heads, not rotated yet) and v_TGD."""
-        normed_TC = self._norm(hidden_TC, weights.input_norm_C)
-        qkv_TO = F.linear(normed_TC, weights.qkv_OC, weights.qkv_bias_O)
+        qkv_TO = weights.qkv(self._norm(hidden_TC, weights.input_norm_C))
         heads, kv_heads, dim = self.config.q_heads, self.config.kv_heads, self.config.head_dim
         qkv_TXD = qkv_TO.view(-1, heads + 2 * kv_heads, dim)
         qk_TJD, v_TGD = qkv_TXD[:, : heads + kv_heads], qkv_TXD[:, heads + kv_heads :]
@@ -103,8 +101,8 @@ class LayerStack:
 
     def _feed_forward(self, hidden_TC: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
         normed_TC = self._norm(hidden_TC, weights.post_norm_C)
-        gate_TI, up_TI = F.linear(normed_TC, weights.gate_up_2IC).chunk(2, dim=-1)
-        return F.linear(F.silu(gate_TI) * up_TI, weights.down_CI)
+        gate_TI, up_TI = weights.gate_up(normed_TC).chunk(2, dim=-1)
+        return weights.down(F.silu(gate_TI) * up_TI)
 
     def _norm(self, hidden_TC: torch.Tensor, weight_C: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden_TC, (self.config.hidden,), weight_C, self.config.rms_eps)

@@ -129,7 +129,9 @@ def test_the_second_call_converts_nothing(
     monkeypatch.setattr(model_store, "_convert", None)
     assert model_store.model_directory(str(model_file), prepared.parent) == prepared
     alone = model_file.parent
-    assert model_store.model_directory(str(alone), prepared.parent) == prepared, "a directory with one .gguf in it"
+    assert model_store.model_directory(str(alone), prepared.parent) == prepared, (
+        "a directory with one .gguf in it"
+    )
 
 
 def test_another_file_is_another_directory(tmp_path: Path, prepared: Path) -> None:
