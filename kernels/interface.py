@@ -36,6 +36,8 @@ class StateSpec:
     max_tokens: int
     device: torch.device
     dtype: torch.dtype
+    layer: int = 0
+    """absolute index of the layer"""
 
 
 @dataclass(frozen=True)
