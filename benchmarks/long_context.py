@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="", help="what it ran on, for the record")
     parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
-    directory = model_store.resolve(load(arguments.config).model.path)
+    directory = model_store.model_directory(load(arguments.config).model.path)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     rows = []
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:

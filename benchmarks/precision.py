@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="", help="what it ran on, for the record")
     parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
-    directory = model_store.resolve(MODEL)
+    directory = model_store.model_directory(MODEL)
     config = read_config(directory, {"rope_theta": 8e6, "max_position_embeddings": 131_072})
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     documents = [

@@ -157,9 +157,9 @@ def capture(
 
     from ..workers.model.config import read_config
     from ..workers.model.decoder import load_stack
-    from ..workers.model.store import resolve, resolve_adapter
+    from ..workers.model.store import adapter_directory, model_directory
 
-    directory = resolve(choice.model)
+    directory = model_directory(choice.model)
     config = read_config(directory, choice.overrides)
     ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text).ids[:tokens]
     if len(ids) < tokens:
@@ -172,7 +172,7 @@ def capture(
         head=False,
         dtype=choice.dtype,
         device=choice.device,
-        adapter=None if choice.adapter is None else resolve_adapter(choice.adapter),
+        adapter=None if choice.adapter is None else adapter_directory(choice.adapter),
     )
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

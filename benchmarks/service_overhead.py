@@ -60,7 +60,7 @@ def resident_gib(pid: int) -> float:
 def measure(
     path: Path, config: ServiceConfig, lengths: list[int], repeats: int, method: str
 ) -> dict[str, object]:
-    directory = model_store.resolve(config.model.path)
+    directory = model_store.model_directory(config.model.path)
     ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(DEMO_TEXT.read_text()).ids
     threads = config.prefill.threads * config.prefill.stages
     one_stage = dataclasses.replace(config.prefill, stages=1, threads=threads)

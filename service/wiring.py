@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import __version__
 from ..workers.messages import DecodeStats, GroupStats
 from ..workers.model.config import read_config
-from ..workers.model.store import resolve, resolve_adapter
+from ..workers.model.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
@@ -26,8 +26,8 @@ def local_model(settings: ServiceConfig) -> ServiceConfig:
     Downloads or converts the model if need be. Raises ModelError or ConfigError.
     """
     spec = settings.model
-    adapter = None if spec.adapter is None else str(resolve_adapter(spec.adapter))
-    found = settings.with_model(path=str(resolve(spec.path)), adapter=adapter)
+    adapter = None if spec.adapter is None else str(adapter_directory(spec.adapter))
+    found = settings.with_model(path=str(model_directory(spec.path)), adapter=adapter)
     if not settings.door.model_name:
         door = settings.door.model_copy(update={"model_name": shown_name(spec)})
         found = found.model_copy(update={"door": door})

@@ -18,6 +18,8 @@ SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py") 
 SERVICE_MAY_TAKE = {
     "workers.messages",
     "workers.settings",
+    "workers.roles",
+    "workers.remote",
     "workers.model.config",
     "workers.model.store",
     "workers.prefill.group",
@@ -25,8 +27,8 @@ SERVICE_MAY_TAKE = {
     "workers.kv.page_pool",
 }
 RAY_IN_WORKERS = {
+    "workers/remote.py",
     "workers/prefill/group.py",
-    "workers/prefill/activations.py",
     "workers/kv/transports.py",
     "workers/decode/worker.py",
 }
@@ -99,6 +101,10 @@ TORCH_FREE = [
     "service.door.grpc_door",
     "service.client.client",
     "workers.messages",
+    "workers.roles",
+    "workers.remote",
+    "workers.prefill.group",
+    "workers.decode.worker",
     "workers.prefill.schedule",
 ]
 

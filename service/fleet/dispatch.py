@@ -3,145 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Generic
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from ...workers.messages import (
-    DECODE_PREFIX,
-    NAMESPACE,
-    PREFILL_PREFIX,
-    DecodeStats,
-    FinishEvent,
-    FirstTokenTimings,
-    GenerateJob,
-    GroupStats,
-    KeepSession,
-    PrefillDone,
-    PrefillJob,
-    Progress,
-    Refused,
-    Reserve,
-    Reserved,
-    SessionKept,
-    Token,
-)
+from ...workers.messages import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
+from ...workers.remote import Failure, remote
+from ...workers.roles import DecodeWorker, Group, Role
 from ..errors import WorkerError, WorkerFailed, WorkerLost
 from .links import Found
 
 
-class _Actor:
-    """One actor handle; turns Ray's errors into WorkerLost and WorkerFailed."""
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self._name = name
-        self.handle = handle
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    async def cancel(self, request_id: str) -> None:
-        await self._call("cancel", request_id)
-
-    async def renew(self, request_ids: Sequence[str]) -> None:
-        await self._call("renew", tuple(request_ids))
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return await getattr(self.handle, method).remote(*arguments)
-        except RayError as error:
-            raise self._translated(error) from None
-
-    async def _stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
-        try:
-            async for reference in (
-                getattr(self.handle, method).options(num_returns="streaming").remote(*arguments)
-            ):
-                yield await reference
-        except RayError as error:
-            raise self._translated(error) from None
-
-    def _translated(self, error: RayError) -> WorkerError:
-        """What is shown to a client names no host, path or line of code."""
-        if isinstance(error, RayActorError):
-            return WorkerLost(self._name, f"{self._name} died")
-        if isinstance(error, RayTaskError):
-            cause = error.cause if isinstance(error.cause, BaseException) else error
-            lines = str(cause).strip().splitlines()
-            return WorkerFailed(self._name, lines[0] if lines and cause is not error else "the worker failed")
-        return WorkerLost(self._name, f"{self._name} cannot be reached ({type(error).__name__})")
-
-
-class GroupActor(_Actor):
-    """A prefill group's controller (`GroupLink`)."""
-
-    def prefill(self, job: PrefillJob) -> AsyncIterator[Progress | PrefillDone | Refused]:
-        return self._stream("prefill", job)
-
-    async def stats(self) -> GroupStats:
-        stats: GroupStats = await self._call("stats")
-        return stats
-
-
-class DecodeActor(_Actor):
-    """A decode worker (`DecodeLink`)."""
-
-    async def reserve(self, reserve: Reserve) -> Reserved | Refused:
-        answer: Reserved | Refused = await self._call("reserve", reserve)
-        return answer
-
-    def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
-        return self._stream("generate", job)
-
-    async def keep(self, keep: KeepSession) -> SessionKept | Refused:
-        answer: SessionKept | Refused = await self._call("keep", keep)
-        return answer
-
-    async def release_session(self, session_id: str, owner: str) -> bool:
-        return bool(await self._call("release_session", session_id, owner))
-
-    async def stats(self) -> DecodeStats:
-        stats: DecodeStats = await self._call("stats")
-        return stats
-
-
 class RayDirectory:
-    """Finds worker actors by their names' prefixes. A handle is kept until its actor's name is gone."""
+    """Finds worker actors by their names' prefixes. What is found is kept until its actor's name is gone."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, GroupActor] = {}
-        self._workers: dict[str, DecodeActor] = {}
+        self._groups = _Actors(Group, PREFILL_PREFIX)
+        self._workers = _Actors(DecodeWorker, DECODE_PREFIX)
 
     async def find(self) -> Found:
-        names, handles = await asyncio.to_thread(self._look)
-        self._groups = {n: self._group(n, handles[n]) for n in names if n.startswith(PREFILL_PREFIX)}
-        self._workers = {n: self._worker(n, handles[n]) for n in names if n.startswith(DECODE_PREFIX)}
-        return Found(self._groups, self._workers)
-
-    def _look(self) -> tuple[list[str], dict[str, Any]]:
-        listed = ray.util.list_named_actors(all_namespaces=True)
-        wanted = [one["name"] for one in listed if one["namespace"] == NAMESPACE]
-        handles: dict[str, Any] = {}
-        for name in wanted:
-            if name.startswith((PREFILL_PREFIX, DECODE_PREFIX)):
-                try:
-                    handles[name] = ray.get_actor(name, namespace=NAMESPACE)
-                except ValueError:  # died since it was listed
-                    continue
-        return list(handles), handles
-
-    def _group(self, name: str, handle: Any) -> GroupActor:
-        known = self._groups.get(name)
-        return known if known is not None and _same(known.handle, handle) else GroupActor(name, handle)
-
-    def _worker(self, name: str, handle: Any) -> DecodeActor:
-        known = self._workers.get(name)
-        return known if known is not None and _same(known.handle, handle) else DecodeActor(name, handle)
+        actors = await asyncio.to_thread(_look)
+        return Found(self._groups.among(actors), self._workers.among(actors))
 
 
-def _same(one: Any, other: Any) -> bool:
-    """A restarted worker has the same name but is another actor."""
-    return bool(one._actor_id == other._actor_id)
+class _Actors(Generic[Role]):
+    """The actors of one role."""
+
+    def __init__(self, role: Callable[..., Role], prefix: str) -> None:
+        self._role = role
+        self._prefix = prefix
+        self._known: dict[str, tuple[Any, Role]] = {}
+
+    def among(self, actors: Mapping[str, Any]) -> dict[str, Role]:
+        mine = {name: actor for name, actor in actors.items() if name.startswith(self._prefix)}
+        self._known = {name: self._known_or_new(name, actor) for name, actor in mine.items()}
+        return {name: worker for name, (_, worker) in self._known.items()}
+
+    def _known_or_new(self, name: str, actor: Any) -> tuple[Any, Role]:
+        """A restarted worker has the same name but is another actor."""
+        known = self._known.get(name)
+        if known is not None and known[0] == actor._actor_id:
+            return known
+        return actor._actor_id, remote(self._role, name, actor, partial(worker_error, name))
+
+
+def _look() -> dict[str, Any]:
+    """Every worker actor's handle, by name."""
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    found: dict[str, Any] = {}
+    for name in [one["name"] for one in listed if one["namespace"] == NAMESPACE]:
+        if name.startswith((PREFILL_PREFIX, DECODE_PREFIX)):
+            try:
+                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+            except ValueError:  # died since it was listed
+                continue
+    return found
+
+
+def worker_error(worker: str, failure: Failure) -> WorkerError:
+    """What is shown to a client names no host, path or line of code."""
+    if failure.cause is None:
+        return WorkerLost(worker, f"{worker} {failure.what}")
+    lines = str(failure.cause).strip().splitlines()
+    return WorkerFailed(worker, lines[0] if lines else "the worker failed")

@@ -1,70 +1,22 @@
-"""How the door talks to workers: small protocols, with the Ray form in `dispatch.py`.
+"""How the door finds workers: their roles are `workers/roles.py`'s, the Ray form is in `dispatch.py`.
 
-Any object with these methods is an in-process worker; `LocalDirectory` finds those.
+Any object that plays a role is an in-process worker; `LocalDirectory` finds those. Every call raises
+WorkerLost when the worker is gone, and WorkerFailed when it says that the request failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...workers.messages import (
-    DecodeStats,
-    FinishEvent,
-    FirstTokenTimings,
-    GenerateJob,
-    GroupStats,
-    KeepSession,
-    PrefillDone,
-    PrefillJob,
-    Progress,
-    Refused,
-    Reserve,
-    Reserved,
-    SessionKept,
-    Token,
-)
-
-
-class Leased(Protocol):
-    """What both kinds of workers do. Every call raises WorkerLost when the worker is gone."""
-
-    @property
-    def name(self) -> str:
-        """The actor's name."""
-
-    async def cancel(self, request_id: str) -> None: ...
-
-    async def renew(self, request_ids: Sequence[str]) -> None: ...
-
-
-class GroupLink(Leased, Protocol):
-    """A prefill group's controller."""
-
-    def prefill(self, job: PrefillJob) -> AsyncIterator[Progress | PrefillDone | Refused]: ...
-
-    async def stats(self) -> GroupStats: ...
-
-
-class DecodeLink(Leased, Protocol):
-    """A decode worker."""
-
-    async def reserve(self, reserve: Reserve) -> Reserved | Refused: ...
-
-    def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]: ...
-
-    async def keep(self, keep: KeepSession) -> SessionKept | Refused: ...
-
-    async def release_session(self, session_id: str, owner: str) -> bool: ...
-
-    async def stats(self) -> DecodeStats: ...
+from ...workers.roles import DecodeWorker, Group
 
 
 @dataclass(frozen=True)
 class Found:
-    groups: Mapping[str, GroupLink]
-    workers: Mapping[str, DecodeLink]
+    groups: Mapping[str, Group]
+    workers: Mapping[str, DecodeWorker]
 
 
 class Directory(Protocol):
@@ -76,7 +28,7 @@ class Directory(Protocol):
 class LocalDirectory:
     """Workers of this process, for tests and for running without Ray."""
 
-    def __init__(self, groups: Sequence[GroupLink], workers: Sequence[DecodeLink]) -> None:
+    def __init__(self, groups: Sequence[Group], workers: Sequence[DecodeWorker]) -> None:
         self.groups = list(groups)
         self.workers = list(workers)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ...workers.messages import DecodeStats, GroupStats
+from ...workers.roles import DecodeWorker, Group, Leased
 from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
-from .links import DecodeLink, Directory, Found, GroupLink, Leased
+from .links import Directory, Found
 from .sessions import NO_SESSION
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
@@ -104,19 +105,19 @@ class Fleet:
             raise Unavailable(f"no {missing} is running; they may be starting", retry_after_s=5.0)
         return self.view
 
-    def group(self, name: str) -> GroupLink:
+    def group(self, name: str) -> Group:
         link = self._found.groups.get(name)
         if link is None:
             raise WorkerLost(name, f"{name} is gone")
         return link
 
-    def worker(self, name: str) -> DecodeLink:
+    def worker(self, name: str) -> DecodeWorker:
         link = self._found.workers.get(name)
         if link is None:
             raise WorkerLost(name, f"{name} is gone")
         return link
 
-    async def session_worker(self, name: str) -> DecodeLink:
+    async def session_worker(self, name: str) -> DecodeWorker:
         """The worker of a session. Raises NotFound: sessions die with their worker."""
         if name not in self._found.workers:
             await self.refresh()
@@ -155,7 +156,7 @@ class Fleet:
         self.drop(link, request_id)
         self.spawn(self._quietly(link.cancel(request_id), f"cancel {request_id} on {link.name}"))
 
-    def release(self, link: DecodeLink, session_id: str, owner: str) -> None:
+    def release(self, link: DecodeWorker, session_id: str, owner: str) -> None:
         """Drop a session that nobody was told of."""
         self.spawn(
             self._quietly(link.release_session(session_id, owner), f"release a session on {link.name}")

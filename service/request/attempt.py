@@ -22,6 +22,7 @@ from ...workers.messages import (
     Refused,
     Reserve,
 )
+from ...workers.roles import DecodeWorker, Group, Leased
 from ..config import DoorConfig
 from ..errors import (
     DeadlineExceeded,
@@ -36,7 +37,6 @@ from ..errors import (
     WorkerLost,
 )
 from ..fleet import admission
-from ..fleet.links import DecodeLink, GroupLink, Leased
 from ..fleet.sessions import NO_SESSION
 from ..fleet.view import Fleet
 from ..metrics import Metrics
@@ -132,7 +132,7 @@ async def tokenize(resources: Resources, prompt: PromptInput, *, follows: bool, 
 
 async def place(
     resources: Resources, lease: Lease, plan: Plan, wish: Reserve, deadline: float | None, mark: Mark
-) -> tuple[GroupLink, DecodeLink]:
+) -> tuple[Group, DecodeWorker]:
     """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
 
     mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
@@ -159,7 +159,7 @@ async def place(
     raise refusal(refused or Refused(RefusalReason.PAGES, "no room"), retry_after_s)
 
 
-async def reserve(lease: Lease, worker: DecodeLink, wish: Reserve) -> Refused | None:
+async def reserve(lease: Lease, worker: DecodeWorker, wish: Reserve) -> Refused | None:
     """Take pages, or be told why not."""
     lease.add(worker)
     answer = await worker.reserve(wish)
@@ -170,7 +170,7 @@ async def reserve(lease: Lease, worker: DecodeLink, wish: Reserve) -> Refused | 
 
 
 async def read(
-    lease: Lease, group: GroupLink, worker: DecodeLink, plan: Plan, method: MethodSpec,
+    lease: Lease, group: Group, worker: DecodeWorker, plan: Plan, method: MethodSpec,
     deadline: float | None, emit: Emit,
 ) -> PrefillReport:  # fmt: skip
     """Have a prefill group read the prompt; its K/V goes to `worker` meanwhile."""

@@ -21,8 +21,8 @@ from ...workers.messages import (
     Token,
     Usage,
 )
+from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
-from ..fleet.links import DecodeLink
 from ..fleet.sessions import NO_SESSION, worker_of
 from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
 from .calls import Event, Finished, GenerateCall, Measured
@@ -50,7 +50,7 @@ class Generation:
         self._streamed: list[int] = []
         self._last_token_at = 0.0
         self._cached = 0
-        self._session: tuple[DecodeLink, Session] | None = None
+        self._session: tuple[DecodeWorker, Session] | None = None
         self._prefill: PrefillReport | None = None
         self._pages = (0, 0)
 
@@ -143,7 +143,7 @@ class Generation:
     def _sampling(self, plan: Plan) -> Sampling:
         return replace(self._call.sampling, max_tokens=plan.max_tokens)
 
-    async def _decode(self, lease: Lease, worker: DecodeLink, job: GenerateJob) -> None:
+    async def _decode(self, lease: Lease, worker: DecodeWorker, job: GenerateJob) -> None:
         stream = worker.generate(job)
         first: FirstTokenTimings | None = None
         async for event in stream:
@@ -178,7 +178,7 @@ class Generation:
         self._streamed.append(event.token_id)
         return stopped
 
-    async def _stop(self, lease: Lease, worker: DecodeLink, stream: _WorkerEvents) -> DecodeReport:
+    async def _stop(self, lease: Lease, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
         """Cancel the rest of the answer and wait a little for the worker's last report."""
         try:
             async with asyncio.timeout(_STOPPING_S):
@@ -191,7 +191,7 @@ class Generation:
             pass  # the answer is complete; only its page counts are lost
         return DecodeReport()
 
-    def _end(self, worker: DecodeLink, event: FinishEvent) -> None:
+    def _end(self, worker: DecodeWorker, event: FinishEvent) -> None:
         if event.reason is FinishReason.DEADLINE:
             raise DeadlineExceeded("the deadline passed while the answer was being generated")
         if event.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
@@ -238,7 +238,7 @@ class Generation:
         attended, held = self._pages
         self._pages = (attended + report.pages_attended, held + report.pages_held)
 
-    def _note_session(self, worker: DecodeLink, event: FirstTokenTimings) -> None:
+    def _note_session(self, worker: DecodeWorker, event: FirstTokenTimings) -> None:
         if event.session is not None:
             self._session = (worker, event.session)
 

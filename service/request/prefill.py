@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 
 from ...workers.messages import KeepSession, RefusalReason, Refused, Reserve, SessionKept, Usage
+from ...workers.roles import DecodeWorker
 from ..errors import WorkerError, WorkerFailed
-from ..fleet.links import DecodeLink
 from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
 from .calls import Measured, PrefillCall, SessionMade
 from .plan import plan_session
@@ -51,7 +51,7 @@ class Prefilling:
         measured = Measured(clock.read(), clock.elapsed, report, kept.report)
         self._emit(SessionMade(call.request_id, kept.session, Usage(plan.read_tokens), measured))
 
-    async def _keep(self, worker: DecodeLink, order: KeepSession) -> SessionKept | Refused:
+    async def _keep(self, worker: DecodeWorker, order: KeepSession) -> SessionKept | Refused:
         """A session that comes into being while its client leaves is released again."""
         keeping = asyncio.ensure_future(worker.keep(order))
         try:
@@ -60,7 +60,7 @@ class Prefilling:
             self._resources.fleet.spawn(self._release(worker, keeping))
             raise
 
-    async def _release(self, worker: DecodeLink, keeping: asyncio.Future[SessionKept | Refused]) -> None:
+    async def _release(self, worker: DecodeWorker, keeping: asyncio.Future[SessionKept | Refused]) -> None:
         with contextlib.suppress(WorkerError):
             kept = await keeping
             if isinstance(kept, SessionKept):

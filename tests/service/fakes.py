@@ -61,7 +61,7 @@ class Speed:
 
 
 class FakeGroup:
-    """`GroupLink`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
+    """A `Group`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
 
     fail_after: raise PrefillFailed after so many chunks (once per entry); lost: set to act dead.
     """
@@ -144,7 +144,7 @@ class _Request:
 
 
 class FakeDecode:
-    """`DecodeLink`. script: ids to answer with instead of the checksum's. die_after: tokens until it acts
+    """A `DecodeWorker`. script: ids to answer with instead of the checksum's. die_after: tokens until it acts
     dead (`on_death` is called); fail_after: tokens until it reports FAILED, once per entry."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:

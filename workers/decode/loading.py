@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kv.transports import KVReceiver
-from ..model.config import read_config
-from ..model.decoder import LayerStack, load_stack
-from ..model.store import resolve, resolve_adapter
-from ..prefill.stage import torch_dtype
+from ..model.decoder import load_model
 from ..settings import DecodeConfig, ModelSpec
 from .engine import DecodeEngine
 
@@ -20,22 +17,6 @@ def load_engine(name: str, model: ModelSpec, config: DecodeConfig) -> DecodeEngi
     that does not fit it.
     """
     torch.set_num_threads(config.threads)
-    stack = load_whole_model(model, config.device)
+    stack = load_model(model, config.device)
     shape = stack.config
     return DecodeEngine(name, stack, config, KVReceiver(shape.kv_heads, shape.head_dim, stack.dtype))
-
-
-def load_whole_model(model: ModelSpec, device: str) -> LayerStack:
-    """Every layer of a model, with embedding and head. Raises ModelError."""
-    directory = resolve(model.path)
-    shape = read_config(directory, model.overrides)
-    return load_stack(
-        directory,
-        shape,
-        range(shape.layers),
-        embedding=True,
-        head=True,
-        dtype=torch_dtype(model),
-        device=device,
-        adapter=None if model.adapter is None else resolve_adapter(model.adapter),
-    )

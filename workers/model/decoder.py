@@ -1,7 +1,7 @@
 """One thin decoder for the Llama family, for any contiguous range of its layers.
 
-Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, J = H + G, D head dimension,
-A = H × D, V vocabulary.
+Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, J = H + G, X = H + 2 G, O = X × D,
+D head dimension, I intermediate size, V vocabulary.
 
 Attention is not in here: `attend(layer, q, k, v)` is given by the caller, who knows where K/V live and
 which tokens belong to which prompt. So the same stack runs prefill chunks and batched decode steps.
@@ -15,14 +15,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ...kernels.interface import Phase, no_phase
-from .config import ModelConfig, ModelError
+from ..settings import ModelSpec
+from .config import ModelConfig, ModelError, read_config
 from .rope import Rope, rotate
+from .store import adapter_directory, model_directory
 from .weights import LayerWeights, StackWeights, read_stack
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(absolute layer, q_THD, k_TGD, v_TGD) -> out_THD. q and k are rotated (and normalised where the
 model does so); the caller stores k and v before or while it attends."""
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of positions, as `rope.py` lays them out."""
 
 
 class LayerStack:
@@ -51,7 +55,7 @@ class LayerStack:
 
     @property
     def has_head(self) -> bool:
-        return self._weights.head_VC is not None
+        return self._weights.head is not None
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """hidden_TC of token ids (any integer dtype). Ids must be in range: CUDA cannot report it here."""
@@ -59,41 +63,27 @@ class LayerStack:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
         return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
 
-    def forward(
-        self,
-        hidden_TC: torch.Tensor,
-        positions_T: torch.Tensor,
-        attend: Attend,
-        phase: Phase = no_phase,
-    ) -> torch.Tensor:
+    def forward(self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
         """hidden_TC after this stack's layers. positions_T: absolute position of each row, any order.
 
-        Everything but `attend` is marked phase("projection").
+        A prefill stage takes the same steps one by one, since it does more between them.
         """
-        with phase("projection"):
-            cos_T1F, sin_T1F = self._rope.angles(positions_T.to(self.device))
-        for layer, weights in zip(self.layers, self._weights.layers, strict=True):
-            with phase("projection"):
-                qk_TJD, v_TGD = self._project(hidden_TC, weights)
-                qk_TJD = rotate(qk_TJD, cos_T1F, sin_T1F)
-            heads = self.config.q_heads
-            out_THD = attend(layer, qk_TJD[:, :heads], qk_TJD[:, heads:], v_TGD)
-            with phase("projection"):
-                hidden_TC = hidden_TC + F.linear(out_THD.flatten(1), weights.output_CA)
-                hidden_TC = hidden_TC + self._feed_forward(hidden_TC, weights)
+        angles = self.angles(positions_T)
+        for layer in self.layers:
+            qk_TJD, v_TGD = self.project(layer, hidden_TC)
+            q_THD, k_TGD = self.rotate(qk_TJD, angles)
+            hidden_TC = self.add_attention(layer, hidden_TC, attend(layer, q_THD, k_TGD, v_TGD))
+            hidden_TC = self.feed_forward(layer, hidden_TC)
         return hidden_TC
 
-    def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
-        """Next-token logits_TV, float32: pass only the rows that are sampled from."""
-        if self._weights.head_VC is None or self._weights.final_norm_C is None:
-            raise ModelError("this stack has no LM head: only the last stage gives logits")
-        normed_TC = self._norm(hidden_TC, self._weights.final_norm_C)
-        return F.linear(normed_TC, self._weights.head_VC).float()
+    def angles(self, positions_T: torch.Tensor) -> Angles:
+        """What `rotate` needs, for all layers alike."""
+        return self._rope.angles(positions_T.to(self.device))
 
-    def _project(self, hidden_TC: torch.Tensor, weights: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, layer: int, hidden_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """qk_TJD (query heads, then key heads, not rotated yet) and v_TGD."""
-        normed_TC = self._norm(hidden_TC, weights.input_norm_C)
-        qkv_TO = F.linear(normed_TC, weights.qkv_OC, weights.qkv_bias_O)
+        weights = self._layer(layer)
+        qkv_TO = weights.qkv(self._norm(hidden_TC, weights.input_norm_C))
         heads, kv_heads, dim = self.config.q_heads, self.config.kv_heads, self.config.head_dim
         qkv_TXD = qkv_TO.view(-1, heads + 2 * kv_heads, dim)
         qk_TJD, v_TGD = qkv_TXD[:, : heads + kv_heads], qkv_TXD[:, heads + kv_heads :]
@@ -101,10 +91,29 @@ class LayerStack:
             qk_TJD = F.rms_norm(qk_TJD, (dim,), None, self.config.rms_eps) * weights.qk_norm_JD
         return qk_TJD, v_TGD
 
-    def _feed_forward(self, hidden_TC: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
-        normed_TC = self._norm(hidden_TC, weights.post_norm_C)
-        gate_TI, up_TI = F.linear(normed_TC, weights.gate_up_2IC).chunk(2, dim=-1)
-        return F.linear(F.silu(gate_TI) * up_TI, weights.down_CI)
+    def rotate(self, qk_TJD: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+        """q_THD and k_TGD at their positions."""
+        qk_TJD = rotate(qk_TJD, *angles)
+        return qk_TJD[:, : self.config.q_heads], qk_TJD[:, self.config.q_heads :]
+
+    def add_attention(self, layer: int, hidden_TC: torch.Tensor, out_THD: torch.Tensor) -> torch.Tensor:
+        """hidden_TC plus what attention found."""
+        return hidden_TC + self._layer(layer).output(out_THD.flatten(1))
+
+    def feed_forward(self, layer: int, hidden_TC: torch.Tensor) -> torch.Tensor:
+        """hidden_TC plus the layer's feed-forward network of it."""
+        weights = self._layer(layer)
+        gate_TI, up_TI = weights.gate_up(self._norm(hidden_TC, weights.post_norm_C)).chunk(2, dim=-1)
+        return hidden_TC + weights.down(F.silu(gate_TI) * up_TI)
+
+    def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
+        """Next-token logits_TV, float32: pass only the rows that are sampled from."""
+        if self._weights.head is None or self._weights.final_norm_C is None:
+            raise ModelError("this stack has no LM head: only the last stage gives logits")
+        return self._weights.head(self._norm(hidden_TC, self._weights.final_norm_C)).float()
+
+    def _layer(self, layer: int) -> LayerWeights:
+        return self._weights.layers[layer - self.layers.start]
 
     def _norm(self, hidden_TC: torch.Tensor, weight_C: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden_TC, (self.config.hidden,), weight_C, self.config.rms_eps)
@@ -134,3 +143,30 @@ def load_stack(
         adapter=adapter,
     )
     return LayerStack(config, layers, weights, dtype, target)
+
+
+def load_model(model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1) -> LayerStack:
+    """The share of one of `stages` stages of a model: all of it, unless told otherwise.
+
+    Raises ModelError for a model that cannot be loaded or split so, ValueError for an unknown dtype.
+    """
+    directory = model_directory(model.path)
+    config = read_config(directory, model.overrides)
+    return load_stack(
+        directory,
+        config,
+        config.split(stages)[stage],
+        embedding=stage == 0,
+        head=stage == stages - 1,
+        dtype=torch_dtype(model),
+        device=device,
+        adapter=None if model.adapter is None else adapter_directory(model.adapter),
+    )
+
+
+def torch_dtype(model: ModelSpec) -> torch.dtype:
+    """Raises ValueError for a name that is none of the dtypes we compute in."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if model.dtype not in known:
+        raise ValueError(f"model dtype {model.dtype!r} is unknown; known: {', '.join(known)}")
+    return known[model.dtype]

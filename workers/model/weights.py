@@ -1,7 +1,6 @@
 """The weights of a contiguous range of layers, read from safetensors or GGUF, fused for few matmuls.
 
-Shape suffixes: V vocabulary, C hidden size, O fused q+k+v output rows, A q heads × D, I intermediate size,
-J = q plus key heads, D head dimension.
+Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from .config import ModelConfig, ModelError
 from .gguf import GgufSource
+from .linear import Linear
 from .lora import LoraAdapter
 
 _INDEX = "model.safetensors.index.json"
@@ -80,13 +80,12 @@ class LayerWeights:
     """One decoder layer. q, k and v are one matrix; so are gate and up."""
 
     input_norm_C: torch.Tensor
-    qkv_OC: torch.Tensor
-    qkv_bias_O: torch.Tensor | None
+    qkv: Linear
     qk_norm_JD: torch.Tensor | None
-    output_CA: torch.Tensor
+    output: Linear
     post_norm_C: torch.Tensor
-    gate_up_2IC: torch.Tensor
-    down_CI: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class StackWeights:
     layers: tuple[LayerWeights, ...]
     embedding_VC: torch.Tensor | None
     final_norm_C: torch.Tensor | None
-    head_VC: torch.Tensor | None
+    head: Linear | None
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def read_stack(
         layers=tuple(_read_layer(read, config, layer) for layer in layers),
         embedding_VC=embedding_VC,
         final_norm_C=read.get("model.norm.weight", config.hidden) if head else None,
-        head_VC=head_VC,
+        head=None if head_VC is None else Linear(head_VC),
     )
 
 
@@ -172,17 +171,15 @@ def _read_layer(read: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
     if config.qk_norm:
         norms = [read.get(f"{prefix}self_attn.{n}_norm.weight", config.head_dim) for n in "qk"]
         qk_norm_JD = torch.cat([norm.expand(heads[n], -1) for n, norm in zip("qk", norms, strict=True)])
+    gate_up_2IC = torch.cat([read.get(f"{prefix}mlp.{n}_proj.weight", inner, hidden) for n in ("gate", "up")])
     weights = LayerWeights(
         input_norm_C=read.get(f"{prefix}input_layernorm.weight", hidden),
-        qkv_OC=projections("weight", hidden),
-        qkv_bias_O=projections("bias") if config.qkv_bias else None,
+        qkv=Linear(projections("weight", hidden), projections("bias") if config.qkv_bias else None),
         qk_norm_JD=qk_norm_JD,
-        output_CA=read.get(f"{prefix}self_attn.o_proj.weight", hidden, rows["q"]),
+        output=Linear(read.get(f"{prefix}self_attn.o_proj.weight", hidden, rows["q"])),
         post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up_2IC=torch.cat(
-            [read.get(f"{prefix}mlp.{n}_proj.weight", inner, hidden) for n in ("gate", "up")]
-        ),
-        down_CI=read.get(f"{prefix}mlp.down_proj.weight", hidden, inner),
+        gate_up=Linear(gate_up_2IC),
+        down=Linear(read.get(f"{prefix}mlp.down_proj.weight", hidden, inner)),
     )
     read.require_all_taken(prefix)
     return weights

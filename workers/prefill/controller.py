@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ...kernels.constants import BLOCK
 from ..kv.page_pool import PagePool, pages_for
@@ -33,31 +33,39 @@ from ..messages import (
     Refused,
     RequestFailed,
 )
+from ..roles import Answer, PrefillEvent, Stage, settled
 from ..settings import PrefillConfig
 from . import schedule
 from .account import Throughput
-from .request import Event, Request
-from .stage_link import StageLink, outcome
+from .request import Request, refusal
+
+T = TypeVar("T")
 
 CHUNK_MULTIPLE = BLOCK
 """Chunks are whole attention tiles, except the last of a prompt."""
 
 
 class PrefillController:
-    """Runs prompts through a group's stages, several at a time, chunk by chunk."""
+    """Runs prompts through a group's stages, several at a time, chunk by chunk.
+
+    end_stages: ends all of them, even in the middle of a chunk; every answer that they still owe then becomes
+    an error. clock: seconds, for scheduling and accounts.
+    """
 
     def __init__(
         self,
         name: str,
-        links: Sequence[StageLink],
+        stages: Sequence[Stage],
         config: PrefillConfig,
+        end_stages: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if config.chunk_tokens < CHUNK_MULTIPLE or config.chunk_tokens % CHUNK_MULTIPLE:
             raise ValueError(f"chunk_tokens {config.chunk_tokens} is not a multiple of {CHUNK_MULTIPLE}")
-        self._name = name
-        self._links = tuple(links)
+        self.name = name
+        self._stages = tuple(stages)
         self._config = config
+        self._end_stages = end_stages
         self._clock = clock
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
@@ -73,11 +81,11 @@ class PrefillController:
         """Why the group is dead; empty while it lives."""
         return self._failure
 
-    async def prefill(self, job: PrefillJob) -> AsyncGenerator[Event, None]:
+    async def prefill(self, job: PrefillJob) -> AsyncGenerator[PrefillEvent, None]:
         """Progress after each chunk, then one PrefillDone; or one Refused.
 
-        Raises PrefillFailed (PrefillCancelled). The iterator ends when the request's pages are free on
-        every stage; closing it early cancels the request.
+        Raises PrefillFailed (PrefillCancelled). The stream ends when the request's pages are free on every
+        stage; closing it early cancels the request.
         """
         admitted = self._admit(job)
         if isinstance(admitted, Refused):
@@ -101,18 +109,21 @@ class PrefillController:
         if request is not None:
             await self._end(request, PrefillCancelled(f"prefill of {request_id} was cancelled"))
 
-    def renew(self, request_ids: Iterable[str]) -> None:
+    async def renew(self, request_ids: Iterable[str]) -> None:
         """Their door is still there; unknown ids are fine."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and not request.ended:
                 self._arm_lease(request)
 
-    def stats(self) -> GroupStats:
+    async def stats(self) -> GroupStats:
+        """Raises PrefillFailed once the group is lost, so that no door sends it anything more."""
+        if self._failure:
+            raise PrefillFailed(self._failure)
         live = [request for request in self._requests.values() if not request.ended]
         running = sum(request.opened for request in live)
         return GroupStats(
-            name=self._name,
+            name=self.name,
             pages_total=self._pool.total,
             pages_free=self._pool.free,
             running=running,
@@ -133,7 +144,7 @@ class PrefillController:
 
     async def stage_pages(self) -> list[int]:
         """Pages of open requests by stage, each asked behind the commands it already has."""
-        return list(await asyncio.gather(*[link.pages_used() for link in self._links]))
+        return list(await asyncio.gather(*[settled(stage.pages_used()) for stage in self._stages]))
 
     async def stop(self) -> None:
         """Take the group down: running requests fail, stages end."""
@@ -147,19 +158,11 @@ class PrefillController:
             raise PrefillFailed(self._failure)
         if len(job.token_ids) % 4 or not job.tokens:
             raise PrefillFailed(f"{len(job.token_ids)} bytes are not a prompt: token ids take 4 bytes each")
-        needed, free = pages_for(job.tokens), self._pool.free
-        if job.request_id in self._requests:
-            return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")
-        if job.deadline is not None and job.deadline <= time.time():
-            return Refused(RefusalReason.DEADLINE, "the deadline has passed")
-        if needed > self._pool.total:
-            message = f"a prompt of {job.tokens} tokens needs {needed} pages; a stage has {self._pool.total}"
-            return Refused(RefusalReason.TOO_LARGE, message, needed, free)
-        if needed > free:
-            message = f"{needed} prefill pages are needed, {free} are free now"
-            return Refused(RefusalReason.PAGES, message, needed, free)
-        pages = self._pool.allocate(needed)
-        request = Request(job, pages, len(self._links), self._clock(), next(self._serials))
+        refused = refusal(job, job.request_id in self._requests, self._pool)
+        if refused is not None:
+            return refused
+        pages = self._pool.allocate(pages_for(job.tokens))
+        request = Request(job, pages, len(self._stages), self._clock(), next(self._serials))
         self._requests[job.request_id] = request
         self._arm_lease(request)
         if job.deadline is not None:
@@ -177,7 +180,7 @@ class PrefillController:
     def _pump(self) -> None:
         """Send a chunk if the first stage is free and somebody waits. Called whenever either may have
         changed."""
-        while not self._failure and not self._entry_busy and self._in_flight < len(self._links):
+        while not self._failure and not self._entry_busy and self._in_flight < len(self._stages):
             waiting = [request.waiting for request in self._requests.values() if request.unsent]
             if not waiting:
                 return
@@ -189,12 +192,12 @@ class PrefillController:
 
     def _send_chunk(self, request: Request) -> None:
         now = self._clock()
-        opening: list[Awaitable[Any]] = []
+        opening: list[Answer[Any]] = []
         if not request.opened:
             request.opened = True
             request.account.began = now
             order = request.open_request()
-            opening = [link.open(order) for link in self._links]
+            opening = [stage.open(order) for stage in self._stages]
         command = request.next_chunk(self._config.chunk_tokens)
         request.waiting = schedule.chunk_sent(
             request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
@@ -202,7 +205,8 @@ class PrefillController:
         request.in_flight += 1
         self._in_flight += 1
         blind = replace(command, token_ids=b"")
-        replies = [link.run_chunk(blind if stage else command) for stage, link in enumerate(self._links)]
+        first, *others = self._stages
+        replies = [first.run_chunk(command), *(stage.run_chunk(blind) for stage in others)]
         self._entry_busy = True
         entry = asyncio.ensure_future(outcome(replies[0]))
         entry.add_done_callback(self._entry_free)
@@ -215,7 +219,7 @@ class PrefillController:
             self._pump()
 
     async def _watch(
-        self, request: Request, command: ChunkCommand, sent: float, replies: list[Awaitable[Any]]
+        self, request: Request, command: ChunkCommand, sent: float, replies: list[Answer[Any]]
     ) -> None:
         try:
             outcomes = await asyncio.gather(*[outcome(reply) for reply in replies])
@@ -234,7 +238,7 @@ class PrefillController:
         if failures:
             self._end(request, PrefillFailed(str(failures[0])))
             return
-        reports: list[ChunkReport] = outcomes[-len(self._links) :]
+        reports: list[ChunkReport] = outcomes[-len(self._stages) :]
         self._throughput.chunk(command.tokens, sent, now)
         for other in self._requests.values():
             if other is not request:
@@ -250,7 +254,7 @@ class PrefillController:
 
     # --- endings --------------------------------------------------------------------------------------
 
-    def _end(self, request: Request, event: Event | PrefillFailed | None) -> asyncio.Future[None]:
+    def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
         """End a request once, with this event; returns what to await for its pages to be free.
 
         The close command goes to all stages here and now, behind the chunks that they already have.
@@ -259,16 +263,16 @@ class PrefillController:
             request.disarm()
             if event is not None:
                 request.events.put_nowait(event)
-            replies: list[Awaitable[None]] = []
+            replies: list[Answer[None]] = []
             if request.opened and not self._failure:
                 if request.in_flight:
-                    for link in self._links:
-                        link.abandon(request.serial)
-                replies = [link.close(request.job.request_id) for link in self._links]
+                    for stage in self._stages:
+                        stage.abandon(request.serial)
+                replies = [stage.close(request.job.request_id) for stage in self._stages]
             request.closing = self._spawn(self._close(request, replies))
         return asyncio.shield(request.closing)
 
-    async def _close(self, request: Request, replies: list[Awaitable[None]]) -> None:
+    async def _close(self, request: Request, replies: list[Answer[None]]) -> None:
         """Wait for every stage before the pages go to somebody else."""
         try:
             await asyncio.gather(*[outcome(reply) for reply in replies])
@@ -282,11 +286,10 @@ class PrefillController:
         if self._failure:
             return
         text = str(error).strip().splitlines()
-        self._failure = f"prefill group {self._name} is lost: {text[0] if text else type(error).__name__}"
+        self._failure = f"prefill group {self.name} is lost: {text[0] if text else type(error).__name__}"
         for request in list(self._requests.values()):
             self._end(request, PrefillFailed(self._failure))
-        for link in self._links:
-            link.stop()
+        self._end_stages()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task of the controller's own, so that it outlives the caller that caused it."""
@@ -294,3 +297,11 @@ class PrefillController:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def outcome(answer: Answer[T]) -> T | RequestFailed:
+    """A stage's answer; one request's failure as a value, the group's as an exception."""
+    try:
+        return await settled(answer)
+    except RequestFailed as error:
+        return error

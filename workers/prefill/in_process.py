@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,17 +17,15 @@ import torch
 
 from ..kv.transports import InProcessPost, Sink
 from ..messages import (
-    ChunkCommand,
-    ChunkReport,
     FirstLogits,
     KVAnnouncement,
     MethodSpec,
-    OpenRequest,
     PrefillDone,
     PrefillFailed,
     PrefillJob,
     PrefillReport,
 )
+from ..roles import Form, Stage, stand_in
 from ..settings import ModelSpec, PrefillConfig
 from .activations import Activations, LinkClosed, NoActivations, QueueActivations
 from .controller import PrefillController
@@ -36,42 +35,34 @@ T = TypeVar("T")
 _WORKER = "in-process"
 
 
-class LocalStageLink:
-    """A stage on a thread of its own. `interrupt` wakes the stage if it blocks on a neighbour."""
+class StageThread:
+    """A thread on which a stage runs its commands; `stage` is how a controller calls it. interrupt: wakes the
+    stage if it waits for a neighbour."""
 
     def __init__(self, stage: PrefillStage, threads: int, interrupt: Callable[[], None]) -> None:
-        self._stage = stage
+        self._plain: Stage = stage
         self._interrupt = interrupt
         self._stopped = False
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
-
-    def open(self, request: OpenRequest) -> Awaitable[None]:
-        return self._send(self._stage.open, request)
-
-    def run_chunk(self, command: ChunkCommand) -> Awaitable[ChunkReport]:
-        return self._send(self._stage.run_chunk, command)
-
-    def close(self, request_id: str) -> Awaitable[None]:
-        return self._send(self._stage.close, request_id)
-
-    def abandon(self, serial: int) -> None:
-        self._stage.abandon(serial)
-
-    def pages_used(self) -> Awaitable[int]:
-        return self._send(self._stage.pages_used)
+        self.stage = stand_in(Stage, "a stage of this process", self._method)
 
     def stop(self) -> None:
+        """What is still to be done raises LinkClosed."""
         self._stopped = True
         self._interrupt()
         self._thread.shutdown(wait=False)
 
-    def _send(self, method: Callable[..., T], *args: Any) -> Awaitable[T]:
-        return asyncio.wrap_future(self._thread.submit(self._run, method, *args))
+    def _method(self, name: str, form: Form) -> Callable[..., Any]:
+        method = getattr(self._plain, name)
+        return method if form is Form.NOTICE else partial(self._send, method)
 
-    def _run(self, method: Callable[..., T], *args: Any) -> T:
+    def _send(self, method: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+        return asyncio.wrap_future(self._thread.submit(self._run, method, *arguments))
+
+    def _run(self, method: Callable[..., T], *arguments: Any) -> T:
         if self._stopped:
             raise LinkClosed("the stage was stopped")
-        return method(*args)
+        return method(*arguments)
 
 
 class LogitsSink:
@@ -91,11 +82,16 @@ def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> Pre
     ends: Sequence[Activations] = [NoActivations()]
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
-    links = []
+    threads: list[StageThread] = []
     for number, activations in enumerate(ends):
         stage = load_stage(model, config, number, activations, InProcessPost(sink))
-        links.append(LocalStageLink(stage, config.threads, activations.close))
-    return PrefillController("local", links, config)
+        threads.append(StageThread(stage, config.threads, activations.close))
+
+    def end_stages() -> None:
+        for thread in threads:
+            thread.stop()
+
+    return PrefillController("local", [thread.stage for thread in threads], config, end_stages)
 
 
 def run_in_process(

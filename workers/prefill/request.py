@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
-from ..messages import (
-    ChunkCommand,
-    OpenRequest,
-    PrefillDone,
-    PrefillFailed,
-    PrefillJob,
-    Progress,
-    Refused,
-)
+from ..kv.page_pool import PagePool, pages_for
+from ..messages import ChunkCommand, OpenRequest, PrefillFailed, PrefillJob, RefusalReason, Refused
+from ..roles import PrefillEvent
 from . import schedule
 from .account import Account
-
-Event = Progress | PrefillDone | Refused
 
 
 class Request:
@@ -31,7 +24,7 @@ class Request:
         self.pages = pages
         self.waiting = schedule.arrival(job.request_id, job.tokens, arrived)
         self.account = Account(stages, job.method, arrived)
-        self.events: asyncio.Queue[Event | PrefillFailed] = asyncio.Queue()
+        self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
         self.opened = False
         """Stages know of it."""
         self.sent = 0
@@ -82,3 +75,19 @@ class Request:
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
+
+
+def refusal(job: PrefillJob, known: bool, pool: PagePool) -> Refused | None:
+    """Why a job cannot be taken now, if it cannot. known: a request of its id is here."""
+    needed, free = pages_for(job.tokens), pool.free
+    if known:
+        return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")
+    if job.deadline is not None and job.deadline <= time.time():
+        return Refused(RefusalReason.DEADLINE, "the deadline has passed")
+    if needed > pool.total:
+        message = f"a prompt of {job.tokens} tokens needs {needed} pages; a stage has {pool.total}"
+        return Refused(RefusalReason.TOO_LARGE, message, needed, free)
+    if needed > free:
+        message = f"{needed} prefill pages are needed, {free} are free now"
+        return Refused(RefusalReason.PAGES, message, needed, free)
+    return None

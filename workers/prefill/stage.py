@@ -11,35 +11,26 @@ chunk as `RequestFailed`; any other exception is the end of the group.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...kernels.build import build
-from ...kernels.interface import Attention, AttentionInput, Coverage, KernelInputError, StateSpec
+from ...kernels.interface import Attention, AttentionInput, KernelInputError, StateSpec
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.page_pool import first_of_run, pages_for
 from ..kv.sender import KVSender
 from ..kv.transports import HandoffError, Post
-from ..messages import (
-    ChunkCommand,
-    ChunkReport,
-    LayerDensity,
-    OpenRequest,
-    RequestFailed,
-    method_spec,
-)
-from ..model.config import read_config
-from ..model.decoder import LayerStack, load_stack
-from ..model.store import resolve, resolve_adapter
+from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed, method_spec
+from ..model.decoder import LayerStack, load_model
 from ..settings import ModelSpec, PrefillConfig
-from ..warm_up import warm_up_prefill
 from .activations import Activations, NoActivations
-from .phases import PhaseTimer, phase_timer
+from .chunk import ChunkWork
+from .phases import phase_timer
+from .warm_up import warm_up
 
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)
 
@@ -56,26 +47,8 @@ class _Prompt:
     first_page: int | None
 
 
-@dataclass
-class _Tally:
-    """What one chunk adds up while it runs; coverage is read from the device at the end."""
-
-    coverage: list[tuple[int, Coverage]] = field(default_factory=list)
-    handoff_bytes: int = 0
-
-    def density(self) -> tuple[LayerDensity, ...]:
-        if not self.coverage:
-            return ()
-        computed = torch.stack([c.computed.to(torch.float64) for _, c in self.coverage]).tolist()
-        pairs = zip(self.coverage, computed, strict=True)
-        return tuple(LayerDensity(layer, tiles, float(c.causal)) for (layer, c), tiles in pairs)
-
-    def sampled_share(self) -> float:
-        return sum(c.sampled for _, c in self.coverage) / max(1, len(self.coverage))
-
-
 class PrefillStage:
-    """One thread, commands in order; only `abandon` may be called from any thread."""
+    """Plays `roles.Stage`. One thread, commands in order; only `abandon` may be called from any thread."""
 
     def __init__(
         self,
@@ -99,140 +72,91 @@ class PrefillStage:
         """Take these ends of the links to the neighbours; before the first chunk."""
         self._activations = activations
 
+    # --- the role ----------------------------------------------------------------------------------------
+
     def open(self, request: OpenRequest) -> None:
         """Prepare for a request's chunks. Raises RequestFailed if its method cannot run here."""
-        config = self.stack.config
-        spec = StateSpec(
-            1,
-            config.q_heads,
-            config.kv_heads,
-            config.head_dim,
-            request.prompt_tokens,
-            self.stack.device,
-            self.stack.dtype,
-        )
+        stack, config = self.stack, self.stack.config
+        heads = config.q_heads, config.kv_heads, config.head_dim
+        spec = StateSpec(1, *heads, request.prompt_tokens, stack.device, stack.dtype)
         try:
             method = build(request.method)
-            states = {layer: method.new_state(replace(spec, layer=layer)) for layer in self.stack.layers}
+            states = {layer: method.new_state(replace(spec, layer=layer)) for layer in stack.layers}
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
-        pages_N = torch.tensor(request.pages, dtype=torch.int64, device=self.stack.device)
-        self._open[request.request_id] = _Prompt(
-            request, method, states, pages_N, first_of_run(request.pages)
-        )
+        pages_N = torch.tensor(request.pages, dtype=torch.int64, device=stack.device)
+        prompt = _Prompt(request, method, states, pages_N, first_of_run(request.pages))
+        self._open[request.request_id] = prompt
 
     def run_chunk(self, command: ChunkCommand) -> ChunkReport:
         """Take one chunk through this stage's layers. Raises RequestFailed after having kept in step."""
-        began = time.perf_counter()
-        timer = phase_timer(self.stack.device)
-        tally = _Tally()
-        failure: Exception | None = None
-        received_TC = None
-        if self._stage > 0:
-            with timer.phase("activation_wait"):
-                received_TC = self._activations.receive(command.tokens)
+        work = ChunkWork(command, phase_timer(self.stack.device))
+        received_TC = self._receive(work)
         try:
-            hidden_TC = self._compute(command, received_TC, timer, tally)
+            hidden_TC = self._compute(work, received_TC)
         except _REQUEST_ERRORS as error:
-            failure = error
             self._drop(command.request_id)
-            width = self.stack.config.hidden
-            hidden_TC = torch.zeros(command.tokens, width, dtype=self.stack.dtype, device=self.stack.device)
-        if not self._last:
-            with timer.phase("activation_send"):
-                self._activations.send(hidden_TC)
-        if failure is None:
-            failure = self._finish(command, hidden_TC, timer)
-        if failure is not None:
-            raise RequestFailed(str(failure)) from failure
-        phases, density = timer.seconds(), tally.density()
-        return ChunkReport(
-            request_id=command.request_id,
-            stage=self._stage,
-            start=command.start,
-            wall=time.perf_counter() - began,
-            phases=phases,
-            density=density,
-            sampled_share=tally.sampled_share(),
-            handoff_bytes=tally.handoff_bytes,
-        )
+            shape = command.tokens, self.stack.config.hidden
+            self._pass_on(work, torch.zeros(shape, dtype=self.stack.dtype, device=self.stack.device))
+            raise RequestFailed(str(error)) from error
+        self._pass_on(work, hidden_TC)
+        try:
+            self._finish(work, hidden_TC)
+        except _REQUEST_ERRORS as error:
+            raise RequestFailed(str(error)) from error
+        return work.report(self._stage)
 
     def close(self, request_id: str) -> None:
         """Forget a request; nothing of it may run here afterwards. Unknown ids are fine."""
         self._drop(request_id)
         self._sender.forget(request_id)
 
-    def abandon(self, serial: int) -> None:
-        """Let the request's chunks fail from the next layer on: nobody wants them any more. Serials are
-        never used again, so one that comes late, after `close`, does no harm."""
-        self._abandoned.add(serial)
-
-    def _drop(self, request_id: str) -> None:
-        prompt = self._open.pop(request_id, None)
-        if prompt is not None:
-            self._abandoned.discard(prompt.request.serial)
-
     def pages_used(self) -> int:
-        """Pages of the requests that are open here."""
         return sum(prompt.pages_N.numel() for prompt in self._open.values())
 
-    def _compute(
-        self, command: ChunkCommand, hidden_TC: torch.Tensor | None, timer: PhaseTimer, tally: _Tally
-    ) -> torch.Tensor:
+    def abandon(self, serial: int) -> None:
+        """Serials are never used again, so one that comes late, after `close`, does no harm."""
+        self._abandoned.add(serial)
+
+    # --- a chunk -----------------------------------------------------------------------------------------
+
+    def _receive(self, work: ChunkWork) -> torch.Tensor | None:
+        """hidden_TC from the stage before; None on the first."""
+        if self._stage == 0:
+            return None
+        with work.timer.phase("activation_wait"):
+            return self._activations.receive(work.command.tokens)
+
+    def _pass_on(self, work: ChunkWork, hidden_TC: torch.Tensor) -> None:
+        if not self._last:
+            with work.timer.phase("activation_send"):
+                self._activations.send(hidden_TC)
+
+    def _compute(self, work: ChunkWork, received_TC: torch.Tensor | None) -> torch.Tensor:
+        """hidden_TC after this stage's layers."""
+        command, phase, stack = work.command, work.timer.phase, self.stack
         prompt = self._open.get(command.request_id)
         if prompt is None:
             raise RequestFailed(f"request {command.request_id} is not open on stage {self._stage}")
-        if hidden_TC is None:
-            with timer.phase("projection"):
-                hidden_TC = self._embed(command)
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self._attend(prompt, command.start, layer, (q, k, v), timer, tally)
-
-        positions_T = torch.arange(command.start, command.start + command.tokens, device=self.stack.device)
-        return self.stack.forward(hidden_TC, positions_T, attend, timer.phase)
-
-    def _attend(
-        self,
-        prompt: _Prompt,
-        start: int,
-        layer: int,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        timer: PhaseTimer,
-        tally: _Tally,
-    ) -> torch.Tensor:
-        """out_THD. K/V is announced before attention runs, so that it travels meanwhile."""
-        q_THD, k_TGD, v_TGD = qkv
-        request = prompt.request
-        if request.serial in self._abandoned:
-            raise RequestFailed(f"request {request.request_id} was abandoned")
-        with timer.phase("handoff"):
-            tally.handoff_bytes += self._sender.announce(
-                request.request_id, request.decode_worker, layer, start, k_TGD, v_TGD
-            )
-        with timer.phase("kv_write"):
-            k_GSD, v_GSD = self._keep(prompt, layer, start, k_TGD, v_TGD)
-        x = AttentionInput.of(
-            q_THD.transpose(0, 1)[None],
-            k_GSD[None],
-            v_GSD[None],
-            q_start=start,
-            prompt_tokens=request.prompt_tokens,
-        )
-        out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], timer.phase)
-        tally.coverage.append((layer, coverage))
-        return out_BHTD[0].transpose(0, 1)
-
-    def _keep(
-        self, prompt: _Prompt, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a chunk's K/V; the prompt's k_GSD, v_GSD so far, in place where its pages are one run."""
-        end = start + k_TGD.shape[0]
-        if prompt.first_page is None:
-            self._cache.write(layer, prompt.pages_N, start, k_TGD, v_TGD)
-            return self._cache.gather(layer, prompt.pages_N, end)
-        self._cache.write_run(layer, prompt.first_page, start, k_TGD, v_TGD)
-        return self._cache.view_run(layer, prompt.first_page, end)
+        with phase("projection"):
+            hidden_TC = self._embed(command) if received_TC is None else received_TC
+            end = command.start + command.tokens
+            angles = stack.angles(torch.arange(command.start, end, device=stack.device))
+        for layer in stack.layers:
+            if prompt.request.serial in self._abandoned:
+                raise RequestFailed(f"request {command.request_id} was abandoned")
+            with phase("projection"):
+                qk_TJD, v_TGD = stack.project(layer, hidden_TC)
+                q_THD, k_TGD = stack.rotate(qk_TJD, angles)
+            with phase("kv_write"):
+                k_GSD, v_GSD = self._write(prompt, layer, command.start, k_TGD, v_TGD)
+            with phase("handoff"):  # before attention, so that K/V travels meanwhile
+                work.handoff_bytes += self._announce(prompt.request, layer, command.start, k_TGD, v_TGD)
+            out_THD = self._attend(prompt, layer, work, q_THD, k_GSD, v_GSD)
+            with phase("projection"):
+                hidden_TC = stack.add_attention(layer, hidden_TC, out_THD)
+                hidden_TC = stack.feed_forward(layer, hidden_TC)
+        return hidden_TC
 
     def _embed(self, command: ChunkCommand) -> torch.Tensor:
         ids_T = np.frombuffer(command.token_ids, dtype="<u4").astype(np.int64)
@@ -244,28 +168,69 @@ class PrefillStage:
             )
         return self.stack.embed(torch.from_numpy(ids_T))
 
-    def _finish(self, command: ChunkCommand, hidden_TC: torch.Tensor, timer: PhaseTimer) -> Exception | None:
-        """The first logits, and what is left to post. Returns the request's trouble, if any.
+    def _write(
+        self, prompt: _Prompt, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a chunk's K/V; the prompt's k_GSD, v_GSD so far, in place where its pages are one run."""
+        end = start + k_TGD.shape[0]
+        if prompt.first_page is None:
+            self._cache.write(layer, prompt.pages_N, start, k_TGD, v_TGD)
+            return self._cache.gather(layer, prompt.pages_N, end)
+        self._cache.write_run(layer, prompt.first_page, start, k_TGD, v_TGD)
+        return self._cache.view_run(layer, prompt.first_page, end)
+
+    def _announce(
+        self, request: OpenRequest, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+    ) -> int:
+        """Bytes handed over."""
+        return self._sender.announce(request.request_id, request.decode_worker, layer, start, k_TGD, v_TGD)
+
+    def _attend(
+        self,
+        prompt: _Prompt,
+        layer: int,
+        work: ChunkWork,
+        q_THD: torch.Tensor,
+        k_GSD: torch.Tensor,
+        v_GSD: torch.Tensor,
+    ) -> torch.Tensor:
+        """out_THD"""
+        x = AttentionInput.of(
+            q_THD.transpose(0, 1)[None],
+            k_GSD[None],
+            v_GSD[None],
+            q_start=work.command.start,
+            prompt_tokens=prompt.request.prompt_tokens,
+        )
+        out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], work.timer.phase)
+        work.coverage.append((layer, coverage))
+        return out_BHTD[0].transpose(0, 1)
+
+    def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor) -> None:
+        """The first logits, and what is left to hand over.
 
         A number that overflowed in any layer stays in the residual stream, also where sparse attention and
         page selection would never look at its token again: so it is looked for here.
         """
-        try:
-            with timer.phase("projection"):
-                finite = bool(torch.isfinite(hidden_TC).all())
-            if not finite:
-                return RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
-            if self._last and command.last and command.wants_logits:
-                with timer.phase("projection"):
-                    logits_V = self.stack.logits(hidden_TC[-1:])[0]
-                with timer.phase("handoff"):
-                    worker = self._open[command.request_id].request.decode_worker
-                    self._sender.first_logits(command.request_id, worker, logits_V)
-            with timer.phase("handoff"):
-                self._sender.finish_chunk(command.request_id, last=command.last)
-        except _REQUEST_ERRORS as error:
-            return error
-        return None
+        command, phase = work.command, work.timer.phase
+        request_id = command.request_id
+        with phase("projection"):
+            finite = bool(torch.isfinite(hidden_TC).all())
+        if not finite:
+            raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
+        if self._last and command.last and command.wants_logits:
+            with phase("projection"):
+                logits_V = self.stack.logits(hidden_TC[-1:])[0]
+            with phase("handoff"):
+                worker = self._open[request_id].request.decode_worker
+                self._sender.first_logits(request_id, worker, logits_V)
+        with phase("handoff"):
+            self._sender.finish_chunk(request_id, last=command.last)
+
+    def _drop(self, request_id: str) -> None:
+        prompt = self._open.pop(request_id, None)
+        if prompt is not None:
+            self._abandoned.discard(prompt.request.serial)
 
 
 def load_stage(
@@ -273,30 +238,9 @@ def load_stage(
 ) -> PrefillStage:
     """Load a stage's share of the model and its pages, and warm up as configured. activations: None in a
     group of one stage."""
-    directory = resolve(model.path)
-    shape = read_config(directory, model.overrides)
-    device, dtype = torch.device(config.device), torch_dtype(model)
-    layers = shape.split(config.stages)[stage]
-    stack = load_stack(
-        directory,
-        shape,
-        layers,
-        embedding=stage == 0,
-        head=stage == config.stages - 1,
-        dtype=dtype,
-        device=device,
-        adapter=None if model.adapter is None else resolve_adapter(model.adapter),
-    )
-    warm_up_prefill(stack, [method_spec(name) for name in config.warm_up], config.chunk_tokens)
-    pages = pages_for(config.cache_tokens)
-    cache = PagedKVCache(layers, shape.kv_heads, shape.head_dim, pages, dtype, device)
-    sender = KVSender(post, device)
+    stack = load_model(model, config.device, stage, config.stages)
+    warm_up(stack, [method_spec(name) for name in config.warm_up], config.chunk_tokens)
+    shape, pages = stack.config, pages_for(config.cache_tokens)
+    cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
+    sender = KVSender(post, stack.device)
     return PrefillStage(stack, cache, sender, activations or NoActivations(), stage, config.stages)
-
-
-def torch_dtype(model: ModelSpec) -> torch.dtype:
-    """Raises ValueError for a name that is none of the dtypes we compute in."""
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if model.dtype not in known:
-        raise ValueError(f"model dtype {model.dtype!r} is unknown; known: {', '.join(known)}")
-    return known[model.dtype]

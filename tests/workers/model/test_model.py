@@ -22,7 +22,7 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.page_pool import pages_for
 from deltafront.workers.model.config import ModelConfig, ModelError, read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
-from deltafront.workers.model.store import DEFAULT_MODEL, embedded_gguf, resolve
+from deltafront.workers.model.store import DEFAULT_MODEL, embedded_gguf, model_directory
 
 LIMIT = 1e-4
 TOKENS = 150
@@ -274,7 +274,7 @@ def smollm2() -> Case:
         embedded_gguf()
     except ModelError as error:
         pytest.skip(str(error))
-    directory = resolve(DEFAULT_MODEL)
+    directory = model_directory(DEFAULT_MODEL)
     ids_T = torch.randint(3, 49152, (96,), generator=torch.Generator().manual_seed(2))
     return Case(directory, read_config(directory), ids_T, expected_logits(directory, ids_T))
 

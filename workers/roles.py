@@ -1,0 +1,162 @@
+"""What can be asked of a stage, a prefill group and a decode worker: one protocol each, for whoever calls it
+and for whoever plays it. Free of torch and Ray.
+
+The plain classes play them (`PrefillStage`, `PrefillController`, `DecodeEngine`); `remote` makes one that
+is an actor far away, `prefill/in_process.py` a stage on a thread. How a method travels is told by its form:
+
+- `async def`: a call; calls run side by side.
+- `def … -> AsyncIterator`: a stream; closing it early ends the work behind it.
+- `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in the
+  order sent.
+- `def … -> None`: a notice. It overtakes commands, and nobody hears how it ended.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
+
+from .messages import (
+    ChunkCommand,
+    ChunkReport,
+    DecodeStats,
+    FinishEvent,
+    FirstLogits,
+    FirstTokenTimings,
+    GenerateJob,
+    GroupStats,
+    KeepSession,
+    KVAnnouncement,
+    OpenRequest,
+    PrefillDone,
+    PrefillJob,
+    Progress,
+    Refused,
+    Reserve,
+    Reserved,
+    SessionKept,
+    Token,
+)
+
+T = TypeVar("T")
+Role = TypeVar("Role")
+
+Answer: TypeAlias = T | Awaitable[T]
+"""A command's: at once from the plain class, to be awaited from afar. `settled` takes either."""
+
+PrefillEvent = Progress | PrefillDone | Refused
+GenerateEvent = FirstTokenTimings | Token | FinishEvent
+
+
+class Stage(Protocol):
+    """A stage of a prefill group, as the group's controller sees it. RequestFailed concerns one request,
+    anything else that a command raises is the end of the group."""
+
+    def open(self, request: OpenRequest) -> Answer[None]: ...
+
+    def run_chunk(self, command: ChunkCommand) -> Answer[ChunkReport]: ...
+
+    def close(self, request_id: str) -> Answer[None]: ...
+
+    def pages_used(self) -> Answer[int]:
+        """Pages of the requests that are open."""
+
+    def abandon(self, serial: int) -> None:
+        """Stop computing this request's chunks: they fail with RequestFailed, within a layer's time. The
+        request is closed all the same."""
+
+
+class Leased(Protocol):
+    """What the door does with prefill groups and decode workers alike: it renews what it waits for."""
+
+    @property
+    def name(self) -> str:
+        """The actor's name."""
+
+    async def cancel(self, request_id: str) -> None:
+        """Returns when the request's pages are free; unknown ids are fine."""
+
+    async def renew(self, request_ids: Sequence[str]) -> None:
+        """The door is still there; unknown ids are fine."""
+
+
+class Group(Leased, Protocol):
+    """A prefill group, as the door sees it."""
+
+    def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
+        """Progress …, then one PrefillDone; or one Refused. Raises PrefillFailed with a plain message."""
+
+    async def stats(self) -> GroupStats:
+        """Raises PrefillFailed once the group is lost."""
+
+
+class KVTaker(Protocol):
+    """A decode worker, as stages see it. Requests that are not there are ignored."""
+
+    async def announce(self, announcement: KVAnnouncement) -> None:
+        """Returns when the K/V has been taken."""
+
+    async def first_logits(self, message: FirstLogits) -> None: ...
+
+
+class DecodeWorker(Leased, KVTaker, Protocol):
+    """A decode worker, as door and stages see it."""
+
+    async def reserve(self, order: Reserve) -> Reserved | Refused: ...
+
+    def generate(self, job: GenerateJob) -> AsyncIterator[GenerateEvent]:
+        """FirstTokenTimings, Token …, one FinishEvent."""
+
+    async def keep(self, job: KeepSession) -> SessionKept | Refused:
+        """Answers once every page is there. Raises DecodeFailed when the hand-off failed."""
+
+    async def release_session(self, session_id: str, owner: str) -> bool:
+        """False if there is none for this owner."""
+
+    async def stats(self) -> DecodeStats: ...
+
+
+# --- how a role's methods travel ------------------------------------------------------------------------
+
+
+class Form(Enum):
+    CALL = "call"
+    STREAM = "stream"
+    COMMAND = "command"
+    NOTICE = "notice"
+
+
+def forms(role: Callable[..., object]) -> Mapping[str, Form]:
+    """The methods of a role's protocol and their forms (a protocol passes as what it would construct)."""
+    methods = inspect.getmembers(role, inspect.isfunction)
+    return {name: _form(method) for name, method in methods if not name.startswith("_")}
+
+
+def _form(method: Callable[..., object]) -> Form:
+    if inspect.iscoroutinefunction(method):
+        return Form.CALL
+    returned = get_type_hints(method)["return"]
+    if returned is type(None):
+        return Form.NOTICE
+    return Form.STREAM if get_origin(returned) is AsyncIterator else Form.COMMAND
+
+
+class _StandIn:
+    def __init__(self, name: str, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self.name = name
+        vars(self).update(methods)
+
+
+def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form], Callable[..., Any]]) -> Role:
+    """Something that can be called as `role`; `method` makes each of its methods from name and form.
+
+    The only place where that is taken on trust: callers are checked against the protocol.
+    """
+    return cast(Role, _StandIn(name, {one: method(one, form) for one, form in forms(role).items()}))
+
+
+async def settled(answer: Answer[T]) -> T:
+    """A command's outcome, from near or afar."""
+    return await answer if isinstance(answer, Awaitable) else answer
