@@ -30,7 +30,7 @@ from ..settings import DecodeConfig, ModelSpec
 
 if TYPE_CHECKING:
     from .engine import DecodeEngine
-    from .request import Event
+    from .scheduler import DecodeEvent
 
 REPLICA_CPUS = 0.1
 """What the replica asks for; its actor does the work."""
@@ -50,7 +50,7 @@ class DecodeActor:
     """A `DecodeEngine` in a process of its own. Asyncio: calls run side by side, and wait for loading."""
 
     def __init__(self, name: str, model: ModelSpec, config: DecodeConfig) -> None:
-        from .loading import load_engine
+        from .engine import load_engine
 
         self._engine: DecodeEngine = load_engine(name, model, config)
 
@@ -66,7 +66,7 @@ class DecodeActor:
     async def first_logits(self, message: FirstLogits) -> None:
         await self._engine.first_logits(message)
 
-    async def generate(self, job: GenerateJob) -> AsyncIterator[Event]:
+    async def generate(self, job: GenerateJob) -> AsyncIterator[DecodeEvent]:
         events = self._engine.generate(job)
         try:
             async for event in events:

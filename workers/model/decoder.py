@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.interface import Phase, no_phase
-from .config import ModelConfig, ModelError
+from ..settings import ModelSpec
+from .config import ModelConfig, ModelError, read_config
 from .rope import Rope, rotate
+from .store import resolve, resolve_adapter
 from .weights import LayerWeights, StackWeights, read_stack
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -134,3 +136,27 @@ def load_stack(
         adapter=adapter,
     )
     return LayerStack(config, layers, weights, dtype, target)
+
+
+def load_model(spec: ModelSpec, device: torch.device | str) -> LayerStack:
+    """Every layer of a model, with embedding and head. Raises ModelError."""
+    directory = resolve(spec.path)
+    config = read_config(directory, spec.overrides)
+    return load_stack(
+        directory,
+        config,
+        range(config.layers),
+        embedding=True,
+        head=True,
+        dtype=torch_dtype(spec),
+        device=device,
+        adapter=None if spec.adapter is None else resolve_adapter(spec.adapter),
+    )
+
+
+def torch_dtype(spec: ModelSpec) -> torch.dtype:
+    """Raises ValueError for a name that is none of the dtypes we compute in."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if spec.dtype not in known:
+        raise ValueError(f"model dtype {spec.dtype!r} is unknown; known: {', '.join(known)}")
+    return known[spec.dtype]

@@ -27,7 +27,7 @@ from ..messages import (
     PrefillJob,
     RequestFailed,
 )
-from ..settings import ModelSpec, PrefillConfig
+from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 
 if TYPE_CHECKING:
     from .request import Event
@@ -72,11 +72,12 @@ class StageActor:
         """Load the model's share, then meet the other stages (None: there are none)."""
         import torch
 
-        from ..kv.transports import ObjectStorePost
+        from ..kv.transports import sender
         from .stage import load_stage
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
-        stage = load_stage(self._model, self._config, self._number, None, ObjectStorePost())
+        ends = sender(HandoffConfig(), self._config.device)
+        stage = load_stage(self._model, self._config, self._number, None, ends)
         if rendezvous is not None:
             stage.connect(self._activations(rendezvous, stage))
         self._stage = stage

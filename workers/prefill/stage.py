@@ -22,9 +22,8 @@ from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, Coverage, KernelInputError, StateSpec
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
+from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
-from ..kv.sender import KVSender
-from ..kv.transports import HandoffError, Post
 from ..messages import (
     ChunkCommand,
     ChunkReport,
@@ -34,7 +33,7 @@ from ..messages import (
 )
 from ..messages import resolve as method_spec
 from ..model.config import read_config
-from ..model.decoder import LayerStack, load_stack
+from ..model.decoder import LayerStack, load_stack, torch_dtype
 from ..model.store import resolve, resolve_adapter
 from ..settings import ModelSpec, PrefillConfig
 from ..warm_up import warm_up_prefill
@@ -81,7 +80,7 @@ class PrefillStage:
         self,
         stack: LayerStack,
         cache: PagedKVCache,
-        sender: KVSender,
+        sender: Sender,
         activations: Activations,
         stage: int,
         stages: int,
@@ -269,7 +268,7 @@ class PrefillStage:
 
 
 def load_stage(
-    model: ModelSpec, config: PrefillConfig, stage: int, activations: Activations | None, post: Post
+    model: ModelSpec, config: PrefillConfig, stage: int, activations: Activations | None, sender: Sender
 ) -> PrefillStage:
     """Load a stage's share of the model and its pages, and warm up as configured. activations: None in a
     group of one stage."""
@@ -290,13 +289,4 @@ def load_stage(
     warm_up_prefill(stack, [method_spec(name) for name in config.warm_up], config.chunk_tokens)
     pages = pages_for(config.cache_tokens)
     cache = PagedKVCache(layers, shape.kv_heads, shape.head_dim, pages, dtype, device)
-    sender = KVSender(post, device)
     return PrefillStage(stack, cache, sender, activations or NoActivations(), stage, config.stages)
-
-
-def torch_dtype(model: ModelSpec) -> torch.dtype:
-    """Raises ValueError for a name that is none of the dtypes we compute in."""
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if model.dtype not in known:
-        raise ValueError(f"model dtype {model.dtype!r} is unknown; known: {', '.join(known)}")
-    return known[model.dtype]
