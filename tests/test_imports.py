@@ -29,7 +29,7 @@ SERVICE_MAY_TAKE = {
 RAY_IN_WORKERS = {
     "workers/remote.py",
     "workers/prefill/group.py",
-    "workers/kv/transports.py",
+    "workers/kv/object_store.py",
     "workers/decode/worker.py",
 }
 RAY_IN_SERVICE = {"service/app.py", "service/fleet/dispatch.py", "service/client/local_ray.py"}

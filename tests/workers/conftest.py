@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.kv.transports import KVReceiver
 from deltafront.workers.messages import (
     FinishEvent,
     FirstLogits,
@@ -28,7 +28,7 @@ from deltafront.workers.messages import (
 )
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
-from deltafront.workers.settings import DecodeConfig
+from deltafront.workers.settings import DecodeConfig, HandoffConfig
 
 LAYERS = 6
 
@@ -178,13 +178,15 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
     """`await bench(key=value…)` starts an engine with that DecodeConfig; all must be empty when closed."""
     benches: list[Bench] = []
 
-    async def start(wall: Callable[[], float] | None = None, **config: Any) -> Bench:
+    async def start(
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.perf_counter,
+        transport: str = "object_store",
+        **config: Any,
+    ) -> Bench:
         defaults = {"cache_tokens": 8192, "page_selection": "full", "append_chunk_tokens": 48}
-        model = tiny_stack.config
-        receiver = KVReceiver(model.kv_heads, model.head_dim, torch.float32)
-        chosen = DecodeConfig(**(defaults | config))
-        clock = {} if wall is None else {"wall": wall}
-        engine = DecodeEngine("decode:test", tiny_stack, chosen, receiver, **clock)
+        chosen, handoff = DecodeConfig(**(defaults | config)), HandoffConfig(transport=transport)
+        engine = DecodeEngine("decode:test", tiny_stack, chosen, handoff, wall=wall, clock=clock)
         await engine.start()
         benches.append(Bench(engine, tiny_stack))
         return benches[-1]

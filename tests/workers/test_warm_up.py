@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.decode.runner import DecodeCompute, Row
+from deltafront.workers.decode.runner import DecodeRunner, Row
 from deltafront.workers.messages import Sampling
 
 
@@ -17,18 +17,18 @@ async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one
 ) -> None:
     steps: list[list[tuple[int, bool, float]]] = []
     appended: list[tuple[int, int]] = []
-    decode, append = DecodeCompute.decode, DecodeCompute.append
+    decode, append = DecodeRunner.decode, DecodeRunner.append
 
-    def noting(self: DecodeCompute, rows: Sequence[Row]) -> Any:
-        steps.append([(row.length, row.delta, row.sampling.temperature) for row in rows])
+    def noting(self: DecodeRunner, rows: Sequence[Row]) -> Any:
+        steps.append([(row.length, row.selects_pages, row.sampling.temperature) for row in rows])
         return decode(self, rows)
 
-    def noting_append(self: DecodeCompute, pages: Any, start: int, ids: Any, last: bool) -> Any:
+    def noting_append(self: DecodeRunner, pages: Any, start: int, ids: Any, last: bool) -> Any:
         appended.append((start, len(ids)))
         return append(self, pages, start, ids, last)
 
-    monkeypatch.setattr(DecodeCompute, "decode", noting)
-    monkeypatch.setattr(DecodeCompute, "append", noting_append)
+    monkeypatch.setattr(DecodeRunner, "decode", noting)
+    monkeypatch.setattr(DecodeRunner, "append", noting_append)
     how = {
         "page_selection": "delta" if delta_layers else "full",
         "delta_layers": delta_layers,
@@ -41,7 +41,7 @@ async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one
     assert [start for start, _ in appended] == [100, 1024 - 79]
     assert {length for step in steps for length, _, _ in step} == {177, 1022}
     wanted = {(True,), (False,), (True, False)} if delta_layers else {(False,), (False, False)}
-    assert {tuple(delta for _, delta, _ in step) for step in steps} == wanted
+    assert {tuple(selects for _, selects, _ in step) for step in steps} == wanted
     assert {t for step in steps for _, _, t in step} == {0.0, 1.0}
     cold = await bench(**how)
     ids = [n * 7 % 90 + 1 for n in range(150)]

@@ -1,8 +1,8 @@
 """A decode worker without Ray: receives K/V, keeps sessions, decodes with continuous batching.
 
-The asyncio methods below run on the event loop's thread, which owns all bookkeeping. Tensors are computed
-on a compute thread (`decode_scheduler`) and received K/V is written on a hand-off thread
-(`decode_handoff`), so that renewing and cancelling never wait for either.
+The asyncio methods below run on the event loop's thread, which owns all bookkeeping. Tensors are computed on
+a compute thread (`scheduler`, `runner`) and received K/V is written on a hand-off thread (`kv.transports`),
+so that renewing and cancelling never wait for either.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
-from ..kv.arrival import KVArrival
-from ..kv.cache import PagedKVCache
-from ..kv.page_pool import PAGE_TOKENS, OutOfPages, PagePool
+from ..kv.arrival import ArrivalError, KVArrival
+from ..kv.page_pool import PAGE_TOKENS, OutOfPages, PagePool, pages_for
+from ..kv.transports import receiver
 from ..messages import (
     DECODE_PREFIX,
     DecodeFailed,
@@ -36,27 +37,26 @@ from ..messages import (
     Reserved,
     SessionKept,
 )
-from ..model.decoder import LayerStack
-from ..settings import DecodeConfig
+from ..model.decoder import LayerStack, load_model
+from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from ..warm_up import warm_up_decode
-from .handoff import Handoff, Receiver
-from .lifecycle import Lifecycle
-from .page_selection import SelectionError, plan_layers
-from .pages import DecodePages
-from .request import DecodeRequest, Event, appended_ids, check_counts
-from .runner import DecodeCompute
-from .scheduler import DecodeScheduler
-from .sessions import SessionsTable
+from .page_selection import PageSelectionError, plan_layers
+from .runner import DecodeRunner
+from .scheduler import DecodeEvent, DecodeRequest, DecodeScheduler
+from .sessions import DecodePages, SessionsTable, appended_ids
 
 _TICK_S = 0.1
 """How often deadlines and leases are looked at."""
+_STARTING = "the decode worker is still starting"
+_CLOSING = "the decode worker is shutting down"
 
 
 class DecodeEngine:
     """One worker: construct it, `await start()`, and `await close()` at the end.
 
     name: the actor's name (`decode:<id>`); session ids begin with its id. wall: seconds since the epoch.
-    Raises SelectionError or ValueError for a configuration that does not fit the model.
+    clock: seconds, for reports and leases. Raises PageSelectionError or ValueError for a configuration that
+    does not fit the model.
     """
 
     def __init__(
@@ -64,60 +64,68 @@ class DecodeEngine:
         name: str,
         stack: LayerStack,
         config: DecodeConfig,
-        receiver: Receiver,
+        handoff: HandoffConfig = HandoffConfig(),  # noqa: B008
+        *,
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         model = stack.config
         self.name = name
         self._config = config
         self._model = model
         self._wall = wall
+        self._clock = clock
         self._plan = plan_layers(config, model.layers)
         pool = PagePool(config.cache_tokens // PAGE_TOKENS)
-        cache = PagedKVCache(
-            range(model.layers), model.kv_heads, model.head_dim, pool.total, stack.dtype, stack.device
-        )
-        compute = DecodeCompute(stack, cache, self._plan)
         sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
-        self._compute = compute
-        self._pages = DecodePages(pool, sessions, model.positions, compute.copy_page)
-        self._lifecycle = Lifecycle(self._pages, config.stream_lease_s, wall)
+        self._pages = DecodePages(pool, sessions, model.positions)
+        longest = min(pool.total, pages_for(model.positions))
+        self._runner = DecodeRunner(
+            stack, self._plan, pages=pool.total, max_batch=config.max_batch, max_pages=longest
+        )
         self._threads = [
             ThreadPoolExecutor(1, f"decode-{work}", torch.set_num_threads, (config.threads,))
             for work in ("compute", "handoff")
         ]
+        self._receiver = receiver(handoff, self._runner.cache, self._threads[1])
         self._scheduler = DecodeScheduler(
-            compute,
+            self._runner,
             self._threads[0],
-            self._lifecycle,
             self._before_first,
+            clock,
             max_batch=config.max_batch,
             chunk_tokens=config.append_chunk_tokens,
             eos_ids=model.eos_ids,
         )
-        self._handoff = Handoff(
-            model, receiver, compute, self._threads[1], self._lifecycle, self._submit_if_ready
-        )
+        self._requests: dict[str, DecodeRequest] = {}
         self._serials = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
+        self._receiving: set[asyncio.Task[int]] = set()
+        self._unavailable = _STARTING
 
     async def start(self) -> None:
         """Take requests from now on, after the warm-up that the configuration asks for."""
         if self._config.warm_up:
             tokens = min(self._model.positions, self._config.cache_tokens)
             await asyncio.get_running_loop().run_in_executor(
-                self._threads[0], warm_up_decode, self._compute, tokens, self._plan.calibrated
+                self._threads[0], warm_up_decode, self._runner, tokens, self._plan.calibrated
             )
-        self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._watch())]
+        if self._unavailable == _STARTING:
+            self._unavailable = ""
+            self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
         """End every request and session, wait for what is being computed, and stop."""
-        self._lifecycle.close_all(FinishReason.CANCELLED, "the decode worker is shutting down")
+        self._unavailable = _CLOSING
+        for request in list(self._requests.values()):
+            request.close(FinishReason.CANCELLED, _CLOSING)
         self._pages.sessions.clear()
         self._scheduler.stop()
-        running, watching = self._tasks
-        await running
-        watching.cancel()
+        await asyncio.gather(*self._tasks[:1], return_exceptions=True)
+        others = [*self._tasks[1:], *self._receiving]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         for thread in self._threads:
             thread.shutdown()
 
@@ -133,47 +141,92 @@ class DecodeEngine:
         return self._pages.pool.used
 
     async def stats(self) -> DecodeStats:
+        """Raises DecodeFailed while the worker takes no requests, so that no door counts on it."""
+        self._check_available()
         pool, running = self._pages.pool, self._scheduler.running
-        waiting = max(0, self._lifecycle.live_count() - running)
+        waiting = max(0, sum(request.ended is None for request in self._requests.values()) - running)
         return DecodeStats(self.name, pool.total, pool.free, running, waiting, len(self._pages.sessions))
 
     async def reserve(self, order: Reserve) -> Reserved | Refused:
-        """Take pages for a request. ValueError for counts that make no sense (the door checks them)."""
-        check_counts(order)
-        if self._lifecycle.live(order.request_id) is not None:
+        """Take pages for a request. ValueError for counts that make no sense (the door checks them), and
+        DecodeFailed while the worker takes no requests."""
+        self._check_available()
+        if self._live(order.request_id) is not None:
             return Refused(RefusalReason.DUPLICATE, f"a request {order.request_id} is already here")
         if order.page_selection:
             try:
-                self._plan.wants_delta(order.page_selection, self._config.page_selection)
-            except SelectionError as error:
+                self._plan.selects_pages(order.page_selection, self._config.page_selection)
+            except PageSelectionError as error:
                 return Refused(RefusalReason.SELECTION, str(error))
         holding = self._pages.reserve(order, self._wall())
         if isinstance(holding, Refused):
             return holding
+        holding.on_free = lambda: self._receiver.release(order.request_id)
         expected = order.prompt_tokens if order.session_id is None else 0
-        request = DecodeRequest(
+        self._requests[order.request_id] = DecodeRequest(
             serial=next(self._serials),
             order=order,
             holding=holding,
             arrival=KVArrival(self._model.layers, expected),
-            renewed=time.monotonic(),
+            renewed=self._clock(),
             length=holding.session_tokens + expected,
         )
-        self._lifecycle.add(request)
-        return Reserved(len(holding.all_pages), holding.session_tokens)
+        return Reserved(len(holding.table) + len(holding.spare), holding.session_tokens)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        await self._handoff.announce(announcement)
+        """Receive K/V into pages. Ignored for requests that are not here and for exact repetitions.
+
+        A failed or contradictory announcement ends its request as failed, so that no answer is ever computed
+        from incomplete K/V, and is raised, so that the sending stage stops as well: HandoffError, and
+        ArrivalError for K/V that the request does not have.
+        """
+        request = self._live(announcement.request_id)
+        if request is None:
+            return
+        began = self._clock()
+        tokens, first = announcement.tokens, announcement.layer
+        try:
+            layers = range(first, first + announcement.layers)
+            new = [layer for layer in layers if request.arrival.claim(layer, announcement.start, tokens)]
+            if not new:
+                return
+            receiving = asyncio.create_task(self._receiver.receive(announcement, new, request.holding.hold))
+            self._receiving.add(receiving)
+            receiving.add_done_callback(self._receiving.discard)
+            moved = await asyncio.shield(receiving)  # a caller that gives up must not stop a write half way
+        except Exception as error:
+            self._not_arrived(request, error)
+            raise
+        if moved:
+            request.times.handoff_bytes += moved
+            request.times.handoff_seconds += self._clock() - began
+            request.arrival.written(tokens * len(new))
+            if request.arrival.complete and request.ended is None:
+                request.times.complete = self._clock()
+                request.settled.set()
+                self._submit_if_ready(request)
 
     async def first_logits(self, message: FirstLogits) -> None:
-        await self._handoff.first_logits(message)
+        """Ignored for requests that are not here and for repetitions. Raises ArrivalError for logits that
+        the request cannot use."""
+        request = self._live(message.request_id)
+        if request is None or request.times.logits is not None:
+            return
+        logits_V = np.asarray(message.logits, dtype=np.float32)
+        if request.order.session_id is not None or logits_V.shape != (self._model.vocab,):
+            error = ArrivalError(f"unexpected logits {logits_V.shape}; the vocabulary is {self._model.vocab}")
+            self._not_arrived(request, error)
+            raise error
+        request.logits = logits_V
+        request.times.logits = self._clock()
+        self._submit_if_ready(request)
 
-    async def generate(self, job: GenerateJob) -> AsyncGenerator[Event, None]:
-        """FirstTokenTimings and TokenEvents, then exactly one FinishEvent, whatever happens.
+    async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
+        """FirstTokenTimings and Tokens, then exactly one FinishEvent, whatever happens.
 
         A caller that stops reading cancels the request.
         """
-        request = self._lifecycle.known(job.request_id)
+        request = self._requests.get(job.request_id)
         if request is None or request.job is not None:
             why = "is not reserved here, or was cancelled" if request is None else "is already generating"
             message = f"request {job.request_id} {why}"
@@ -184,28 +237,28 @@ class DecodeEngine:
             while True:
                 event = await request.events.get()
                 if isinstance(event, FinishEvent):
-                    await request.freed.wait()  # who hears the end finds the pages free
+                    await request.holding.freed.wait()  # who hears the end finds the pages free
                     yield event
                     return
                 yield event
         finally:
-            self._lifecycle.close(request, FinishReason.CANCELLED, "the caller stopped reading")
-            self._lifecycle.forget(request)
+            request.close(FinishReason.CANCELLED, "the caller stopped reading")
+            self._forget(request)
 
     def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
-        request.job, request.renewed = job, time.monotonic()
-        request.deadline, request.times.job = job.deadline, time.perf_counter()
+        request.job, request.renewed = job, self._clock()
+        request.deadline, request.times.job = job.deadline, self._clock()
         if request.ended is not None:  # it failed before anybody listened
-            request.events.put_nowait(request.finish(*request.ended))
+            request.tell_end()
             return
         try:
             request.append_ids = appended_ids(request.order, job, self._model.vocab)
-            request.delta = self._plan.wants_delta(job.page_selection, self._config.page_selection)
+            request.selects_pages = self._plan.selects_pages(job.page_selection, self._config.page_selection)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
-            self._pages.ensure_spare(request.holding, job.keep_tokens)
+            self._pages.prepare_keep(request.holding, job.keep_tokens)
         except (ValueError, OutOfPages) as error:
-            self._lifecycle.close(request, FinishReason.FAILED, str(error))
+            request.close(FinishReason.FAILED, str(error))
             return
         self._submit_if_ready(request)
 
@@ -228,14 +281,14 @@ class DecodeEngine:
         Raises DecodeFailed if it cannot come any more; Refused for an unknown or cancelled request and for
         a passed deadline.
         """
-        request = self._lifecycle.known(job.request_id)
+        request = self._requests.get(job.request_id)
         missing = Refused(RefusalReason.NO_SESSION, f"request {job.request_id} is not reserved here")
         if request is None or request.job is not None or request.order.session_id is not None:
             return missing
-        request.renewed, request.deadline = time.monotonic(), job.deadline
-        request.times.job = time.perf_counter()
+        request.renewed, request.deadline = self._clock(), job.deadline
+        request.times.job = self._clock()
         await request.settled.wait()
-        self._lifecycle.forget(request)
+        self._forget(request)
         if request.ended is not None:
             reason, message = request.ended
             if reason is FinishReason.FAILED:
@@ -244,26 +297,72 @@ class DecodeEngine:
             return Refused(RefusalReason.DEADLINE, message) if expired else missing
         tokens, owner = request.order.prompt_tokens, request.order.owner
         session = self._pages.hand_over(request.holding, tokens, owner, job.ttl_s, self._wall())
-        self._lifecycle.close(request, FinishReason.STOP, "")
+        request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(job.request_id, session.told, report)
 
     async def cancel(self, request_id: str) -> None:
         """End a request; returns when its pages are free (a session that was kept from it stays)."""
-        request = self._lifecycle.known(request_id)
+        request = self._requests.get(request_id)
         if request is not None:
-            self._lifecycle.close(request, FinishReason.CANCELLED, "cancelled")
-            self._lifecycle.forget(request)
-            await request.freed.wait()
+            request.close(FinishReason.CANCELLED, "cancelled")
+            self._forget(request)
+            await request.holding.freed.wait()
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         return self._pages.sessions.release(session_id, owner, self._wall())
 
     async def renew(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._lifecycle.renew(request_id)
+            if request_id in self._requests:
+                self._requests[request_id].renewed = self._clock()
 
     async def _watch(self) -> None:
         while True:
-            self._lifecycle.expire()
+            self._expire()
             await asyncio.sleep(_TICK_S)
+
+    def _expire(self) -> None:
+        """End sessions past their lease, and requests past their deadline or not renewed."""
+        wall, now = self._wall(), self._clock()
+        self._pages.sessions.expire(wall)
+        for request in list(self._requests.values()):
+            if now - request.renewed > self._config.stream_lease_s:
+                request.close(FinishReason.CANCELLED, "nobody renewed the request")
+                self._forget(request)
+            elif request.deadline is not None and wall >= request.deadline:
+                request.close(FinishReason.DEADLINE, "the deadline passed")
+
+    def _live(self, request_id: str) -> DecodeRequest | None:
+        """A request that is here and has not ended."""
+        request = self._requests.get(request_id)
+        return None if request is None or request.ended is not None else request
+
+    def _forget(self, request: DecodeRequest) -> None:
+        """Drop an ended request, which stays known until its caller has heard why. By then another one may
+        have taken its id."""
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+
+    def _check_available(self) -> None:
+        if self._unavailable:
+            raise DecodeFailed(self._unavailable)
+
+    @staticmethod
+    def _not_arrived(request: DecodeRequest, error: Exception) -> None:
+        request.close(FinishReason.FAILED, f"the prompt's K/V did not arrive: {error}")
+
+
+def load_engine(
+    name: str,
+    model: ModelSpec,
+    config: DecodeConfig,
+    handoff: HandoffConfig = HandoffConfig(),  # noqa: B008
+) -> DecodeEngine:
+    """An engine that is loaded but not started. Sets this process's torch threads.
+
+    Raises ModelError for a model that cannot be loaded, PageSelectionError or ValueError for a configuration
+    that does not fit it.
+    """
+    torch.set_num_threads(config.threads)
+    return DecodeEngine(name, load_model(model, config.device), config, handoff)

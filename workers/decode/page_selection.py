@@ -1,9 +1,9 @@
-"""Which layers attend to all pages and which to a selection: DELTA's decode (Algorithm 2).
+"""Which layers attend to all pages and which to selected ones: DELTA's decode (Algorithm 2).
 
 Full layers attend densely. A Δ-layer attends densely and scores every page (token score: largest attention
 weight over heads; page score: sum over the page's tokens); the best K pages, the last L always among them,
-are all that the sparse layers up to the next Δ-layer read. Layers before the first Δ-layer have no
-selection yet and are dense too. A selection lives for one decode step and is made per request.
+are all that the sparse layers up to the next Δ-layer read. Before the first Δ-layer no pages are selected
+yet, so layers are dense too. Pages are selected for one decode step, and for each request by itself.
 
 Shape suffixes: R requests of a batch, P columns of the page table, K selected pages, H query heads, D head
 dimension, S slots of a page, G key/value heads.
@@ -26,7 +26,7 @@ from ..kv.page_pool import PAGE_TOKENS
 from ..settings import DecodeConfig
 
 
-class SelectionError(ValueError):
+class PageSelectionError(ValueError):
     """A page selection that is not configured, or cannot be."""
 
 
@@ -52,18 +52,19 @@ class LayerPlan:
     def calibrated(self) -> bool:
         return LayerRole.SCORING in self.roles
 
-    def wants_delta(self, page_selection: str, default: str) -> bool:
-        """Whether a request's `page_selection` (empty: the worker's default) is DELTA's.
+    def selects_pages(self, page_selection: str, default: str) -> bool:
+        """Whether a request's sparse layers read selected pages only. page_selection: as the request has it,
+        empty for the worker's default.
 
-        Raises SelectionError for an unknown name, and for `delta` without calibrated Δ-layers.
+        Raises PageSelectionError for an unknown name, and for `delta` without calibrated Δ-layers.
         """
         name = page_selection or default
         if name == "full":
             return False
         if name != "delta":
-            raise SelectionError(f"unknown page selection {name!r}: use 'delta' or 'full'")
+            raise PageSelectionError(f"unknown page selection {name!r}: use 'delta' or 'full'")
         if not self.calibrated:
-            raise SelectionError(
+            raise PageSelectionError(
                 "page selection 'delta' needs calibrated delta_layers in the decode configuration: "
                 "ask for 'full', or calibrate this model"
             )
@@ -71,18 +72,20 @@ class LayerPlan:
 
 
 def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
-    """Check the configuration against a model of `layers` layers. Raises SelectionError naming the key."""
+    """Check the configuration against a model of `layers` layers. Raises PageSelectionError with the key."""
     for key, values in (("full_layers", config.full_layers), ("delta_layers", config.delta_layers)):
         for layer in values:
             if not 0 <= layer < layers:
-                raise SelectionError(f"{key} names layer {layer}, but the model has layers 0 .. {layers - 1}")
+                raise PageSelectionError(
+                    f"{key} names layer {layer}, but the model has layers 0 .. {layers - 1}"
+                )
     both = set(config.full_layers) & set(config.delta_layers)
     if both:
-        raise SelectionError(f"layers {sorted(both)} are in full_layers and in delta_layers: choose one")
+        raise PageSelectionError(f"layers {sorted(both)} are in full_layers and in delta_layers: choose one")
     if not 1 <= config.recency <= config.page_budget:
-        raise SelectionError(f"recency {config.recency} must be 1 .. page_budget ({config.page_budget})")
+        raise PageSelectionError(f"recency {config.recency} must be 1 .. page_budget ({config.page_budget})")
     if config.page_selection not in ("delta", "full"):
-        raise SelectionError(f"page_selection must be 'delta' or 'full', got {config.page_selection!r}")
+        raise PageSelectionError(f"page_selection must be 'delta' or 'full', got {config.page_selection!r}")
     first = min(config.delta_layers, default=layers)
     roles = []
     for layer in range(layers):
@@ -98,13 +101,13 @@ def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
 @dataclass(frozen=True)
 class BatchRows:
     """Where a batch's K/V is: table_RP and lengths_R (tokens, the one being computed included), and which
-    rows use DELTA and which do not (1-D row indices; None where all or none do)."""
+    rows select pages and which read all (1-D row indices; None where all or none select)."""
 
     table_RP: torch.Tensor
     lengths_R: torch.Tensor
-    delta: torch.Tensor | None
+    selecting: torch.Tensor | None
     full: torch.Tensor | None
-    any_delta: bool
+    any_selects: bool
 
 
 class StepAttention:
@@ -132,7 +135,7 @@ class StepAttention:
         role = self._plan.roles[layer]
         if role is LayerRole.SPARSE:
             return self._sparse(q_RHD, k_PSGD, v_PSGD)
-        if role is LayerRole.SCORING and self._rows.any_delta:
+        if role is LayerRole.SCORING and self._rows.any_selects:
             return self._score(q_RHD, k_PSGD, v_PSGD)
         return self._dense(q_RHD, k_PSGD, v_PSGD, None)
 
@@ -146,7 +149,7 @@ class StepAttention:
         return out_RHD
 
     def _score(self, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor) -> torch.Tensor:
-        rows, pick = self._rows, self._rows.delta
+        rows, pick = self._rows, self._rows.selecting
         lengths_R = _pick(rows.lengths_R, pick)
         out_RHD, _lse, page_score_RP = paged_attention_scored(
             _pick(q_RHD, pick), k_PSGD, v_PSGD, _pick(rows.table_RP, pick), lengths_R, scale=self._scale
@@ -161,8 +164,8 @@ class StepAttention:
         return self._with_full_rows(out_RHD, q_RHD, k_PSGD, v_PSGD)
 
     def _sparse(self, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor) -> torch.Tensor:
-        rows, pick = self._rows, self._rows.delta
-        if not rows.any_delta:
+        rows, pick = self._rows, self._rows.selecting
+        if not rows.any_selects:
             self.attended_R += self._pages_R
             return self._dense(q_RHD, k_PSGD, v_PSGD, None)
         assert self._selected_RK is not None and self._counts_R is not None  # plan_layers sees to it
@@ -185,14 +188,14 @@ class StepAttention:
         return self._with_full_rows(out_RHD, q_RHD, k_PSGD, v_PSGD)
 
     def _with_full_rows(
-        self, delta_RHD: torch.Tensor, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor
+        self, selecting_RHD: torch.Tensor, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor
     ) -> torch.Tensor:
-        """Put the DELTA rows' output among that of the rows that attend to everything."""
+        """Put the output of rows that select pages among that of the rows that attend to everything."""
         rows = self._rows
-        if rows.delta is None or rows.full is None:
-            return delta_RHD
+        if rows.selecting is None or rows.full is None:
+            return selecting_RHD
         out_RHD = torch.empty_like(q_RHD)
-        out_RHD.index_copy_(0, rows.delta, delta_RHD)
+        out_RHD.index_copy_(0, rows.selecting, selecting_RHD)
         return out_RHD.index_copy_(0, rows.full, self._dense(q_RHD, k_PSGD, v_PSGD, rows.full))
 
 

@@ -1,17 +1,19 @@
-"""The tensor work of a decode worker: append prefill, batched decode steps, sampling, writes of K/V.
+"""The tensor work of a decode worker: append prefill, first tokens, batched decode steps.
 
-Everything but `write` runs on one compute thread. Shape suffixes: R requests of the batch, P columns of
-the page table, N pages of one sequence, T tokens of a chunk, H query heads, G key/value heads, D head
-dimension, S tokens so far, C hidden size, V vocabulary, B = 1.
+Everything runs on one compute thread. What a step reads lies at addresses that never change (`StepRows`, the
+pages, the weights), and the step itself depends on shapes and host flags alone, so that a CUDA graph could
+hold it.
+
+Shape suffixes: R requests of the batch, P columns of the page table, N pages of one sequence, T tokens of a
+chunk, H query heads, G key/value heads, D head dimension, S tokens so far, C hidden size, V vocabulary,
+B = 1.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,19 +27,20 @@ from ..messages import Sampling
 from ..model.decoder import LayerStack
 from .page_selection import BatchRows, LayerPlan, StepAttention
 from .sampling import SamplingRows, sample
+from .sessions import PageCopy
 
 
 @dataclass(frozen=True)
 class Row:
     """One request in a decode step. `token` is the last chosen one, at position `length`; its K/V is what
-    the step adds. key: unique to the request, so that an unchanged batch is recognised."""
+    the step adds. key: unique to the request, so that an unchanged row is recognised."""
 
     key: int
     pages: tuple[int, ...]
     length: int
     token: int
     sampling: Sampling
-    delta: bool
+    selects_pages: bool
 
 
 @dataclass(frozen=True)
@@ -50,62 +53,129 @@ class Chosen:
     pages_held: int = 0
 
 
-@dataclass
-class _Batch:
-    """A batch on the device. Only ids_R and lengths_R change from step to step."""
+@dataclass(frozen=True)
+class Batch:
+    """The first rows of `StepRows`, as a step sees them: slices, and what the host knows of them."""
 
-    keys: tuple[int, ...]
     table_RP: torch.Tensor
     lengths_R: torch.Tensor
     ids_R: torch.Tensor
     sampling: SamplingRows
-    delta: torch.Tensor | None
+    selecting: torch.Tensor | None
     full: torch.Tensor | None
-    any_delta: bool
+    any_selects: bool
 
 
-class DecodeCompute:
-    """A whole model over one paged cache. On the device nothing is waited for but each step's tokens."""
+class StepRows:
+    """What a decode step reads of each row, on the device, in memory that is allocated once.
 
-    def __init__(self, stack: LayerStack, cache: PagedKVCache, plan: LayerPlan) -> None:
-        self.stack = stack
-        self.cache = cache
-        self._plan = plan
-        self._scale = stack.config.head_dim**-0.5
-        self._dense: Attention = build(method_spec("dense"))
-        self._batch: _Batch | None = None
-        # Writes have their own stream on a GPU, so that they do not queue behind the steps.
-        cuda = stack.device.type == "cuda"
-        self._write_stream: Any = torch.cuda.Stream(stack.device) if cuda else None  # type: ignore[no-untyped-call]
+    Rows are written in place when requests come or go; from step to step a step itself moves ids and lengths
+    on. The table's width is cut to a power of two, so that shapes are few. What nobody wrote names the
+    scratch page.
+    """
 
-    @torch.inference_mode()
-    def write(
-        self, pages: Sequence[int], start: int, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
+        self._vocab = vocab
+        self._scratch_page = scratch_page
+        shape = (rows, _width(pages))
+        self.table_RP = torch.full(shape, scratch_page, dtype=torch.int32, device=device)
+        self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.ids_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.sampling = SamplingRows.room(rows, device)
+        self.selecting = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.full = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._keys: tuple[int, ...] = ()
+        self._batch: Batch | None = None
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """These rows, in this order: written anew from the first on that is another than in the step before.
+        Those before it have moved on with the steps."""
+        keys = tuple(row.key for row in rows)
+        if self._batch is None or keys != self._keys:
+            same = 0
+            while same < min(len(keys), len(self._keys)) and keys[same] == self._keys[same]:
+                same += 1
+            self._keys = ()  # if writing fails, nothing counts as written
+            self._write(same, rows[same:])
+            self._batch, self._keys = self._view(rows), keys
+        return self._batch
+
+    def _write(self, first: int, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        end = first + len(rows)
+        table = np.full((len(rows), self.table_RP.shape[1]), self._scratch_page, dtype=np.int32)
+        for index, row in enumerate(rows):
+            table[index, : len(row.pages)] = row.pages
+        self.table_RP[first:end].copy_(torch.from_numpy(table))
+        self.lengths_R[first:end].copy_(torch.tensor([row.length for row in rows], dtype=torch.int32))
+        self.ids_R[first:end].copy_(torch.tensor([row.token for row in rows]))
+        self.sampling.write(first, [row.sampling for row in rows], self._vocab)
+
+    def _view(self, rows: Sequence[Row]) -> Batch:
+        selecting = [index for index, row in enumerate(rows) if row.selects_pages]
+        full = [index for index, row in enumerate(rows) if not row.selects_pages]
+        mixed = bool(selecting) and bool(full)
+        for target, indices in ((self.selecting, selecting), (self.full, full)):
+            target[: len(indices)].copy_(torch.tensor(indices, dtype=torch.int64))
+        return Batch(
+            self.table_RP[: len(rows), : _width(max(len(row.pages) for row in rows))],
+            self.lengths_R[: len(rows)],
+            self.ids_R[: len(rows)],
+            self.sampling.view([row.sampling for row in rows], self._vocab),
+            self.selecting[: len(selecting)] if mixed else None,
+            self.full[: len(full)] if mixed else None,
+            bool(selecting),
+        )
+
+
+class DecodeRunner:
+    """A whole model over `pages` pages of K/V. On the device nothing is waited for but each step's tokens.
+
+    max_batch: rows of a step, max_pages: pages of a request, at most. scratch_page: one page more, which
+    belongs to nobody: the pool hands out 0 .. pages - 1. What is computed for no request goes there.
+    """
+
+    def __init__(
+        self, stack: LayerStack, plan: LayerPlan, *, pages: int, max_batch: int, max_pages: int
     ) -> None:
-        """Store pulled K/V (k_TGD, v_TGD by layer) from position `start` on; when it returns, every later
-        step sees it. Runs on the hand-off thread."""
-        with nullcontext() if self._write_stream is None else torch.cuda.stream(self._write_stream):
-            self.cache.write_layers(pages, start, layers)
-        if self._write_stream is not None:
-            self._write_stream.synchronize()
+        model = stack.config
+        self.stack = stack
+        self.max_batch = max_batch
+        self.scratch_page = pages
+        self.cache = PagedKVCache(
+            range(model.layers), model.kv_heads, model.head_dim, pages + 1, stack.dtype, stack.device
+        )
+        self.rows = StepRows(max_batch, max_pages, model.vocab, self.scratch_page, stack.device)
+        self._plan = plan
+        self._scale = model.head_dim**-0.5
+        self._dense: Attention = build(method_spec("dense"))
 
     @torch.inference_mode()
-    def copy_page(self, source: int, target: int) -> None:
-        self.cache.copy_page(source, target)
-
-    @torch.inference_mode()
-    def first_tokens(self, logits: Sequence[object], rows: Sequence[Row]) -> list[Chosen]:
-        """Sample each row's token at position `length` from the logits (float32 [V]) before it."""
+    def first_tokens(
+        self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
+    ) -> list[Chosen]:
+        """Sample each row's token at position `length` from the logits (float32 [V]) before it. When this
+        returns, the pages of `copies` are copied too."""
+        for source, target in copies:
+            self.cache.copy_page(source, target)
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
         logits_RV = torch.stack([x.to(self.stack.device, torch.float32) for x in rows_V])
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
         sampling = SamplingRows.of([row.sampling for row in rows], logits_RV.shape[1], self.stack.device)
-        return _fetch(*sample(logits_RV, sampling, positions_R))
+        ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
+        none_R = torch.zeros_like(ids_R)
+        return _fetch(_columns(ids_R, logprob_R, none_R, none_R))
 
     @torch.inference_mode()
-    def append(self, pages: Sequence[int], start: int, ids: array[int], last: bool) -> torch.Tensor | None:
-        """Read tokens start .. start+len-1 over the K/V before them; logits_V of the last one if `last`."""
+    def append(
+        self, pages: Sequence[int], start: int, ids: array[int], last: bool, copy: PageCopy | None = None
+    ) -> torch.Tensor | None:
+        """Read tokens start .. start+len-1 over the K/V before them; logits_V of the last one if `last`.
+        copy: pages to be copied before that."""
         device, tokens = self.stack.device, len(ids)
+        if copy is not None:
+            self.cache.copy_page(*copy)
         table_N = torch.tensor(pages, dtype=torch.int64, device=device)
         ids_T = torch.tensor(ids, dtype=torch.int64, device=device)
         positions_T = torch.arange(start, start + tokens, device=device)
@@ -135,18 +205,22 @@ class DecodeCompute:
     @torch.inference_mode()
     def decode(self, rows: Sequence[Row]) -> list[Chosen]:
         """One step: every row's next token. Rows do not influence each other."""
-        batch = self._batch_of(rows)
+        return _fetch(self._step(self.rows.batch(rows)))
+
+    def _step(self, batch: Batch) -> torch.Tensor:
+        """What `_fetch` reads. The batch's ids and lengths move on in place, at the very end."""
         positions_R = batch.lengths_R
         page_ids_R = batch.table_RP.gather(1, (positions_R // PAGE_TOKENS).to(torch.int64)[:, None])[:, 0]
         slots_R = (positions_R % PAGE_TOKENS).to(torch.int64)
         lengths_R = positions_R + 1
-        where = BatchRows(batch.table_RP, lengths_R, batch.delta, batch.full, batch.any_delta)
+        where = BatchRows(batch.table_RP, lengths_R, batch.selecting, batch.full, batch.any_selects)
         step = StepAttention(self._plan, where, self._scale)
         attend = self._step_attend(step, page_ids_R, slots_R)
         hidden_RC = self.stack.forward(self.stack.embed(batch.ids_R), positions_R, attend)
         ids_R, logprob_R = sample(self.stack.logits(hidden_RC), batch.sampling, lengths_R)
-        batch.ids_R, batch.lengths_R = ids_R, lengths_R
-        return _fetch(ids_R, logprob_R, step.attended_R, step.held_R)
+        batch.ids_R.copy_(ids_R)
+        batch.lengths_R.copy_(lengths_R)
+        return _columns(ids_R, logprob_R, step.attended_R, step.held_R)
 
     def _step_attend(
         self, step: StepAttention, page_ids_R: torch.Tensor, slots_R: torch.Tensor
@@ -157,46 +231,19 @@ class DecodeCompute:
 
         return attend
 
-    def _batch_of(self, rows: Sequence[Row]) -> _Batch:
-        """The batch on the device; built anew only when requests came or went."""
-        keys = tuple(row.key for row in rows)
-        if self._batch is None or self._batch.keys != keys:
-            self._batch = self._build(keys, rows)
-        return self._batch
 
-    def _build(self, keys: tuple[int, ...], rows: Sequence[Row]) -> _Batch:
-        device = self.stack.device
-        table = np.zeros((len(rows), max(len(row.pages) for row in rows)), dtype=np.int32)
-        for index, row in enumerate(rows):
-            table[index, : len(row.pages)] = row.pages
-        delta = [index for index, row in enumerate(rows) if row.delta]
-        full = [index for index, row in enumerate(rows) if not row.delta]
-        mixed = bool(delta) and bool(full)
-        return _Batch(
-            keys=keys,
-            table_RP=torch.from_numpy(table).to(device),
-            lengths_R=torch.tensor([row.length for row in rows], dtype=torch.int32, device=device),
-            ids_R=torch.tensor([row.token for row in rows], dtype=torch.int64, device=device),
-            sampling=SamplingRows.of([row.sampling for row in rows], self.stack.config.vocab, device),
-            delta=torch.tensor(delta, device=device) if mixed else None,
-            full=torch.tensor(full, device=device) if mixed else None,
-            any_delta=bool(delta),
-        )
+def _width(pages: int) -> int:
+    """Columns of a table for so many pages: a power of two, at least 16."""
+    return max(16, 1 << (pages - 1).bit_length())
 
 
-def _fetch(
-    ids_R: torch.Tensor,
-    logprob_R: torch.Tensor,
-    attended_R: torch.Tensor | None = None,
-    held_R: torch.Tensor | None = None,
-) -> list[Chosen]:
-    """One copy to the host: float64 holds all of these exactly."""
-    none_R = torch.zeros_like(ids_R)
-    columns = (
-        ids_R,
-        logprob_R,
-        none_R if attended_R is None else attended_R,
-        none_R if held_R is None else held_R,
-    )
-    table_R4 = torch.stack([column.to(torch.float64) for column in columns], dim=1).tolist()
-    return [Chosen(int(token), logprob, int(read), int(held)) for token, logprob, read, held in table_R4]
+def _columns(*columns_R: torch.Tensor) -> torch.Tensor:
+    """One tensor for one copy to the host: float64 holds all of these exactly."""
+    return torch.stack([column_R.to(torch.float64) for column_R in columns_R], dim=1)
+
+
+def _fetch(table_R4: torch.Tensor) -> list[Chosen]:
+    """Token, log-probability, pages read and pages held of each row. Waits for the device."""
+    return [
+        Chosen(int(token), logprob, int(read), int(held)) for token, logprob, read, held in table_R4.tolist()
+    ]

@@ -22,37 +22,61 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The sampling parameters of a batch as tensors; made once per batch, not per step.
+    """The sampling parameters of rows as tensors, at addresses that do not change.
 
-    drawn: rows with a temperature above 0 (the others are greedy), as row indices, with their temperature,
-    seed and filter limits. filtered: which of the drawn rows use top-k or top-p.
+    drawn_R: rows with a temperature above 0; the others are greedy. draws, filters: whether any row is
+    drawn, and whether any of these uses top-k or top-p: known to the host, as they decide what is launched.
     """
 
-    drawn: torch.Tensor | None
+    drawn_R: torch.Tensor
     temperature_R1: torch.Tensor
     seed_R: torch.Tensor
-    filtered: torch.Tensor | None
     top_k_R: torch.Tensor
     top_p_R1: torch.Tensor
+    draws: bool = False
+    filters: bool = False
+
+    @classmethod
+    def room(cls, rows: int, device: torch.device) -> SamplingRows:
+        """For so many rows, to be written."""
+        return cls(
+            drawn_R=torch.zeros(rows, dtype=torch.bool, device=device),
+            temperature_R1=torch.ones(rows, 1, device=device),
+            seed_R=torch.zeros(rows, dtype=torch.int64, device=device),
+            top_k_R=torch.ones(rows, dtype=torch.int64, device=device),
+            top_p_R1=torch.ones(rows, 1, device=device),
+        )
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab: int, device: torch.device) -> SamplingRows:
-        drawn = [index for index, row in enumerate(rows) if row.temperature > 0]
-        chosen = [rows[index] for index in drawn]
-        filtered = [at for at, row in enumerate(chosen) if 0 < row.top_k < vocab or row.top_p < 1]
-        limits = [chosen[at] for at in filtered]
-        top_k = [min(row.top_k, vocab) if row.top_k > 0 else vocab for row in limits]
+        """Of a batch that is sampled once."""
+        made = cls.room(len(rows), device)
+        made.write(0, rows, vocab)
+        return made.view(rows, vocab)
 
-        def tensor(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+    def write(self, first: int, rows: Sequence[Sampling], vocab: int) -> None:
+        """Row `first` and those after it, in place. A greedy row's parameters change nothing."""
+        for target, values in (
+            (self.drawn_R, [row.temperature > 0 for row in rows]),
+            (self.temperature_R1, [[row.temperature if row.temperature > 0 else 1.0] for row in rows]),
+            (self.seed_R, [_signed(row.seed) for row in rows]),
+            (self.top_k_R, [row.top_k if 0 < row.top_k < vocab else vocab for row in rows]),
+            (self.top_p_R1, [[row.top_p] for row in rows]),
+        ):
+            target[first : first + len(rows)].copy_(torch.tensor(values, dtype=target.dtype))
 
-        return cls(
-            drawn=tensor(drawn, torch.int64) if drawn else None,
-            temperature_R1=tensor([row.temperature for row in chosen], torch.float32)[:, None],
-            seed_R=tensor([_signed(row.seed) for row in chosen], torch.int64),
-            filtered=tensor(filtered, torch.int64) if filtered else None,
-            top_k_R=tensor(top_k, torch.int64),
-            top_p_R1=tensor([row.top_p for row in limits], torch.float32)[:, None],
+    def view(self, rows: Sequence[Sampling], vocab: int) -> SamplingRows:
+        """The first rows, which are `rows`."""
+        drawn = [row for row in rows if row.temperature > 0]
+        count = len(rows)
+        return SamplingRows(
+            self.drawn_R[:count],
+            self.temperature_R1[:count],
+            self.seed_R[:count],
+            self.top_k_R[:count],
+            self.top_p_R1[:count],
+            draws=bool(drawn),
+            filters=any(0 < row.top_k < vocab or row.top_p < 1 for row in drawn),
         )
 
 
@@ -63,17 +87,17 @@ def sample(
 
     positions_R: absolute position of the token to be chosen. Temperature, then top-k, then top-p of what is
     left, as transformers' warpers do; the draw is Gumbel's argmax, which needs no sum over the vocabulary.
+    Shapes depend on the number of rows alone: where one row is drawn, or filtered, all are.
     """
     logits_RV = logits_RV.to(torch.float32)
     ids_R = logits_RV.argmax(-1)
-    if rows.drawn is not None:
-        chosen_RV = logits_RV.index_select(0, rows.drawn)
-        scaled_RV = (chosen_RV - chosen_RV.amax(-1, keepdim=True)) / rows.temperature_R1
-        if rows.filtered is not None:
-            kept_RV = _filter(scaled_RV.index_select(0, rows.filtered), rows.top_k_R, rows.top_p_R1)
-            scaled_RV = scaled_RV.index_copy(0, rows.filtered, kept_RV)
-        noise_RV = gumbel(rows.seed_R, positions_R.index_select(0, rows.drawn), logits_RV.shape[1])
-        ids_R = ids_R.index_copy(0, rows.drawn, (scaled_RV.to(torch.float64) + noise_RV).argmax(-1))
+    if rows.draws:
+        scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / rows.temperature_R1
+        if rows.filters:
+            scaled_RV = _filter(scaled_RV, rows.top_k_R, rows.top_p_R1)
+        noise_RV = gumbel(rows.seed_R, positions_R, logits_RV.shape[1])
+        drawn_R = (scaled_RV.to(torch.float64) + noise_RV).argmax(-1)
+        ids_R = torch.where(rows.drawn_R, drawn_R, ids_R)
     logprob_RV = logits_RV.log_softmax(-1)
     return ids_R, logprob_RV.gather(1, ids_R[:, None])[:, 0]
 

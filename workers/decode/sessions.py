@@ -1,17 +1,28 @@
-"""Leased sessions of one decode worker: who owns which prompt's pages, and until when.
+"""Which pages of a decode worker belong to which session and which request: leases, sharing, keeping.
 
-Pure accounting over a PagePool, free of tensors and clocks (times are seconds since the epoch, passed in).
-A session holds one reference on each of its pages and never writes to them.
+Pure accounting over a PagePool, free of tensors and clocks (times are seconds since the epoch, passed in),
+used from one thread (the event loop's). A session holds one reference on each of its pages and never writes
+to them. A request holds one on every page of its table and of the session it builds on; the pages that it
+shares with the session are full, so it never writes to them, and the session's last, partly filled page is
+copied for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from ..kv.page_pool import PagePool, pages_for
-from ..messages import Session
+import numpy as np
+
+from ..kv.page_pool import OutOfPages, PagePool, pages_for
+from ..messages import GenerateJob, RefusalReason, Refused, Reserve, Session
+
+PageCopy = tuple[int, int]
+"""Source and target."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +103,162 @@ class SessionsTable:
     def _drop(self, session: KeptSession) -> None:
         del self._sessions[session.session_id]
         self._pool.release(session.pages)
+
+
+@dataclass(eq=False)
+class Holding:
+    """A request's pages: its table in order, and the spare for a kept session's partly filled last page.
+
+    session_tokens: tokens of K/V that are there from the start. copy_in: the session's partly filled page
+    and the table's, to be copied before anything is computed. copy_out: the table's page and the spare, to
+    be copied once the prompt is complete and before it is kept. on_free: called once, when all is given back.
+
+    Ending a request and freeing its pages are two things: a step that is being computed, or K/V that is
+    being written or copied, still touches the pages, and a page given away too early means wrong output for
+    its next holder. So all of that happens inside `hold`, and the pages are given back by whichever comes
+    last: `end`, or the end of the last `hold`.
+    """
+
+    pool: PagePool
+    table: tuple[int, ...]
+    session_tokens: int
+    spare: tuple[int, ...] = ()
+    copy_in: PageCopy | None = None
+    copy_out: PageCopy | None = None
+    on_free: Callable[[], None] = lambda: None
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: bool = False
+    _holders: int = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[tuple[int, ...] | None]:
+        """The table, of which nothing is given away inside the `with`; None if the request has ended."""
+        if self._ended:
+            yield None
+            return
+        self._holders += 1
+        try:
+            yield self.table
+        finally:
+            self._holders -= 1
+            self._free_if_idle()
+
+    def end(self) -> None:
+        self._ended = True
+        self._free_if_idle()
+
+    def _free_if_idle(self) -> None:
+        """The one place where a request's pages are given back."""
+        if self._ended and self._holders == 0 and not self.freed.is_set():
+            source = () if self.copy_in is None else self.copy_in[:1]
+            self.pool.release((*self.table, *self.spare, *source))
+            self.table, self.spare, self.copy_in, self.copy_out = (), (), None, None
+            self.freed.set()
+            self.on_free()
+
+
+class DecodePages:
+    """The pool and the sessions of one worker; `positions` is the model's limit in tokens."""
+
+    def __init__(self, pool: PagePool, sessions: SessionsTable, positions: int) -> None:
+        self.pool = pool
+        self.sessions = sessions
+        self._positions = positions
+
+    def reserve(self, order: Reserve, now: float) -> Holding | Refused:
+        """Take everything that `order` will ever need, or nothing. ValueError for counts that make no sense
+        (the door checks them)."""
+        _check_counts(order)
+        self.sessions.expire(now)
+        session = None
+        if order.session_id is not None:
+            session = self.sessions.find(order.session_id, order.owner, now)
+            if session is None:
+                message = f"session {order.session_id} does not exist or has expired"
+                return Refused(RefusalReason.NO_SESSION, message)
+        before = 0 if session is None else session.tokens
+        total = before + order.prompt_tokens + order.max_tokens
+        if total > self._positions:
+            return Refused(
+                RefusalReason.POSITIONS,
+                f"{before} session tokens, {order.prompt_tokens} prompt tokens and {order.max_tokens} new "
+                f"tokens exceed the model's {self._positions} positions",
+            )
+        return self._take(order, session, total)
+
+    def _take(self, order: Reserve, session: KeptSession | None, total: int) -> Holding | Refused:
+        size = self.pool.page_tokens
+        before = 0 if session is None else session.tokens
+        shared = () if session is None else session.pages[: before // size]
+        spare = 1 if order.keep_tokens % size else 0
+        fresh = pages_for(total, size) - len(shared)
+        # A session's own partly filled page stays occupied beside the copy of it.
+        least = pages_for(total, size) + spare + (1 if before % size else 0)
+        if least > self.pool.total:
+            message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
+            return Refused(RefusalReason.TOO_LARGE, message, least, self.pool.free)
+        try:
+            taken = self.pool.allocate(fresh + spare)
+        except OutOfPages as error:
+            return Refused(RefusalReason.PAGES, str(error), error.needed, error.free)
+        self.pool.share(shared)
+        holding = Holding(self.pool, shared + taken[:fresh], before, taken[fresh:])
+        if session is not None and before % size:
+            holding.copy_in = (session.pages[-1], taken[0])
+            self.pool.share(session.pages[-1:])
+        return holding
+
+    def prepare_keep(self, holding: Holding, tokens: int) -> None:
+        """Make sure that `keep` of so many tokens cannot fail, and say what must be copied before it. Raises
+        OutOfPages where no room was reserved."""
+        full, rest = divmod(tokens, self.pool.page_tokens)
+        if rest:
+            holding.spare = holding.spare or self.pool.allocate(1)
+            holding.copy_out = (holding.table[full], holding.spare[0])
+
+    def keep(self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float) -> KeptSession:
+        """A session of the first `tokens` tokens of a request that goes on, prepared and copied: full pages
+        are shared, and the copy changes hands."""
+        shared = holding.table[: tokens // self.pool.page_tokens]
+        copied = () if holding.copy_out is None else holding.copy_out[1:]
+        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now)
+        self.pool.share(shared)
+        if copied:
+            holding.spare, holding.copy_out = (), None
+        return session
+
+    def hand_over(self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float) -> KeptSession:
+        """A session of the first `tokens` tokens of a request that ends here."""
+        pages = holding.table[: pages_for(tokens, self.pool.page_tokens)]
+        self.pool.share(pages)
+        return self.sessions.adopt(owner, pages, tokens, ttl_s, now)
+
+
+def _check_counts(order: Reserve) -> None:
+    """Raises ValueError for counts that make no sense. Appended text may be empty here: see appended_ids."""
+    prompt = order.prompt_tokens
+    if prompt < 0 or order.max_tokens < 0 or (prompt == 0 and order.session_id is None):
+        raise ValueError(f"cannot reserve for {prompt} prompt tokens and {order.max_tokens} new tokens")
+    if order.keep_tokens < 0 or (order.session_id is None and order.keep_tokens > prompt):
+        raise ValueError(f"keep_tokens {order.keep_tokens} must be within the prompt of {prompt} tokens")
+
+
+def appended_ids(order: Reserve, job: GenerateJob, vocab: int) -> array[int]:
+    """The job's appended token ids, checked against what was reserved. Raises ValueError, in plain words."""
+    new_tokens = job.sampling.max_tokens
+    if not 1 <= new_tokens <= order.max_tokens:
+        raise ValueError(f"max_tokens {new_tokens} must be 1 .. {order.max_tokens}, which was reserved")
+    if job.session_id != order.session_id:
+        raise ValueError(f"the reservation is for session {order.session_id}, not {job.session_id}")
+    ids = np.frombuffer(job.append_ids, dtype="<u4")
+    if order.session_id is None:
+        if len(ids):
+            raise ValueError("tokens can only be appended to a session")
+        return array("I")
+    if len(ids) == 0:
+        raise ValueError("a session can only be continued with at least one appended token")
+    if len(ids) != order.prompt_tokens:
+        raise ValueError(f"{len(ids)} appended tokens, but {order.prompt_tokens} were reserved")
+    if int(ids.max()) >= vocab:
+        raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab}")
+    return array("I", ids.tolist())

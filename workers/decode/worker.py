@@ -17,6 +17,7 @@ from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 if TYPE_CHECKING:
     from .engine import DecodeEngine
 
+
 __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
@@ -30,9 +31,9 @@ class DecodeActor:
     """A `DecodeEngine` in a process of its own. Asyncio: calls run side by side, and wait for loading."""
 
     def __init__(self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig) -> None:
-        from .loading import load_engine
+        from .engine import load_engine
 
-        self.hosted: DecodeEngine = load_engine(name, model, config)
+        self.hosted: DecodeEngine = load_engine(name, model, config, handoff)
 
     async def start(self) -> None:
         await self.hosted.start()

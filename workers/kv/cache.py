@@ -9,7 +9,9 @@ decode kernels read it in place. Which page belongs to whom is `page_pool`'s bus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +47,23 @@ class PagedKVCache:
         self.device = torch.device(device)
         self.k_LPSGD = _zeros(shape, dtype, self.device)
         self.v_LPSGD = _zeros(shape, dtype, self.device)
+        self._arrivals: Any = None
+        """On a GPU, the stream of `write_layers`: received K/V does not queue behind what is computed."""
+        if self.device.type == "cuda":
+            self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_LPSGD.shape[3]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k_LPSGD.shape[4]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k_LPSGD.dtype
 
     @property
     def pages(self) -> int:
@@ -108,27 +127,46 @@ class PagedKVCache:
         k_SGD.copy_(k_TGD)
         v_SGD.copy_(v_TGD)
 
+    @torch.inference_mode()
     def write_layers(
-        self, pages: Sequence[int], start: int, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+        self,
+        pages: Sequence[int],
+        start: int,
+        layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        after: Any = None,
     ) -> None:
-        """Store (k_TGD, v_TGD) of one or more layers, from token `start` on of the sequence with these pages;
-        as many tokens of each.
+        """Store received (k_TGD, v_TGD) of one or more layers, from token `start` on of the sequence with
+        these pages; as many tokens of each. When it returns, whatever runs later sees them.
 
         K/V may lie on the host. Into pages that follow one another they go as plain copies: a GPU's copy
-        engine makes them, and no kernel interrupts another process's. Raises KVCacheError as `write`.
+        engine makes them, and no kernel interrupts another process's. after: a CUDA event to wait for
+        first. Raises KVCacheError as `write`, having written nothing.
         """
         tokens = next(iter(layers.values()))[0].shape[0]
         first, inside = divmod(start, self.page_tokens)
         count = pages_for(inside + tokens, self.page_tokens)
         touched = pages[first : first + count] if start >= 0 else ()
         run = first_of_run(touched) if len(touched) == count else None
-        if run is not None:
+        with self._arriving(after):
+            if run is not None:
+                for layer, (k_TGD, v_TGD) in layers.items():
+                    self.write_run(layer, run, inside, k_TGD, v_TGD)
+                return
+            table_N = torch.tensor(pages, dtype=torch.int64, device=self.device)
             for layer, (k_TGD, v_TGD) in layers.items():
-                self.write_run(layer, run, inside, k_TGD, v_TGD)
+                self.write(layer, table_N, start, k_TGD.to(self.device), v_TGD.to(self.device))
+
+    @contextmanager
+    def _arriving(self, after: Any) -> Iterator[None]:
+        """On a GPU: launch on the arrivals' stream, and wait for it at the end."""
+        if self._arrivals is None:
+            yield
             return
-        table_N = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        for layer, (k_TGD, v_TGD) in layers.items():
-            self.write(layer, table_N, start, k_TGD.to(self.device), v_TGD.to(self.device))
+        if after is not None:
+            self._arrivals.wait_event(after)
+        with torch.cuda.stream(self._arrivals):
+            yield
+        self._arrivals.synchronize()
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `gather`, without copying, for such a sequence: k_GSD, v_GSD with strided rows."""
@@ -136,7 +174,8 @@ class PagedKVCache:
         return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page in every layer: what a holder of a shared page does before it writes to it."""
+        """Copy one page in every layer: what a holder of a shared page does before it writes to it. On a GPU
+        this only queues the copy: both pages must stay whose they are until it was waited for."""
         self.k_LPSGD[:, target].copy_(self.k_LPSGD[:, source])
         self.v_LPSGD[:, target].copy_(self.v_LPSGD[:, source])
 

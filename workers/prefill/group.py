@@ -52,12 +52,12 @@ class StageActor:
         """Load the model's share, then meet the other stages (None: there are none)."""
         import torch
 
-        from ..kv.transports import ObjectStorePost
+        from ..kv.transports import sender
         from .stage import load_stage
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
-        post = ObjectStorePost(self._handoff.max_unanswered_bytes, self._handoff.ack_timeout_s)
-        stage = load_stage(self._model, self._config, self._number, None, post)
+        ends = sender(self._handoff, self._config.device)
+        stage = load_stage(self._model, self._config, self._number, None, ends)
         if rendezvous is not None:
             stage.connect(self._activations(rendezvous, stage))
         self._stage = stage

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..kv.transports import InProcessPost, Sink
+from ..kv.handoff import Sink
+from ..kv.transports import sender
 from ..messages import (
     FirstLogits,
     KVAnnouncement,
@@ -26,7 +27,7 @@ from ..messages import (
     PrefillReport,
 )
 from ..roles import Form, Stage, stand_in
-from ..settings import ModelSpec, PrefillConfig
+from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 from .activations import Activations, LinkClosed, NoActivations, QueueActivations
 from .controller import PrefillController
 from .stage import PrefillStage, load_stage
@@ -79,12 +80,13 @@ class LogitsSink:
 
 def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> PrefillController:
     """Load a group into this process. `stop()` it when done; use it from one event loop."""
+    handoff = HandoffConfig(transport="in_process")
     ends: Sequence[Activations] = [NoActivations()]
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
     threads: list[StageThread] = []
     for number, activations in enumerate(ends):
-        stage = load_stage(model, config, number, activations, InProcessPost(sink))
+        stage = load_stage(model, config, number, activations, sender(handoff, config.device, sink))
         threads.append(StageThread(stage, config.threads, activations.close))
 
     def end_stages() -> None:

@@ -21,9 +21,8 @@ from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, KernelInputError, StateSpec
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
+from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
-from ..kv.sender import KVSender
-from ..kv.transports import HandoffError, Post
 from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed, method_spec
 from ..model.decoder import LayerStack, load_model
 from ..settings import ModelSpec, PrefillConfig
@@ -54,7 +53,7 @@ class PrefillStage:
         self,
         stack: LayerStack,
         cache: PagedKVCache,
-        sender: KVSender,
+        sender: Sender,
         activations: Activations,
         stage: int,
         stages: int,
@@ -234,7 +233,7 @@ class PrefillStage:
 
 
 def load_stage(
-    model: ModelSpec, config: PrefillConfig, stage: int, activations: Activations | None, post: Post
+    model: ModelSpec, config: PrefillConfig, stage: int, activations: Activations | None, sender: Sender
 ) -> PrefillStage:
     """Load a stage's share of the model and its pages, and warm up as configured. activations: None in a
     group of one stage."""
@@ -242,5 +241,4 @@ def load_stage(
     warm_up(stack, [method_spec(name) for name in config.warm_up], config.chunk_tokens)
     shape, pages = stack.config, pages_for(config.cache_tokens)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
-    sender = KVSender(post, stack.device)
     return PrefillStage(stack, cache, sender, activations or NoActivations(), stage, config.stages)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from ...kernels.build import build
-from ...kernels.interface import BLOCK, AttentionInput, StateSpec
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput, StateSpec
 from ..messages import MethodSpec
 from ..model.decoder import LayerStack
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.workers.decode.page_selection import SelectionError
-from deltafront.workers.decode.runner import DecodeCompute
+from deltafront.workers.decode.page_selection import PageSelectionError
+from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.messages import (
     FinishReason,
     FirstLogits,
@@ -155,8 +155,8 @@ def test_a_configuration_that_does_not_fit_fails_at_start(tiny_stack: Any) -> No
     from deltafront.workers.decode.engine import DecodeEngine
     from deltafront.workers.settings import DecodeConfig
 
-    with pytest.raises(SelectionError, match="delta_layers names layer 6"):
-        DecodeEngine("decode:x", tiny_stack, DecodeConfig(delta_layers=(6,)), receiver=None)  # type: ignore[arg-type]
+    with pytest.raises(PageSelectionError, match="delta_layers names layer 6"):
+        DecodeEngine("decode:x", tiny_stack, DecodeConfig(delta_layers=(6,)))
 
 
 # --- endings --------------------------------------------------------------------------------------------
@@ -213,10 +213,10 @@ async def test_a_failing_step_fails_its_requests_and_the_worker_when_it_repeats(
     run = await bench()
     run.may_fault = True
 
-    def broken(self: DecodeCompute, rows: Any) -> Any:
+    def broken(self: DecodeRunner, rows: Any) -> Any:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(DecodeCompute, "decode", broken)
+    monkeypatch.setattr(DecodeRunner, "decode", broken)
     for turn in range(3):
         assert not run.engine.fault
         answer = await run.ask(f"a{turn}", ids_of(40), SHORT)

@@ -59,7 +59,7 @@ async def stream(actor: Any, job: GenerateJob) -> AsyncIterator[Any]:
 async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     cluster: Any, replica: Any, bench: Any
 ) -> None:
-    from deltafront.workers.kv.transports import ObjectStorePost
+    from deltafront.workers.kv.object_store import ObjectStorePost
 
     ids = np.random.default_rng(0).integers(0, 198, 70).tolist()
     sampling = Sampling(0.8, max_tokens=NEW, seed=5, ignore_eos=True)
@@ -68,7 +68,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
 
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
     assert await actor.reserve.remote(Reserve("r", "me", 70, NEW)) == Reserved(6)
-    post, prompt = ObjectStorePost(), run.prefill(ids)
+    post, prompt = ObjectStorePost(256 << 20, 60.0), run.prefill(ids)
     for piece in run.pieces("r", prompt):
         post.kv(replica.name, piece)
     post.logits(replica.name, FirstLogits("r", prompt.logits))

@@ -12,7 +12,7 @@ from deltafront.workers.decode.page_selection import (
     BatchRows,
     LayerPlan,
     LayerRole,
-    SelectionError,
+    PageSelectionError,
     StepAttention,
     plan_layers,
 )
@@ -42,18 +42,18 @@ def test_layers_before_the_first_scoring_one_are_dense() -> None:
     ],
 )
 def test_a_wrong_configuration_names_its_key(config: DecodeConfig, words: str) -> None:
-    with pytest.raises(SelectionError, match=words):
+    with pytest.raises(PageSelectionError, match=words):
         plan_layers(config, 9)
 
 
 def test_selections_by_name() -> None:
     plan = plan_layers(DecodeConfig(delta_layers=(3,)), 9)
-    assert plan.wants_delta("", "delta") and plan.wants_delta("delta", "full")
-    assert not plan.wants_delta("", "full") and not plan.wants_delta("full", "delta")
-    with pytest.raises(SelectionError, match="unknown"):
-        plan.wants_delta("all", "full")
-    with pytest.raises(SelectionError, match="calibrate"):
-        plan_layers(DecodeConfig(), 9).wants_delta("", "delta")
+    assert plan.selects_pages("", "delta") and plan.selects_pages("delta", "full")
+    assert not plan.selects_pages("", "full") and not plan.selects_pages("full", "delta")
+    with pytest.raises(PageSelectionError, match="unknown"):
+        plan.selects_pages("all", "full")
+    with pytest.raises(PageSelectionError, match="calibrate"):
+        plan_layers(DecodeConfig(), 9).selects_pages("", "delta")
 
 
 class Step:

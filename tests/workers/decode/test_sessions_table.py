@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltafront.workers.decode.pages import DecodePages, Holding
-from deltafront.workers.decode.sessions import SessionsTable
+from deltafront.workers.decode.sessions import DecodePages, Holding, SessionsTable
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
 from deltafront.workers.kv.page_pool import OutOfPages, PagePool
 from deltafront.workers.messages import RefusalReason, Refused, Reserve
@@ -49,10 +48,9 @@ def test_ids_differ_and_pages_must_fit_the_tokens() -> None:
 # --- reservations ---------------------------------------------------------------------------------------
 
 
-def pages_of(pages: int, positions: int = 4096) -> tuple[DecodePages, list[tuple[int, int]]]:
-    copies: list[tuple[int, int]] = []
+def pages_of(pages: int, positions: int = 4096) -> DecodePages:
     pool, sessions = table(pages)
-    return DecodePages(pool, sessions, positions, lambda *pair: copies.append(pair)), copies
+    return DecodePages(pool, sessions, positions)
 
 
 def reserve(pages: DecodePages, prompt: int, new: int, **more: Any) -> Holding:
@@ -62,54 +60,92 @@ def reserve(pages: DecodePages, prompt: int, new: int, **more: Any) -> Holding:
 
 
 def test_a_request_on_a_session_shares_full_pages_and_copies_the_last() -> None:
-    pages, copies = pages_of(20)
+    pages = pages_of(20)
     first = reserve(pages, 40, 8, keep_tokens=40)
     assert (len(first.table), len(first.spare)) == (3, 1)
+    pages.prepare_keep(first, 40)
+    assert first.copy_out == (first.table[2], first.spare[0])
+    copied = first.copy_out
     session = pages.keep(first, 40, "me", 10.0, now=0.0)
     assert session.pages[:2] == first.table[:2] and session.pages[2] != first.table[2]
-    assert copies == [(first.table[2], session.pages[2])]
+    assert copied == (first.table[2], session.pages[2])
     second = reserve(pages, 10, 20, session_id=session.session_id)
     assert second.session_tokens == 40 and len(second.table) == 5
     assert second.table[:2] == session.pages[:2] and second.table[2] not in session.pages
-    assert copies[1:] == [(session.pages[2], second.table[2])]
+    assert second.copy_in == (session.pages[2], second.table[2])
     assert pages.pool.references(session.pages[0]) == 3
     for holding in (first, second):
-        pages.release(holding)
+        holding.end()
     assert pages.pool.used == 3
     pages.sessions.clear()
     assert pages.pool.used == 0
 
 
+def test_the_source_of_a_copy_outlives_its_session() -> None:
+    pages = pages_of(20)
+    first = reserve(pages, 40, 0)
+    session = pages.hand_over(first, 40, "me", 10.0, now=0.0)
+    first.end()
+    second = reserve(pages, 1, 1, session_id=session.session_id)
+    pages.sessions.clear()
+    assert second.copy_in is not None
+    source, target = second.copy_in
+    assert pages.pool.references(source) == pages.pool.references(target) == 1
+    others = pages.pool.allocate(pages.pool.free)
+    assert source not in others and target not in others
+    pages.pool.release(others)
+    second.end()
+    assert pages.pool.used == 0
+
+
+def test_pages_are_given_back_by_whichever_comes_last() -> None:
+    pages = pages_of(20)
+    freed = []
+    holding = reserve(pages, 40, 8)
+    holding.on_free = lambda: freed.append(pages.pool.used)
+    with holding.hold() as outer:
+        with holding.hold() as inner:
+            assert inner == outer == holding.table and len(holding.table) == 3
+            holding.end()
+            with holding.hold() as late:
+                assert late is None, "what has ended is written to by nobody new"
+        assert pages.pool.used == 3 and not holding.freed.is_set()
+    assert holding.freed.is_set() and freed == [0]
+    holding.end()
+    assert freed == [0]
+
+
 def test_a_session_of_whole_pages_copies_nothing_and_outlives_its_request() -> None:
-    pages, copies = pages_of(20)
+    pages = pages_of(20)
     first = reserve(pages, 32, 0)
     session = pages.hand_over(first, 32, "me", 10.0, now=0.0)
-    pages.release(first)
+    first.end()
     assert pages.pool.used == 2
     second = reserve(pages, 1, 1, session_id=session.session_id)
-    assert second.table[:2] == session.pages and not copies
+    assert second.table[:2] == session.pages and second.copy_in is None
     pages.sessions.expire(10.0)
     assert pages.pool.used == 3
-    pages.release(second)
+    second.end()
     assert pages.pool.used == 0
 
 
 def test_too_large_counts_the_copy_of_a_sessions_last_page() -> None:
-    pages, _ = pages_of(4)
+    pages = pages_of(4)
     first = reserve(pages, 40, 0)
     session = pages.hand_over(first, 40, "me", 10.0, now=0.0)
-    pages.release(first)
+    first.end()
     assert isinstance(reserve(pages, 1, 7, session_id=session.session_id), Holding)
     refused = pages.reserve(Reserve("r", "me", 1, 8, session.session_id), now=0.0)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.TOO_LARGE
 
 
 def test_room_for_a_kept_page_is_ensured_or_refused_before_work_starts() -> None:
-    pages, _ = pages_of(3)
+    pages = pages_of(3)
     holding = reserve(pages, 33, 1)
-    pages.ensure_spare(holding, 32)
+    pages.prepare_keep(holding, 32)
+    assert holding.copy_out is None
     with pytest.raises(OutOfPages):
-        pages.ensure_spare(holding, 33)
+        pages.prepare_keep(holding, 33)
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,7 +156,7 @@ def test_room_for_a_kept_page_is_ensured_or_refused_before_work_starts() -> None
     )
 )
 def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple[Any, ...]]) -> None:
-    pages, _ = pages_of(24)
+    pages = pages_of(24)
     now, holdings, known = 0.0, [], [""]
     for prompt, new, keep, at, end in steps:
         session = known[at % len(known)] or None
@@ -132,12 +168,13 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
         writable = answer.table[answer.session_tokens // 16 :] + answer.spare
         assert all(pages.pool.references(page) == 1 for page in writable), "a shared page must not be written"
         if keep_tokens:
+            pages.prepare_keep(answer, keep_tokens)
             known.append(pages.keep(answer, keep_tokens, "me", 5.0, now).session_id)
         holdings.append(answer)
         if end:
-            pages.release(holdings.pop(0))
+            holdings.pop(0).end()
     for holding in holdings:
-        pages.release(holding)
+        holding.end()
     pages.sessions.clear()
     assert pages.pool.used == 0
 

@@ -66,18 +66,18 @@ def group(cluster: None, model: ModelSpec) -> Iterator[PrefillGroup]:
 @pytest.fixture
 def decode(cluster: None) -> Iterator[Any]:
     """An actor that pulls what is announced, as a decode worker would; defined here to travel by value."""
-    from deltafront.workers.kv.transports import KVReceiver
+    from deltafront.workers.kv.object_store import pull
 
     class FakeDecode:
         def __init__(self) -> None:
-            self.receiver = KVReceiver(KV_HEADS, HEAD_DIM, torch.float32)
             self.kv: dict[Any, Any] = {}
             self.logits: dict[str, Any] = {}
 
         async def announce(self, announcement: Any) -> None:
             if announcement.request_id == "unwanted":
                 raise ValueError("no such request here")
-            for n, (k, v) in enumerate(await self.receiver.pull(announcement)):
+            pulled = await pull(announcement, KV_HEADS, HEAD_DIM, torch.float32)
+            for n, (k, v) in enumerate(pulled):
                 key = announcement.request_id, announcement.layer + n, announcement.start
                 self.kv[key] = k.clone(), v.clone()
 

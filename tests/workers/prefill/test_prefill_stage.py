@@ -17,7 +17,7 @@ import torch
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.testing import assert_rows_close, row_errors
-from deltafront.workers.kv.transports import InProcessPost, KVReceiver
+from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
 from deltafront.workers.messages import (
     ChunkCommand,
     FirstLogits,
@@ -63,12 +63,14 @@ class Collector:
         self, request_id: str, layer: int, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, ...]:
         """k_TGD, v_TGD of the whole prompt; announcements must come in order and without gaps."""
-        receiver = KVReceiver(KV_HEADS, HEAD_DIM, dtype)
         parts, end = [], 0
         for announcement in self.kv[request_id, layer]:
             assert announcement.start == end
             end += announcement.tokens
-            parts.append((await receiver.pull(announcement))[layer - announcement.layer])
+            kv = announcement.payload
+            assert isinstance(kv, DeviceKV) and kv.k_TGD.dtype is kv.v_TGD.dtype is dtype
+            assert kv.k_TGD.shape == kv.v_TGD.shape == (announcement.tokens, KV_HEADS, HEAD_DIM)
+            parts.append((kv.k_TGD, kv.v_TGD))
         return tuple(torch.cat(side) for side in zip(*parts, strict=True))
 
 
@@ -198,7 +200,7 @@ async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
 
 def stage_of(model: ModelSpec, sink: Collector) -> PrefillStage:
     config = PrefillConfig(stages=1, cache_tokens=1024)
-    return load_stage(model, config, 0, None, InProcessPost(sink))
+    return load_stage(model, config, 0, None, InProcessSender(sink))
 
 
 def test_a_stage_by_hand(model: ModelSpec) -> None:

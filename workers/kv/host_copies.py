@@ -1,4 +1,4 @@
-"""A prefill stage's end of the hand-off: device to host, then to the post.
+"""A stage's end of a hand-off through host memory: device to host, then to a post that delivers.
 
 A layer's chunk of a big model is a message of its own; small ones wait for the next layers', because a
 message costs every process it passes some hundred microseconds.
@@ -11,16 +11,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..messages import FirstLogits, KVAnnouncement
-from .transports import NUMPY_TYPES, HandoffError, Post
+from .handoff import check_kv
 
+NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.bfloat16: np.uint16,
+}
 MESSAGE_BYTES = 4 << 20
 """A message is posted once it holds this much K/V, at the latest when its chunk ends."""
+
+
+class Post(Protocol):
+    """Delivers messages to decode workers, by name, in order. Never raises for one request's trouble but
+    remembers it until `check`."""
+
+    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+        """announcement.payload: host arrays [T, G, D], k then v of each layer."""
+
+    def logits(self, decode_worker: str, message: FirstLogits) -> None: ...
+
+    def check(self, request_id: str) -> None:
+        """Raises HandoffError if a message of this request is known to have failed."""
+
+    def forget(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -49,8 +69,8 @@ class _Staged:
         )
 
 
-class KVSender:
-    """A stage's end of the hand-off, used from the stage's thread.
+class HostCopySender:
+    """A `handoff.Sender` over a post.
 
     On CUDA the copies run on a side stream into pinned memory while the layer computes, and a thread of
     its own posts them as they land, so that launching the next layers' kernels does not wait for the post.
@@ -79,17 +99,14 @@ class KVSender:
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
     ) -> int:
-        """Start handing over one layer's chunk; returns its bytes. Nobody may write to k and v afterwards."""
-        if k_TGD.shape != v_TGD.shape or k_TGD.dim() != 3 or k_TGD.dtype not in NUMPY_TYPES:
-            shapes = f"k {tuple(k_TGD.shape)}, v {tuple(v_TGD.shape)}"
-            raise HandoffError(f"cannot hand over {shapes} of {k_TGD.dtype}: expected two [tokens, heads, D]")
+        check_kv(k_TGD, v_TGD)
         k_host, v_host, landed = self._to_host(k_TGD, v_TGD)
         staged = _Staged(decode_worker, request_id, layer, start, k_host, v_host, landed)
         self._in_order(request_id, self._add, staged)
         return 2 * k_TGD.numel() * k_TGD.element_size()
 
     def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
-        """Send the prompt's last logits; synchronises with the device."""
+        """Synchronises with the device."""
         array = logits_V.detach().float().cpu().numpy()
         self._in_order(request_id, self._post.logits, decode_worker, FirstLogits(request_id, array))
 

@@ -1,4 +1,4 @@
-"""K/V from sender to receiver without Ray: bytes, dtypes, what is refused, what is reported late.
+"""K/V through host memory without Ray: bytes, dtypes, what is refused, what is reported late.
 
 The object store's side runs in `test_prefill_group.py`; here a stand-in for Ray counts what is pending.
 """
@@ -14,38 +14,50 @@ import numpy as np
 import pytest
 import torch
 
-from deltafront.workers.kv import sender as kv_sender
-from deltafront.workers.kv.sender import KVSender
-from deltafront.workers.kv.transports import HandoffError, InProcessPost, KVReceiver, ObjectStorePost
+from deltafront.workers.kv import host_copies
+from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.kv.host_copies import HostCopySender
+from deltafront.workers.kv.object_store import ObjectStorePost, pull
 from deltafront.workers.messages import FirstLogits, KVAnnouncement
 
 
-class Sink:
+class Box:
+    """A post that keeps what it is given, and the trouble of the request that it refuses."""
+
     def __init__(self) -> None:
         self.announced: list[KVAnnouncement] = []
-        self.logits: list[FirstLogits] = []
+        self.sent_logits: list[FirstLogits] = []
         self.refuse = ""
+        self.failed: set[str] = set()
 
-    def announce(self, announcement: KVAnnouncement) -> None:
+    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
         if announcement.request_id == self.refuse:
-            raise ValueError("not here")
-        self.announced.append(announcement)
+            self.failed.add(announcement.request_id)
+        else:
+            self.announced.append(announcement)
 
-    def first_logits(self, message: FirstLogits) -> None:
-        self.logits.append(message)
+    def logits(self, decode_worker: str, message: FirstLogits) -> None:
+        self.sent_logits.append(message)
+
+    def check(self, request_id: str) -> None:
+        if request_id in self.failed:
+            raise HandoffError(f"{request_id} was not taken")
+
+    def forget(self, request_id: str) -> None:
+        self.failed.discard(request_id)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
-    sink = Sink()
-    sender = KVSender(InProcessPost(sink), "cpu")
+    box = Box()
+    sender = HostCopySender(box, "cpu")
     kv_TJD = torch.randn(37, 6, 8).to(dtype)
     k, v = kv_TJD[:, :3], kv_TJD[:, 3:]
     assert sender.announce("r", "decode:x", 4, 128, k, v) == 2 * 37 * 3 * 8 * dtype.itemsize
     sender.finish_chunk("r", last=True)
-    (announced,) = sink.announced
+    (announced,) = box.announced
     assert (announced.request_id, announced.layer, announced.start, announced.tokens) == ("r", 4, 128, 37)
-    ((got_k, got_v),) = await KVReceiver(3, 8, dtype).pull(announced)
+    ((got_k, got_v),) = await pull(announced, 3, 8, dtype)
     assert got_k.dtype is dtype
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
 
@@ -56,9 +68,9 @@ def test_small_layers_travel_together_and_big_ones_alone(
 ) -> None:
     """A message is posted when it is full, when the next layer is another chunk's, and at the chunk's end."""
     layer_bytes = 2 * 2 * 3 * 8 * 4
-    monkeypatch.setattr(kv_sender, "MESSAGE_BYTES", 3 * layer_bytes)
-    sink = Sink()
-    sender = KVSender(InProcessPost(sink), "cpu", background=background)
+    monkeypatch.setattr(host_copies, "MESSAGE_BYTES", 3 * layer_bytes)
+    box = Box()
+    sender = HostCopySender(box, "cpu", background=background)
     made = {}
 
     def announce(request_id: str, layer: int, start: int) -> None:
@@ -70,39 +82,38 @@ def test_small_layers_travel_together_and_big_ones_alone(
     announce("r", 4, 2)
     announce("s", 5, 2)
     sender.finish_chunk("s", last=True)
-    found = [(a.request_id, a.start, a.layer, a.layers) for a in sink.announced]
+    found = [(a.request_id, a.start, a.layer, a.layers) for a in box.announced]
     assert found == [("r", 0, 4, 3), ("r", 0, 7, 2), ("r", 2, 4, 1), ("s", 2, 5, 1)]
-    receiver = KVReceiver(3, 8, torch.float32)
-    for a in sink.announced:
-        for n, (k, v) in enumerate(asyncio.run(receiver.pull(a))):
+    for a in box.announced:
+        for n, (k, v) in enumerate(asyncio.run(pull(a, 3, 8, torch.float32))):
             assert torch.equal(torch.stack((k, v)), made[a.request_id, a.start, a.layer + n])
-    monkeypatch.setattr(kv_sender, "MESSAGE_BYTES", layer_bytes)
-    sink.announced.clear()
+    monkeypatch.setattr(host_copies, "MESSAGE_BYTES", layer_bytes)
+    box.announced.clear()
     for layer in range(3):
         announce("r", layer, 4)
     if background:
         sender.finish_chunk("r", last=True)
-    assert [(a.layer, a.layers) for a in sink.announced] == [(0, 1), (1, 1), (2, 1)]
+    assert [(a.layer, a.layers) for a in box.announced] == [(0, 1), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_what_is_left_of_a_closed_request_is_not_posted(background: bool) -> None:
-    sink = Sink()
-    sender = KVSender(InProcessPost(sink), "cpu", background=background)
+    box = Box()
+    sender = HostCopySender(box, "cpu", background=background)
     kv = torch.zeros(2, 3, 8)
     sender.announce("gone", "decode:x", 0, 0, kv, kv)
     sender.forget("gone")
     sender.announce("r", "decode:x", 0, 0, kv, kv)
     sender.finish_chunk("r", last=True)
-    assert [a.request_id for a in sink.announced] == ["r"]
+    assert [a.request_id for a in box.announced] == ["r"]
 
 
 async def test_logits_travel_as_float32() -> None:
-    sink = Sink()
+    box = Box()
     logits_V = torch.randn(50, dtype=torch.bfloat16)
-    KVSender(InProcessPost(sink), "cpu").first_logits("r", "decode:x", logits_V)
-    assert sink.logits[0].logits.dtype == np.float32
-    assert np.array_equal(sink.logits[0].logits, logits_V.float().numpy())
+    HostCopySender(box, "cpu").first_logits("r", "decode:x", logits_V)
+    assert box.sent_logits[0].logits.dtype == np.float32
+    assert np.array_equal(box.sent_logits[0].logits, logits_V.float().numpy())
 
 
 async def test_a_payload_behind_a_reference_is_awaited_and_its_loss_is_plain() -> None:
@@ -112,17 +123,16 @@ async def test_a_payload_behind_a_reference_is_awaited_and_its_loss_is_plain() -
     async def lost() -> Any:
         raise RuntimeError("the owner died\nand a traceback")
 
-    receiver = KVReceiver(3, 8, torch.float32)
-    ((_, v),) = await receiver.pull(KVAnnouncement("r", 0, 0, 2, arrives()))
+    ((_, v),) = await pull(KVAnnouncement("r", 0, 0, 2, arrives()), 3, 8, torch.float32)
     assert bool((v == 1).all())
     with pytest.raises(HandoffError, match=r"K/V of r, layer 0 at 0 is lost: RuntimeError: the owner died$"):
-        await receiver.pull(KVAnnouncement("r", 0, 0, 2, lost()))
+        await pull(KVAnnouncement("r", 0, 0, 2, lost()), 3, 8, torch.float32)
 
 
 async def test_read_only_memory_is_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     array = np.zeros((2, 3, 8), np.float32)
     array.flags.writeable = False
-    ((k, _),) = await KVReceiver(3, 8, torch.float32).pull(KVAnnouncement("r", 0, 0, 2, (array, array)))
+    ((k, _),) = await pull(KVAnnouncement("r", 0, 0, 2, (array, array)), 3, 8, torch.float32)
     assert k.data_ptr() == array.ctypes.data, "no copy"
     assert not list(recwarn)
 
@@ -141,11 +151,11 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("case", WRONG)
 async def test_a_wrong_payload_is_refused(case: str) -> None:
     with pytest.raises(HandoffError, match="K/V of r, layer 1 at 16"):
-        await KVReceiver(3, 8, torch.float32).pull(KVAnnouncement("r", 1, 16, 2, WRONG[case]))
+        await pull(KVAnnouncement("r", 1, 16, 2, WRONG[case]), 3, 8, torch.float32)
 
 
 def test_a_sender_refuses_what_is_no_kv() -> None:
-    sender = KVSender(InProcessPost(Sink()), "cpu")
+    sender = HostCopySender(Box(), "cpu")
     good = torch.zeros(2, 3, 8)
     for k, v in ((good, good[:1]), (good[0], good[0]), (good.double(), good.double())):
         with pytest.raises(HandoffError, match="cannot hand over"):
@@ -154,14 +164,14 @@ def test_a_sender_refuses_what_is_no_kv() -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_refused_announcement_shows_at_the_end_of_the_chunk(background: bool) -> None:
-    sink = Sink()
-    sink.refuse = "r"
-    sender = KVSender(InProcessPost(sink), "cpu", background=background)
+    box = Box()
+    box.refuse = "r"
+    sender = HostCopySender(box, "cpu", background=background)
     kv = torch.zeros(2, 3, 8)
     sender.announce("r", "decode:x", 0, 0, kv, kv)
     sender.announce("other", "decode:x", 0, 0, kv, kv)
     sender.finish_chunk("other", last=True)
-    with pytest.raises(HandoffError, match="decode:x did not take K/V: not here"):
+    with pytest.raises(HandoffError, match="r was not taken"):
         sender.finish_chunk("r", last=True)
     sender.forget("r")
     sender.finish_chunk("r", last=True)
@@ -170,35 +180,35 @@ def test_a_refused_announcement_shows_at_the_end_of_the_chunk(background: bool) 
 def test_a_slow_post_holds_the_stage_only_a_chunk_later() -> None:
     """And the end of the prompt, when everything must be on its way."""
     let_go = threading.Event()
-    sink = Sink()
 
-    class Slow(InProcessPost):
+    class Slow(Box):
         def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
             let_go.wait()
             super().kv(decode_worker, announcement)
 
-    sender = KVSender(Slow(sink), "cpu", background=True)
+    box = Slow()
+    sender = HostCopySender(box, "cpu", background=True)
     kv = torch.zeros(2, 3, 8)
     sender.announce("r", "decode:x", 0, 0, kv, kv)
     sender.finish_chunk("r", last=False)  # would hang if it waited, as would all before the next
     sender.announce("r", "decode:x", 0, 2, kv, kv)
     sender.announce("s", "decode:x", 0, 0, kv, kv)
     sender.finish_chunk("s", last=False)
-    assert not sink.announced
+    assert not box.announced
     threading.Timer(0.05, let_go.set).start()
     sender.finish_chunk("r", last=False)
-    assert let_go.is_set() and sink.announced[0].start == 0
+    assert let_go.is_set() and box.announced[0].start == 0
     sender.first_logits("r", "decode:x", torch.zeros(5))
     sender.finish_chunk("r", last=True)
     sender.finish_chunk("s", last=True)
-    assert sorted((a.request_id, a.start) for a in sink.announced) == [("r", 0), ("r", 2), ("s", 0)]
-    assert len(sink.logits) == 1
+    assert sorted((a.request_id, a.start) for a in box.announced) == [("r", 0), ("r", 2), ("s", 0)]
+    assert len(box.sent_logits) == 1
 
 
 def test_a_refusal_shows_a_chunk_later_and_only_to_its_request() -> None:
-    sink = Sink()
-    sink.refuse = "r"
-    sender = KVSender(InProcessPost(sink), "cpu", background=True)
+    box = Box()
+    box.refuse = "r"
+    sender = HostCopySender(box, "cpu", background=True)
     kv = torch.zeros(2, 3, 8)
     for chunk in range(2):
         for name in ("r", "other"):
@@ -206,7 +216,7 @@ def test_a_refusal_shows_a_chunk_later_and_only_to_its_request() -> None:
             if chunk == 0:
                 sender.finish_chunk(name, last=False)
     sender.finish_chunk("other", last=False)
-    with pytest.raises(HandoffError, match="not here"):
+    with pytest.raises(HandoffError, match="r was not taken"):
         sender.finish_chunk("r", last=False)
     sender.forget("r")
     sender.finish_chunk("other", last=True)
@@ -252,7 +262,7 @@ class FakeRay:
 
 
 def post_on(fake: FakeRay, max_bytes: int) -> ObjectStorePost:
-    post = ObjectStorePost(max_bytes)
+    post = ObjectStorePost(max_bytes, 60.0)
     post._ray = fake
     return post
 
@@ -303,23 +313,28 @@ def test_an_unknown_decode_worker_is_reported_and_late_answers_are_ignored() -> 
     post.check("b")
 
 
-def test_receivers_share_one_loop() -> None:
+def test_pulls_share_one_loop() -> None:
     """Pulls run side by side: a slow reference does not hold up the next one."""
 
     async def run() -> list[str]:
         order: list[str] = []
-        receiver = KVReceiver(1, 1, torch.float32)
         array = np.zeros((1, 1, 1), np.float32)
+        fast_is_here = asyncio.Event()
 
-        async def after(seconds: float) -> Any:
-            await asyncio.sleep(seconds)
+        async def slow_payload() -> Any:
+            await fast_is_here.wait()
             return array, array
 
-        async def pull(name: str, seconds: float) -> None:
-            await receiver.pull(replace(KVAnnouncement(name, 0, 0, 1, None), payload=after(seconds)))
-            order.append(name)
+        async def fast_payload() -> Any:
+            return array, array
 
-        await asyncio.gather(pull("slow", 0.05), pull("fast", 0.0))
+        async def get(name: str, payload: Any) -> None:
+            await pull(replace(KVAnnouncement(name, 0, 0, 1, None), payload=payload), 1, 1, torch.float32)
+            order.append(name)
+            if name == "fast":
+                fast_is_here.set()
+
+        await asyncio.gather(get("slow", slow_payload()), get("fast", fast_payload()))
         return order
 
-    assert asyncio.run(run()) == ["fast", "slow"]
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == ["fast", "slow"]
