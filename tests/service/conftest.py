@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.client import DeltafrontClient
 from deltafront.service.metrics import Metrics
 
 from . import fakes

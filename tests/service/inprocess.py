@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from deltafront.service import wiring
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
-from deltafront.service.door.wire import add_deltafront_to_server
+from deltafront.service.door.registration import add_deltafront_to_server
 from deltafront.service.errors import WorkerFailed, WorkerLost
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
@@ -208,8 +208,7 @@ class _Servicer:
 async def open_house(config: ServiceConfig, metrics: Metrics, loop: Loop) -> tuple[House, grpc.aio.Server]:
     directory = LocalDirectory([], [])
     fleet = Fleet(directory, wiring.observer(metrics), config.door.refresh_s, config.door.renew_s)
-    resources, limits = wiring.prepare(config, fleet, metrics)
-    door = FrontDoor(resources, limits, wiring.authenticator(config.door), wiring.about(config, "nowhere:1"))
+    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1"))
     house = House(door, fleet, directory, metrics, "", loop)
     house.add_group("prefill:g0")
     house.add_decode("decode:d0")

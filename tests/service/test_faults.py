@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deltafront.service.client.client import DeltafrontClient, GenerateFinished, Token
+from deltafront.service.client import DeltafrontClient, GenerateFinished, Token
 from deltafront.service.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
@@ -188,7 +188,7 @@ def test_leaving_at_any_moment_frees_everything(
 def test_leaving_while_tokenizing_takes_nothing(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = house.door._resources.tokenizer
+    tokenizer = house.door._requests._resources.tokenizer
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: time.sleep(0.3) or encode(*a, **k))
     with pytest.raises(DeadlineExceeded):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from deltafront.service.client.client import (
+from deltafront.service.client import (
     DeltafrontClient,
     GenerateFinished,
     PrefillFinished,

@@ -13,13 +13,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.service.client.client import (
+from deltafront.service.client import (
     DeltafrontClient,
     GenerateFinished,
     PrefillFinished,
     Progress,
 )
 from deltafront.service.errors import (
+    Code,
     DeadlineExceeded,
     DeltafrontError,
     InvalidArgument,
@@ -195,7 +196,7 @@ def test_errors_say_what_is_wrong_and_no_more(served: Served, client: Deltafront
     with pytest.raises(DeltafrontError) as hidden:
         served.configure(served.decode, fail_after=[0, 0, 0])
         list(client.generate("x"))
-    assert hidden.value.code is grpc.StatusCode.UNAVAILABLE
+    assert hidden.value.code is Code.UNAVAILABLE
     assert "a hand-off failed; gave up after 3 tries" in hidden.value.message
     assert "Traceback" not in hidden.value.message
     nothing_left(served)
