@@ -21,6 +21,7 @@ from ...workers.messages import (
     RefusalReason,
     Refused,
     Reserve,
+    Reserved,
 )
 from ..config import DoorConfig
 from ..errors import (
@@ -38,7 +39,7 @@ from ..errors import (
 from ..fleet import admission
 from ..fleet.links import DecodeLink, GroupLink, Leased
 from ..fleet.sessions import NO_SESSION
-from ..fleet.view import Fleet
+from ..fleet.view import Charge, Fleet
 from ..metrics import Metrics
 from .answers import RequestEvent
 from .calls import Prompt
@@ -136,7 +137,9 @@ async def place(
 ) -> tuple[GroupLink, DecodeLink]:
     """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
 
-    mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
+    Workers are asked in admission's order until one has the pages: only their answers count, since what
+    the door knows of them is up to a second old. mark: told when the parts `worker_wait` (none was running)
+    and `admission` of TTFT end.
     """
     settings, fleet = resources.settings, resources.fleet
     view = await fleet.ready(settings.worker_wait_s)
@@ -148,26 +151,26 @@ async def place(
     if isinstance(decision, admission.Rejected):
         raise _rejection(decision)
     group = fleet.group(decision.group)
-    retry_after_s = admission.retry_after(view.groups[decision.group])
     refused: Refused | None = None
     for name in decision.workers:
         worker = fleet.worker(name)
-        refused = await reserve(attempt, worker, wish)
-        if refused is None:
-            fleet.charge(group.name, plan.read_tokens, name, decision.pages)
+        answer = await reserve(attempt, worker, wish)
+        if isinstance(answer, Reserved):
+            fleet.charge(Charge(group.name, plan.read_tokens, name, answer.pages))
             mark("admission")
             return group, worker
-    raise refusal(refused or Refused(RefusalReason.PAGES, "no room"), retry_after_s)
+        refused = answer
+    assert refused is not None, "admission names at least one worker"
+    raise refusal(refused, admission.retry_after(view.groups[decision.group]))
 
 
-async def reserve(attempt: Attempt, worker: DecodeLink, wish: Reserve) -> Refused | None:
+async def reserve(attempt: Attempt, worker: DecodeLink, wish: Reserve) -> Reserved | Refused:
     """Take pages, or be told why not."""
     attempt.add(worker)
     answer = await worker.reserve(wish)
     if isinstance(answer, Refused):
         attempt.settle(worker)
-        return answer
-    return None
+    return answer
 
 
 async def read(

@@ -14,9 +14,8 @@ from ...workers.messages import (
     FirstTokenTimings,
     GenerateJob,
     PrefillReport,
+    Refused,
     Reserve,
-    Reserved,
-    Sampling,
     Session,
     Token,
     Usage,
@@ -25,7 +24,7 @@ from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, Work
 from ..fleet.links import DecodeLink
 from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import GenerateFinished, RequestEvent, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, place, read, refusal, tokenize, with_replays
+from .attempt import Attempt, Emit, Resources, place, read, refusal, reserve, tokenize, with_replays
 from .calls import GenerateCall
 from .detokenize import AnswerText
 from .plan import ID_BYTES, Plan, plan_answer
@@ -82,67 +81,56 @@ class Generation:
             return
         self._forget_session()
         with Attempt(self._resources.fleet) as attempt:
-            wish = self._reservation(attempt, plan, keep_tokens=plan.keep_tokens)
+            wish = self._reservation(attempt, plan)
             group, worker = await place(self._resources, attempt, plan, wish, call.deadline, self._mark)
             report = await read(attempt, group, worker, plan, call.method, call.deadline, self._progress)
             if not self._streamed:
                 self._prefill = report
                 self._clock.span(prefill_parts(report))
-                self._resources.metrics.prefilled(report)
-            job = GenerateJob(
-                attempt.request_id,
-                self._sampling(plan),
-                page_selection=call.page_selection,
-                keep_tokens=plan.keep_tokens,
-                keep_ttl_s=call.keep_ttl_s,
-                deadline=call.deadline,
-            )
-            await self._decode(attempt, worker, job)
+            await self._decode(attempt, worker, self._job(attempt, plan))
 
     async def _answer_session(self) -> None:
-        plan, call = self._plan(), self._call
+        plan = self._plan()
         if self._is_complete(plan):
             return
-        session_id = call.session_id or ""
         with Attempt(self._resources.fleet) as attempt:
-            worker = await self._resources.fleet.session_worker(worker_of(session_id))
-            wish = self._reservation(attempt, plan, session_id=session_id)
+            worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
             try:
-                attempt.add(worker)
-                answer = await worker.reserve(wish)
-                if not isinstance(answer, Reserved):
-                    attempt.settle(worker)
+                answer = await reserve(attempt, worker, self._reservation(attempt, plan))
+                if isinstance(answer, Refused):
                     raise refusal(answer)
                 self._cached = answer.session_tokens
                 self._mark("admission")
-                job = GenerateJob(
-                    attempt.request_id,
-                    self._sampling(plan),
-                    append_ids=plan.read_ids,
-                    session_id=session_id,
-                    page_selection=call.page_selection,
-                    deadline=call.deadline,
-                )
-                await self._decode(attempt, worker, job)
+                await self._decode(attempt, worker, self._job(attempt, plan))
             except WorkerLost as error:
                 self._resources.fleet.forget(error.worker)
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
-    def _reservation(
-        self, attempt: Attempt, plan: Plan, session_id: str | None = None, keep_tokens: int = 0
-    ) -> Reserve:
+    def _reservation(self, attempt: Attempt, plan: Plan) -> Reserve:
+        call = self._call
         return Reserve(
             attempt.request_id,
-            self._call.owner,
+            call.owner,
             plan.read_tokens,
             plan.max_tokens,
-            session_id,
-            keep_tokens,
-            self._call.page_selection,
+            call.session_id,
+            plan.keep_tokens,
+            call.page_selection,
         )
 
-    def _sampling(self, plan: Plan) -> Sampling:
-        return replace(self._call.sampling, max_tokens=plan.max_tokens)
+    def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
+        """A prompt's K/V comes from a prefill group; what is appended to a session goes with the job."""
+        call = self._call
+        return GenerateJob(
+            attempt.request_id,
+            replace(call.sampling, max_tokens=plan.max_tokens),
+            append_ids=b"" if call.session_id is None else plan.read_ids,
+            session_id=call.session_id,
+            page_selection=call.page_selection,
+            keep_tokens=plan.keep_tokens,
+            keep_ttl_s=call.keep_ttl_s,
+            deadline=call.deadline,
+        )
 
     async def _decode(self, attempt: Attempt, worker: DecodeLink, job: GenerateJob) -> None:
         stream = worker.generate(job)
@@ -166,8 +154,7 @@ class Generation:
         """Stream one token; True if a stop string ended the answer."""
         now = time.monotonic()
         if not self._streamed:
-            self._clock.span(decode_parts(report))
-            self._resources.metrics.first_token(self._clock.read().parts)
+            self._first_token(report)
         else:
             self._resources.metrics.next_token(now - self._last_token_at)
         self._last_token_at = now
@@ -178,6 +165,15 @@ class Generation:
         self._emit(replace(event, index=len(self._streamed), text=shown))
         self._streamed.append(event.token_id)
         return stopped
+
+    def _first_token(self, report: DecodeReport) -> None:
+        """A request is measured once, by the attempt that got this far."""
+        metrics = self._resources.metrics
+        self._clock.span(decode_parts(report))
+        metrics.first_token(self._clock.read().parts)
+        if self._prefill is not None:
+            metrics.prefilled(self._prefill)
+            metrics.pulled(report)
 
     async def _stop(self, attempt: Attempt, worker: DecodeLink, stream: _WorkerEvents) -> DecodeReport:
         """Cancel the rest of the answer and wait a little for the worker's last report."""
@@ -215,11 +211,8 @@ class Generation:
         self._count_pages(report)
         attended, held = self._pages
         tokens = self._cached + (len(self._prompt) + len(self._append)) // ID_BYTES
-        metrics = self._resources.metrics
-        metrics.tokens(tokens, len(self._streamed))
-        metrics.decoded(attended, held)
-        if self._prefill is not None:
-            metrics.pulled(report)
+        self._resources.metrics.tokens(tokens, len(self._streamed))
+        self._resources.metrics.decoded(attended, held)
         finished = GenerateFinished(
             reason=reason,
             text=text,

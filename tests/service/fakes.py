@@ -220,7 +220,7 @@ class FakeDecode:
         yield FinishEvent(job.request_id, reason, count, report, message)
 
     def _first(self, request: _Request, job: GenerateJob) -> FirstTokenTimings:
-        report = DecodeReport(decode_wait=0.0001, first_step=0.0002)
+        report = DecodeReport(decode_wait=0.0001, first_step=0.0002, handoff_seconds=0.001)
         if not job.keep_tokens:
             return FirstTokenTimings(job.request_id, report)
         return FirstTokenTimings(job.request_id, report, self._keep(request, job.keep_tokens, job.keep_ttl_s))

@@ -12,11 +12,11 @@ import pytest
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Token
 from deltafront.service.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
 from deltafront.service.fleet.links import LocalDirectory
-from deltafront.service.fleet.view import Fleet
+from deltafront.service.fleet.view import Charge, Fleet
 from deltafront.service.request import attempt
-from deltafront.workers.messages import FinishReason, RefusalReason, Refused
+from deltafront.workers.messages import DecodeStats, FinishReason, RefusalReason, Refused
 
-from .fakes import EOS, FakeDecode, Speed
+from .fakes import EOS, FakeDecode, FakeGroup, Speed
 from .inprocess import House
 from .test_requests import collect, expected, ids, nothing_left
 
@@ -160,6 +160,27 @@ def test_a_client_that_leaves_before_the_finish_leaves_no_session(
     nothing_left(house)
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_metrics_count_a_replayed_request_once(house: House, client: DeltafrontClient, tokens: int) -> None:
+    house.decode.fail_after = [tokens]
+    collect(client.generate(PROMPT, max_tokens=9))
+    assert counter(house, "deltafront_replays_total") == 1
+    for name in ("request_prefill_time_seconds", "request_queue_time_seconds", "handoff_seconds"):
+        assert counter(house, f"deltafront_{name}_count") == 1, name
+    for name in ("attention_density_ratio", "scoring_overhead_ratio", "request_prompt_tokens"):
+        assert counter(house, f"deltafront_{name}_count") == 1, name
+    assert counter(house, "deltafront_handoff_bytes_total") == 100 * (len(PROMPT) + 1)
+    assert counter(house, "deltafront_generation_tokens_total") == 9
+    assert counter(house, "deltafront_inter_token_latency_seconds_count") == 8
+
+
+def test_a_hand_off_is_measured_although_its_worker_died(house: House, client: DeltafrontClient) -> None:
+    house.decode.script = [*b"all of it", EOS]
+    house.cut("decode").cut_after = 1 + len(house.decode.script)
+    collect(client.generate(PROMPT, max_tokens=40))
+    assert counter(house, "deltafront_handoff_seconds_sum") == 0.001
+
+
 # --- leaving and running late --------------------------------------------------------------------------
 
 
@@ -293,6 +314,20 @@ def test_a_full_pool_is_refused_with_a_time(house: House, client: DeltafrontClie
     assert never.value.retry_after_s is None
 
 
+def test_what_a_worker_has_room_for_is_never_refused_by_an_old_view(
+    make_house: Callable[..., House],
+) -> None:
+    """Back to back, each more than half the pool, and no poll in between."""
+    house = make_house(refresh_s=3600)
+    house.decode.total = 100
+    house.loop.run(house.fleet.refresh())
+    with DeltafrontClient(house.address) as client:
+        for letter in "abc":
+            text, *_ = collect(client.generate(letter * 600, max_tokens=400))
+            assert len(text) == 400
+    nothing_left(house)
+
+
 def test_a_worker_giving_up_is_replayed(house: House, client: DeltafrontClient) -> None:
     """CANCELLED that nobody asked for (a lease ran out while the door was stalled)."""
     house.decode.speed.token = 0.02
@@ -320,3 +355,28 @@ async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatc
     decode.stats = stuck  # type: ignore[method-assign,assignment]
     await fleet.refresh()
     assert set(fleet.view.workers) == {"decode:d0"}
+
+
+async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
+    decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
+    fleet = Fleet(LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [decode]), lambda _view: None)
+    await fleet.refresh()
+    stats = decode.stats
+
+    async def slow() -> DecodeStats:
+        state = await stats()
+        asked.set()
+        await told.wait()
+        return state
+
+    decode.stats = slow  # type: ignore[method-assign]
+    polls = [asyncio.create_task(fleet.poll()) for _ in range(2)]
+    await asked.wait()
+    fleet.charge(Charge("prefill:g0", 500, "decode:d0", 96))
+    told.set()
+    for poll in polls:
+        await poll
+        assert fleet.view.workers["decode:d0"].pages_free == decode.total - 96
+        assert fleet.view.groups["prefill:g0"].waiting_tokens == 500
+    await fleet.poll()
+    assert fleet.view.workers["decode:d0"].pages_free == decode.total
