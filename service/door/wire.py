@@ -56,7 +56,9 @@ def read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
 
 
 def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
-    """A message holds a prompt or a session_id: of both, the session_id."""
+    """Raises InvalidArgument for two sources: a message has place for one."""
+    if request.prompt is not None and request.session_id is not None:
+        raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
     return pb.GenerateRequest(
         **_common(request),
         session_id=request.session_id,

@@ -32,6 +32,8 @@ from deltafront.service.metrics import Metrics
 from deltafront.service.request.plan import packed, plan_answer, plan_session
 from deltafront.service.request.timings import TtftClock
 
+from .inprocess import HANG_S
+
 seconds = st.floats(0, 1e3)
 
 
@@ -228,10 +230,10 @@ def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytes
             metrics.replayed()
 
     def scrape() -> float:
-        until = time.monotonic() + 5
+        until = time.monotonic() + HANG_S
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as reply:
                     text = reply.read().decode()
                 return float(
                     next(x for x in text.splitlines() if x.startswith("deltafront_replays")).split()[1]
@@ -247,5 +249,5 @@ def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytes
     first.stop()
     assert scrape() >= held
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/secrets", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/secrets", timeout=HANG_S)
     second.stop()
