@@ -135,10 +135,10 @@ def _read_sampling(message: pb.SamplingOptions) -> Wishes:
     )
 
 
-def _moment(kind: _M, seconds: float) -> _M:
-    """A Duration, or a Timestamp of seconds since the epoch."""
-    kind.FromMicroseconds(round(seconds * _MICRO))
-    return kind
+def _moment(message: _M, seconds: float) -> _M:
+    """A Duration filled in, or a Timestamp with seconds since the epoch."""
+    message.FromMicroseconds(round(seconds * _MICRO))
+    return message
 
 
 def _read_deadline(message: Timestamp) -> float:

@@ -93,7 +93,7 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run in the background; the reference keeps it from being collected."""
+        """Run in the background; kept, so that it is not collected."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
