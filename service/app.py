@@ -22,11 +22,11 @@ from .exporter import Exporter
 from .fleet.dispatch import RayDirectory
 from .fleet.view import Fleet
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import about, authenticator, local_model, observer, prepare
+from .wiring import local_model, observer, requests
 
 APP_NAME = "deltafront"
 SERVICERS = (
-    "deltafront.service.door.wire.add_deltafront_to_server",
+    "deltafront.service.door.registration.add_deltafront_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
 """Serve's `grpc_servicer_functions`."""
@@ -47,11 +47,10 @@ class DoorReplica(FrontDoor):
         settings = parse(config)
         metrics = Metrics(Path(metrics_directory))
         fleet = Fleet(RayDirectory(), observer(metrics), settings.door.refresh_s, settings.door.renew_s)
-        resources, limits = prepare(settings, fleet, metrics)
         host = settings.door.metrics_host
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = f"{shown}:{settings.door.metrics_port}"
-        super().__init__(resources, limits, authenticator(settings.door), about(settings, address))
+        super().__init__(requests(settings, fleet, metrics, address))
         self._fleet = fleet
         fleet.start()
         self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..workers.messages import DecodeReport, LayerDensity, PrefillReport
-from .request.timings import TimeToFirstToken
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (
@@ -21,25 +21,8 @@ _SECONDS = (
     10, 15, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640,
 )  # fmt: skip
 _TOKEN_SECONDS = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2,
-    5,
-    10,
-)
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10,
+)  # fmt: skip
 _TOKENS = tuple(1 << power for power in range(4, 21))
 _RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SCORING = ("anchors", "scoring", "selection")
@@ -129,9 +112,10 @@ class Metrics:
     def replayed(self) -> None:
         self._replays.inc()
 
-    def first_token(self, ttft: TimeToFirstToken) -> None:
-        self._ttft.observe(ttft.seconds)
-        for part, seconds in ttft.parts:
+    def first_token(self, parts: Sequence[tuple[str, float]]) -> None:
+        """parts of the time to first token, which is their sum."""
+        self._ttft.observe(sum(seconds for _part, seconds in parts))
+        for part, seconds in parts:
             self._parts.labels(part).inc(seconds)
 
     def next_token(self, seconds: float) -> None:
@@ -154,9 +138,9 @@ class Metrics:
     def pulled(self, report: DecodeReport) -> None:
         self._handoff_seconds.observe(report.handoff_seconds)
 
-    def decoded(self, report: DecodeReport) -> None:
-        self._attended.inc(report.pages_attended)
-        self._held.inc(report.pages_held)
+    def decoded(self, pages_attended: int, pages_held: int) -> None:
+        self._attended.inc(pages_attended)
+        self._held.inc(pages_held)
 
     def state(self, usage: dict[str, float], running: int, waiting: int, sessions: int) -> None:
         gone = dict.fromkeys(self._workers - usage.keys(), 0.0)  # series cannot be removed in this mode

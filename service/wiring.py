@@ -6,17 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .. import __version__
-from ..workers.messages import DecodeStats, GroupStats
+from ..workers.messages import PRESETS, DecodeStats, GroupStats
 from ..workers.model.config import read_config
 from ..workers.model.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
-from .door.grpc_door import About
-from .door.validate import Limits
 from .fleet.view import Fleet, View
 from .metrics import Metrics
+from .request.answers import MethodInfo, ServerInfo
 from .request.attempt import Resources
+from .request.check import Limits
+from .request.run import Requests
 from .request.tokenizer import TextTokenizer
 
 
@@ -41,11 +42,10 @@ def shown_name(spec: ModelSpec) -> str:
     return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
 
 
-def prepare(settings: ServiceConfig, fleet: Fleet, metrics: Metrics) -> tuple[Resources, Limits]:
-    """Tokenizer, model facts and limits. Raises ModelError or FileNotFoundError."""
-    directory = Path(settings.model.path)
+def requests(settings: ServiceConfig, fleet: Fleet, metrics: Metrics, metrics_address: str) -> Requests:
+    """What an edge hands requests to. Raises ModelError, FileNotFoundError or ConfigError."""
+    directory, door = Path(settings.model.path), settings.door
     model = read_config(directory, settings.model.overrides)
-    door = settings.door
     tokenizer = TextTokenizer.load(directory)
     resources = Resources(fleet, tokenizer, metrics, door, model.vocab, model.positions, model.eos_ids)
     limits = Limits(
@@ -55,9 +55,29 @@ def prepare(settings: ServiceConfig, fleet: Fleet, metrics: Metrics) -> tuple[Re
         default_max_tokens=door.default_max_tokens,
         default_ttl_s=door.default_session_ttl_s,
         max_ttl_s=settings.decode.max_session_ttl_s,
-        delta_decode=bool(settings.decode.delta_layers),
+        delta_layers=bool(settings.decode.delta_layers),
     )
-    return resources, limits
+    about = ServerInfo(
+        version=__version__,
+        model=door.model_name or settings.model.path,
+        max_positions=model.positions,
+        vocabulary=model.vocab,
+        default_method=door.default_method,
+        methods=_methods(),
+        prefill_stages=settings.prefill.stages,
+        chunk_tokens=settings.prefill.chunk_tokens,
+        metrics_address=metrics_address,
+    )
+    return Requests(resources, limits, authenticator(door).owner, about)
+
+
+def _methods() -> list[MethodInfo]:
+    """Those that can read a prompt in chunks."""
+    return [
+        MethodInfo(name, preset.source, {key: float(o.default) for key, o in preset.options.items()})
+        for name, preset in PRESETS.items()
+        if not preset.whole_prompt
+    ]
 
 
 def authenticator(door: DoorConfig) -> Authenticator:
@@ -68,16 +88,6 @@ def authenticator(door: DoorConfig) -> Authenticator:
         return Authenticator(TokenFile(door.tokens_file))
     except (OSError, ValueError) as error:
         raise ConfigError(f"door.tokens_file: {error}") from None
-
-
-def about(settings: ServiceConfig, metrics_address: str) -> About:
-    return About(
-        version=__version__,
-        model=settings.door.model_name or settings.model.path,
-        prefill_stages=settings.prefill.stages,
-        chunk_tokens=settings.prefill.chunk_tokens,
-        metrics_address=metrics_address,
-    )
 
 
 def check_start(settings: ServiceConfig) -> None:

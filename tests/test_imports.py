@@ -33,12 +33,13 @@ RAY_IN_WORKERS = {
     "workers/decode/worker.py",
 }
 RAY_IN_SERVICE = {"service/app.py", "service/fleet/dispatch.py", "service/client/local_ray.py"}
-PROTOBUF_IN_SERVICE = {
+WIRE_IN_SERVICE = {  # protobuf and gRPC: the edges and the client; never the core
     "service/door/grpc_door.py",
-    "service/door/validate.py",
+    "service/door/registration.py",
+    "service/door/status.py",
     "service/door/wire.py",
     "service/client/client.py",
-    "service/client/results.py",
+    "service/client/server_process.py",
 }
 
 
@@ -82,13 +83,13 @@ def test_layers(path: Path) -> None:
 def test_ray_protobuf_and_metrics_stay_in_their_files(path: Path) -> None:
     folder = path.relative_to(ROOT).parts[0]
     names = {name.split(".")[0] for name in imports(path)}
-    generated = ("deltafront.protos", "protos", "google.protobuf")
-    protobuf = any(name.startswith(generated) for name in imports(path))
+    wire = ("deltafront.protos", "protos", "google.protobuf", "grpc")
+    on_the_wire = any(name.startswith(wire) for name in imports(path))
     if folder in ("workers", "service"):
         allowed = RAY_IN_WORKERS if folder == "workers" else RAY_IN_SERVICE
         assert "ray" not in names or name_of(path) in allowed, "Ray belongs in the shells"
     if folder == "service":
-        assert not protobuf or name_of(path) in PROTOBUF_IN_SERVICE, "protobuf belongs in door and client"
+        assert not on_the_wire or name_of(path) in WIRE_IN_SERVICE, "protobuf and gRPC: door and client"
         assert "prometheus_client" not in names or path.name == "metrics.py", "metrics.py declares metrics"
 
 
@@ -99,7 +100,7 @@ def test_kernels_init_is_free_of_imports() -> None:
 TORCH_FREE = [
     "service.app",
     "service.door.grpc_door",
-    "service.client.client",
+    "service.client",
     "workers.messages",
     "workers.roles",
     "workers.remote",
@@ -115,3 +116,10 @@ def test_importing_leaves_torch_out(module: str) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"torch or transformers was imported {done.stderr}"
+
+
+def test_the_client_leaves_ray_out() -> None:
+    code = "import sys, deltafront.service.client; sys.exit('ray' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"ray was imported {done.stderr}"

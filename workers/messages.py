@@ -304,6 +304,8 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     FAILED = "failed"
+    OTHER = "other"
+    """A reason that only a newer server knows; seen by clients alone."""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from deltafront.benchmarks import needles as hay
-from deltafront.service.client.client import (
-    DeltafrontClient,
-    GenerateFinished,
-    Progress,
-    Token,
-)
+from deltafront.service.client import DeltafrontClient, GenerateFinished, Progress, Token
 from deltafront.service.client.server_process import LocalService
 
 HERE = Path(__file__).resolve().parent

@@ -148,8 +148,8 @@ def kept_tiles(score: list[float], diagonal: int, kind: str, amount: float) -> l
     need = amount * sum(value) if kind == "cumulative" else math.ceil(amount * len(score) - 1e-6)
     if kind == "cumulative" and amount >= 1:
         return list(range(diagonal + 1))
-    for limit in (math.inf, *sorted(set(value), reverse=True)):
-        kept = forced | {m for m, v in enumerate(value) if v >= limit}
+    for floor in (math.inf, *sorted(set(value), reverse=True)):
+        kept = forced | {m for m, v in enumerate(value) if v >= floor}
         if sum(weight[m] for m in kept) >= need:
             return sorted(kept)
     raise AssertionError("the whole row is always enough")

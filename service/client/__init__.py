@@ -1,1 +1,44 @@
-"""The Python client and the command line."""
+"""The Python client and the command line. Importing this loads neither torch nor Ray."""
+
+from ...workers.messages import FinishReason, Progress, Session, Token, Usage
+from ..errors import (
+    Cancelled,
+    Code,
+    DeadlineExceeded,
+    DeltafrontError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    RemoteError,
+    Unauthenticated,
+    Unavailable,
+)
+from ..request.answers import Density, GenerateFinished, MethodInfo, PrefillFinished, ServerInfo, Timings
+from .client import DeltafrontClient
+
+__all__ = [
+    "Cancelled",
+    "Code",
+    "DeadlineExceeded",
+    "DeltafrontClient",
+    "DeltafrontError",
+    "Density",
+    "FinishReason",
+    "GenerateFinished",
+    "Internal",
+    "InvalidArgument",
+    "MethodInfo",
+    "NotFound",
+    "Overloaded",
+    "PrefillFinished",
+    "Progress",
+    "RemoteError",
+    "ServerInfo",
+    "Session",
+    "Timings",
+    "Token",
+    "Unauthenticated",
+    "Unavailable",
+    "Usage",
+]

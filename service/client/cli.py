@@ -19,9 +19,18 @@ from ...workers.model.config import ModelError
 from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..wiring import local_model
-from .client import DeltafrontClient, GenerateFinished, PrefillFinished, Progress, Token
-from .display import as_json, reading_bar, show_info, show_timings
-from .terminal import calling, err, fail, read_options, read_text
+from . import DeltafrontClient, GenerateFinished, PrefillFinished, Progress, Token
+from .terminal import (
+    as_json,
+    calling,
+    err,
+    fail,
+    read_options,
+    read_text,
+    reading_bar,
+    show_info,
+    show_timings,
+)
 
 app = typer.Typer(
     help="A distributed long-context prefill service.", no_args_is_help=True, pretty_exceptions_enable=False

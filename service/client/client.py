@@ -14,41 +14,25 @@ from types import TracebackType
 from typing import Any
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from ...protos.v1 import deltafront_pb2 as pb
 from ...protos.v1 import deltafront_pb2_grpc as pb_grpc
-from ...workers.messages import Progress, Token
-from ..errors import InvalidArgument, from_status
+from ...workers.messages import PageSelection, Progress, Token
+from ..door import wire
+from ..door.status import from_status
+from ..errors import InvalidArgument
+from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
+from ..request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
 from ..request.plan import packed
-from .results import (
-    GenerateFinished,
-    PrefillFinished,
-    ServerInfo,
-    generate_finished,
-    prefill_finished,
-    server_info,
-)
-
-__all__ = [
-    "DeltafrontClient",
-    "GenerateFinished",
-    "PrefillFinished",
-    "Progress",
-    "ServerInfo",
-    "Token",
-]
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages ({"role": …, "content": …})."""
 
-_SELECTIONS = {"": 0, "full": 1, "delta": 2}
 _CHANNEL = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
 class DeltafrontClient:
-    """Raises subclasses of DeltafrontError (`errors.py`) with code, message and retry_after_s.
+    """Raises subclasses of DeltafrontError with code, message and retry_after_s.
 
     token: a bearer token; default: the environment's DELTAFRONT_TOKEN. tls: for an address whose TLS ends
     at a proxy. Closing an iterator early cancels its request on the server.
@@ -89,18 +73,17 @@ class DeltafrontClient:
         request_id: str = "",
     ) -> Iterator[Progress | PrefillFinished]:
         """Read a prompt and keep it. timeout_s: until the server gives up."""
-        request = pb.PrefillRequest(
+        request = PrefillRequest(
             prompt=_prompt(prompt),
-            attention=pb.AttentionMethod(name=method, options=dict(options or {})),
-            session_ttl=_duration(session_ttl_s),
+            method=method,
+            options=options or {},
+            session_ttl_s=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id,
         )
-        for response in self._receive(self._stub.Prefill, request, timeout_s):
-            if response.WhichOneof("event") == "progress":
-                yield Progress(response.progress.tokens_done, response.progress.tokens_total)
-            else:
-                yield prefill_finished(response.result)
+        for response in self._receive(self._stub.Prefill, wire.prefill_request(request), timeout_s):
+            if (event := wire.read_prefill_response(response)) is not None:
+                yield event
 
     def generate(
         self,
@@ -123,39 +106,30 @@ class DeltafrontClient:
         request_id: str = "",
     ) -> Iterator[Progress | Token | GenerateFinished]:
         """Answer a prompt, or a session plus `append`."""
-        if page_selection not in _SELECTIONS:
+        if page_selection not in list(PageSelection):
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
-        sampling = pb.SamplingOptions(
-            temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-        )  # fmt: skip
-        request = pb.GenerateRequest(
+        request = GenerateRequest(
             prompt=None if prompt is None else _prompt(prompt),
             session_id=session_id,
             append=None if append is None else _prompt(append),
-            attention=pb.AttentionMethod(name=method, options=dict(options or {})),
-            sampling=sampling,
-            page_selection=_SELECTIONS[page_selection],  # type: ignore[arg-type]
-            session_ttl=_duration(session_ttl_s),
+            method=method,
+            options=options or {},
+            sampling=Wishes(temperature, top_p, top_k, seed, tuple(stop), max_tokens, ignore_eos),
+            page_selection=PageSelection(page_selection),
+            session_ttl_s=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id,
         )
-        for response in self._receive(self._stub.Generate, request, timeout_s):
-            kind = response.WhichOneof("event")
-            if kind == "token":
-                one = response.token
-                yield Token(one.index, one.token_id, one.logprob, one.text)
-            elif kind == "progress":
-                yield Progress(response.progress.tokens_done, response.progress.tokens_total)
-            else:
-                yield generate_finished(response.finish)
+        for response in self._receive(self._stub.Generate, wire.generate_request(request), timeout_s):
+            if (event := wire.read_generate_response(response)) is not None:
+                yield event
 
     def release(self, session_id: str) -> None:
         """Free a session's pages now. Raises NotFound."""
         self._ask(self._stub.ReleaseSession, pb.ReleaseSessionRequest(session_id=session_id))
 
     def info(self) -> ServerInfo:
-        return server_info(self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        return wire.read_server_info(self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
 
     def _ask(self, call: Any, request: Any) -> Any:
         try:
@@ -179,27 +153,14 @@ def _translated(error: Any) -> Exception:
     return from_status(error.code(), error.details() or "", error.trailing_metadata() or ())
 
 
-def _prompt(prompt: PromptLike) -> pb.Prompt:
+def _prompt(prompt: PromptLike) -> Prompt:
     if isinstance(prompt, str):
-        return pb.Prompt(text=prompt)
-    messages = [one for one in prompt if isinstance(one, Mapping)]
+        return Prompt(text=prompt)
+    messages = tuple(one for one in prompt if isinstance(one, Mapping))
     if messages:
-        chat = [pb.ChatMessage(role=one["role"], content=one["content"]) for one in messages]
-        return pb.Prompt(messages=pb.ChatMessages(messages=chat))
-    return pb.Prompt(token_ids=packed([int(one) for one in prompt if isinstance(one, int)]))
+        return Prompt(messages=messages)
+    return Prompt(token_ids=packed([int(one) for one in prompt if isinstance(one, int)]))
 
 
-def _duration(seconds: float | None) -> Duration | None:
-    if seconds is None:
-        return None
-    duration = Duration()
-    duration.FromMicroseconds(round(seconds * 1e6))
-    return duration
-
-
-def _deadline(timeout_s: float | None) -> Timestamp | None:
-    if timeout_s is None:
-        return None
-    deadline = Timestamp()
-    deadline.FromMicroseconds(round((time.time() + timeout_s) * 1e6))
-    return deadline
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.time() + timeout_s

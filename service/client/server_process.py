@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
-class LaunchError(RuntimeError):
+class NotServing(RuntimeError):
     """The service did not become healthy; the message ends with the last lines of its log."""
 
 
@@ -67,7 +67,7 @@ class LocalService:
         host, _, port = self.address.partition(":")
         with socket.socket() as probe:
             if probe.connect_ex((host, int(port))) == 0:
-                raise LaunchError(f"{self.address} is taken: stop what serves there first")
+                raise NotServing(f"{self.address} is taken: stop what serves there first")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -97,7 +97,7 @@ class LocalService:
             while time.monotonic() < until:
                 code = self._process.poll()
                 if code is not None:
-                    raise LaunchError(f"the service ended with code {code}:\n{self.log_tail()}")
+                    raise NotServing(f"the service ended with code {code}:\n{self.log_tail()}")
                 try:
                     reply = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
                 except grpc.RpcError:
@@ -106,7 +106,7 @@ class LocalService:
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
                     return
                 time.sleep(0.5)
-        raise LaunchError(f"the service was not healthy within {self._start_s:.0f} s:\n{self.log_tail()}")
+        raise NotServing(f"the service was not healthy within {self._start_s:.0f} s:\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

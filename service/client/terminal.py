@@ -1,33 +1,49 @@
-"""What the command line takes from the terminal, and how it fails: in one plain line."""
+"""The terminal's side of the command line: what it reads, what it shows, and how it fails, in one line."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
 
-from ..errors import DeltafrontError
+from ...workers.messages import Progress
+from ..errors import (
+    DeadlineExceeded,
+    DeltafrontError,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+)
+from ..request.answers import ServerInfo, Timings
 from .client import DeltafrontClient
-from .display import advice
+
+_WORTH_SHOWING_S = 0.0005
 
 err = Console(stderr=True)
 """Everything but answers goes to standard error."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def calling(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
     """A client whose errors end the command."""
     try:
         with DeltafrontClient(address, token or None, tls=tls) as client:
             yield client
     except DeltafrontError as error:
-        hint = advice(error, address)
-        fail(f"{error.message or error.code.name}" + (f" ({hint})" if hint else ""))
+        hint = _advice(error, address)
+        fail(f"{error.message or error.code}" + (f" ({hint})" if hint else ""))
     except KeyboardInterrupt:
         fail("interrupted; the request was cancelled")
 
@@ -56,3 +72,87 @@ def fail(message: str) -> NoReturn:
     """End the command with one line."""
     err.print(f"deltafront: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1)
+
+
+class ReadingBar:
+    """A progress bar that appears with the first progress event and goes when told to."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
+        self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._task: Any = None
+        self._stopped = False
+
+    def show(self, event: Progress) -> None:
+        if self._stopped:
+            return
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("reading", total=event.tokens_total)
+        self._bar.update(self._task, completed=event.tokens_done, total=event.tokens_total)
+
+    def stop(self) -> None:
+        if self._task is not None and not self._stopped:  # rich ends a line each time
+            self._bar.stop()
+        self._stopped = True
+
+
+@contextlib.contextmanager
+def reading_bar(console: Console) -> Iterator[ReadingBar]:
+    bar = ReadingBar(console)
+    try:
+        yield bar
+    finally:
+        bar.stop()
+
+
+def show_timings(console: Console, timings: Timings) -> None:
+    table = Table("part", "seconds", "share", title="Time to first token")
+    for name, seconds in timings.parts.items():
+        if seconds >= _WORTH_SHOWING_S:
+            table.add_row(name, f"{seconds:.3f}", f"{seconds / timings.ttft_seconds:.1%}")
+    table.add_row("[bold]sum", f"[bold]{timings.ttft_seconds:.3f}", "100%")
+    console.print(table)
+    if timings.stages:
+        names = list(dict.fromkeys(name for stage in timings.stages for name in stage))
+        stages = Table("stage", *names, title="Seconds by stage (stages overlap)")
+        for number, stage in enumerate(timings.stages):
+            stages.add_row(str(number), *(f"{stage.get(name, 0.0):.3f}" for name in names))
+        console.print(stages)
+
+
+def show_info(console: Console, info: ServerInfo) -> None:
+    table = Table(title=f"{info.model} (Deltafront {info.version})", show_header=False)
+    table.add_row("positions", f"{info.max_positions}")
+    table.add_row("vocabulary", f"{info.vocabulary}")
+    table.add_row("prefill", f"{info.prefill_groups} group(s) of {info.prefill_stages} stages")
+    table.add_row("chunk", f"{info.chunk_tokens} tokens")
+    table.add_row("prefill pages", f"{info.prefill_pages_free} of {info.prefill_pages_total} free")
+    table.add_row("decode", f"{info.decode_workers} worker(s)")
+    table.add_row("decode pages", f"{info.decode_pages_free} of {info.decode_pages_total} free")
+    table.add_row("metrics", f"http://{info.metrics_address}/metrics")
+    console.print(table)
+    methods = Table("attention method", "options", "source")
+    for method in info.methods:
+        mark = " (default)" if method.name == info.default_method else ""
+        options = ", ".join(f"{name}={value:g}" for name, value in method.defaults.items())
+        methods.add_row(method.name + mark, options, method.source)
+    console.print(methods)
+
+
+def as_json(result: Any) -> str:
+    """One line for scripts."""
+    return json.dumps(asdict(result), ensure_ascii=False)
+
+
+def _advice(error: DeltafrontError, address: str) -> str:
+    """What to do about an error, or nothing."""
+    if isinstance(error, Overloaded):
+        return "" if error.retry_after_s is None else f"try again in {error.retry_after_s:.0f} s"
+    return {
+        Unavailable: f"is a server running at {address}? `deltafront serve` starts one",
+        Unauthenticated: "give --token or set DELTAFRONT_TOKEN",
+        NotFound: "`deltafront prefill FILE` makes a new session",
+        DeadlineExceeded: "allow more time with --timeout",
+        InvalidArgument: "`deltafront info` shows what the server takes",
+    }.get(type(error), "")

@@ -1,102 +1,198 @@
-"""Protobuf at the edge of the server: registering the service, and events to messages.
+"""The one mapping between protobuf and plain data, in both directions side by side.
 
-Serve's gRPC server decodes requests before any of our code runs, and answers INTERNAL to what it cannot
-decode. So the service is registered with decoders that hand on an `Unreadable` instead, which the door
-answers with INVALID_ARGUMENT.
+`x` makes a message, `read_x` reads one. The door reads requests and makes answers, the Python client the
+other way round. A message from a newer side may hold what this one does not know: an unknown event is
+None, an unknown reason FinishReason.OTHER, and an unknown page selection an InvalidArgument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages import FinishReason, PrefillReport, Progress, Session, Token, Usage
-from ..metrics import density, scoring_overhead
-from ..request.calls import Event, Finished, Measured, SessionMade
+from ...workers.messages import FinishReason, PageSelection, Progress, Session, Token, Usage
+from ..errors import InvalidArgument
+from ..request.answers import (
+    Density,
+    GenerateFinished,
+    MethodInfo,
+    PrefillFinished,
+    RequestEvent,
+    ServerInfo,
+    Timings,
+)
+from ..request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
 
-SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
-_M = TypeVar("_M", bound=Message)
+_M = TypeVar("_M", Duration, Timestamp)
+_MICRO = 1_000_000
+_NANO = 1_000_000_000
+_PAGE_SELECTIONS = {
+    PageSelection.DEFAULT: pb.PAGE_SELECTION_UNSPECIFIED,
+    PageSelection.FULL: pb.PAGE_SELECTION_FULL,
+    PageSelection.DELTA: pb.PAGE_SELECTION_DELTA,
+}
+_READ_PAGE_SELECTIONS = {number: selection for selection, number in _PAGE_SELECTIONS.items()}
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.OTHER: pb.FINISH_REASON_UNSPECIFIED,
 }
+_READ_REASONS = {number: reason for reason, number in _REASONS.items()}
+
+# --- requests ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A message that is not valid protobuf, or holds text that is not UTF-8."""
-
-    reason: str
+def prefill_request(request: PrefillRequest) -> pb.PrefillRequest:
+    return pb.PrefillRequest(**_common(request))
 
 
-def add_deltafront_to_server(servicer: Any, server: Any) -> None:
-    """The generated `add_DeltafrontServiceServicer_to_server`, with decoders that never raise.
+def read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
+    return PrefillRequest(**_read_common(message))
 
-    Named in Serve's `grpc_servicer_functions`.
-    """
-    kinds: Mapping[bool, Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
-        True: grpc.unary_stream_rpc_method_handler,
-        False: grpc.unary_unary_rpc_method_handler,
+
+def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
+    """Raises InvalidArgument for two sources: a message has place for one."""
+    if request.prompt is not None and request.session_id is not None:
+        raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
+    return pb.GenerateRequest(
+        **_common(request),
+        session_id=request.session_id,
+        append=_prompt(request.append),
+        sampling=pb.SamplingOptions(**vars(request.sampling)),
+        page_selection=_PAGE_SELECTIONS[request.page_selection],
+    )
+
+
+def read_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
+    selection = _READ_PAGE_SELECTIONS.get(message.page_selection)
+    if selection is None:
+        raise InvalidArgument("page_selection", f"{message.page_selection} is not a known value")
+    return GenerateRequest(
+        **_read_common(message),
+        session_id=message.session_id if message.HasField("session_id") else None,
+        append=_read_prompt(message.append) if message.HasField("append") else None,
+        sampling=_read_sampling(message.sampling),
+        page_selection=selection,
+    )
+
+
+def _common(request: PrefillRequest) -> dict[str, Any]:
+    return {
+        "prompt": _prompt(request.prompt),
+        "attention": pb.AttentionMethod(name=request.method, options=request.options),
+        "session_ttl": None if request.session_ttl_s is None else _moment(Duration(), request.session_ttl_s),
+        "deadline": None if request.deadline is None else _moment(Timestamp(), request.deadline),
+        "request_id": request.request_id,
     }
-    handlers = {
-        method.name: kinds[method.server_streaming](
-            getattr(servicer, method.name),
-            request_deserializer=tolerant(getattr(pb, method.input_type.name)),
-            response_serializer=getattr(pb, method.output_type.name).SerializeToString,
-        )
-        for method in SERVICE.methods
+
+
+def _read_common(message: pb.PrefillRequest | pb.GenerateRequest) -> dict[str, Any]:
+    ttl = message.session_ttl
+    return {
+        "prompt": _read_prompt(message.prompt) if message.HasField("prompt") else None,
+        "method": message.attention.name,
+        "options": dict(message.attention.options),
+        "session_ttl_s": ttl.seconds + ttl.nanos / _NANO if message.HasField("session_ttl") else None,
+        "deadline": _read_deadline(message.deadline) if message.HasField("deadline") else None,
+        "request_id": message.request_id,
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
-    server.add_registered_method_handlers(SERVICE.full_name, handlers)
 
 
-def tolerant(kind: type[_M]) -> Callable[[bytes], _M | Unreadable]:
-    def decode(data: bytes) -> _M | Unreadable:
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return Unreadable(
-                f"{kind.DESCRIPTOR.name} cannot be decoded: invalid protobuf, or text that is not UTF-8"
-            )
-
-    return decode
+def _prompt(prompt: Prompt | None) -> pb.Prompt | None:
+    if prompt is None:
+        return None
+    messages = None
+    if prompt.messages is not None:
+        chat = [pb.ChatMessage(role=one["role"], content=one["content"]) for one in prompt.messages]
+        messages = pb.ChatMessages(messages=chat)
+    return pb.Prompt(text=prompt.text, messages=messages, token_ids=prompt.token_ids)
 
 
-def prefill_response(event: Event) -> pb.PrefillResponse:
+def _read_prompt(message: pb.Prompt) -> Prompt:
+    form = message.WhichOneof("content")
+    if form == "text":
+        return Prompt(text=message.text)
+    if form == "messages":
+        chat = message.messages.messages
+        return Prompt(messages=tuple({"role": one.role, "content": one.content} for one in chat))
+    return Prompt(token_ids=message.token_ids) if form == "token_ids" else Prompt()
+
+
+def _read_sampling(message: pb.SamplingOptions) -> Wishes:
+    return Wishes(
+        temperature=message.temperature,
+        top_p=message.top_p if message.HasField("top_p") else None,
+        top_k=message.top_k,
+        seed=message.seed,
+        stop=tuple(message.stop),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _moment(message: _M, seconds: float) -> _M:
+    """A Duration filled in, or a Timestamp with seconds since the epoch."""
+    message.FromMicroseconds(round(seconds * _MICRO))
+    return message
+
+
+def _read_deadline(message: Timestamp) -> float:
+    if not 0 <= message.nanos < _NANO:
+        raise InvalidArgument("deadline", f"nanos {message.nanos} must be between 0 and {_NANO - 1}")
+    return message.seconds + message.nanos / _NANO
+
+
+# --- answers -----------------------------------------------------------------------------------------------
+
+
+def prefill_response(event: RequestEvent) -> pb.PrefillResponse:
     if isinstance(event, Progress):
-        return pb.PrefillResponse(progress=_progress(event))
-    if isinstance(event, SessionMade):
+        return pb.PrefillResponse(progress=pb.Progress(**vars(event)))
+    if isinstance(event, PrefillFinished):
         result = pb.PrefillResult(
             session=_session(event.session),
-            usage=_usage(event.usage),
-            timings=_timings(event.measured),
-            density=_density(event.measured.prefill),
+            usage=pb.Usage(**vars(event.usage)),
+            timings=_timings(event.timings),
+            density=_density(event.density),
             request_id=event.request_id,
         )
         return pb.PrefillResponse(result=result)
     raise TypeError(f"{type(event).__name__} does not answer a Prefill")
 
 
-def generate_response(event: Event) -> pb.GenerateResponse:
+def read_prefill_response(message: pb.PrefillResponse) -> Progress | PrefillFinished | None:
+    kind = message.WhichOneof("event")
+    if kind == "progress":
+        return Progress(**_fields(message.progress))
+    if kind != "result":
+        return None
+    result = message.result
+    return PrefillFinished(
+        session=_read_session(result.session),
+        usage=Usage(**_fields(result.usage)),
+        timings=_read_timings(result.timings),
+        density=_read_density(result.density),
+        request_id=result.request_id,
+    )
+
+
+def generate_response(event: RequestEvent) -> pb.GenerateResponse:
     if isinstance(event, Token):
-        token = pb.Token(index=event.index, text=event.text, token_id=event.token_id, logprob=event.logprob)
-        return pb.GenerateResponse(token=token)
+        return pb.GenerateResponse(token=pb.Token(**vars(event)))
     if isinstance(event, Progress):
-        return pb.GenerateResponse(progress=_progress(event))
-    if isinstance(event, Finished):
+        return pb.GenerateResponse(progress=pb.Progress(**vars(event)))
+    if isinstance(event, GenerateFinished):
         finish = pb.Finish(
             reason=_REASONS[event.reason],
             text=event.text,
-            usage=_usage(event.usage),
-            timings=_timings(event.measured),
-            density=_density(event.measured.prefill),
+            usage=pb.Usage(**vars(event.usage)),
+            timings=_timings(event.timings),
+            density=_density(event.density),
             session=None if event.session is None else _session(event.session),
             page_share=event.page_share,
             request_id=event.request_id,
@@ -105,47 +201,88 @@ def generate_response(event: Event) -> pb.GenerateResponse:
     raise TypeError(f"{type(event).__name__} does not answer a Generate")
 
 
-def _progress(event: Progress) -> pb.Progress:
-    return pb.Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total)
+def read_generate_response(message: pb.GenerateResponse) -> Progress | Token | GenerateFinished | None:
+    kind = message.WhichOneof("event")
+    if kind == "token":
+        return Token(**_fields(message.token))
+    if kind == "progress":
+        return Progress(**_fields(message.progress))
+    if kind != "finish":
+        return None
+    finish = message.finish
+    return GenerateFinished(
+        reason=_READ_REASONS.get(finish.reason, FinishReason.OTHER),
+        text=finish.text,
+        usage=Usage(**_fields(finish.usage)),
+        timings=_read_timings(finish.timings),
+        density=_read_density(finish.density),
+        session=_read_session(finish.session) if finish.HasField("session") else None,
+        page_share=finish.page_share,
+        request_id=finish.request_id,
+    )
+
+
+def server_info(info: ServerInfo) -> pb.GetServerInfoResponse:
+    methods = [pb.MethodInfo(**vars(one)) for one in info.methods]
+    return pb.GetServerInfoResponse(**{**vars(info), "methods": methods})
+
+
+def read_server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
+    methods = [MethodInfo(one.name, one.source, dict(one.defaults)) for one in message.methods]
+    return ServerInfo(**{**_fields(message), "methods": methods})
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """By name, for a message whose fields are those of its plain class."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def _session(session: Session) -> pb.Session:
-    expires = Timestamp()
-    expires.FromMicroseconds(int(session.expires * 1e6))
+    expires = _moment(Timestamp(), session.expires)
     return pb.Session(session_id=session.session_id, expires=expires, tokens=session.tokens)
 
 
-def _usage(usage: Usage) -> pb.Usage:
-    return pb.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
+def _read_session(message: pb.Session) -> Session:
+    return Session(message.session_id, message.expires.ToMicroseconds() / _MICRO, message.tokens)
 
 
-def _timings(measured: Measured) -> pb.Timings:
-    stages = measured.prefill.stages if measured.prefill is not None else ()
+def _parts(parts: dict[str, float]) -> list[pb.TimingPart]:
+    return [pb.TimingPart(name=name, seconds=seconds) for name, seconds in parts.items()]
+
+
+def _timings(timings: Timings) -> pb.Timings:
     return pb.Timings(
-        ttft_seconds=measured.ttft.seconds,
-        parts=[pb.TimingPart(name=name, seconds=seconds) for name, seconds in measured.ttft.parts],
+        ttft_seconds=timings.ttft_seconds,
+        parts=_parts(timings.parts),
         stages=[
-            pb.StageTimings(
-                stage=stage,
-                phases=[pb.TimingPart(name=name, seconds=seconds) for name, seconds in phases.items()],
-            )
-            for stage, phases in enumerate(stages)
+            pb.StageTimings(stage=stage, phases=_parts(phases)) for stage, phases in enumerate(timings.stages)
         ],
-        total_seconds=measured.total_seconds,
+        total_seconds=timings.total_seconds,
     )
 
 
-def _density(report: PrefillReport | None) -> pb.DensityReport | None:
-    if report is None:
+def _read_timings(message: pb.Timings) -> Timings:
+    return Timings(
+        message.ttft_seconds,
+        {part.name: part.seconds for part in message.parts},
+        [{phase.name: phase.seconds for phase in stage.phases} for stage in message.stages],
+        message.total_seconds,
+    )
+
+
+def _density(density: Density) -> pb.DensityReport | None:
+    """None when nothing was read by a method."""
+    if not density.method:
         return None
     return pb.DensityReport(
-        method=report.method,
-        mean=density(report.density),
-        layers=[pb.LayerDensity(layer=layer.layer, density=density((layer,))) for layer in report.density],
-        scoring_overhead=scoring_overhead(report),
-        sampled_share=report.sampled_share,
+        method=density.method,
+        mean=density.mean,
+        layers=[pb.LayerDensity(layer=layer, density=share) for layer, share in density.layers.items()],
+        scoring_overhead=density.scoring_overhead,
+        sampled_share=density.sampled_share,
     )
+
+
+def _read_density(message: pb.DensityReport) -> Density:
+    layers = {one.layer: one.density for one in message.layers}
+    return Density(message.method, message.mean, layers, message.scoring_overhead, message.sampled_share)

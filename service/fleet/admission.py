@@ -1,7 +1,8 @@
-"""Is there room, and is there time? Pure: worker states in, a decision out.
+"""Where may a prompt go, and is there time? Pure: worker states in, a decision out.
 
-Decode pages are what runs out first: they are held by sessions as well as by running answers. A prefill
-group only queues. Predicted time to first token is the group's backlog plus the prompt, at the group's
+States are up to a second old. So they order the decode workers, but only a worker's own answer to a
+reservation says that its pages are taken; what is refused here for room is what no worker could ever hold.
+Predicted time to first token is the group's backlog plus the prompt, at the group's
 recent rate; a group that has not prefilled anything yet predicts nothing, and nobody is refused for time.
 """
 
@@ -22,8 +23,6 @@ _RETRY_UNKNOWN_S = 5.0
 class Reason(StrEnum):
     TOO_LARGE = "too_large"
     """No worker could ever hold it."""
-    PAGES = "pages"
-    """No decode worker has the pages now."""
     BACKLOG = "backlog"
     """Too many requests wait already, or the deadline falls into the backlog."""
     TOO_SLOW = "too_slow"
@@ -44,9 +43,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Admitted:
-    """group: where to prefill. workers: decode workers with room, best first. ttft_s: predicted, or None."""
+    """group: where to prefill. workers: decode workers to ask for pages, roomiest first. ttft_s: predicted,
+    or None."""
 
-    pages: int
     group: str
     workers: tuple[str, ...]
     ttft_s: float | None
@@ -77,17 +76,13 @@ def admit(
             "can hold: shorten them, or raise cache_tokens in the server's configuration",
         )
     group = min(able, key=_order)
-    roomy = [w for w in fitting if need.pages(w.page_tokens) <= w.pages_free]
-    if not roomy:
-        return Rejected(Reason.PAGES, "every decode worker's pages are taken", retry_after(group))
     if group.waiting >= max_waiting:
         return Rejected(Reason.BACKLOG, f"{group.waiting} prompts wait already", retry_after(group))
     late = _too_late(need, group)
     if late is not None:
         return late
-    roomy.sort(key=lambda w: (-w.pages_free, w.running, w.name))
-    names = tuple(w.name for w in roomy)
-    return Admitted(need.pages(roomy[0].page_tokens), group.name, names, predicted_ttft(need, group))
+    fitting.sort(key=lambda w: (-w.pages_free, w.running, w.name))
+    return Admitted(group.name, tuple(w.name for w in fitting), predicted_ttft(need, group))
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:

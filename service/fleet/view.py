@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,16 @@ _STATS_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
+class Charge:
+    """What an admitted request takes: tokens to read for a group, pages of a decode worker."""
+
+    group: str
+    tokens: int
+    worker: str
+    pages: int
+
+
+@dataclass(frozen=True)
 class View:
     """Last known state of every live worker, by name."""
 
@@ -36,7 +47,18 @@ class View:
 
     @property
     def ready(self) -> bool:
+        """Whether every configured role has a started member: a prefill group, and a decode worker. A
+        worker that is found but still starting fails when it is asked for its state, so it is not here."""
         return bool(self.groups) and bool(self.workers)
+
+    def charged(self, charge: Charge) -> View:
+        groups, workers = dict(self.groups), dict(self.workers)
+        if group := groups.get(charge.group):
+            waiting = group.waiting_tokens + charge.tokens
+            groups[group.name] = replace(group, waiting_tokens=waiting, waiting=group.waiting + 1)
+        if worker := workers.get(charge.worker):
+            workers[worker.name] = replace(worker, pages_free=max(worker.pages_free - charge.pages, 0))
+        return View(groups, workers)
 
 
 class Fleet:
@@ -57,6 +79,9 @@ class Fleet:
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
+        self._polls = 0
+        self._charges: list[Charge] = []
+        """Those made while a poll was asking: its answers may be older."""
         self.view = View()
 
     def start(self) -> None:
@@ -69,7 +94,7 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run in the background; the reference keeps it from being collected."""
+        """Run in the background; kept, so that it is not collected."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -84,15 +109,22 @@ class Fleet:
 
     async def poll(self) -> None:
         """Ask the known workers how they are; dead ones are dropped."""
-        found = self._found
-        groups = await self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups)
-        workers = await self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers)
+        found, seen = self._found, len(self._charges)
+        self._polls += 1
+        try:
+            groups = await self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups)
+            workers = await self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers)
+            view = functools.reduce(View.charged, self._charges[seen:], View(groups, workers))
+        finally:
+            self._polls -= 1
+            if not self._polls:
+                self._charges.clear()
         self._found = Found(
             {name: link for name, link in found.groups.items() if name in groups},
             {name: link for name, link in found.workers.items() if name in workers},
         )
-        self.view = View(groups, workers)
-        self._observe(self.view)
+        self.view = view
+        self._observe(view)
 
     async def ready(self, patience_s: float) -> View:
         """The current state, as soon as there is a worker of each kind. Raises Unavailable."""
@@ -131,15 +163,11 @@ class Fleet:
         self._found = Found(_without(self._found.groups, name), _without(self._found.workers, name))
         self.view = View(_without(self.view.groups, name), _without(self.view.workers, name))
 
-    def charge(self, group: str, tokens: int, worker: str, pages: int) -> None:
+    def charge(self, charge: Charge) -> None:
         """Count an admitted request at once: the next poll is up to a second away."""
-        groups, workers = dict(self.view.groups), dict(self.view.workers)
-        if group in groups:
-            waiting = groups[group].waiting_tokens + tokens
-            groups[group] = replace(groups[group], waiting_tokens=waiting, waiting=groups[group].waiting + 1)
-        if worker in workers:
-            workers[worker] = replace(workers[worker], pages_free=max(workers[worker].pages_free - pages, 0))
-        self.view = View(groups, workers)
+        self.view = self.view.charged(charge)
+        if self._polls:
+            self._charges.append(charge)
 
     def hold(self, link: Leased, request_id: str) -> None:
         """Renew this request there until `drop`."""

@@ -21,6 +21,7 @@ from ...workers.messages import (
     RefusalReason,
     Refused,
     Reserve,
+    Reserved,
 )
 from ...workers.roles import DecodeWorker, Group, Leased
 from ..config import DoorConfig
@@ -38,14 +39,15 @@ from ..errors import (
 )
 from ..fleet import admission
 from ..fleet.sessions import NO_SESSION
-from ..fleet.view import Fleet
+from ..fleet.view import Charge, Fleet
 from ..metrics import Metrics
-from .calls import Event, PromptInput
+from .answers import RequestEvent
+from .calls import Prompt
 from .plan import Plan
 from .timings import REPLAY, TtftClock
 from .tokenizer import TemplateError, TextTokenizer
 
-Emit = Callable[[Event], None]
+Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
 
 _FIRST_PAUSE_S = 0.25
@@ -66,8 +68,8 @@ class Resources:
     eos_ids: tuple[int, ...]
 
 
-class Lease:
-    """One attempt's place on workers: renewed while the block runs, cancelled when it is left.
+class Attempt:
+    """One try at a request: its place on workers is renewed while the block runs, cancelled when it is left.
 
     `settle` says that a worker has ended the request by itself. Leaving never waits, so that it works in
     the middle of being cancelled.
@@ -86,7 +88,7 @@ class Lease:
         self._open.remove(link)
         self._fleet.drop(link, self.request_id)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Attempt:
         return self
 
     def __exit__(
@@ -108,12 +110,12 @@ async def within(deadline: float | None) -> AsyncIterator[None]:
         raise DeadlineExceeded("the deadline passed before the answer was complete") from None
 
 
-async def tokenize(resources: Resources, prompt: PromptInput, *, follows: bool, answer: bool) -> bytes:
-    """Ids of a prompt, in a thread. follows: something precedes it, so it opens nothing. answer: messages
-    end with the assistant's opening. Raises InvalidArgument naming the field."""
+async def tokenize(resources: Resources, prompt: Prompt, *, follows: bool, answer: bool) -> bytes:
+    """Ids of a prompt, in a thread. follows: it is appended to something, so it opens nothing. answer:
+    messages end with the assistant's opening. Raises InvalidArgument naming the field."""
     if prompt.token_ids is not None:
         return prompt.token_ids
-    tokenizer = resources.tokenizer
+    name, tokenizer = "append" if follows else "prompt", resources.tokenizer
     try:
         if prompt.text is not None:
             ids = await asyncio.to_thread(tokenizer.encode, prompt.text, opening=not follows)
@@ -122,20 +124,22 @@ async def tokenize(resources: Resources, prompt: PromptInput, *, follows: bool, 
         else:
             ids = await asyncio.to_thread(tokenizer.encode_chat, prompt.messages or (), answer=answer)
     except TemplateError as error:
-        raise InvalidArgument(f"{prompt.name}.messages", str(error)) from None
+        raise InvalidArgument(f"{name}.messages", str(error)) from None
     if not ids:
-        raise InvalidArgument(prompt.name, "has no tokens: it is empty to the model's tokenizer")
+        raise InvalidArgument(name, "has no tokens: it is empty to the model's tokenizer")
     if int(np.frombuffer(ids, dtype="<u4").max()) >= resources.vocabulary:
-        raise InvalidArgument(prompt.name, "contains a special token that this model has no embedding for")
+        raise InvalidArgument(name, "contains a special token that this model has no embedding for")
     return ids
 
 
 async def place(
-    resources: Resources, lease: Lease, plan: Plan, wish: Reserve, deadline: float | None, mark: Mark
+    resources: Resources, attempt: Attempt, plan: Plan, wish: Reserve, deadline: float | None, mark: Mark
 ) -> tuple[Group, DecodeWorker]:
     """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
 
-    mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
+    Workers are asked in admission's order until one has the pages: only their answers count, since what
+    the door knows of them is up to a second old. mark: told when the parts `worker_wait` (none was running)
+    and `admission` of TTFT end.
     """
     settings, fleet = resources.settings, resources.fleet
     view = await fleet.ready(settings.worker_wait_s)
@@ -147,43 +151,43 @@ async def place(
     if isinstance(decision, admission.Rejected):
         raise _rejection(decision)
     group = fleet.group(decision.group)
-    retry_after_s = admission.retry_after(view.groups[decision.group])
     refused: Refused | None = None
     for name in decision.workers:
         worker = fleet.worker(name)
-        refused = await reserve(lease, worker, wish)
-        if refused is None:
-            fleet.charge(group.name, plan.read_tokens, name, decision.pages)
+        answer = await reserve(attempt, worker, wish)
+        if isinstance(answer, Reserved):
+            fleet.charge(Charge(group.name, plan.read_tokens, name, answer.pages))
             mark("admission")
             return group, worker
-    raise refusal(refused or Refused(RefusalReason.PAGES, "no room"), retry_after_s)
+        refused = answer
+    assert refused is not None, "admission names at least one worker"
+    raise refusal(refused, admission.retry_after(view.groups[decision.group]))
 
 
-async def reserve(lease: Lease, worker: DecodeWorker, wish: Reserve) -> Refused | None:
+async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Reserved | Refused:
     """Take pages, or be told why not."""
-    lease.add(worker)
+    attempt.add(worker)
     answer = await worker.reserve(wish)
     if isinstance(answer, Refused):
-        lease.settle(worker)
-        return answer
-    return None
+        attempt.settle(worker)
+    return answer
 
 
 async def read(
-    lease: Lease, group: Group, worker: DecodeWorker, plan: Plan, method: MethodSpec,
+    attempt: Attempt, group: Group, worker: DecodeWorker, plan: Plan, method: MethodSpec,
     deadline: float | None, emit: Emit,
 ) -> PrefillReport:  # fmt: skip
     """Have a prefill group read the prompt; its K/V goes to `worker` meanwhile."""
-    job = PrefillJob(lease.request_id, plan.read_ids, method, worker.name, deadline, plan.max_tokens > 0)
-    lease.add(group)
+    job = PrefillJob(attempt.request_id, plan.read_ids, method, worker.name, deadline, plan.max_tokens > 0)
+    attempt.add(group)
     async for event in group.prefill(job):
         if isinstance(event, Progress):
             emit(event)
         elif isinstance(event, PrefillDone):
-            lease.settle(group)
+            attempt.settle(group)
             return event.report
         else:
-            lease.settle(group)
+            attempt.settle(group)
             raise refusal(event, _BUSY_RETRY_S)
     raise WorkerFailed(group.name, f"{group.name} ended without a result")
 
@@ -191,7 +195,7 @@ async def read(
 async def with_replays(
     resources: Resources,
     clock: TtftClock,
-    attempt: Callable[[], Awaitable[None]],
+    once: Callable[[], Awaitable[None]],
     streaming: Callable[[], bool],
 ) -> None:
     """Try again after a worker failed. Raises Unavailable when that does not help.
@@ -201,7 +205,7 @@ async def with_replays(
     fleet, tries = resources.fleet, resources.settings.replays + 1
     for number in range(tries):
         try:
-            return await attempt()
+            return await once()
         except WorkerError as error:
             if isinstance(error, WorkerLost):
                 fleet.forget(error.worker)

@@ -1,43 +1,68 @@
-"""Requests after checking, and the events that answer them: plain data, free of protobuf and Ray."""
+"""What is asked, in two forms: requests as an edge reads them, and calls, which have been checked.
+
+Plain data, free of protobuf and Ray. The Python client makes the same requests that the door reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...workers.messages import (
-    DecodeReport,
-    FinishReason,
-    MethodSpec,
-    PageSelection,
-    PrefillReport,
-    Progress,
-    Sampling,
-    Session,
-    Token,
-    Usage,
-)
-from .timings import TimeToFirstToken
+from ...workers.messages import MethodSpec, PageSelection, Sampling
 
 
 @dataclass(frozen=True)
-class PromptInput:
-    """Exactly one of the three. token_ids: little-endian uint32, already checked. name: the request's
-    field, for messages about it."""
+class Prompt:
+    """Exactly one of the three. messages: role and content of each. token_ids: little-endian uint32."""
 
-    name: str
     text: str | None = field(default=None, repr=False)
     messages: tuple[Mapping[str, str], ...] | None = field(default=None, repr=False)
     token_ids: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
+class Wishes:
+    """How to sample, unchecked. None: the server's default."""
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """Unchecked. method: empty for the server's default. deadline: seconds since the epoch. request_id: for
+    the client's own use; empty: the server makes one."""
+
+    prompt: Prompt | None = None
+    method: str = ""
+    options: Mapping[str, float] = field(default_factory=dict)
+    session_ttl_s: float | None = None
+    deadline: float | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class GenerateRequest(PrefillRequest):
+    """Unchecked: a prompt or a session_id. append: follows either."""
+
+    session_id: str | None = None
+    append: Prompt | None = None
+    sampling: Wishes = field(default_factory=Wishes)
+    page_selection: PageSelection = PageSelection.DEFAULT
+
+
+@dataclass(frozen=True)
 class PrefillCall:
-    """request_id: as the client gave it, for its own use. deadline: seconds since the epoch."""
+    """Checked; `check.py` makes it. owner: whose session it becomes."""
 
     request_id: str
     owner: str
-    prompt: PromptInput
+    prompt: Prompt
     method: MethodSpec
     ttl_s: float
     deadline: float | None
@@ -45,58 +70,17 @@ class PrefillCall:
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """prompt or session_id. keep_ttl_s: 0 unless the prompt is to become a session. sampling.max_tokens
-    is the client's wish or the default; the model's positions may cut it."""
+    """Checked: prompt or session_id. keep_ttl_s: 0 unless the prompt is to become a session.
+    sampling.max_tokens is the client's wish or the default; the model's positions may cut it."""
 
     request_id: str
     owner: str
-    prompt: PromptInput | None
+    prompt: Prompt | None
     session_id: str | None
-    append: PromptInput | None
+    append: Prompt | None
     method: MethodSpec
     sampling: Sampling
     stop: tuple[str, ...]
     page_selection: PageSelection
     keep_ttl_s: float
     deadline: float | None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """prefill: None when no prompt was read by a prefill group (a request on a session)."""
-
-    ttft: TimeToFirstToken
-    total_seconds: float
-    prefill: PrefillReport | None = None
-    decode: DecodeReport = field(default_factory=DecodeReport)
-
-
-@dataclass(frozen=True)
-class SessionMade:
-    """Prefill's result."""
-
-    request_id: str
-    session: Session
-    usage: Usage
-    measured: Measured
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Generate's result. reason: stop, stop_string or length."""
-
-    request_id: str
-    reason: FinishReason
-    text: str
-    usage: Usage
-    measured: Measured
-    session: Session | None
-
-    @property
-    def page_share(self) -> float:
-        """Pages attended over pages held by sparse layers; 1 when nothing was left out."""
-        decode = self.measured.decode
-        return decode.pages_attended / decode.pages_held if decode.pages_held else 1.0
-
-
-Event = Progress | Token | SessionMade | Finished

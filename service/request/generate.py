@@ -14,9 +14,8 @@ from ...workers.messages import (
     FirstTokenTimings,
     GenerateJob,
     PrefillReport,
+    Refused,
     Reserve,
-    Reserved,
-    Sampling,
     Session,
     Token,
     Usage,
@@ -24,8 +23,9 @@ from ...workers.messages import (
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
-from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
-from .calls import Event, Finished, GenerateCall, Measured
+from .answers import GenerateFinished, RequestEvent, density_of, timings_of
+from .attempt import Attempt, Emit, Resources, place, read, refusal, reserve, tokenize, with_replays
+from .calls import GenerateCall
 from .detokenize import AnswerText
 from .plan import ID_BYTES, Plan, plan_answer
 from .timings import TtftClock, decode_parts, prefill_parts
@@ -55,7 +55,7 @@ class Generation:
         self._pages = (0, 0)
 
     async def run(self) -> None:
-        """Emit Progress …, Token …, Finished. Raises DeltafrontError."""
+        """Emit Progress …, Token …, GenerateFinished. Raises DeltafrontError."""
         call = self._call
         if call.prompt is not None:
             answer = call.append is None
@@ -63,9 +63,9 @@ class Generation:
         if call.append is not None:
             self._append = await tokenize(self._resources, call.append, follows=True, answer=True)
         self._clock.lap("tokenize")
-        attempt = self._answer_prompt if call.session_id is None else self._answer_session
+        once = self._answer_prompt if call.session_id is None else self._answer_session
         try:
-            await with_replays(self._resources, self._clock, attempt, lambda: bool(self._streamed))
+            await with_replays(self._resources, self._clock, once, lambda: bool(self._streamed))
         except BaseException:
             self._forget_session()
             raise
@@ -80,70 +80,59 @@ class Generation:
         if self._is_complete(plan):
             return
         self._forget_session()
-        with Lease(self._resources.fleet) as lease:
-            wish = self._reservation(lease, plan, keep_tokens=plan.keep_tokens)
-            group, worker = await place(self._resources, lease, plan, wish, call.deadline, self._mark)
-            report = await read(lease, group, worker, plan, call.method, call.deadline, self._progress)
+        with Attempt(self._resources.fleet) as attempt:
+            wish = self._reservation(attempt, plan)
+            group, worker = await place(self._resources, attempt, plan, wish, call.deadline, self._mark)
+            report = await read(attempt, group, worker, plan, call.method, call.deadline, self._progress)
             if not self._streamed:
                 self._prefill = report
                 self._clock.span(prefill_parts(report))
-                self._resources.metrics.prefilled(report)
-            job = GenerateJob(
-                lease.request_id,
-                self._sampling(plan),
-                page_selection=call.page_selection,
-                keep_tokens=plan.keep_tokens,
-                keep_ttl_s=call.keep_ttl_s,
-                deadline=call.deadline,
-            )
-            await self._decode(lease, worker, job)
+            await self._decode(attempt, worker, self._job(attempt, plan))
 
     async def _answer_session(self) -> None:
-        plan, call = self._plan(), self._call
+        plan = self._plan()
         if self._is_complete(plan):
             return
-        session_id = call.session_id or ""
-        with Lease(self._resources.fleet) as lease:
-            worker = await self._resources.fleet.session_worker(worker_of(session_id))
-            wish = self._reservation(lease, plan, session_id=session_id)
+        with Attempt(self._resources.fleet) as attempt:
+            worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
             try:
-                lease.add(worker)
-                answer = await worker.reserve(wish)
-                if not isinstance(answer, Reserved):
-                    lease.settle(worker)
+                answer = await reserve(attempt, worker, self._reservation(attempt, plan))
+                if isinstance(answer, Refused):
                     raise refusal(answer)
                 self._cached = answer.session_tokens
                 self._mark("admission")
-                job = GenerateJob(
-                    lease.request_id,
-                    self._sampling(plan),
-                    append_ids=plan.read_ids,
-                    session_id=session_id,
-                    page_selection=call.page_selection,
-                    deadline=call.deadline,
-                )
-                await self._decode(lease, worker, job)
+                await self._decode(attempt, worker, self._job(attempt, plan))
             except WorkerLost as error:
                 self._resources.fleet.forget(error.worker)
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
-    def _reservation(
-        self, lease: Lease, plan: Plan, session_id: str | None = None, keep_tokens: int = 0
-    ) -> Reserve:
+    def _reservation(self, attempt: Attempt, plan: Plan) -> Reserve:
+        call = self._call
         return Reserve(
-            lease.request_id,
-            self._call.owner,
+            attempt.request_id,
+            call.owner,
             plan.read_tokens,
             plan.max_tokens,
-            session_id,
-            keep_tokens,
-            self._call.page_selection,
+            call.session_id,
+            plan.keep_tokens,
+            call.page_selection,
         )
 
-    def _sampling(self, plan: Plan) -> Sampling:
-        return replace(self._call.sampling, max_tokens=plan.max_tokens)
+    def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
+        """A prompt's K/V comes from a prefill group; what is appended to a session goes with the job."""
+        call = self._call
+        return GenerateJob(
+            attempt.request_id,
+            replace(call.sampling, max_tokens=plan.max_tokens),
+            append_ids=b"" if call.session_id is None else plan.read_ids,
+            session_id=call.session_id,
+            page_selection=call.page_selection,
+            keep_tokens=plan.keep_tokens,
+            keep_ttl_s=call.keep_ttl_s,
+            deadline=call.deadline,
+        )
 
-    async def _decode(self, lease: Lease, worker: DecodeWorker, job: GenerateJob) -> None:
+    async def _decode(self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob) -> None:
         stream = worker.generate(job)
         first: FirstTokenTimings | None = None
         async for event in stream:
@@ -152,11 +141,11 @@ class Generation:
                 self._note_session(worker, event)
             elif isinstance(event, Token):
                 if self._token(event, first.report if first is not None else DecodeReport()):
-                    last = await self._stop(lease, worker, stream)
+                    last = await self._stop(attempt, worker, stream)
                     self._finish(FinishReason.STOP_STRING, "", last)
                     return
             else:
-                lease.settle(worker)
+                attempt.settle(worker)
                 self._end(worker, event)
                 return
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
@@ -165,8 +154,7 @@ class Generation:
         """Stream one token; True if a stop string ended the answer."""
         now = time.monotonic()
         if not self._streamed:
-            self._clock.span(decode_parts(report))
-            self._resources.metrics.first_token(self._clock.read())
+            self._first_token(report)
         else:
             self._resources.metrics.next_token(now - self._last_token_at)
         self._last_token_at = now
@@ -178,14 +166,23 @@ class Generation:
         self._streamed.append(event.token_id)
         return stopped
 
-    async def _stop(self, lease: Lease, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
+    def _first_token(self, report: DecodeReport) -> None:
+        """A request is measured once, by the attempt that got this far."""
+        metrics = self._resources.metrics
+        self._clock.span(decode_parts(report))
+        metrics.first_token(self._clock.read().parts)
+        if self._prefill is not None:
+            metrics.prefilled(self._prefill)
+            metrics.pulled(report)
+
+    async def _stop(self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
         """Cancel the rest of the answer and wait a little for the worker's last report."""
         try:
             async with asyncio.timeout(_STOPPING_S):
-                await worker.cancel(lease.request_id)
+                await worker.cancel(attempt.request_id)
                 async for event in stream:
                     if isinstance(event, FinishEvent):
-                        lease.settle(worker)
+                        attempt.settle(worker)
                         return event.report
         except (TimeoutError, WorkerError):
             pass  # the answer is complete; only its page counts are lost
@@ -213,19 +210,22 @@ class Generation:
     def _finish(self, reason: FinishReason, text: str, report: DecodeReport) -> None:
         self._count_pages(report)
         attended, held = self._pages
-        report = replace(report, pages_attended=attended, pages_held=held)
         tokens = self._cached + (len(self._prompt) + len(self._append)) // ID_BYTES
-        metrics = self._resources.metrics
-        metrics.tokens(tokens, len(self._streamed))
-        metrics.decoded(report)
-        if self._prefill is not None:
-            metrics.pulled(report)
-        measured = Measured(self._clock.read(), self._clock.elapsed, self._prefill, report)
-        session = self._session[1] if self._session is not None else None
-        usage = Usage(tokens, len(self._streamed), self._cached)
-        self._emit(Finished(self._call.request_id, reason, text, usage, measured, session))
+        self._resources.metrics.tokens(tokens, len(self._streamed))
+        self._resources.metrics.decoded(attended, held)
+        finished = GenerateFinished(
+            reason=reason,
+            text=text,
+            usage=Usage(tokens, len(self._streamed), self._cached),
+            timings=timings_of(self._clock, self._prefill),
+            density=density_of(self._prefill),
+            session=None if self._session is None else self._session[1],
+            page_share=attended / held if held else 1.0,
+            request_id=self._call.request_id,
+        )
+        self._emit(finished)
 
-    def _progress(self, event: Event) -> None:
+    def _progress(self, event: RequestEvent) -> None:
         """A replay in the middle of the answer reads again, but that is not the client's concern."""
         if not self._streamed:
             self._emit(event)

@@ -8,8 +8,9 @@ import contextlib
 from ...workers.messages import KeepSession, RefusalReason, Refused, Reserve, SessionKept, Usage
 from ...workers.roles import DecodeWorker
 from ..errors import WorkerError, WorkerFailed
-from .attempt import Emit, Lease, Resources, place, read, refusal, tokenize, with_replays
-from .calls import Measured, PrefillCall, SessionMade
+from .answers import PrefillFinished, density_of, timings_of
+from .attempt import Attempt, Emit, Resources, place, read, refusal, tokenize, with_replays
+from .calls import PrefillCall
 from .plan import plan_session
 from .timings import TtftClock, decode_parts, prefill_parts
 
@@ -25,31 +26,31 @@ class Prefilling:
         self._prompt = b""
 
     async def run(self) -> None:
-        """Emit Progress …, SessionMade. Raises DeltafrontError."""
+        """Emit Progress …, PrefillFinished. Raises DeltafrontError."""
         self._prompt = await tokenize(self._resources, self._call.prompt, follows=False, answer=False)
         self._clock.lap("tokenize")
-        await with_replays(self._resources, self._clock, self._attempt, lambda: False)
+        await with_replays(self._resources, self._clock, self._once, lambda: False)
 
-    async def _attempt(self) -> None:
+    async def _once(self) -> None:
         call, clock, metrics = self._call, self._clock, self._resources.metrics
         plan = plan_session(self._prompt, self._resources.positions)
-        with Lease(self._resources.fleet) as lease:
-            wish = Reserve(lease.request_id, call.owner, plan.read_tokens, plan.max_tokens)
-            group, worker = await place(self._resources, lease, plan, wish, call.deadline, clock.lap)
-            report = await read(lease, group, worker, plan, call.method, call.deadline, self._emit)
+        with Attempt(self._resources.fleet) as attempt:
+            wish = Reserve(attempt.request_id, call.owner, plan.read_tokens, plan.max_tokens)
+            group, worker = await place(self._resources, attempt, plan, wish, call.deadline, clock.lap)
+            report = await read(attempt, group, worker, plan, call.method, call.deadline, self._emit)
             clock.span(prefill_parts(report))
-            kept = await self._keep(worker, KeepSession(lease.request_id, call.ttl_s, call.deadline))
+            kept = await self._keep(worker, KeepSession(attempt.request_id, call.ttl_s, call.deadline))
             if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:
                 raise WorkerFailed(worker.name, kept.message)
             if isinstance(kept, Refused):
                 raise refusal(kept)
             clock.span(decode_parts(kept.report))
-            lease.settle(worker)
+            attempt.settle(worker)
         metrics.prefilled(report)
         metrics.pulled(kept.report)
         metrics.tokens(plan.read_tokens, 0)
-        measured = Measured(clock.read(), clock.elapsed, report, kept.report)
-        self._emit(SessionMade(call.request_id, kept.session, Usage(plan.read_tokens), measured))
+        usage, timings = Usage(plan.read_tokens), timings_of(clock, report)
+        self._emit(PrefillFinished(kept.session, usage, timings, density_of(report), call.request_id))
 
     async def _keep(self, worker: DecodeWorker, order: KeepSession) -> SessionKept | Refused:
         """A session that comes into being while its client leaves is released again."""

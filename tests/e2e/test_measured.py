@@ -41,7 +41,7 @@ def run(wire: Wire, prompt: pb.Prompt, name: str) -> Answer:
 
 
 def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
-    wire: Wire, haystack: Haystack, tokenizer: Tokenizer, sizes: Sizes, table: Table
+    wire: Wire, haystack: Haystack, tokenizer: Tokenizer, sizes: Sizes, table: Table, timed: bool
 ) -> None:
     ids = tokenizer.encode(haystack.text).ids[: sizes.mid]
     before = scrape(wire)
@@ -49,12 +49,12 @@ def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
     for answer in answers:
         server = answer.finish.timings.ttft_seconds
         assert abs(sum(answer.parts.values()) - server) <= 0.02 * server
-        assert abs(answer.client_ttft - server) <= 0.02 * answer.client_ttft, (
-            answer.client_ttft,
-            answer.parts,
-        )
+        assert server <= answer.client_ttft, answer.parts
         assert all(seconds >= 0 for seconds in answer.parts.values()), answer.parts
-        assert answer.parts["transport"] <= 0.05 * server + 0.02, answer.parts
+        if timed:
+            slack = abs(answer.client_ttft - server)
+            assert slack <= 0.02 * answer.client_ttft, (answer.client_ttft, answer.parts)
+            assert answer.parts["transport"] <= 0.05 * server + 0.02, answer.parts
         table.add(f"{answer.finish.density.method}: TTFT at {len(ids)} tokens, s", round(server, 3))
         table.add(
             f"{answer.finish.density.method}: scoring over attention",

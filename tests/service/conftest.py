@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 
-from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.client import DeltafrontClient
 from deltafront.service.metrics import Metrics
 
 from . import fakes
 from .inprocess import House, Loop, open_house, settings, write_model
+
+hypothesis_settings.register_profile("any speed", deadline=None)
+hypothesis_settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ that lost or repeated a token would show. Pages are counted as the real workers 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -60,8 +61,22 @@ class Speed:
     token: float = 0.001
 
 
-class FakeGroup:
-    """A `Group`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
+class Pausing:
+    """Work that stops after `pause_at` chunks or tokens until pause_at changes or the request is cancelled;
+    `paused` says that it has stopped. So a test decides when things happen, not the machine's speed."""
+
+    def __init__(self) -> None:
+        self.pause_at = -1
+        self.paused = threading.Event()
+
+    async def _pause(self, count: int, cancelled: Callable[[], bool]) -> None:
+        while count == self.pause_at and not cancelled():
+            self.paused.set()
+            await asyncio.sleep(0.005)
+
+
+class FakeGroup(Pausing):
+    """`Group`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
 
     fail_after: raise PrefillFailed after so many chunks (once per entry); lost: set to act dead.
     """
@@ -73,6 +88,7 @@ class FakeGroup:
         total: int = 4096,
         speed: Speed | None = None,
     ) -> None:
+        super().__init__()
         self.name = name
         self.total = total
         self.speed = speed or Speed()
@@ -95,6 +111,7 @@ class FakeGroup:
             for number, done in enumerate(range(0, job.tokens, self.chunk_tokens)):
                 if failing is not None and number >= failing:
                     raise PrefillFailed("a stage died")
+                await self._pause(number, lambda: job.request_id in self.cancelled)
                 await asyncio.sleep(self.speed.chunk)
                 if job.request_id in self.cancelled:
                     raise PrefillFailed("it was cancelled")
@@ -143,11 +160,12 @@ class _Request:
     cancelled: bool = False
 
 
-class FakeDecode:
-    """A `DecodeWorker`. script: ids to answer with instead of the checksum's. die_after: tokens until it acts
+class FakeDecode(Pausing):
+    """`DecodeWorker`. script: ids to answer with instead of the checksum's. die_after: tokens until it acts
     dead (`on_death` is called); fail_after: tokens until it reports FAILED, once per entry."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
+        super().__init__()
         self.name = name
         self.total = total
         self.speed = speed or Speed()
@@ -199,6 +217,7 @@ class FakeDecode:
             if failing is not None and count >= failing:
                 reason, message = FinishReason.FAILED, "a hand-off failed"
                 break
+            await self._pause(count, lambda: request.cancelled)
             await asyncio.sleep(self.speed.token)
             if request.cancelled:
                 reason = FinishReason.CANCELLED
@@ -220,7 +239,7 @@ class FakeDecode:
         yield FinishEvent(job.request_id, reason, count, report, message)
 
     def _first(self, request: _Request, job: GenerateJob) -> FirstTokenTimings:
-        report = DecodeReport(decode_wait=0.0001, first_step=0.0002)
+        report = DecodeReport(decode_wait=0.0001, first_step=0.0002, handoff_seconds=0.001)
         if not job.keep_tokens:
             return FirstTokenTimings(job.request_id, report)
         return FirstTokenTimings(job.request_id, report, self._keep(request, job.keep_tokens, job.keep_ttl_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from deltafront.service import wiring
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
-from deltafront.service.door.wire import add_deltafront_to_server
+from deltafront.service.door.registration import add_deltafront_to_server
 from deltafront.service.errors import WorkerFailed, WorkerLost
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
@@ -28,6 +29,8 @@ from deltafront.workers.messages import PrefillFailed
 from .fakes import FakeDecode, FakeGroup
 
 T = TypeVar("T")
+HANG_S = 60.0
+"""Longest wait for what must happen: a guard against hanging, never a measure."""
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}[s:be nice]{% endif %}"
     "{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}"
@@ -73,12 +76,20 @@ def _byte_characters() -> list[str]:
 
 
 def settings(model: Path, **door: Any) -> ServiceConfig:
+    quick = {"worker_wait_s": HANG_S, "refresh_s": 0.05, "renew_s": 0.1, "default_method": "dense"}
     content = {
         "model": {"path": str(model)},
         "decode": {"page_selection": "full"},
-        "door": {"worker_wait_s": 2.0, "refresh_s": 0.05, "renew_s": 0.1, "default_method": "dense", **door},
+        "door": {**quick, **door},
     }
     return parse(content)
+
+
+def wait_until(true: Callable[[], object], otherwise: str) -> None:
+    until = time.monotonic() + HANG_S
+    while not true():
+        assert time.monotonic() < until, otherwise
+        time.sleep(0.01)
 
 
 class Cut:
@@ -173,7 +184,7 @@ class Loop:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float = 30) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = HANG_S) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
         return future.result(timeout)
 
@@ -208,8 +219,7 @@ class _Servicer:
 async def open_house(config: ServiceConfig, metrics: Metrics, loop: Loop) -> tuple[House, grpc.aio.Server]:
     directory = LocalDirectory([], [])
     fleet = Fleet(directory, wiring.observer(metrics), config.door.refresh_s, config.door.renew_s)
-    resources, limits = wiring.prepare(config, fleet, metrics)
-    door = FrontDoor(resources, limits, wiring.authenticator(config.door), wiring.about(config, "nowhere:1"))
+    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1"))
     house = House(door, fleet, directory, metrics, "", loop)
     house.add_group("prefill:g0")
     house.add_decode("decode:d0")
@@ -220,5 +230,5 @@ async def open_house(config: ServiceConfig, metrics: Metrics, loop: Loop) -> tup
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     house.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    await fleet.ready(5)
+    await fleet.ready(HANG_S)
     return house, server

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.client import DeltafrontClient
 from deltafront.service.errors import NotFound, Unauthenticated
 
 from .inprocess import House

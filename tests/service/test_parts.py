@@ -15,14 +15,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.service import errors
+from deltafront.service.door import status
 from deltafront.service.door.auth import ANYONE, Authenticator, TokenFile, digest
-from deltafront.service.errors import DeltafrontError, InvalidArgument, NotFound, Overloaded, Unauthenticated
+from deltafront.service.errors import (
+    Code,
+    DeltafrontError,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    RemoteError,
+    Unauthenticated,
+)
 from deltafront.service.exporter import Exporter
 from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.plan import packed, plan_answer, plan_session
 from deltafront.service.request.timings import TtftClock
+
+from .inprocess import HANG_S
 
 seconds = st.floats(0, 1e3)
 
@@ -87,12 +97,14 @@ def test_a_session_may_fill_the_model() -> None:
 
 # --- errors ----------------------------------------------------------------------------------------------
 
+KINDS = [kind for kind in DeltafrontError.__subclasses__() if kind.code is not Code.UNKNOWN]
 
-@pytest.mark.parametrize("kind", [kind for kind in errors.STATUS if kind is not InvalidArgument])
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not InvalidArgument])
 @pytest.mark.parametrize("retry_after_s", [None, 0.2, 7.0])
 def test_errors_survive_the_wire(kind: type[DeltafrontError], retry_after_s: float | None) -> None:
     sent = kind("two\nlines", retry_after_s=retry_after_s)
-    got = errors.from_status(sent.code, errors.details(sent), errors.trailers(sent))
+    got = status.from_status(status.status(sent), status.details(sent), status.trailers(sent))
     assert type(got) is kind
     assert got.message == "two lines"
     assert got.retry_after_s == {None: None, 0.2: 1.0, 7.0: 7.0}[retry_after_s]
@@ -100,22 +112,26 @@ def test_errors_survive_the_wire(kind: type[DeltafrontError], retry_after_s: flo
 
 def test_an_invalid_argument_keeps_its_field() -> None:
     sent = InvalidArgument("sampling.top_p", "1.5 must be at most 1")
-    got = errors.from_status(sent.code, errors.details(sent))
+    got = status.from_status(status.status(sent), status.details(sent))
     assert isinstance(got, InvalidArgument)
     assert (got.field, got.message) == ("sampling.top_p", sent.message)
 
 
 def test_never_is_said_to_grpc_too() -> None:
-    assert errors.trailers(Overloaded("too large")) == [(errors.PUSHBACK, "-1")]
-    assert dict(errors.trailers(Overloaded("full", retry_after_s=1.5))) == {
+    assert status.trailers(Overloaded("too large")) == [(status.PUSHBACK, "-1")]
+    assert dict(status.trailers(Overloaded("full", retry_after_s=1.5))) == {
         "retry-after": "2", "grpc-retry-pushback-ms": "1500",
     }  # fmt: skip
-    assert len(errors.details(NotFound("x" * 5000))) == 1000
+    assert len(status.details(NotFound("x" * 5000))) == 1000
 
 
 def test_every_error_has_a_status_of_its_own() -> None:
-    assert len(set(errors.STATUS.values())) == len(errors.STATUS)
-    assert errors.from_status(grpc.StatusCode.UNIMPLEMENTED, "no").code is grpc.StatusCode.UNIMPLEMENTED
+    assert {kind.code for kind in KINDS} == set(Code) - {Code.UNKNOWN}
+    assert len({status.STATUS[kind.code] for kind in KINDS}) == len(KINDS)
+    assert {code: found.name.lower() for code, found in status.STATUS.items()} == {c: c.value for c in Code}
+    other = status.from_status(grpc.StatusCode.UNIMPLEMENTED, "no")
+    assert isinstance(other, RemoteError)
+    assert (other.code, other.status) == (Code.UNKNOWN, "UNIMPLEMENTED")
 
 
 # --- sessions and tokens ---------------------------------------------------------------------------------
@@ -175,7 +191,7 @@ def test_sums_are_exact(tmp_path: Path) -> None:
         for part in ("tokenize", "admission"):
             now[0] += rng.random()
             clock.lap(part)
-        metrics.first_token(clock.read())
+        metrics.first_token(clock.read().parts)
         total += clock.read().seconds
     seen = samples(metrics)
     assert seen["deltafront_time_to_first_token_seconds_sum"] == pytest.approx(total, rel=1e-12)
@@ -214,10 +230,10 @@ def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytes
             metrics.replayed()
 
     def scrape() -> float:
-        until = time.monotonic() + 5
+        until = time.monotonic() + HANG_S
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as reply:
                     text = reply.read().decode()
                 return float(
                     next(x for x in text.splitlines() if x.startswith("deltafront_replays")).split()[1]
@@ -233,5 +249,5 @@ def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytes
     first.stop()
     assert scrape() >= held
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/secrets", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/secrets", timeout=HANG_S)
     second.stop()

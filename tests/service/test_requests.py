@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from deltafront.service.client.client import (
+from deltafront.service.client import (
     DeltafrontClient,
     GenerateFinished,
     PrefillFinished,
@@ -16,7 +16,7 @@ from deltafront.service.client.client import (
 from deltafront.service.errors import NotFound
 
 from .fakes import EOS, next_token
-from .inprocess import House
+from .inprocess import House, wait_until
 
 
 def expected(prompt: bytes, count: int) -> str:
@@ -49,10 +49,7 @@ def collect(events: object) -> tuple[str, list[Token], GenerateFinished, list[Pr
 
 
 def nothing_left(house: House) -> None:
-    until = time.monotonic() + 3
-    while house.pages_used() or house.fleet.in_progress:
-        assert time.monotonic() < until, "pages or leases are left"
-        time.sleep(0.01)
+    wait_until(lambda: not house.pages_used() and not house.fleet.in_progress, "pages or requests are left")
 
 
 def test_a_prompt_is_read_and_answered(house: House, client: DeltafrontClient) -> None:
@@ -149,7 +146,8 @@ def test_characters_are_never_cut(house: House, client: DeltafrontClient) -> Non
     assert (finish.reason, finish.text) == ("stop", "\N{REPLACEMENT CHARACTER}")
 
 
-def test_timings_add_up_and_match_the_client(house: House, client: DeltafrontClient) -> None:
+def test_timings_add_up_to_what_passed(house: House, client: DeltafrontClient) -> None:
+    """Between what the workers slept at least and what the client saw at most."""
     house.group.speed.chunk = 0.05
     started = time.monotonic()
     first, finish = 0.0, None
@@ -169,9 +167,10 @@ def test_timings_add_up_and_match_the_client(house: House, client: DeltafrontCli
         "first_step",
         "transport",
     }
-    assert timings.ttft_seconds == pytest.approx(first, rel=0.05, abs=0.02)
+    assert 8 * 0.05 <= timings.ttft_seconds <= first
+    prefill = sum(seconds for part, seconds in timings.parts.items() if part.startswith("prefill."))
+    assert 8 * 0.05 <= prefill <= timings.ttft_seconds
     assert all(seconds >= 0 for seconds in timings.parts.values())
-    assert timings.parts["transport"] < 0.05
     assert len(timings.stages) == 2
     assert timings.total_seconds >= timings.ttft_seconds
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.service.client.client import (
+from deltafront.service.client import (
     DeltafrontClient,
     GenerateFinished,
     PrefillFinished,
     Progress,
 )
 from deltafront.service.errors import (
+    Code,
     DeadlineExceeded,
     DeltafrontError,
     InvalidArgument,
@@ -30,6 +29,7 @@ from deltafront.service.errors import (
 
 from .conftest import Served
 from .fakes import Speed
+from .inprocess import HANG_S, wait_until
 from .test_requests import collect, expected, ids
 
 pytestmark = pytest.mark.service
@@ -37,13 +37,10 @@ pytestmark = pytest.mark.service
 
 @pytest.fixture
 def client(served: Served) -> Iterator[DeltafrontClient]:
-    served.configure(served.group, speed=Speed(), rate=0.0, waiting_tokens=0, chunk_tokens=128)
-    served.configure(served.decode, speed=Speed(), script=[])
+    served.configure(served.group, speed=Speed(), rate=0.0, waiting_tokens=0, chunk_tokens=128, pause_at=-1)
+    served.configure(served.decode, speed=Speed(), script=[], pause_at=-1)
     with DeltafrontClient(served.address, served.token) as client:
-        until = time.monotonic() + 20
-        while client.info().decode_workers == 0:
-            assert time.monotonic() < until, "the door does not see its workers"
-            time.sleep(0.05)
+        wait_until(lambda: client.info().decode_workers, "the door does not see its workers")
         yield client
 
 
@@ -53,11 +50,8 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def nothing_left(served: Served, patience_s: float = 3.0) -> None:
-    until = time.monotonic() + patience_s
-    while served.pages_used():
-        assert time.monotonic() < until, "pages are left"
-        time.sleep(0.02)
+def nothing_left(served: Served) -> None:
+    wait_until(lambda: not served.pages_used(), "pages are left")
 
 
 def test_a_request_from_end_to_end(served: Served, client: DeltafrontClient) -> None:
@@ -66,7 +60,7 @@ def test_a_request_from_end_to_end(served: Served, client: DeltafrontClient) -> 
     assert len(tokens) == 20
     assert progress[-1].tokens_done == 402
     assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
-    assert finish.timings.parts["transport"] < 0.1
+    assert min(finish.timings.parts.values()) >= 0
     nothing_left(served)
 
 
@@ -116,28 +110,37 @@ def test_a_session_belongs_to_its_token(served: Served, client: DeltafrontClient
 
 
 def test_overload_carries_a_retry_time(served: Served, client: DeltafrontClient) -> None:
-    served.configure(served.group, rate=100.0, waiting_tokens=1000)
+    """At a token a second the backlog takes 100,000 s: what the test itself takes does not matter."""
+    served.configure(served.group, rate=1.0, waiting_tokens=100_000)
     client.info()  # polls
     with pytest.raises(Overloaded) as caught:
-        list(client.generate("x" * 100, timeout_s=5))
+        list(client.generate("x" * 100, timeout_s=50_000))
     assert caught.value.retry_after_s is not None
-    assert 6 <= caught.value.retry_after_s <= 8
-    with pytest.raises(DeadlineExceeded, match="takes about 10"):
-        list(client.generate("x" * 1000, timeout_s=5))
+    assert 0 <= caught.value.retry_after_s - (100_101 - 50_000) <= HANG_S
+    with pytest.raises(DeadlineExceeded, match="takes about 1001"):
+        list(client.generate("x" * 1000, timeout_s=500))
 
 
 def test_a_deadline_in_every_phase(served: Served, client: DeltafrontClient) -> None:
-    served.configure(served.group, speed=Speed(chunk=0.2))
-    with pytest.raises(DeadlineExceeded):
-        list(client.generate("x" * 1000, timeout_s=0.5))
-    served.configure(served.group, speed=Speed())
-    served.configure(served.decode, speed=Speed(token=0.1))
-    seen: list[Any] = []
-    with pytest.raises(DeadlineExceeded):
-        for event in client.generate("x", max_tokens=100, timeout_s=0.7):
-            seen.append(event)
-    assert len(seen) > 3
+    """The work has no end. A slow machine gets a later deadline, until the phase is reached in time."""
+    served.configure(served.group, pause_at=2)
+    assert events_before_the_deadline(client, "x" * 1000, 2) == 2
+    served.configure(served.group, pause_at=-1)
+    served.configure(served.decode, pause_at=4)
+    assert events_before_the_deadline(client, "x", 5) == 5
     nothing_left(served)
+
+
+def events_before_the_deadline(client: DeltafrontClient, prompt: str, wanted: int) -> int:
+    seen = 0
+    for timeout_s in (1.0, 5.0, HANG_S):
+        seen = 0
+        with pytest.raises(DeadlineExceeded):
+            for _event in client.generate(prompt, max_tokens=100, timeout_s=timeout_s):
+                seen += 1
+        if seen >= wanted:
+            break
+    return seen
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 8, 12, 20])
@@ -148,7 +151,7 @@ def test_a_client_that_leaves_frees_everything(served: Served, client: Deltafron
     for _ in range(after):
         next(stream)
     threading.Timer(0.02 if after == 0 else 0, stream.close).run()  # type: ignore[attr-defined]
-    nothing_left(served, 2.0)
+    nothing_left(served)
 
 
 def test_half_a_million_ids_pass(served: Served, client: DeltafrontClient) -> None:
@@ -164,7 +167,7 @@ def test_half_a_million_ids_pass(served: Served, client: DeltafrontClient) -> No
 def test_a_huge_message_is_refused(served: Served, client: DeltafrontClient, channel: grpc.Channel) -> None:
     call = channel.unary_stream("/deltafront.v1.DeltafrontService/Generate")
     with pytest.raises(grpc.RpcError) as caught:
-        list(call(b"\x0a" + b"\0" * 600_000_000, timeout=60))
+        list(call(b"\x0a" + b"\0" * 600_000_000, timeout=10 * HANG_S))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert client.info().vocabulary == 258
 
@@ -195,7 +198,7 @@ def test_errors_say_what_is_wrong_and_no_more(served: Served, client: Deltafront
     with pytest.raises(DeltafrontError) as hidden:
         served.configure(served.decode, fail_after=[0, 0, 0])
         list(client.generate("x"))
-    assert hidden.value.code is grpc.StatusCode.UNAVAILABLE
+    assert hidden.value.code is Code.UNAVAILABLE
     assert "a hand-off failed; gave up after 3 tries" in hidden.value.message
     assert "Traceback" not in hidden.value.message
     nothing_left(served)
@@ -203,7 +206,7 @@ def test_errors_say_what_is_wrong_and_no_more(served: Served, client: Deltafront
 
 def test_metrics_are_exact(served: Served, client: DeltafrontClient) -> None:
     def scrape() -> dict[str, float]:
-        with urllib.request.urlopen(served.metrics, timeout=5) as reply:
+        with urllib.request.urlopen(served.metrics, timeout=HANG_S) as reply:
             lines = reply.read().decode().splitlines()
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
 

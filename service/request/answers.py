@@ -1,0 +1,110 @@
+"""What a request is answered with: the same events in the door and in the client.
+
+A Prefill is answered with Progress … and one PrefillFinished, a Generate with Progress …, Token … and one
+GenerateFinished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...workers.messages import FinishReason, PrefillReport, Progress, Session, Token, Usage
+from ..metrics import density, scoring_overhead
+from .timings import TtftClock
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds. parts add up to ttft_seconds; stages overlap in time and do not."""
+
+    ttft_seconds: float
+    parts: dict[str, float]
+    stages: list[dict[str, float]]
+    total_seconds: float
+
+
+@dataclass(frozen=True)
+class Density:
+    """Computed over causal tiles. layers: by layer number."""
+
+    method: str = ""
+    mean: float = 0.0
+    layers: dict[int, float] = field(default_factory=dict)
+    scoring_overhead: float = 0.0
+    sampled_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class PrefillFinished:
+    """Prefill's result."""
+
+    session: Session
+    usage: Usage
+    timings: Timings
+    density: Density
+    request_id: str
+
+
+@dataclass(frozen=True)
+class GenerateFinished:
+    """Generate's result. reason: stop, stop_string or length. text: what was held back. density: of no
+    method (empty name) when a session made reading a prompt unnecessary. page_share: pages attended over
+    pages held by sparse layers; 1 when nothing was left out."""
+
+    reason: FinishReason
+    text: str
+    usage: Usage
+    timings: Timings
+    density: Density
+    session: Session | None
+    page_share: float
+    request_id: str
+
+
+RequestEvent = Progress | Token | PrefillFinished | GenerateFinished
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """An attention method. source: its paper. defaults: its options."""
+
+    name: str
+    source: str
+    defaults: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """The model, its limits and methods, and (from prefill_groups on) the workers of this moment."""
+
+    version: str
+    model: str
+    max_positions: int
+    vocabulary: int
+    default_method: str
+    methods: list[MethodInfo]
+    prefill_stages: int
+    chunk_tokens: int
+    metrics_address: str
+    prefill_groups: int = 0
+    decode_workers: int = 0
+    decode_pages_total: int = 0
+    decode_pages_free: int = 0
+    prefill_pages_total: int = 0
+    prefill_pages_free: int = 0
+    page_tokens: int = 0
+
+
+def timings_of(clock: TtftClock, report: PrefillReport | None) -> Timings:
+    """A request that ends now. report: None when no prefill group read anything."""
+    ttft = clock.read()
+    stages = [] if report is None else [dict(phases) for phases in report.stages]
+    return Timings(ttft.seconds, dict(ttft.parts), stages, clock.elapsed)
+
+
+def density_of(report: PrefillReport | None) -> Density:
+    if report is None:
+        return Density()
+    layers = {layer.layer: density((layer,)) for layer in report.density}
+    overhead = scoring_overhead(report)
+    return Density(report.method, density(report.density), layers, overhead, report.sampled_share)

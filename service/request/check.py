@@ -1,0 +1,205 @@
+"""Requests to calls: bounds, what excludes what, defaults, method options, deadlines.
+
+The same checks for every edge. Every refusal is an InvalidArgument that names the field as the contract
+calls it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...workers.messages import (
+    MethodError,
+    MethodSpec,
+    PageSelection,
+    Sampling,
+    method_spec,
+    reads_whole_prompts,
+)
+from ..errors import DeadlineExceeded, InvalidArgument
+from .calls import GenerateCall, GenerateRequest, PrefillCall, PrefillRequest, Prompt, Wishes
+
+_MAX_STOPS = 16
+_MAX_STOP_BYTES = 256
+_MAX_REQUEST_ID = 128
+_MAX_TOP_K = 1 << 20
+_MAX_ROLE = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the configuration allow."""
+
+    vocabulary: int
+    positions: int
+    default_method: str
+    default_max_tokens: int
+    default_ttl_s: float
+    max_ttl_s: float
+    delta_layers: bool
+    """Whether any are configured, so that decode can select pages."""
+
+
+def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> PrefillCall:
+    """Raises InvalidArgument or DeadlineExceeded."""
+    if request.prompt is None:
+        raise InvalidArgument("prompt", "is missing: give text, messages or token_ids")
+    return PrefillCall(
+        request_id=_request_id(request.request_id),
+        owner=owner,
+        prompt=_prompt("prompt", request.prompt, limits),
+        method=_method(request.method, request.options, limits),
+        ttl_s=limits.default_ttl_s if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
+        deadline=_deadline(request.deadline),
+    )
+
+
+def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> GenerateCall:
+    """Raises InvalidArgument or DeadlineExceeded."""
+    _check_source(request)
+    return GenerateCall(
+        request_id=_request_id(request.request_id),
+        owner=owner,
+        prompt=None if request.prompt is None else _prompt("prompt", request.prompt, limits),
+        session_id=request.session_id,
+        append=None if request.append is None else _prompt("append", request.append, limits),
+        method=_method(request.method, request.options, limits),
+        sampling=_sampling(request.sampling, limits),
+        stop=_stop(request.sampling.stop),
+        page_selection=_page_selection(request.page_selection, limits),
+        keep_ttl_s=0.0 if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
+        deadline=_deadline(request.deadline),
+    )
+
+
+def _check_source(request: GenerateRequest) -> None:
+    if request.session_id is None:
+        if request.prompt is None:
+            raise InvalidArgument("source", "is missing: give a prompt or a session_id")
+        return
+    if request.prompt is not None:
+        raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
+    if request.append is None:
+        raise InvalidArgument("append", "is missing: a session needs something to answer")
+    if request.session_ttl_s is not None:
+        raise InvalidArgument(
+            "session_ttl", "makes a session of a prompt; this request already has a session"
+        )
+    if request.method or request.options:
+        raise InvalidArgument(
+            "attention", "applies to a prompt; what is appended to a session is read densely"
+        )
+
+
+def _prompt(name: str, prompt: Prompt, limits: Limits) -> Prompt:
+    forms = (prompt.text, prompt.messages, prompt.token_ids)
+    given = sum(form is not None for form in forms)
+    if given != 1:
+        trouble = "is several things at once" if given else "is empty"
+        raise InvalidArgument(name, f"{trouble}: give text, messages or token_ids")
+    if prompt.text == "":
+        raise InvalidArgument(f"{name}.text", "is empty")
+    if prompt.messages is not None:
+        _check_messages(name, prompt.messages)
+    if prompt.token_ids is not None:
+        _check_token_ids(f"{name}.token_ids", prompt.token_ids, limits)
+    return prompt
+
+
+def _check_messages(name: str, messages: tuple[Mapping[str, str], ...]) -> None:
+    if not messages:
+        raise InvalidArgument(f"{name}.messages", "is empty")
+    for place, message in enumerate(messages):
+        if not 1 <= len(message["role"]) <= _MAX_ROLE:
+            raise InvalidArgument(
+                f"{name}.messages[{place}].role", "is empty or too long: user, assistant, …"
+            )
+
+
+def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
+    if not packed:
+        raise InvalidArgument(name, "is empty")
+    if len(packed) % 4:
+        raise InvalidArgument(name, f"{len(packed)} bytes are no multiple of 4: pack little-endian uint32")
+    ids = np.frombuffer(packed, dtype="<u4")
+    largest = int(ids.max())
+    if largest >= limits.vocabulary:
+        place = int(ids.argmax())
+        raise InvalidArgument(
+            name, f"id {largest} at {place} is not below the vocabulary's {limits.vocabulary}"
+        )
+
+
+def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSpec:
+    try:
+        spec = method_spec(name or limits.default_method, dict(options))
+    except MethodError as error:
+        field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")
+        raise InvalidArgument(field, str(error)) from None
+    if reads_whole_prompts(spec.name):
+        raise InvalidArgument(
+            "attention.name", f"{spec.name} needs the whole prompt at once and is not served"
+        )
+    return spec
+
+
+def _page_selection(selection: PageSelection, limits: Limits) -> PageSelection:
+    if selection is PageSelection.DELTA and not limits.delta_layers:
+        raise InvalidArgument("page_selection", "this server has no delta layers configured: use full")
+    return selection
+
+
+def _sampling(wishes: Wishes, limits: Limits) -> Sampling:
+    top_p = 1.0 if wishes.top_p is None else wishes.top_p
+    default = min(limits.default_max_tokens, limits.positions)
+    max_tokens = default if wishes.max_tokens is None else wishes.max_tokens
+    if not math.isfinite(wishes.temperature) or wishes.temperature < 0:
+        raise InvalidArgument("sampling.temperature", f"{wishes.temperature} must be a number of at least 0")
+    if not (math.isfinite(top_p) and 0 < top_p <= 1):
+        raise InvalidArgument("sampling.top_p", f"{top_p} must be above 0 and at most 1")
+    if not 0 <= wishes.top_k <= _MAX_TOP_K:
+        raise InvalidArgument("sampling.top_k", f"{wishes.top_k} must be between 0 (off) and {_MAX_TOP_K}")
+    if not 1 <= max_tokens <= limits.positions:
+        bounds = f"between 1 and the model's {limits.positions} positions"
+        raise InvalidArgument(
+            "sampling.max_tokens", f"{max_tokens} must be {bounds}; for no answer use Prefill"
+        )
+    return Sampling(wishes.temperature, top_p, wishes.top_k, wishes.seed, max_tokens, wishes.ignore_eos)
+
+
+def _stop(stops: tuple[str, ...]) -> tuple[str, ...]:
+    if len(stops) > _MAX_STOPS:
+        raise InvalidArgument("sampling.stop", f"{len(stops)} strings; at most {_MAX_STOPS} are possible")
+    for place, stop in enumerate(stops):
+        if not 1 <= len(stop.encode()) <= _MAX_STOP_BYTES:
+            raise InvalidArgument(f"sampling.stop[{place}]", f"must be 1 to {_MAX_STOP_BYTES} bytes long")
+    return stops
+
+
+def _ttl(seconds: float, limits: Limits) -> float:
+    if not 0 < seconds <= limits.max_ttl_s:
+        raise InvalidArgument(
+            "session_ttl", f"{seconds:g} s must be above 0 and at most the server's {limits.max_ttl_s:g} s"
+        )
+    return seconds
+
+
+def _deadline(deadline: float | None) -> float | None:
+    """A deadline in the past is not malformed: it is exceeded."""
+    if deadline is not None and not deadline > time.time():
+        raise DeadlineExceeded("deadline: has already passed when the request arrived; compare the clocks")
+    return deadline
+
+
+def _request_id(given: str) -> str:
+    if not given:
+        return uuid.uuid4().hex
+    if len(given) > _MAX_REQUEST_ID or not given.isprintable():
+        raise InvalidArgument("request_id", f"must be at most {_MAX_REQUEST_ID} printable characters")
+    return given

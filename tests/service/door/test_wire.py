@@ -1,0 +1,135 @@
+"""What is sent is what is read, both ways; and messages from a newer side."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.door import wire
+from deltafront.service.errors import InvalidArgument
+from deltafront.service.request.answers import (
+    Density,
+    GenerateFinished,
+    MethodInfo,
+    PrefillFinished,
+    ServerInfo,
+    Timings,
+)
+from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
+from deltafront.workers.messages import FinishReason, PageSelection, Progress, Session, Token, Usage
+
+texts = st.text(max_size=8)
+numbers = st.floats(allow_nan=False)
+counts = st.integers(0, 1 << 40)
+small = st.integers(0, (1 << 31) - 1)
+moments = st.integers(1, 1 << 38).map(lambda n: n / 64)  # exact in microseconds and in binary
+named = st.dictionaries(texts, numbers, max_size=3)
+
+
+def maybe(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+    return st.none() | strategy
+
+
+messages = st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3).map(tuple)
+prompts = (
+    st.just(Prompt())
+    | st.builds(Prompt, text=texts)
+    | st.builds(Prompt, messages=messages)
+    | st.builds(Prompt, token_ids=st.binary(max_size=8))
+)
+common = {
+    "prompt": maybe(prompts),
+    "method": texts,
+    "options": named,
+    "session_ttl_s": maybe(moments),
+    "deadline": maybe(moments),
+    "request_id": texts,
+}
+wishes = st.builds(
+    Wishes, numbers, maybe(numbers), small, counts, st.lists(texts, max_size=3).map(tuple), maybe(small),
+    st.booleans(),
+)  # fmt: skip
+requests = st.builds(
+    GenerateRequest,
+    **common,
+    session_id=maybe(texts),
+    append=maybe(prompts),
+    sampling=wishes,
+    page_selection=st.sampled_from(PageSelection),
+).filter(lambda request: request.prompt is None or request.session_id is None)
+
+sessions = st.builds(Session, texts, moments, counts)
+usages = st.builds(Usage, counts, counts, counts)
+timings = st.builds(Timings, numbers, named, st.lists(named, max_size=3), numbers)
+layers = st.dictionaries(small, numbers, max_size=3)
+densities = st.just(Density()) | st.builds(
+    Density, st.text(min_size=1, max_size=8), numbers, layers, numbers, numbers
+)
+progress = st.builds(Progress, counts, counts)
+tokens = st.builds(Token, counts, small, numbers, texts)
+sent = st.sampled_from([FinishReason.STOP, FinishReason.STOP_STRING, FinishReason.LENGTH, FinishReason.OTHER])
+
+
+@given(st.builds(PrefillRequest, **common))
+def test_prefill_requests(request: PrefillRequest) -> None:
+    assert wire.read_prefill_request(_sent(wire.prefill_request(request))) == request
+
+
+@given(requests)
+def test_generate_requests(request: GenerateRequest) -> None:
+    assert wire.read_generate_request(_sent(wire.generate_request(request))) == request
+
+
+@given(progress | st.builds(PrefillFinished, sessions, usages, timings, densities, texts))
+def test_prefill_answers(event: Progress | PrefillFinished) -> None:
+    assert wire.read_prefill_response(_sent(wire.prefill_response(event))) == event
+
+
+@given(
+    progress
+    | tokens
+    | st.builds(GenerateFinished, sent, texts, usages, timings, densities, maybe(sessions), numbers, texts)
+)
+def test_generate_answers(event: Progress | Token | GenerateFinished) -> None:
+    assert wire.read_generate_response(_sent(wire.generate_response(event))) == event
+
+
+methods = st.lists(st.builds(MethodInfo, texts, texts, named), max_size=2)
+facts = (texts, texts, counts, counts, texts, methods, small, counts, texts, small, small)
+
+
+@given(st.builds(ServerInfo, *facts, counts, counts, counts, counts, small))
+def test_server_info(info: ServerInfo) -> None:
+    assert wire.read_server_info(_sent(wire.server_info(info))) == info
+
+
+def _sent(message: object) -> object:
+    return type(message).FromString(message.SerializeToString())  # type: ignore[attr-defined]
+
+
+def test_no_plain_value_is_lost() -> None:
+    """Classes that are mapped by their fields' names have the contract's names."""
+    for plain, message in ((Progress, pb.Progress), (Token, pb.Token), (Usage, pb.Usage)):
+        assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name)
+    assert set(Wishes.__dataclass_fields__) == set(pb.SamplingOptions.DESCRIPTOR.fields_by_name)
+    assert set(ServerInfo.__dataclass_fields__) == set(pb.GetServerInfoResponse.DESCRIPTOR.fields_by_name)
+    assert {value.number for value in pb.FinishReason.DESCRIPTOR.values} == set(wire._READ_REASONS)
+    assert {value.number for value in pb.PageSelection.DESCRIPTOR.values} == set(wire._READ_PAGE_SELECTIONS)
+
+
+def test_what_only_a_newer_server_knows_does_not_end_the_stream() -> None:
+    finish = pb.Finish(text="x", reason=99)  # type: ignore[arg-type]
+    event = wire.read_generate_response(pb.GenerateResponse(finish=finish))
+    assert isinstance(event, GenerateFinished)
+    assert (event.reason, event.text) == (FinishReason.OTHER, "x")
+    unknown_field = b"\xfa\x01\x01x"
+    assert wire.read_generate_response(pb.GenerateResponse.FromString(unknown_field)) is None
+    assert wire.read_prefill_response(pb.PrefillResponse.FromString(unknown_field)) is None
+
+
+def test_a_request_has_one_source() -> None:
+    both = GenerateRequest(prompt=Prompt(text="x"), session_id="d0.s")
+    with pytest.raises(InvalidArgument, match="both a prompt and a session_id"):
+        wire.generate_request(both)

@@ -1,0 +1,94 @@
+"""What a new edge relies on: requests and events without gRPC, one error by its code, nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from deltafront.service.errors import Code, DeltafrontError
+from deltafront.service.request.answers import GenerateFinished, RequestEvent
+from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
+from deltafront.workers.messages import Token
+
+from ..inprocess import House
+from ..test_requests import expected, ids, nothing_left
+
+ASKED = GenerateRequest(Prompt(text="hello"), sampling=Wishes(max_tokens=4))
+WRONG: dict[str, tuple[GenerateRequest, str]] = {
+    "two sources": (replace(ASKED, session_id="d0.x", append=ASKED.prompt), "source: is both"),
+    "two forms": (replace(ASKED, prompt=Prompt(text="x", token_ids=b"1234")), "prompt: is several things"),
+    "no form": (replace(ASKED, append=Prompt()), "append: is empty"),
+    "NaN ttl": (replace(ASKED, session_ttl_s=math.nan), "session_ttl: nan s"),
+}
+
+
+async def _events(
+    house: House, read: Callable[[], GenerateRequest], stop: int | None = None
+) -> list[RequestEvent]:
+    events: list[RequestEvent] = []
+    async with contextlib.aclosing(house.door._requests.generate([], read)) as stream:
+        async for event in stream:
+            events.append(event)
+            if len(events) == stop:
+                break
+    return events
+
+
+def test_an_edge_gets_plain_events(house: House) -> None:
+    *events, finish = house.loop.run(_events(house, lambda: ASKED))
+    assert isinstance(finish, GenerateFinished)
+    assert "".join(e.text for e in events if isinstance(e, Token)) == expected(ids("hello"), 4)
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_grpc_cannot_say_is_checked_too(house: House, name: str) -> None:
+    request, says = WRONG[name]
+    with pytest.raises(DeltafrontError, match=says) as caught:
+        house.loop.run(_events(house, lambda: request))
+    assert caught.value.code is Code.INVALID_ARGUMENT
+    assert not house.pages_used()
+
+
+@pytest.mark.parametrize("deadline", [math.nan, 0.0])
+def test_a_deadline_that_is_not_ahead_is_exceeded(house: House, deadline: float) -> None:
+    with pytest.raises(DeltafrontError) as caught:
+        house.loop.run(_events(house, lambda: replace(ASKED, deadline=deadline)))
+    assert caught.value.code is Code.DEADLINE_EXCEEDED
+
+
+def test_what_goes_wrong_in_reading_is_hidden(house: House) -> None:
+    def read() -> GenerateRequest:
+        raise ZeroDivisionError("a secret")
+
+    with pytest.raises(DeltafrontError) as caught:
+        house.loop.run(_events(house, read))
+    assert caught.value.code is Code.INTERNAL
+    assert "secret" not in caught.value.message
+
+
+def test_closing_the_stream_frees_everything(house: House) -> None:
+    endless = replace(ASKED, sampling=Wishes(max_tokens=5000))
+    events = house.loop.run(_events(house, lambda: endless, stop=3))
+    assert len(events) == 3
+    nothing_left(house)
+
+
+def test_one_outcome_each(house: House) -> None:
+    async def prefill() -> list[RequestEvent]:
+        return [e async for e in house.door._requests.prefill([], lambda: PrefillRequest(ASKED.prompt))]
+
+    house.loop.run(_events(house, lambda: ASKED))
+    house.loop.run(_events(house, lambda: ASKED, stop=1))
+    house.loop.run(prefill())
+    samples = (s for m in house.metrics.registry().collect() for s in m.samples)
+    seen = {
+        (s.labels["method_rpc"], s.labels["outcome"]): s.value
+        for s in samples
+        if s.name == "deltafront_requests_total"
+    }
+    assert seen == {("Generate", "finished"): 1, ("Generate", "cancelled"): 1, ("Prefill", "finished"): 1}
