@@ -13,7 +13,9 @@ from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client.server_process import LocalService
 
 from .conftest import Haystack, Sizes, Table
-from .wire import Answer, Wire, method, packed, text
+from .wire import PATIENCE_S, Answer, Wire, method, packed, text
+
+FINISHED = "deltafront_requests_total"
 
 
 def scrape(wire: Wire) -> dict[str, float]:
@@ -27,6 +29,15 @@ def scrape(wire: Wire) -> dict[str, float]:
 
 def total(samples: dict[str, float], name: str, label: str = "") -> float:
     return sum(v for k, v in samples.items() if (k == name or k.startswith(name + "{")) and label in k)
+
+
+def counted(wire: Wire, finished: float) -> dict[str, float]:
+    """What /metrics says once it knows of so many finished requests: it is told after the stream's end."""
+    until = time.monotonic() + PATIENCE_S
+    while total(samples := scrape(wire), FINISHED) < finished:
+        assert time.monotonic() < until, "the metrics do not know of every request"
+        time.sleep(0.1)
+    return samples
 
 
 def run(wire: Wire, prompt: pb.Prompt, name: str) -> Answer:
@@ -49,19 +60,17 @@ def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
     for answer in answers:
         server = answer.finish.timings.ttft_seconds
         assert abs(sum(answer.parts.values()) - server) <= 0.02 * server
-        assert abs(answer.client_ttft - server) <= 0.02 * answer.client_ttft, (
-            answer.client_ttft,
-            answer.parts,
-        )
         assert all(seconds >= 0 for seconds in answer.parts.values()), answer.parts
-        assert answer.parts["transport"] <= 0.05 * server + 0.02, answer.parts
+        if sizes.timed:
+            seen = answer.client_ttft
+            assert abs(seen - server) <= 0.02 * seen, (seen, answer.parts)
+            assert answer.parts["transport"] <= 0.05 * server + 0.02, answer.parts
         table.add(f"{answer.finish.density.method}: TTFT at {len(ids)} tokens, s", round(server, 3))
         table.add(
             f"{answer.finish.density.method}: scoring over attention",
             round(answer.finish.density.scoring_overhead, 3),
         )
-    time.sleep(1.0)
-    after = scrape(wire)
+    after = counted(wire, total(before, FINISHED) + len(answers))
 
     def grown(name: str, label: str = "") -> float:
         return total(after, name, label) - total(before, name, label)
@@ -97,7 +106,7 @@ def test_sparse_methods_compute_fewer_tiles_in_less_time(
         times.setdefault(attention.name, []).append(seconds)
         if attention.name == "streaming":
             assert answer.finish.density.mean < 0.6
-    if sizes.document >= 8192:
+    if sizes.timed:
         assert min(times["streaming"]) < min(times["dense"])
 
 
