@@ -77,9 +77,7 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-CHECKED = sorted(
-    name for name, path in MODULES.items() if path.name != "__init__.py" and "_pb2" not in path.name
-)
+CHECKED = sorted(name for name, path in MODULES.items() if "_pb2" not in path.name)
 
 
 def within(name: str, prefixes: str) -> bool:
@@ -133,7 +131,7 @@ def forbidden(module: str) -> list[str]:
 def test_a_module_takes_only_what_is_open_to_its_room(module: str) -> None:
     absolute = [name for name in imports(module) if within(name, "deltafront")]
     assert not absolute, "imports inside the package are relative"
-    assert room_of(module), "it is in no room: add one to ROOMS"
+    assert room_of(module) or not imports(module), "it is in no room: add one to ROOMS"
     excused = STILL_THERE.get(module, "")
     wrong = [name for name in forbidden(module) if not within(name, excused)]
     assert not wrong, f"{module} of room {room_of(module)} must not take {wrong}"
@@ -177,9 +175,9 @@ def test_no_import_circle() -> None:
 
 
 def test_a_packages_own_files_import_nothing() -> None:
-    """Importing one module of a folder must not bring in its neighbours."""
-    full = [name for name, path in MODULES.items() if path.name == "__init__.py" and imports(name)]
-    assert not full, full
+    """Importing one module of a folder must not bring in its neighbours. `service.client` is what users see."""
+    full = {name for name, path in MODULES.items() if path.name == "__init__.py" and imports(name)}
+    assert full <= {"service.client"}, full
 
 
 TORCH_FREE = [
