@@ -63,6 +63,11 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
             {"transport": "rdma"},
             "handoff.transport = 'rdma': must be 'object_store' or 'in_process'",
         ),
+        (
+            "handoff",
+            {"transport": "in_process"},
+            "handoff.transport: stages and decode workers are processes",
+        ),
         ("handoff", {"acks": 1}, "unknown key 'handoff.acks'; known: transport"),
         ("decode", {"page_selection": "best"}, "decode.page_selection = 'best': must be 'delta' or 'full'"),
         ("decode", {"recency": 0}, "decode.recency = 0: must be greater than or equal to 1"),
