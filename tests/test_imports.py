@@ -175,7 +175,7 @@ def test_no_import_circle() -> None:
 
 
 def test_a_packages_own_files_import_nothing() -> None:
-    """Importing one module of a folder must not bring in its neighbours. `service.client` is what users see."""
+    """Importing a module must not bring in its neighbours. `service.client` is what users import."""
     full = {name for name, path in MODULES.items() if path.name == "__init__.py" and imports(name)}
     assert full <= {"service.client"}, full
 
