@@ -14,8 +14,9 @@ from enum import StrEnum
 from typing import Any
 
 from ..kernels.methods import PRESETS, WHOLE_PROMPT_ONLY, MethodError, MethodSpec, resolve
+from ..kernels.methods import load as load_methods
 
-__all__ = ["PRESETS", "WHOLE_PROMPT_ONLY", "MethodError", "MethodSpec", "resolve"]
+__all__ = ["PRESETS", "WHOLE_PROMPT_ONLY", "MethodError", "MethodSpec", "load_methods", "resolve"]
 
 
 # --- requests ----------------------------------------------------------------------------------------

@@ -110,6 +110,14 @@ def test_files_that_are_no_configuration(text: str, says: str, tmp_path: Path) -
         parse({**content(), "handoff": None})
 
 
+def test_methods_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "methods_of_nobody.py").write_text("")
+    for module, says in (("methods_not_there", "cannot be imported"), ("methods_of_nobody", "registers no")):
+        with pytest.raises(ConfigError, match=f"door.method_modules: {module} {says}"):
+            parse(content("door", method_modules=[module]))
+
+
 def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:
     path = tmp_path / "service.yaml"
     path.write_text(yaml.safe_dump(content("door", tokens_file="secret")))
