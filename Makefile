@@ -32,9 +32,10 @@ demo: install model
 serve: install model
 	$(BIN)/deltafront serve --config deploy/config/demo.yaml
 
-# Two runs: the end-to-end tests own the service's fixed ports.
+# Two runs: the end-to-end tests own the service's fixed ports and measure one service. In the first, tests
+# that start Ray share one process (tests/conftest.py).
 test: dev model
-	$(BIN)/pytest --ignore=tests/e2e
+	$(BIN)/pytest -n 2 --dist loadgroup --ignore=tests/e2e
 	$(BIN)/pytest tests/e2e
 
 acceptance: dev model

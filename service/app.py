@@ -77,8 +77,8 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     prefill = _owner("PrefillGroup", prefill_group, settings.prefill, settings.prefill.groups)
     decode = _owner("DecodeReplica", decode_worker, settings.decode, settings.decode.workers)
     owners = (
-        prefill.bind(settings.model, settings.prefill),
-        decode.bind(settings.model, settings.decode),
+        prefill.bind(settings.model, settings.prefill, settings.handoff),
+        decode.bind(settings.model, settings.decode, settings.handoff),
     )
     return assemble(settings, scratch, *owners)
 

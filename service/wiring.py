@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from .. import __version__
@@ -30,7 +31,7 @@ def local_model(settings: ServiceConfig) -> ServiceConfig:
     adapter = None if spec.adapter is None else str(adapter_directory(spec.adapter))
     found = settings.with_model(path=str(model_directory(spec.path)), adapter=adapter)
     if not settings.door.model_name:
-        door = settings.door.model_copy(update={"model_name": shown_name(spec)})
+        door = replace(settings.door, model_name=shown_name(spec))
         found = found.model_copy(update={"door": door})
     check_start(found)
     return found
@@ -94,11 +95,7 @@ def check_start(settings: ServiceConfig) -> None:
     """What would otherwise fail in a replica, over and over: the token file, the model's files, the split."""
     authenticator(settings.door)
     directory = Path(settings.model.path)
-    model = read_config(directory, settings.model.overrides)
-    model.split(settings.prefill.stages)
-    for name in ("full_layers", "delta_layers"):
-        if wrong := [layer for layer in getattr(settings.decode, name) if not 0 <= layer < model.layers]:
-            raise ConfigError(f"decode.{name}: {wrong} are not among the model's {model.layers} layers")
+    settings.check_against(read_config(directory, settings.model.overrides))
     TextTokenizer.load(directory)
 
 

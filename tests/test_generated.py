@@ -1,4 +1,4 @@
-"""Generated and declared things are up to date: protobuf code and the package list."""
+"""Generated and declared things are up to date: protobuf code, the package list, tables, the dashboard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deltafront.benchmarks import readme_tables
+from deltafront.benchmarks import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,9 +36,28 @@ def test_every_folder_of_modules_is_a_package() -> None:
             assert (path.parent / "__init__.py").exists(), f"{path.parent} holds modules but no __init__.py"
 
 
-def test_the_readmes_tables_are_made_from_the_results() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert readme_tables.render(readme) == readme, "run python -m deltafront.benchmarks.readme_tables"
+@pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
+def test_tables_are_made_from_the_results(path: Path) -> None:
+    text = path.read_text()
+    assert "<!-- table: " in text
+    assert tables.render(text) == text, "run python -m deltafront.benchmarks.tables"
+
+
+def test_commands_in_documents_exist() -> None:
+    """`python -m deltafront.…`, in every document and in the benchmarks' own help."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.py")]
+    named = {
+        name for path in documents for name in re.findall(r"python -m deltafront\.([\w.]+)", path.read_text())
+    }
+    missing = [name for name in named if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
+    assert named and not missing, missing
+
+
+def test_the_readmes_python_can_be_imported() -> None:
+    lines = re.findall(r"^from deltafront\S* import .+$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert lines
+    for line in lines:
+        exec(line, {})
 
 
 def test_the_dashboard_is_built_and_asks_only_for_metrics_that_exist() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..kernels.constants import BLOCK, PAGE_TOKENS
 from ..kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, reads_whole_prompts
+from ..kernels.methods import load as load_methods
 
 __all__ = [
     "BLOCK",
@@ -22,6 +23,7 @@ __all__ = [
     "PRESETS",
     "MethodError",
     "MethodSpec",
+    "load_methods",
     "method_spec",
     "reads_whole_prompts",
 ]

@@ -1,15 +1,31 @@
 """What workers are configured with: built once by the service, passed on by constructor.
 
-Frozen and free of torch. The classes also are sections of the configuration file (`service/config.py`).
+Frozen and free of torch. The classes also are sections of the configuration file (`service/config.py`), which
+checks the bounds on their fields when it reads one; a class made in code is taken as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ..kernels.constants import BLOCK, PAGE_TOKENS
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
 """pydantic's configuration, when it reads the file."""
+
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Room = Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)]
+"""Tokens whose K/V a worker has room for: whole pages."""
+Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
+"""Tokens of a prefill chunk: whole attention tiles."""
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+Layer = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -22,11 +38,11 @@ class ModelSpec:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    path: str
+    path: Annotated[str, Field(min_length=1)]
     adapter: str | None = None
-    dtype: str = "bfloat16"
-    rope_theta: float | None = None
-    max_position_embeddings: int | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    max_position_embeddings: Count | None = None
 
     @property
     def overrides(self) -> dict[str, float | int]:
@@ -40,17 +56,17 @@ class PrefillConfig:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    groups: int = 1
-    stages: int = 2
-    chunk_tokens: int = 512
-    cache_tokens: int = 32_768
-    device: str = "cpu"
-    threads: int = 1
-    cpus_per_stage: float = 0.5
-    gpus_per_stage: float = 0.0
-    ageing_tokens_per_second: float = 256.0
+    groups: Count = 1
+    stages: Count = 2
+    chunk_tokens: Chunk = 512
+    cache_tokens: Room = 32_768
+    device: Device = "cpu"
+    threads: Count = 1
+    cpus_per_stage: Amount = 0.5
+    gpus_per_stage: Amount = 0.0
+    ageing_tokens_per_second: Amount = 256.0
     """A waiting request counts as this many tokens shorter for each second it has waited."""
-    stream_lease_s: float = 60.0
+    stream_lease_s: Positive = 60.0
     """A request whose door has not renewed it for this long is cancelled."""
     warm_up: tuple[str, ...] = ()
     """Methods that every stage runs once before it takes requests: a GPU compiles at first use."""
@@ -67,24 +83,31 @@ class DecodeConfig:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    workers: int = 1
-    cache_tokens: int = 65_536
-    max_batch: int = 16
-    append_chunk_tokens: int = 256
-    page_selection: str = "delta"
-    page_budget: int = 64
-    recency: int = 8
-    full_layers: tuple[int, ...] = (0, 1)
-    delta_layers: tuple[int, ...] = ()
-    max_session_ttl_s: float = 3600.0
-    stream_lease_s: float = 60.0
+    workers: Count = 1
+    cache_tokens: Room = 65_536
+    max_batch: Count = 16
+    append_chunk_tokens: Count = 256
+    page_selection: Literal["delta", "full"] = "delta"
+    page_budget: Count = 64
+    recency: Count = 8
+    full_layers: tuple[Layer, ...] = (0, 1)
+    delta_layers: tuple[Layer, ...] = ()
+    max_session_ttl_s: Positive = 3600.0
+    stream_lease_s: Positive = 60.0
     """A running request whose door has not renewed it for this long is cancelled."""
-    device: str = "cpu"
-    threads: int = 1
-    cpus: float = 0.5
-    gpus: float = 0.0
+    device: Device = "cpu"
+    threads: Count = 1
+    cpus: Amount = 0.5
+    gpus: Amount = 0.0
     warm_up: bool = False
     """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use."""
+
+    def layer_problems(self, layers: int) -> Iterator[str]:
+        """What is wrong with the layer lists for a model of `layers` layers, key first."""
+        for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):
+            for layer in named:
+                if not 0 <= layer < layers:
+                    yield f"{key} names layer {layer}, but the model has layers 0 .. {layers - 1}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +121,6 @@ class HandoffConfig:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    transport: str = "object_store"
-    max_unanswered_bytes: int = 256 << 20
-    ack_timeout_s: float = 60.0
+    transport: Literal["object_store", "in_process"] = "object_store"
+    max_unanswered_bytes: Count = 256 << 20
+    ack_timeout_s: Positive = 60.0

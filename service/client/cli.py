@@ -206,7 +206,7 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
     # Adapter, rope, name and Δ-layers of the file belong to the file's model.
     spec = ModelSpec(path=model, adapter=adapter, dtype=settings.model.dtype)
     decode = dataclasses.replace(settings.decode, page_selection="full", delta_layers=())
-    door = settings.door.model_copy(update={"model_name": ""})
+    door = dataclasses.replace(settings.door, model_name="")
     return settings.model_copy(update={"model": spec, "decode": decode, "door": door})
 
 

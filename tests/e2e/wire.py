@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ import grpc
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
+
+PATIENCE_S = 120.0
+"""Until what must happen counts as never happening; no statement about speed."""
 
 
 @dataclass
@@ -45,6 +49,14 @@ class Wire:
         total = info.decode_pages_total + info.prefill_pages_total
         return int(total - info.decode_pages_free - info.prefill_pages_free)
 
+    def seconds_to_no_page(self, patience_s: float = PATIENCE_S) -> float:
+        """Waits until every page is free again."""
+        started = time.perf_counter()
+        while used := self.pages_used():
+            assert time.perf_counter() - started < patience_s, f"{used} pages are still held"
+            time.sleep(0.02)
+        return time.perf_counter() - started
+
     def prefill(self, request: pb.PrefillRequest, timeout: float = 600) -> pb.PrefillResult:
         for response in self.stub.Prefill(request, metadata=self.metadata, timeout=timeout):
             if response.HasField("result"):
@@ -55,12 +67,17 @@ class Wire:
         """The raw stream (it also has .cancel())."""
         return self.stub.Generate(request, metadata=self.metadata, timeout=timeout)
 
-    def generate(self, request: pb.GenerateRequest, timeout: float = 600) -> Answer:
+    def generate(
+        self, request: pb.GenerateRequest, timeout: float = 600, reading: threading.Event | None = None
+    ) -> Answer:
+        """reading: set when the first part of the prompt has been read."""
         answer, started, finishes = Answer(), time.perf_counter(), 0
         for response in self.start(request, timeout):
             match response.WhichOneof("event"):
                 case "progress":
                     answer.progress.append(response.progress.tokens_done)
+                    if reading is not None and response.progress.tokens_done:
+                        reading.set()
                 case "token":
                     if not answer.token_ids:
                         answer.client_ttft = time.perf_counter() - started

@@ -44,12 +44,35 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("door", {"grpc_prot": 1}, "unknown key 'door.grpc_prot'; did you mean 'grpc_port'?"),
         ("model", {"zzz": 1}, "unknown key 'model.zzz'; known: path, adapter"),
         ("prefill", {"chunk_tokens": 500}, "prefill.chunk_tokens = 500: must be a multiple of 128"),
-        ("prefill", {"stages": 0}, "prefill.stages: at least 1"),
+        ("prefill", {"stages": 0}, "prefill.stages = 0: must be greater than or equal to 1"),
         ("prefill", {"warm_up": ["dense", "dpax"]}, "prefill.warm_up: unknown attention method 'dpax'"),
         ("prefill", {"warm_up": ["flex+delta"]}, "prefill.warm_up: flex+delta reads whole prompts only"),
         ("prefill", {"stages": "many"}, "prefill.stages = 'many'"),
-        ("prefill", {"cache_tokens": 100}, "prefill.cache_tokens = 100"),
-        ("decode", {"cache_tokens": 100}, "decode.cache_tokens = 100: must be a positive multiple of 16"),
+        ("prefill", {"cache_tokens": 100}, "prefill.cache_tokens = 100: must be a multiple of 16"),
+        (
+            "prefill",
+            {"cache_tokens": 256},
+            "prefill.cache_tokens = 256: must be at least prefill.chunk_tokens",
+        ),
+        ("prefill", {"device": "gpu"}, "prefill.device = 'gpu'"),
+        ("prefill", {"stream_lease_s": 8}, "door.renew_s: must be at most half of prefill.stream_lease_s"),
+        ("model", {"dtype": "int8"}, "model.dtype = 'int8': must be 'bfloat16', 'float16' or 'float32'"),
+        ("handoff", {"ack_timeout_s": 0}, "handoff.ack_timeout_s = 0: must be greater than 0"),
+        (
+            "handoff",
+            {"transport": "rdma"},
+            "handoff.transport = 'rdma': must be 'object_store' or 'in_process'",
+        ),
+        (
+            "handoff",
+            {"transport": "in_process"},
+            "handoff.transport: stages and decode workers are processes",
+        ),
+        ("handoff", {"acks": 1}, "unknown key 'handoff.acks'; known: transport"),
+        ("decode", {"page_selection": "best"}, "decode.page_selection = 'best': must be 'delta' or 'full'"),
+        ("decode", {"recency": 0}, "decode.recency = 0: must be greater than or equal to 1"),
+        ("decode", {"full_layers": [0, -1]}, "decode.full_layers.1 = -1: must be greater than or equal to 0"),
+        ("decode", {"cache_tokens": 100}, "decode.cache_tokens = 100: must be a multiple of 16"),
         ("decode", {"warm_up": True, "cache_tokens": 128}, "decode.warm_up: needs cache_tokens"),
         ("decode", {"page_selection": "delta"}, "decode.delta_layers: empty"),
         ("decode", {"recency": 65}, "decode.recency"),
@@ -83,6 +106,16 @@ def test_files_that_are_no_configuration(text: str, says: str, tmp_path: Path) -
         load(path)
     with pytest.raises(ConfigError, match=r"key 'model\.path' is missing"):
         parse({"model": {}})
+    with pytest.raises(ConfigError, match="handoff = None: must be a section with keys transport"):
+        parse({**content(), "handoff": None})
+
+
+def test_methods_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "methods_of_nobody.py").write_text("")
+    for module, says in (("methods_not_there", "cannot be imported"), ("methods_of_nobody", "registers no")):
+        with pytest.raises(ConfigError, match=f"door.method_modules: {module} {says}"):
+            parse(content("door", method_modules=[module]))
 
 
 def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:
@@ -95,8 +128,12 @@ def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:
     ("section", "values", "says"),
     [
         ("door", {"tokens_file": "/nowhere/tokens"}, "door.tokens_file: .*/nowhere/tokens"),
-        ("decode", {"full_layers": [0, 4]}, r"decode.full_layers: \[4\] are not among the model's 4 layers"),
-        ("prefill", {"stages": 5}, "4 layers cannot be split over 5 stages"),
+        (
+            "decode",
+            {"full_layers": [0, 4]},
+            r"decode.full_layers names layer 4, but the model has layers 0 \.\. 3",
+        ),
+        ("prefill", {"stages": 5}, "prefill.stages: 4 layers cannot be split over 5 stages"),
     ],
 )
 def test_what_does_not_fit_the_model_fails_at_start(

@@ -73,12 +73,8 @@ class LayerPlan:
 
 def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
     """Check the configuration against a model of `layers` layers. Raises PageSelectionError with the key."""
-    for key, values in (("full_layers", config.full_layers), ("delta_layers", config.delta_layers)):
-        for layer in values:
-            if not 0 <= layer < layers:
-                raise PageSelectionError(
-                    f"{key} names layer {layer}, but the model has layers 0 .. {layers - 1}"
-                )
+    for problem in config.layer_problems(layers):
+        raise PageSelectionError(problem)
     both = set(config.full_layers) & set(config.delta_layers)
     if both:
         raise PageSelectionError(f"layers {sorted(both)} are in full_layers and in delta_layers: choose one")

@@ -1,9 +1,9 @@
-"""Write the README's tables from benchmarks/results/*.json, between their markers.
+"""Write the tables of README and docs/figures.md from benchmarks/results/*.json, between their markers.
 
-    python -m deltafront.benchmarks.readme_tables [--check]
+    python -m deltafront.benchmarks.tables [--check]
 
-`<!-- table: kernels_h200 -->` … `<!-- end -->` in README.md is replaced by the table of that name. With
---check nothing is written, and the exit code says whether the README is up to date.
+`<!-- table: kernels_h200 -->` … `<!-- end -->` is replaced by the table of that name. With --check nothing is
+written, and the exit code says whether the documents are up to date.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md")
 
 Result = dict[str, Any]
 
@@ -28,12 +29,17 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def provenance(result: Result, what: str = "; medians") -> str:
+def _source(result: Result) -> str:
+    """On what, and with which versions, it was measured."""
     parts = [str(result[key]) for key in ("gpu", "hardware", "machine") if result.get(key)]
     parts += [f"{key} {result[key]}" for key in ("commit", "torch", "triton") if result.get(key)]
+    return ", ".join(parts)
+
+
+def provenance(result: Result, what: str = "; medians") -> str:
     text = f" Text: {result['text']}." if result.get("text") else ""
     note = f" {result['note'][0].upper()}{result['note'][1:]}." if result.get("note") else ""
-    return f"\n\n{', '.join(parts)}{what}.{text}{note}"
+    return f"\n\n{_source(result)}{what}.{text}{note}"
 
 
 def kernels(result: Result) -> str:
@@ -122,25 +128,62 @@ def service_overhead(result: Result) -> str:
     return markdown(header, rows) + memory + provenance(result)
 
 
-TABLES: dict[str, Callable[[Result], str]] = {
-    "kernels_h200": kernels,
-    "recall_h200": recall,
-    "recall_prose_h200": recall,
-    "long_context_h200": long_context,
-    "precision_h200": precision,
-    "service_overhead": service_overhead,
+TOKENS = 131_072
+HEADLINES = (
+    ("Dense attention, one layer", "dense", "sdpa_cudnn", "SDPA, cuDNN"),
+    ("Block-sparse attention, 8.5% of the tiles", "block_sparse_0.085", "dense", "our dense"),
+    ("Delta-KV attention, half of the keys", "delta_kv_50", "dense", "our dense"),
+    ("Choosing tiles with DPXA", "dpxa_selection", "xattention_s8_selection", "our XAttention, stride 8"),
+    ("Decode step over all pages, 4 requests", "paged_decode", "flashinfer_decode", "FlashInfer"),
+    (
+        "Decode step over 64 selected pages, 4 requests",
+        "paged_decode_64_pages",
+        "flashinfer_decode_64_pages",
+        "FlashInfer",
+    ),
+)
+"""What it is, our case, the case it is compared with, and what that is; all at TOKENS tokens."""
+
+
+def headline(kernels: Result, long_context: Result) -> str:
+    """A line for each kernel of HEADLINES, then time to first token and answers of the whole service."""
+    ms = {row["case"]: row["ms"] for row in kernels["rows"] if row["tokens"] == TOKENS}
+    rows = [
+        (what, f"{ms[ours]:.3g} ms", f"{ms[other]:.3g} ms ({name})", f"{ms[other] / ms[ours]:.2f} ×")
+        for what, ours, other, name in HEADLINES
+    ]
+    served = {row["method"]: row for row in long_context["rows"]}
+    ours, other = served["dpxa"], served["dense"]
+    times = [row["ttft_s"] for row in (ours, other)]
+    ttft = f"Time to first token through gRPC, {ours['tokens']} tokens of a novel, `dpxa`"
+    rows.append((ttft, f"{times[0]} s", f"{times[1]} s (`dense`)", f"{times[1] / times[0]:.2f} ×"))
+    exact = f"Exact answers of {ours['asked']} on that novel, `dpxa` and DELTA decode"
+    rows.append((exact, ours["exact_delta_decode"], f"{other['exact_full_decode']} (`dense`, all pages)", ""))
+    sources = f"Kernels: {_source(kernels)}. Service: {_source(long_context)}. Medians."
+    return markdown(("what", "ours", "against", "faster"), rows) + f"\n\n{sources}"
+
+
+TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "headline": (headline, ("kernels_h200", "long_context_h200")),
+    "kernels_h200": (kernels, ("kernels_h200",)),
+    "recall_h200": (recall, ("recall_h200",)),
+    "recall_prose_h200": (recall, ("recall_prose_h200",)),
+    "long_context_h200": (long_context, ("long_context_h200",)),
+    "precision_h200": (precision, ("precision_h200",)),
+    "service_overhead": (service_overhead, ("service_overhead",)),
 }
+"""What makes a table, and from which results."""
 
 
-def render(readme: str) -> str:
-    """The README with every marked table replaced. Raises KeyError for a table nobody makes."""
+def render(document: str) -> str:
+    """The document with every marked table replaced. Raises KeyError for a table nobody makes."""
 
     def fill(match: re.Match[str]) -> str:
-        name = match[1]
-        table = TABLES[name](json.loads((RESULTS / f"{name}.json").read_text()))
-        return f"<!-- table: {name} -->\n{table}\n<!-- end -->"
+        make, sources = TABLES[match[1]]
+        table = make(*(json.loads((RESULTS / f"{source}.json").read_text()) for source in sources))
+        return f"<!-- table: {match[1]} -->\n{table}\n<!-- end -->"
 
-    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, readme, flags=re.DOTALL)
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, document, flags=re.DOTALL)
 
 
 def main() -> int:
@@ -149,12 +192,11 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    path = ROOT / "README.md"
-    before = path.read_text()
-    after = render(before)
+    stale = [path for path in DOCUMENTS if render(path.read_text()) != path.read_text()]
     if arguments.check:
-        return int(before != after)
-    path.write_text(after)
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(render(path.read_text()))
     return 0
 
 
