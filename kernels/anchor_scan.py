@@ -1,7 +1,7 @@
 """The anchor scan: runs of similar rows, each led by its anchor. Row by row on the CPU, in Triton on a GPU.
 
-Shape suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R runs of a
-chunk (as many slots as the chunk has rows); L lanes = batch x heads x chunks.
+Shape suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows
+of a chunk; L lanes = batch x heads x chunks.
 """
 
 from __future__ import annotations
@@ -23,20 +23,12 @@ class AnchorRuns:
     """Runs of consecutive rows that are close to the run's first row, its anchor.
 
     is_anchor_BGS: bool, whether the row leads a run. run_BGS: int32, the row's run within its chunk,
-    from 0. runs_BGC: int32, runs in each chunk. first_BGCR: int32, absolute position of each run's anchor.
-    length_BGCR: int32, rows in each run, at least 1. Entries r >= runs_BGC are 0 in both.
+    from 0. runs_BGC: int32, runs in each chunk.
     """
 
     is_anchor_BGS: torch.Tensor
     run_BGS: torch.Tensor
     runs_BGC: torch.Tensor
-    first_BGCR: torch.Tensor
-    length_BGCR: torch.Tensor
-
-    @property
-    def last_BGCR(self) -> torch.Tensor:
-        """int32, absolute position of each run's last row; -1 in slots without a run."""
-        return self.first_BGCR + self.length_BGCR - 1
 
 
 def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) -> None:
@@ -116,21 +108,10 @@ def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tens
 
 
 def runs_of(is_anchor_BGS: torch.Tensor, chunk: int) -> AnchorRuns:
-    """Number the runs of each chunk and measure them, from the anchors' places."""
+    """Number the runs of each chunk, from the anchors' places."""
     batch, heads, rows = is_anchor_BGS.shape
     chunks = -(-rows // chunk)
     padded = functional.pad(is_anchor_BGS, (0, chunks * chunk - rows)).view(batch, heads, chunks, chunk)
     run_BGCR = padded.cumsum(-1) - 1
-    runs_BGC = run_BGCR[..., -1] + 1
-    real_BGCR = torch.arange(chunks * chunk, device=padded.device).view(chunks, chunk) < rows
-    ones_BGCR = real_BGCR.expand_as(run_BGCR).long()
-    length_BGCR = torch.zeros_like(run_BGCR).scatter_add_(-1, run_BGCR, ones_BGCR)
-    start_BGCR = length_BGCR.cumsum(-1) - length_BGCR
-    first_BGCR = start_BGCR + torch.arange(chunks, device=padded.device)[:, None] * chunk
-    return AnchorRuns(
-        is_anchor_BGS=is_anchor_BGS,
-        run_BGS=run_BGCR.reshape(batch, heads, -1)[..., :rows].int(),
-        runs_BGC=runs_BGC.int(),
-        first_BGCR=torch.where(length_BGCR > 0, first_BGCR, 0).int(),
-        length_BGCR=length_BGCR.int(),
-    )
+    run_BGS = run_BGCR.reshape(batch, heads, -1)[..., :rows].int()
+    return AnchorRuns(is_anchor_BGS, run_BGS, (run_BGCR[..., -1] + 1).int())

@@ -141,8 +141,8 @@ def kept_tiles(score: list[float], diagonal: int, kind: str, amount: float) -> l
     if top <= 0:
         return list(range(diagonal + 1))
     if kind == "max_relative":
-        limit = torch.tensor(amount) * torch.tensor(top)
-        return sorted(forced | {m for m, s in enumerate(score) if s >= limit})
+        least = float(torch.tensor(amount) * torch.tensor(top))
+        return sorted(forced | {m for m, s in enumerate(score) if s >= least})
     value = [math.floor(s * (LEVELS / top) + 0.5) if kind == "cumulative" else s for s in score]
     weight = value if kind == "cumulative" else [1.0] * len(score)
     need = amount * sum(value) if kind == "cumulative" else math.ceil(amount * len(score) - 1e-6)

@@ -35,12 +35,7 @@ def check_consistent(runs: AnchorRuns, rows: int, chunk: int) -> None:
         for c, count in enumerate(runs.runs_BGC.flatten(0, 1)[lane].tolist()):
             here = [lead for lead in leads if lead // chunk == c]
             assert count == len(here)
-            assert runs.first_BGCR.flatten(0, 1)[lane, c, :count].tolist() == here
             lengths = [ends[place + i] - lead for i, lead in enumerate(here)]
-            assert runs.length_BGCR.flatten(0, 1)[lane, c].tolist() == lengths + [0] * (chunk - count)
-            assert runs.last_BGCR.flatten(0, 1)[lane, c, :count].tolist() == [
-                lead + length - 1 for lead, length in zip(here, lengths, strict=True)
-            ]
             for index, (lead, length) in enumerate(zip(here, lengths, strict=True)):
                 run = runs.run_BGS.flatten(0, 1)[lane, lead : lead + length]
                 assert (run == index).all()
@@ -69,7 +64,7 @@ def test_the_kernel_equals_the_cpu_form(
         runs = kernel_scan(x, threshold, chunk, metric)
     expected = cpu_scan(x, threshold, chunk, metric)
     assert torch.equal(runs.is_anchor_BGS, expected.is_anchor_BGS)
-    assert torch.equal(runs.length_BGCR, expected.length_BGCR)
+    assert torch.equal(runs.run_BGS, expected.run_BGS)
     check_consistent(runs, rows, chunk)
 
 

@@ -53,7 +53,7 @@ def test_every_kernel_that_is_launched_has_compile_cases() -> None:
     trees = {path: ast.parse(path.read_text()) for path in (ROOT / "kernels").rglob("*.py")}
     kernels = set().union(*map(jitted, trees.values()))
     taken = set().union(*map(launched, trees.values())) & kernels
-    assert {"_attend", "_merge", "_score", "_select", "hopper_kernel", "flash_kernel"} <= taken
+    assert taken & jitted(trees[ROOT / "kernels" / "paged_decode" / "kernel.py"]), "it looks everywhere"
     assert taken == set().union(*map(compiled_cases, modules()))
 
 
