@@ -63,8 +63,6 @@ from .hopper_tiles import (
     next_entry,
 )
 
-COPYING_REGISTERS = gl.constexpr(24)
-"""A thread of the copying warp; the computing ones' are in the plan."""
 NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Whether `_advance` hides a tile's unseen keys: there are none, there are, or a branch on the tile says."""
 
@@ -166,21 +164,22 @@ def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
     if PLAN.packed:
         if PLAN.warpgroups == 3:  # else an item's rows lie in one block, and only the first tile is masked
             for i in range(1, ends.hidden_end):
-                running, done = _advance(running, done, i, rows, buffers, False, ALWAYS, PLAN)
+                running, done = _advance(
+                    running, done, i, rows, buffers, WEIGHTED=False, HIDE=ALWAYS, PLAN=PLAN
+                )
         for i in range(ends.hidden_end if PLAN.warpgroups == 3 else 1, ends.clear_end):
-            running, done = _advance(running, done, i, rows, buffers, True, NEVER, PLAN)
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, HIDE=NEVER, PLAN=PLAN)
         for i in range(ends.clear_end, ends.tiles):
-            running, done = _advance(running, done, i, rows, buffers, True, ALWAYS, PLAN)
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, HIDE=ALWAYS, PLAN=PLAN)
     elif PLAN.in_pairs:
         for i in range(1, ends.hidden_end):
-            running, done = _advance(running, done, i, rows, buffers, False, ALWAYS, PLAN)
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, HIDE=ALWAYS, PLAN=PLAN)
         for i in range(ends.hidden_end, ends.tiles):
-            running, done = _advance(running, done, i, rows, buffers, False, NEVER, PLAN)
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, HIDE=NEVER, PLAN=PLAN)
     else:
+        HIDE: gl.constexpr = NEVER if PLAN.listed else IF_MASKED
         for i in range(1, ends.tiles):
-            running, done = _advance(
-                running, done, i, rows, buffers, False, NEVER if PLAN.listed else IF_MASKED, PLAN
-            )
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, HIDE=HIDE, PLAN=PLAN)
     return running, done
 
 
@@ -223,7 +222,7 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         s = warpgroup_mma_wait(0, deps=[s])
         keys.release(done)
         s = hide_exact(s, column, 0, seen, PLAN)
-        w, top, mass, shrink = weigh(s, top, mass, scale, scale, False, PLAN)
+        w, top, mass, shrink = weigh(s, top, mass, scale, scale, WEIGHTED=False, PLAN=PLAN)
         if not PLAN.late:
             w = rounded(w, dtype, PLAN)
         rows = OwnRows(q, seen, scale)
@@ -273,7 +272,7 @@ def hopper_kernel(
                 (load_items, (sources, lists, buffers, work, PLAN)),
             ],
             [4, 1],
-            [PLAN.registers, COPYING_REGISTERS],
+            [PLAN.registers, PLAN.copying_registers],
         )
     else:
         gl.warp_specialize(
@@ -284,6 +283,6 @@ def hopper_kernel(
                 (load_items, (sources, lists, buffers, work, PLAN)),
             ],
             [4, 4, 1],
-            [PLAN.registers, PLAN.registers, COPYING_REGISTERS],
+            [PLAN.registers, PLAN.registers, PLAN.copying_registers],
         )
     # fmt: on

@@ -42,6 +42,8 @@ class HopperPlan:
     """For each warpgroup. With two, an item's output leaves while the next item is computed."""
     registers: int
     """A thread of a computing warpgroup."""
+    copying_registers: int
+    """A thread of the copying warp."""
     in_pairs: bool
     """Hand weights on as 32-bit numbers that hold two. An item's tiles then take several loops: between loops
     LLVM keeps 16-bit numbers apart and has 64 instructions put them together for every tile."""
@@ -86,6 +88,7 @@ def plan_of(
         warpgroups=warpgroups,
         query_buffers=query_buffers,
         registers=registers,
+        copying_registers=24,
         in_pairs=dim == 64 if packed else dim == 128 and not listed,
         late=packed and dim == 128,
         spread=listed or (packed and dim == 64),

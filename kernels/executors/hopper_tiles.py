@@ -19,9 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .hopper_plan import GROUP_ROWS, TILE
 
-LENGTH_BYTES = gl.constexpr(4)
-"""Of a packed key's weight, its run's length."""
-
 
 class Work(NamedTuple):
     """All items of a launch, and which keys their rows see. Rows of positions row0 + step * i."""
@@ -246,7 +243,7 @@ def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
             if PLAN.packed:
                 _copy(
                     sources.k, sources.packed_k, place, packed_row, near, k_full, k_buffer, PLAN,
-                    TILE * LENGTH_BYTES,
+                    sources.weight.block_type.nbytes,
                 )  # fmt: skip
                 # Exact keys' weights are the last tile, all ones: see `launch.PackedKeys`.
                 ones = sources.weight.shape[2].to(gl.int32) - TILE
