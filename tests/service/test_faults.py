@@ -1,23 +1,19 @@
-"""Workers that die or fail under a request, clients that leave, deadlines: one outcome, nothing left."""
+"""Workers that die, fail or refuse under a request: one outcome, nothing left."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Token
-from deltafront.service.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
-from deltafront.service.fleet.links import LocalDirectory
-from deltafront.service.fleet.view import Charge, Fleet
+from deltafront.service.errors import NotFound, Overloaded, Unavailable
 from deltafront.service.request import attempt
-from deltafront.workers.messages import DecodeStats, FinishReason, RefusalReason, Refused
+from deltafront.workers.messages import FinishReason, RefusalReason, Refused
 
-from .fakes import EOS, FakeDecode, FakeGroup, Speed
-from .inprocess import HANG_S, House, wait_until
+from .fakes import EOS, FakeDecode
+from .inprocess import House, wait_until
 from .test_requests import collect, expected, ids, nothing_left
 
 PROMPT = "p" * 700
@@ -182,149 +178,6 @@ def test_a_hand_off_is_measured_although_its_worker_died(house: House, client: D
     assert counter(house, "deltafront_handoff_seconds_sum") == 0.001
 
 
-# --- leaving and running late --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rpc", ["generate", "prefill"])
-@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03, 0.1, 0.2, 0.3])
-def test_leaving_at_any_moment_frees_everything(
-    house: House, client: DeltafrontClient, after_s: float, rpc: str
-) -> None:
-    """The work has no end, so that leaving is always before it."""
-    house.group.speed, house.decode.speed = Speed(chunk=0.03), Speed(token=0.03)
-    if rpc == "generate":
-        house.decode.pause_at = 20
-    else:
-        house.group.pause_at = 5
-    call = client.generate(PROMPT, max_tokens=50) if rpc == "generate" else client.prefill(PROMPT)
-    timer = threading.Timer(after_s, client.close)
-    timer.start()
-    try:
-        for _event in call:
-            pass
-    except (Cancelled, Unavailable, ValueError):
-        pass
-    timer.join()
-    assert not house.decode._sessions
-    nothing_left(house)
-    assert set(house.group.cancelled) <= {job.request_id for job in house.group.jobs}
-
-
-class Gate:
-    """Something that a test lets pass when it wants to; `reached` is set once somebody waits there."""
-
-    def __init__(self) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-
-    def wait(self) -> None:
-        self.reached.set()
-        assert self.open.wait(HANG_S)
-
-    async def wait_async(self) -> None:
-        await asyncio.to_thread(self.wait)
-
-
-def leaves(client: DeltafrontClient, call: Iterator[object], gate: Gate) -> None:
-    """Read a stream until its client leaves, which happens at the gate."""
-
-    def leave() -> None:
-        assert gate.reached.wait(HANG_S)
-        client.close()
-
-    leaver = threading.Thread(target=leave)
-    leaver.start()
-    with pytest.raises((Cancelled, ValueError)):
-        list(call)
-    leaver.join()
-
-
-def test_leaving_while_tokenizing_takes_nothing(
-    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, gate, encoded = house.door._requests._resources.tokenizer, Gate(), threading.Event()
-    encode = tokenizer.encode
-
-    def slow(*arguments: Any, **options: Any) -> bytes:
-        gate.wait()
-        encoded.set()
-        return encode(*arguments, **options)
-
-    monkeypatch.setattr(tokenizer, "encode", slow)
-    leaves(client, client.generate(PROMPT), gate)
-    wait_until(lambda: outcomes(house) == {("Generate", "cancelled"): 1}, "the request is not cancelled")
-    gate.open.set()
-    assert encoded.wait(HANG_S)
-    house.loop.run(asyncio.sleep(0.05))
-    assert not house.group.jobs
-    nothing_left(house)
-
-
-def test_leaving_while_reserving_gives_the_pages_back(
-    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserve, gate = house.decode.reserve, Gate()
-
-    async def slow(order: Any) -> object:
-        answer = await reserve(order)
-        await gate.wait_async()
-        return answer
-
-    monkeypatch.setattr(house.decode, "reserve", slow)
-    leaves(client, client.generate(PROMPT), gate)
-    nothing_left(house)
-    gate.open.set()
-    assert len(house.decode.cancelled) == 1
-
-
-def test_leaving_while_a_session_is_kept_leaves_none(
-    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keep, gate, kept = house.decode.keep, Gate(), []
-
-    async def slow(order: Any) -> object:
-        answer = await keep(order)
-        kept.append(answer)
-        await gate.wait_async()
-        return answer
-
-    monkeypatch.setattr(house.decode, "keep", slow)
-    leaves(client, client.prefill("short"), gate)
-    assert kept
-    assert house.decode._sessions
-    gate.open.set()
-    nothing_left(house)
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_deadline_cancels_workers(house: House, client: DeltafrontClient, phase: str) -> None:
-    """Work that has no end, however long the machine takes to get there."""
-    (house.group if phase == "prefill" else house.decode).pause_at = 3
-    with pytest.raises(DeadlineExceeded):
-        list(client.generate(PROMPT, max_tokens=100, timeout_s=0.5))
-    wait_until(lambda: outcomes(house) == {("Generate", "deadline_exceeded"): 1}, "there is no outcome")
-    nothing_left(house)
-
-
-def test_everything_in_progress_is_renewed(house: House, client: DeltafrontClient) -> None:
-    house.group.pause_at = house.decode.pause_at = 3
-    stream = client.generate(PROMPT, max_tokens=10)
-    next(stream)
-    (request_id,) = {job.request_id for job in house.group.jobs}
-    for worker in (house.group, house.decode):
-        wait_until(lambda worker=worker: (request_id,) in worker.renewed, "it is not renewed")  # type: ignore[misc]
-    house.group.pause_at = -1
-    assert house.decode.paused.wait(HANG_S)
-    seen = len(house.decode.renewed)
-    wait_until(lambda: len(house.decode.renewed) > seen + 1, "the answer is not renewed")
-    house.decode.pause_at = -1
-    list(stream)
-    nothing_left(house)
-    house.loop.run(house.fleet._renew())  # after any that was on its way
-    seen = len(house.decode.renewed)
-    house.loop.run(house.fleet._renew())
-    assert len(house.decode.renewed) == seen
-
-
 # --- a no from a worker ------------------------------------------------------------------------------------
 
 
@@ -388,43 +241,3 @@ def test_a_worker_giving_up_is_replayed(house: House, client: DeltafrontClient) 
     assert text == expected(ids(PROMPT), 10)
     assert len(house.decode.jobs) == 2
     assert FinishReason.CANCELLED not in [job.page_selection for job in house.decode.jobs]
-
-
-async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = FakeDecode("decode:d0")
-    fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
-    await fleet.refresh()
-    assert set(fleet.view.workers) == {"decode:d0"}
-    monkeypatch.setattr("deltafront.service.fleet.view._STATS_PATIENCE_S", 0.05)
-
-    async def stuck() -> None:
-        await asyncio.Event().wait()
-
-    decode.stats = stuck  # type: ignore[method-assign,assignment]
-    await fleet.refresh()
-    assert set(fleet.view.workers) == {"decode:d0"}
-
-
-async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
-    decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
-    fleet = Fleet(LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [decode]), lambda _view: None)
-    await fleet.refresh()
-    stats = decode.stats
-
-    async def slow() -> DecodeStats:
-        state = await stats()
-        asked.set()
-        await told.wait()
-        return state
-
-    decode.stats = slow  # type: ignore[method-assign]
-    polls = [asyncio.create_task(fleet.poll()) for _ in range(2)]
-    await asked.wait()
-    fleet.charge(Charge("prefill:g0", 500, "decode:d0", 96))
-    told.set()
-    for poll in polls:
-        await poll
-        assert fleet.view.workers["decode:d0"].pages_free == decode.total - 96
-        assert fleet.view.groups["prefill:g0"].waiting_tokens == 500
-    await fleet.poll()
-    assert fleet.view.workers["decode:d0"].pages_free == decode.total
