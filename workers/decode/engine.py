@@ -39,9 +39,8 @@ from ..messages import (
 )
 from ..model.decoder import LayerStack, load_model
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
-from ..warm_up import warm_up_decode
 from .page_selection import PageSelectionError, plan_layers
-from .runner import DecodeRunner
+from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeEvent, DecodeRequest, DecodeScheduler
 from .sessions import DecodePages, SessionsTable, appended_ids
 
@@ -108,7 +107,7 @@ class DecodeEngine:
         if self._config.warm_up:
             tokens = min(self._model.positions, self._config.cache_tokens)
             await asyncio.get_running_loop().run_in_executor(
-                self._threads[0], warm_up_decode, self._runner, tokens, self._plan.calibrated
+                self._threads[0], warm_up, self._runner, tokens, self._plan.calibrated
             )
         if self._unavailable == _STARTING:
             self._unavailable = ""
