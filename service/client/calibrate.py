@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...workers.model.config import ModelError
-from ...workers.settings import ModelSpec
+from ...workers.settings import Dtype, ModelSpec
 from .terminal import err, fail, read_text
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def calibrate_command(
     tokens: Annotated[int | None, typer.Option(help="Of each text (four times the budget).")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="What is computed in.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
