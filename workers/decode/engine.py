@@ -88,13 +88,7 @@ class DecodeEngine:
         ]
         self._receiver = receiver(handoff, self._runner.cache, self._threads[1])
         self._scheduler = DecodeScheduler(
-            self._runner,
-            self._threads[0],
-            self._before_first,
-            clock,
-            max_batch=config.max_batch,
-            chunk_tokens=config.append_chunk_tokens,
-            eos_ids=model.eos_ids,
+            self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
         self._requests: dict[str, DecodeRequest] = {}
         self._serials = itertools.count()
