@@ -47,7 +47,8 @@ ROOMS = {
         service.exporter service.fleet service.door service.wiring""",
     "service.client": """workers.messages workers.settings workers.model.config workers.model.store
         workers.model.calibration service.errors service.config service.door.wire service.door.status
-        service.request.answers service.request.calls service.request.plan service.wiring service.app protos""",
+        service.request.answers service.request.calls service.request.plan service.wiring service.app
+        protos""",
 }
 
 # Imports that the table above forbids and that are still there. To be emptied.

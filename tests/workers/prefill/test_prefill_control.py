@@ -314,6 +314,23 @@ async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
 
 
 @timeless
+async def test_stopping_waits_for_what_the_stages_still_owe() -> None:
+    """Else a task would be left that nobody ends, in a loop that is about to."""
+
+    def trouble(_request_id: str) -> None:
+        raise RuntimeError("stage 1 died")
+
+    controller, fakes = make(trouble=trouble)
+    fakes[0].pause = lambda: 5.0
+    fakes[0].stop = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(PrefillFailed, match="stage 1 died"):
+        await collect(controller, job("a", 128))
+    await controller.stop()
+    others = {asyncio.current_task(), *fakes[0]._tasks, *fakes[1]._tasks}
+    assert asyncio.all_tasks() - others == set()
+
+
+@timeless
 async def test_check_notices_a_stage_that_died_while_idle() -> None:
     controller, fakes = make()
     assert await controller.check() == ""
