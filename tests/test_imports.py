@@ -29,10 +29,11 @@ ROOMS = {
     "workers.remote": "workers.messages workers.roles",
     "workers.model": "workers.settings kernels",
     "workers.kv": "workers.messages workers.settings kernels.constants",
-    "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.model workers.kv
-        kernels""",
-    "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.model workers.kv
-        kernels""",
+    "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.model
+        workers.kv kernels""",
+    "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.model
+        workers.kv kernels""",
+    "workers.warm_up": "",
     "service.errors": "",
     "service.config": "workers.messages workers.settings workers.model.config",
     "service.metrics": "workers.messages",
@@ -46,9 +47,8 @@ ROOMS = {
     "service.app": """workers.prefill.group workers.decode.worker service.config service.metrics
         service.exporter service.fleet service.door service.wiring""",
     "service.client": """workers.messages workers.settings workers.model.config service.errors service.config
-        service.door.wire service.door.status service.request.answers service.request.calls service.request.plan
-        service.wiring
-        service.app protos""",
+        service.request.answers service.request.calls service.request.plan service.door.wire
+        service.door.status service.wiring service.app protos""",
 }
 
 # Imports that the table above forbids and that are still there. To be emptied.

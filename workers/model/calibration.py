@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from ...kernels.build import build
+from ...kernels.constants import PAGE_TOKENS
 from ...kernels.interface import AttentionInput, StateSpec
 from ...kernels.methods import method_spec
-from ..kv.page_pool import PAGE_TOKENS
 from .config import ModelConfig
 from .decoder import LayerStack, load_stack
 
