@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.workers.messages import FinishReason, GenerateJob, KeepSession, Sampling, SessionKept
+from deltafront.workers.messages import (
+    FinishReason,
+    FirstLogits,
+    GenerateJob,
+    KeepSession,
+    Sampling,
+    SessionKept,
+)
 
 NEW = 64
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
@@ -21,6 +27,25 @@ PROMPTS = (5, 16, 33, 150)
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return [random.Random(seed * 1000 + length).randrange(198) for _ in range(length)]
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def during(self, seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        """`work`, taking so long."""
+
+        def slow(*args: Any) -> Any:
+            self.now += seconds
+            return work(*args)
+
+        return slow
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +84,11 @@ async def test_greedy_tokens_equal_transformers_alone_and_batched(
 async def test_a_kept_session_answers_as_the_whole_prompt_would_and_stays_as_it_was(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    run = await bench()
+    run = await bench(wall=Clock())
     document = prompt(150)
     first = await run.ask("first", document, GREEDY, keep_tokens=150, keep_ttl_s=60.0)
     assert first.ids == expected(document)
-    assert first.first.session.expires == pytest.approx(time.time() + 60, abs=5)
+    assert first.first.session.expires == 1060.0
     held = run.used
     assert held == 10
     questions = [prompt(length, seed=1) for length in (1, 3, 20, 130)]
@@ -97,18 +122,20 @@ async def test_a_session_can_be_kept_of_a_session_and_of_part_of_a_prompt(
 
 
 async def test_prefill_only_becomes_a_session(bench: Any, expected: Callable[[list[int]], list[int]]) -> None:
-    run = await bench()
+    clock = Clock()
+    run = await bench(clock=clock)
     document, question = prompt(75), prompt(10, seed=4)
     await run.reserve("read", 75, 0)
     keeping = asyncio.create_task(run.engine.keep(KeepSession("read", 30.0)))
     await asyncio.sleep(0.02)
     assert not keeping.done(), "no page is here yet"
+    clock.now += 0.5
     await run.deliver("read", document)
     kept = await keeping
     assert isinstance(kept, SessionKept) and kept.session.tokens == 75
     assert kept.session.session_id.startswith("test.")
     assert kept.report.handoff_bytes == 75 * 6 * 2 * 2 * 16 * 4
-    assert 0 < kept.report.handoff_exposed < 10
+    assert kept.report.handoff_exposed == pytest.approx(0.5)
     answer = await run.ask_session("question", kept.session.session_id, question, GREEDY)
     assert answer.ids == expected(document + question)
 
@@ -192,37 +219,41 @@ async def test_delta_reads_only_its_budget_and_full_rows_beside_it_are_untouched
 
 
 async def test_the_parts_add_up_to_the_time_to_the_first_token(bench: Any) -> None:
-    run = await bench()
-    ids = prompt(150)
-    await run.reserve("late", 150, 4, keep_tokens=150)
-    made = run.prefill(ids)
+    clock = Clock()
+    run = await bench(clock=clock, max_batch=1, append_chunk_tokens=48)
+    runner = run.engine._runner
+    runner.first_tokens = clock.during(0.03, runner.first_tokens)
+    runner.append = clock.during(0.5, runner.append)
+    made = run.prefill(prompt(150))
     pieces = run.pieces("late", made)
+    await run.reserve("late", 150, 4, keep_tokens=150)
     for piece in pieces[:-1]:
         await run.engine.announce(piece)
-    from deltafront.workers.messages import FirstLogits
-
     await run.engine.first_logits(FirstLogits("late", made.logits))
-    began = time.perf_counter()
+    began = clock.now
     stream = run.engine.generate(GenerateJob("late", Sampling(max_tokens=4), keep_tokens=150))
     getting = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0)
+    clock.now += 0.2
     await run.engine.announce(pieces[-1])
     first = await getting
-    took = time.perf_counter() - began
-    report = first.report
-    assert report.handoff_exposed == pytest.approx(0.2, abs=0.1)
-    parts = report.handoff_exposed + report.decode_wait + report.append_prefill + report.first_step
-    assert parts == pytest.approx(took, abs=0.02)
+    assert first.report.handoff_exposed == pytest.approx(0.2)
+    assert first.report.first_step == pytest.approx(0.03)
+    assert parts(first.report) == pytest.approx(clock.now - began)
+    session, packed = first.session.session_id, torch.tensor(prompt(100), dtype=torch.int32).numpy().tobytes()
+    await run.reserve("more", 100, 4, session_id=session)
+    began = clock.now
+    more = run.engine.generate(GenerateJob("more", Sampling(max_tokens=4), packed, session))
+    getting = asyncio.ensure_future(anext(more))
+    await asyncio.sleep(0)
+    clock.now += 1.5  # a batch of one: it waits for the first stream's end
     assert [event async for event in stream][-1].reason is FinishReason.LENGTH
-    packed = torch.tensor(prompt(100), dtype=torch.int32).numpy().tobytes()
-    await run.reserve("more", 100, 4, session_id=first.session.session_id)
-    began = time.perf_counter()
-    async for event in run.engine.generate(
-        GenerateJob("more", Sampling(max_tokens=4), packed, first.session.session_id)
-    ):
-        took = time.perf_counter() - began
-        report = event.report
-        break
-    assert report.append_prefill > 0.5 * took and report.handoff_exposed == 0
-    parts = report.decode_wait + report.append_prefill + report.first_step
-    assert parts == pytest.approx(took, abs=0.02)
+    report = (await getting).report
+    assert report.decode_wait == pytest.approx(1.5) and report.handoff_exposed == 0
+    assert report.append_prefill == pytest.approx(3 * 0.5), "48, 48 and 4 tokens"
+    assert parts(report) == pytest.approx(clock.now - began)
+    await more.aclose()
+
+
+def parts(report: Any) -> float:
+    return report.handoff_exposed + report.decode_wait + report.append_prefill + report.first_step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from deltafront.workers.messages import (
     Refused,
     Reserve,
     Sampling,
+    Token,
 )
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
@@ -165,27 +167,40 @@ def test_a_configuration_that_does_not_fit_fails_at_start(tiny_stack: Any) -> No
 async def test_a_deadline_ends_a_stream(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)
+    decode = run.engine._runner.decode
+
+    def slower_once_late(rows: Any) -> Any:
+        if clock.now >= 1001.0:
+            time.sleep(0.02)  # 400 steps of these would take far longer than a look at the deadlines
+        return decode(rows)
+
+    run.engine._runner.decode = slower_once_late
     await run.reserve("a", 40, 400)
     await run.deliver("a", ids_of(40))
-    reading = asyncio.create_task(run.collect(GenerateJob("a", LONG, deadline=1001.0)))
-    await asyncio.sleep(0.05)
-    clock.now = 1001.0
-    answer = await reading
-    assert answer.finish.reason is FinishReason.DEADLINE
-    assert 0 < len(answer.tokens) < 400
+    events = []
+    async for event in run.engine.generate(GenerateJob("a", LONG, deadline=1001.0)):
+        events.append(event)
+        if isinstance(event, Token) and event.index == 2:
+            clock.now = 1001.0
+    assert events[-1].reason is FinishReason.DEADLINE
+    assert 0 < events[-1].completion_tokens < 400
     assert run.used == 0
 
 
 async def test_what_nobody_renews_is_cancelled(bench: Any) -> None:
-    run = await bench(stream_lease_s=0.4)
+    clock = Clock()
+    run = await bench(clock=clock, stream_lease_s=10.0)
     await run.reserve("never-started", 40, 8)
     await run.reserve("renewed", 40, 8)
     await run.reserve("streaming", 40, 8)
     reading = asyncio.create_task(run.collect(GenerateJob("streaming", SHORT)))
-    for _ in range(8):
-        await asyncio.sleep(0.1)
-        await run.engine.renew(["renewed", "nobody"])
-    answer = await asyncio.wait_for(reading, 1)
+    await asyncio.sleep(0)
+    clock.now += 6.0
+    await run.engine.renew(["renewed", "nobody"])
+    await asyncio.sleep(0.25)
+    assert not reading.done() and run.used == 9
+    clock.now += 5.0
+    answer = await reading
     assert answer.finish.reason is FinishReason.CANCELLED and "renewed" in answer.finish.message
     assert run.used == 3
     await run.deliver("renewed", ids_of(40))
@@ -200,11 +215,9 @@ async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:
     for _ in range(5):
         await anext(stream)
     await stream.aclose()
-    for _ in range(100):
-        if run.used == 0:
-            break
-        await asyncio.sleep(0.01)
-    assert run.used == 0
+    async with asyncio.timeout(60):
+        while run.used:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_failing_step_fails_its_requests_and_the_worker_when_it_repeats(
@@ -260,7 +273,7 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any) -> Non
         order = Reserve(name, "me", length, 30, session if on_session else None)
         if isinstance(await run.engine.reserve(order), Refused):
             return
-        cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random(), 20.0))))
+        cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random(), None))))
         job = GenerateJob(name, Sampling(max_tokens=30, ignore_eos=True), keep_tokens=0)
         if on_session:
             job = replace(job, append_ids=packed(ids_of(length)), session_id=session)
@@ -279,7 +292,7 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any) -> Non
             await asyncio.sleep(chance.random() * 0.002)
         await run.engine.first_logits(FirstLogits(name, prompts[length].logits))
 
-    async def cancel_later(name: str, delay: float) -> None:
+    async def cancel_later(name: str, delay: float | None) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended[name].wait(), delay)
         await run.engine.cancel(name)

@@ -1,0 +1,93 @@
+"""A decode worker before it serves, and what it leaves behind when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from deltafront.workers.decode import engine as engine_module
+from deltafront.workers.decode.engine import DecodeEngine
+from deltafront.workers.messages import DecodeFailed, Reserve
+from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.settings import DecodeConfig
+
+CONFIG = DecodeConfig(cache_tokens=512, page_selection="full", warm_up=True)
+ORDER = Reserve("a", "me", 10, 4)
+
+
+class WarmUp:
+    """A warm-up that lasts until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.let_go = threading.Event()
+        self.began = threading.Event()
+        monkeypatch.setattr(engine_module, "warm_up_decode", self)
+
+    def __call__(self, *_: Any) -> None:
+        self.began.set()
+        self.let_go.wait()
+
+
+async def test_nobody_is_served_before_the_warm_up_is_over(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up = WarmUp(monkeypatch)
+    engine = DecodeEngine("decode:test", tiny_stack, CONFIG)
+    starting = None
+    for moment in ("before start", "during the warm-up"):
+        for call in (engine.stats(), engine.reserve(ORDER)):
+            with pytest.raises(DecodeFailed, match=r"^the decode worker is still starting$"):
+                await call
+        assert engine.pages_used == 0, moment
+        if starting is None:
+            starting = asyncio.create_task(engine.start())
+            await asyncio.to_thread(warm_up.began.wait)
+    warm_up.let_go.set()
+    await starting
+    assert (await engine.stats()).pages_free == 32
+    await engine.reserve(ORDER)
+    assert engine.pages_used == 1
+    await engine.close()
+    with pytest.raises(DecodeFailed, match="shutting down"):
+        await engine.reserve(ORDER)
+    assert engine.pages_used == 0
+
+
+async def test_closing_leaves_no_task_behind(bench: Any, tiny_stack: LayerStack) -> None:
+    """Neither its own loops nor a pull that nothing ever comes of."""
+    run = await bench()
+    before = asyncio.all_tasks() - set(run.engine._tasks)
+    engine = DecodeEngine("decode:other", tiny_stack, DecodeConfig(cache_tokens=512, page_selection="full"))
+    await engine.start()
+    await engine.reserve(Reserve("a", "me", 70, 4))
+    piece = run.pieces("a", run.prefill([3] * 70))[0]
+    never = asyncio.get_running_loop().create_future()
+    object.__setattr__(piece, "payload", never)
+    announcing = asyncio.create_task(engine.announce(piece))
+    await asyncio.sleep(0.05)
+    await engine.close()
+    with pytest.raises(asyncio.CancelledError):
+        await announcing
+    assert asyncio.all_tasks() - set(run.engine._tasks) == before
+    assert engine.pages_used == 0
+
+
+async def test_an_engine_that_never_started_can_be_closed(tiny_stack: LayerStack) -> None:
+    engine = DecodeEngine("decode:test", tiny_stack, CONFIG)
+    await engine.close()
+
+
+async def test_closing_during_the_warm_up_starts_nothing(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up, before = WarmUp(monkeypatch), asyncio.all_tasks()
+    engine = DecodeEngine("decode:test", tiny_stack, CONFIG)
+    starting = asyncio.create_task(engine.start())
+    await asyncio.to_thread(warm_up.began.wait)
+    threading.Timer(0.1, warm_up.let_go.set).start()
+    await engine.close()
+    await starting
+    assert asyncio.all_tasks() == before

@@ -1,0 +1,91 @@
+"""Copies of a session's partly filled page, made as late as a busy GPU may make them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltafront.workers.decode import runner as runner_module
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.messages import FirstLogits, GenerateJob, Sampling
+from deltafront.workers.model.decoder import LayerStack
+
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+LAST = Sampling(max_tokens=1, ignore_eos=True)
+
+
+def ids_of(length: int) -> list[int]:
+    return [(7 * i + length) % 198 for i in range(length)]
+
+
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Copies that are only queued, as on a GPU's stream: made when the compute thread computes next, or
+    waits for its results. Returns the queue."""
+    queue: list[tuple[int, int]] = []
+    caches: list[PagedKVCache] = []
+    copy, forward, fetch = PagedKVCache.copy_page, LayerStack.forward, runner_module._fetch
+
+    def asked(self: PagedKVCache, source: int, target: int) -> None:
+        queue.append((source, target))
+        caches.append(self)
+
+    def flush() -> None:
+        while queue and threading.current_thread().name.startswith("decode-compute"):
+            copy(caches.pop(0), *queue.pop(0))
+
+    def flushed_forward(*args: Any) -> Any:
+        flush()
+        return forward(*args)
+
+    def flushed_fetch(*args: Any) -> Any:
+        flush()
+        return fetch(*args)
+
+    monkeypatch.setattr(PagedKVCache, "copy_page", asked)
+    monkeypatch.setattr(LayerStack, "forward", flushed_forward)
+    monkeypatch.setattr(runner_module, "_fetch", flushed_fetch)
+    return queue
+
+
+async def fill_free_pages(run: Any) -> None:
+    """Somebody else's prompt in every page that is free."""
+    prompt = (await run.engine.stats()).pages_free * 16 - 1
+    await run.reserve("other", prompt, 1)
+    made = run.prefill(ids_of(prompt))
+    for piece in run.pieces("other", made):
+        await run.engine.announce(piece)
+    await run.engine.first_logits(FirstLogits("other", made.logits))
+
+
+async def test_a_copy_for_a_request_survives_the_sessions_end(bench: Any, late_copies: list[Any]) -> None:
+    run = await bench(cache_tokens=640)
+    session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
+    wanted = await run.ask_session("alone", session, ids_of(10), SHORT)
+    await run.reserve("q", 10, 8, session_id=session)
+    assert await run.engine.release_session(session, "me")
+    await fill_free_pages(run)
+    packed = np.asarray(ids_of(10), dtype="<u4").tobytes()
+    answer = await run.collect(GenerateJob("q", SHORT, packed, session))
+    assert answer.ids == wanted.ids
+    await run.engine.cancel("other")
+    assert run.used == 0 and not late_copies
+
+
+async def test_a_session_is_told_of_when_its_page_is_copied(bench: Any, late_copies: list[Any]) -> None:
+    run = await bench(cache_tokens=640)
+    kept = (await run.ask("first", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
+    wanted = await run.ask_session("alone", kept, ids_of(10), SHORT)
+    await run.engine.release_session(kept, "me")
+    session = (await run.ask("a", ids_of(40), LAST, keep_tokens=40)).first.session.session_id
+    assert not late_copies, "nothing of it is still to be done once the request may go"
+    await run.reserve("q", 10, 8, session_id=session)
+    await fill_free_pages(run)
+    packed = np.asarray(ids_of(10), dtype="<u4").tobytes()
+    assert (await run.collect(GenerateJob("q", SHORT, packed, session))).ids == wanted.ids
+    await run.engine.release_session(session, "me")
+    await run.engine.cancel("other")
+    assert run.used == 0

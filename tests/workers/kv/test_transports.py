@@ -1,0 +1,192 @@
+"""The transport seam: tensors of a stage into pages of a decode worker, by any of its implementations."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.handoff import HandoffError, Hold, Sender
+from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
+from deltafront.workers.kv.transports import TRANSPORTS, Transport, receiver, sender
+from deltafront.workers.messages import FirstLogits, GenerateJob, KVAnnouncement, Sampling
+from deltafront.workers.settings import HandoffConfig
+
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+
+
+def ids_of(length: int) -> list[int]:
+    return [(7 * i + length) % 198 for i in range(length)]
+
+
+class EngineSink:
+    """An engine of this process, for a stage on another thread."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+
+    def announce(self, announcement: KVAnnouncement) -> None:
+        asyncio.run_coroutine_threadsafe(self._engine.announce(announcement), self._loop).result()
+
+    def first_logits(self, message: FirstLogits) -> None:
+        asyncio.run_coroutine_threadsafe(self._engine.first_logits(message), self._loop).result()
+
+
+class Memory:
+    """What is left for others to pull, by handle: the toy's stand-in for exported GPU memory."""
+
+    def __init__(self) -> None:
+        self.exported: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        self.released: list[str] = []
+        self._handles = itertools.count()
+
+    def export(self, request_id: str, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
+        handle = next(self._handles)
+        self.exported[handle] = request_id, k_TGD, v_TGD
+        return handle
+
+
+class ToySender(InProcessSender):
+    """Announces handles of tensors that stay where they are."""
+
+    def __init__(self, memory: Memory, sink: Any) -> None:
+        super().__init__(sink)
+        self._memory = memory
+
+    def announce(
+        self, request_id: str, decode_worker: str, layer: int, start: int, k_TGD: Any, v_TGD: Any
+    ) -> int:
+        handle = self._memory.export(request_id, k_TGD, v_TGD)
+        self._sink.announce(KVAnnouncement(request_id, layer, start, len(k_TGD), handle))
+        return int(k_TGD.nbytes + v_TGD.nbytes)
+
+
+class ToyReceiver:
+    """Pulls by handle, straight into pages."""
+
+    def __init__(self, memory: Memory, cache: PagedKVCache) -> None:
+        self._memory, self._cache = memory, cache
+
+    async def receive(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+        _, k_TGD, v_TGD = self._memory.exported[announcement.payload]
+        with hold() as pages:
+            if pages is None:
+                return 0
+            self._cache.write_layers(pages, announcement.start, dict.fromkeys(layers, (k_TGD, v_TGD)))
+        return int(k_TGD.nbytes + v_TGD.nbytes)
+
+    def release(self, request_id: str) -> None:
+        self._memory.released.append(request_id)
+        held = self._memory.exported.items()
+        self._memory.exported = {handle: kept for handle, kept in held if kept[0] != request_id}
+
+
+def send_prompt(run: Any, end: Sender, request_id: str, ids: list[int]) -> None:
+    """As a stage does it: chunk by chunk, layer by layer."""
+    prompt = run.prefill(ids)
+    for start in range(0, len(ids), 32):
+        for layer, sides in enumerate(prompt.kv):
+            k_TGD, v_TGD = (torch.from_numpy(side[start : start + 32]) for side in sides)
+            end.announce(request_id, "decode:test", layer, start, k_TGD, v_TGD)
+        if start + 32 < len(ids):
+            end.finish_chunk(request_id, last=False)
+    end.first_logits(request_id, "decode:test", torch.from_numpy(prompt.logits))
+    end.finish_chunk(request_id, last=True)
+    end.forget(request_id)
+
+
+async def answer_by(bench: Callable[..., Any], transport: str) -> Any:
+    run = await bench(transport=transport)
+    end = sender(HandoffConfig(transport=transport), "cpu", EngineSink(run.engine))
+    await run.reserve("a", 70, 8)
+    await asyncio.to_thread(send_prompt, run, end, "a", ids_of(70))
+    answer = await run.collect(GenerateJob("a", SHORT))
+    assert run.used == 0
+    return answer
+
+
+async def test_tensors_go_into_pages_within_one_process(bench: Any) -> None:
+    wanted = await (await bench()).ask("a", ids_of(70), SHORT)
+    answer = await answer_by(bench, "in_process")
+    assert answer.ids == wanted.ids
+    assert answer.finish.report.handoff_bytes == wanted.finish.report.handoff_bytes
+
+
+async def test_a_transport_from_outside_is_chosen_by_its_name(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory()
+    toy = Transport(
+        lambda _config, _device, sink: ToySender(memory, sink),
+        lambda _config, cache, _thread: ToyReceiver(memory, cache),
+    )
+    monkeypatch.setitem(TRANSPORTS, "toy", toy)
+    wanted = await (await bench()).ask("a", ids_of(70), SHORT)
+    answer = await answer_by(bench, "toy")
+    assert answer.ids == wanted.ids
+    assert memory.released == ["a"] and not memory.exported, "released once, when its pages were free"
+
+
+def test_a_transport_needs_a_name_that_is_known_and_what_it_works_with() -> None:
+    config = HandoffConfig(transport="pigeons")
+    with pytest.raises(ValueError, match=r"'pigeons' is unknown; known: object_store, in_process$"):
+        sender(config, "cpu")
+    with pytest.raises(ValueError, match="'pigeons' is unknown"):
+        receiver(config, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="in one process"):
+        sender(HandoffConfig(transport="in_process"), "cpu")
+
+
+# --- in process -----------------------------------------------------------------------------------------
+
+
+class Picky:
+    """Takes nothing of the request that it refuses."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def announce(self, announcement: KVAnnouncement) -> None:
+        if announcement.request_id == "refused":
+            raise ValueError("not here")
+        self.taken.append(announcement.payload)
+
+    def first_logits(self, message: FirstLogits) -> None:
+        if message.request_id == "refused":
+            raise ValueError("not here either")
+        self.taken.append(message.logits)
+
+
+def test_tensors_are_given_as_they_are_and_trouble_shows_at_the_end_of_the_chunk() -> None:
+    sink = Picky()
+    end = InProcessSender(sink)
+    k, v = torch.randn(2, 5, 3, 8, dtype=torch.bfloat16)
+    for name in ("refused", "other"):
+        assert end.announce(name, "decode:x", 4, 0, k, v) == 2 * 5 * 3 * 8 * 2
+        end.first_logits(name, "decode:x", torch.ones(7, dtype=torch.bfloat16))
+    payload, logits = sink.taken
+    assert isinstance(payload, DeviceKV) and payload.ready is None
+    assert payload.k_TGD.data_ptr() == k.data_ptr() and payload.v_TGD.data_ptr() == v.data_ptr()
+    assert logits.dtype == "float32"
+    end.finish_chunk("other", last=True)
+    with pytest.raises(HandoffError, match=r"^decode:x did not take K/V: not here$"):
+        end.finish_chunk("refused", last=True)
+    end.forget("refused")
+    end.finish_chunk("refused", last=True)
+    with pytest.raises(HandoffError, match="cannot hand over"):
+        end.announce("other", "decode:x", 0, 0, k, v[:1])
+
+
+@pytest.mark.parametrize("payload", [None, DeviceKV(torch.zeros(31, 2, 16), torch.zeros(32, 2, 16))])
+async def test_what_is_not_as_announced_fails_the_request(bench: Any, payload: Any) -> None:
+    run = await bench(transport="in_process")
+    await run.reserve("a", 70, 8)
+    with pytest.raises(HandoffError, match="K/V of a, layer 0 at 0 is not two tensors as expected"):
+        await run.engine.announce(KVAnnouncement("a", 0, 0, 32, payload))
+    assert run.used == 0
