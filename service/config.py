@@ -58,8 +58,6 @@ class DoorConfig:
     """Bearer tokens, one a line. None: everybody may call, and sessions belong to nobody."""
     model_name: str = ""
     """Shown by GetServerInfo; empty: model.path."""
-    method_modules: tuple[str, ...] = ()
-    """Modules outside the package that register attention methods when they are imported."""
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     default_session_ttl_s: Positive = 600.0
@@ -93,11 +91,11 @@ class ServiceConfig(BaseModel):
 
     def _method_problems(self) -> Iterator[str]:
         """Loads the modules of methods first, so that the names of these are known."""
-        for module in self.door.method_modules:
+        for module in self.prefill.method_modules:
             try:
                 load_methods(module)
             except MethodError as error:
-                yield f"door.method_modules: {error}"
+                yield f"prefill.method_modules: {error}"
         named = [("door.default_method", self.door.default_method)]
         named += [("prefill.warm_up", name) for name in self.prefill.warm_up]
         for key, name in named:

@@ -69,6 +69,8 @@ class PrefillConfig:
     """A waiting request counts as this many tokens shorter for each second it has waited."""
     stream_lease_s: Positive = 60.0
     """A request whose door has not renewed it for this long is cancelled."""
+    method_modules: tuple[str, ...] = ()
+    """Modules outside the package that register attention methods when they are imported."""
     warm_up: tuple[str, ...] = ()
     """Methods that every stage runs once before it takes requests: a GPU compiles at first use."""
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from deltafront.kernels import methods
+from deltafront.kernels.methods import PRESETS
 from deltafront.service.client.local_ray import check_ports, cpus, environment
 from deltafront.service.config import ConfigError, load, parse
 from deltafront.service.wiring import check_start
@@ -110,12 +112,33 @@ def test_files_that_are_no_configuration(text: str, says: str, tmp_path: Path) -
         parse({**content(), "handoff": None})
 
 
+OUTSIDE = """
+from dataclasses import dataclass
+from deltafront.kernels.methods import register
+@dataclass(frozen=True)
+class Options:
+    "Of no paper."
+register("{0}", Options, None, lambda options: None, source="nowhere")
+register("{0}_whole", Options, None, lambda options: None, source="nowhere", whole_prompt=True)
+"""
+
+
 def test_methods_of_other_modules_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PRESETS
+    monkeypatch.setattr(methods._presets, "_registered", dict(methods._presets._registered))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "methods_of_nobody.py").write_text("")
+    (tmp_path / "methods_of_mine.py").write_text(OUTSIDE.format("mine"))
     for module, says in (("methods_not_there", "cannot be imported"), ("methods_of_nobody", "registers no")):
-        with pytest.raises(ConfigError, match=f"door.method_modules: {module} {says}"):
-            parse(content("door", method_modules=[module]))
+        with pytest.raises(ConfigError, match=f"prefill.method_modules: {module} {says}"):
+            parse(content("prefill", method_modules=[module]))
+    with pytest.raises(ConfigError, match=r"prefill\.warm_up: unknown attention method 'mine'"):
+        parse(content("prefill", warm_up=["mine"]))
+    mine: dict[str, Any] = {"method_modules": ["methods_of_mine"], "warm_up": ["mine", "mine+delta"]}
+    named = parse({**content("prefill", **mine), "door": {"default_method": "mine"}})
+    assert parse(named.model_dump(mode="json")) == named
+    with pytest.raises(ConfigError, match=r"door\.default_method: mine_whole reads whole prompts only"):
+        parse({**content("prefill", **mine), "door": {"default_method": "mine_whole"}})
 
 
 def test_a_token_file_is_beside_its_configuration(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
-from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed, method_spec
+from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed, load_methods, method_spec
 from ..model.decoder import LayerStack, load_model
 from ..settings import ModelSpec, PrefillConfig
 from .activations import Activations, NoActivations
@@ -237,6 +237,8 @@ def load_stage(
 ) -> PrefillStage:
     """Load a stage's share of the model and its pages, and warm up as configured. activations: None in a
     group of one stage."""
+    for module in config.method_modules:
+        load_methods(module)
     stack = load_model(model, config.device, stage, config.stages)
     warm_up(stack, [method_spec(name) for name in config.warm_up], config.chunk_tokens)
     shape, pages = stack.config, pages_for(config.cache_tokens)
