@@ -21,8 +21,8 @@ from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.model import store as model_store
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.prefill import warm_up as prefill_warm_up
 from deltafront.workers.prefill.phases import phase_timer
-from deltafront.workers.prefill.warm_up import warm_up
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "deploy" / "models" / "smollm2-135m-128k"
@@ -162,4 +162,4 @@ def load_tokenizer(model: str) -> Tokenizer:
 def warm_up(stack: LayerStack, methods: Sequence[str], chunk: int) -> None:
     """Compile what reading with these methods needs, where anything is compiled: on a GPU."""
     if stack.device.type == "cuda":
-        warm_up(stack, [parse_method(method) for method in methods], chunk)
+        prefill_warm_up.warm_up(stack, [parse_method(method) for method in methods], chunk)

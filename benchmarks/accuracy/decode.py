@@ -141,7 +141,7 @@ class AnswerDecoder:
         config = self._reader.stack.config
         full = plan_layers(DecodeConfig(full_layers=(), page_selection="full"), config.layers)
         lengths_R = (positions_R + 1).to(torch.int32)
-        rows = BatchRows(self._table_RP, lengths_R, delta=None, full=None, any_delta=plan is not None)
+        rows = BatchRows(self._table_RP, lengths_R, selecting=None, full=None, any_selects=plan is not None)
         return StepAttention(plan or full, rows, config.head_dim**-0.5)
 
     def _forward(
