@@ -8,5 +8,5 @@ BLOCK = 128
 PAGE_TOKENS = 16
 """Tokens of one page, the unit in which K/V is allocated, moved and selected."""
 
-LOG2_E = 1.4426950408889634
-"""log2 of e: exp(x) is exp2(x * LOG2_E)."""
+LOG2E = 1.4426950408889634
+"""log2 of e: exp(x) is exp2(x * LOG2E)."""

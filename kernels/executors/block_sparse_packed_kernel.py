@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..constants import BLOCK, LOG2_E
+from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
 from .flash import NEGATIVE, step_tile
 from .launch import check_launch
@@ -158,7 +158,7 @@ def kernel_attend(
         x.q_start,
         packed.weight_BGP.shape[2],
         state.offset_BGC.shape[2],
-        x.scale * LOG2_E,
+        x.scale * LOG2E,
         D=q.shape[3],
         ROWS=size,
         COLS=64,

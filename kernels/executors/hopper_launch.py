@@ -9,8 +9,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..constants import BLOCK
-from ..constants import LOG2_E as LOG2E
+from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
 from .flash import LIST, PACKED, RANGE
 from .flash_hopper import hopper_kernel

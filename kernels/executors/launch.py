@@ -12,8 +12,7 @@ from functools import cache
 import torch
 import triton
 
-from ..constants import BLOCK
-from ..constants import LOG2_E as LOG2E
+from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, KernelInputError, TileMask
 from .flash import LIST, PACKED, RANGE, flash_kernel
 

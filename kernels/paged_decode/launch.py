@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..constants import LOG2_E as _LOG2_E
+from ..constants import LOG2E as _LOG2_E
 from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
 from . import kernel

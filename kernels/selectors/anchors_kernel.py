@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..constants import LOG2_E
+from ..constants import LOG2E
 from ..interface import AttentionInput
 from .anchors import AnchorSettings, BlockAnchors
 from .rules.kernel import fast_log2, in_16_bits
@@ -156,7 +156,7 @@ def score_sums(
             x.first_block,
             first_row,
             blocks,
-            x.scale * LOG2_E,
+            x.scale * LOG2E,
             D=dim,
             Q_SLOTS=form.q.cap,
             K_SLOTS=form.k.cap,

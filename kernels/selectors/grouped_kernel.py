@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..constants import LOG2_E
+from ..constants import LOG2E
 from .packing_kernel import Grouping, packed
 from .rules.kernel import fast_log2, in_16_bits
 from .rules.sums import empty_parts
@@ -166,7 +166,7 @@ def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
         groups.start,
         first_row * per_block,
         (first_row + blocks) * per_block,
-        groups.scale * LOG2_E,
+        groups.scale * LOG2E,
         STEP=grouping.step,
         SLOTS=grouping.slots,
         PER_BLOCK=per_block,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..anchor_scan_kernel import check_head_dim
-from ..constants import BLOCK, LOG2_E
+from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, KernelInputError
 
 _SPLITS = 32
@@ -173,7 +173,7 @@ def kernel_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, t
     band_BHIM = torch.zeros((batch, heads, 3, x.key_blocks), dtype=torch.float32, device=device)
     strides = (*x.q_BHTD.stride()[:3], *x.k_BGSD.stride()[:3])
     sizes = (heads, x.group, rows, keys, per_split)
-    scale, warps = x.scale * LOG2_E, queries // 16
+    scale, warps = x.scale * LOG2E, queries // 16
     stages = 2 if x.q_BHTD.element_size() == 4 else 3
     _sums_kernel[(lanes, splits)](
         x.q_BHTD,

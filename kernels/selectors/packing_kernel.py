@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..anchor_scan_kernel import check_head_dim
-from ..constants import BLOCK, LOG2_E
+from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput
 
 
@@ -152,7 +152,7 @@ def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
         rows,
         x.q_start,
         groups,
-        x.scale * LOG2_E,
+        x.scale * LOG2E,
         D=dim,
         STEP=step,
         ROWS=32,
