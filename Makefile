@@ -6,7 +6,7 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test acceptance check proto serve dashboards clean install dev model
+.PHONY: demo test acceptance check proto serve dashboards clean install dev model accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -62,3 +62,8 @@ dashboards: install
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis deltafront.egg-info $(VENV)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Sparse prefill against dense attention at 4,096 tokens of the demo text; prints a table.
+accuracy: install model
+	$(BIN)/python -m deltafront.benchmarks.accuracy --documents 2x4096 --tasks needles:16 --methods \
+	  dpxa:min_tokens=0 xattention:min_tokens=0 streaming:min_tokens=0,window=1024

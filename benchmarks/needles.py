@@ -63,15 +63,31 @@ class Needle:
 
 
 def make_needles(count: int, seed: int) -> list[Needle]:
-    """`count` needles, of the kinds in turn; no two keys share a word. Raises ValueError past 100."""
-    if count > min(len(_ADJECTIVES), len(_NOUNS)):
-        raise ValueError(f"at most {min(len(_ADJECTIVES), len(_NOUNS))} needles, {count} asked for")
+    """`count` needles, of the kinds in turn; all keys differ, and up to 102 share no word.
+
+    Raises ValueError for more than there are pairs of words.
+    """
     rng = random.Random(seed)
-    pairs = zip(rng.sample(_ADJECTIVES, count), rng.sample(_NOUNS, count), strict=True)
+    pairs = zip(*_words(count, rng), strict=True)
     return [
         Needle(f"{adjective}-{noun}", _value(_KINDS[i % len(_KINDS)], rng), _KINDS[i % len(_KINDS)])
         for i, (adjective, noun) in enumerate(pairs)
     ]
+
+
+def _words(count: int, rng: random.Random) -> tuple[list[str], list[str]]:
+    """As many adjectives and nouns, of which no two pairs are the same. Past one round of all words, each
+    round pairs the adjectives with the nouns one place further on."""
+    every = min(len(_ADJECTIVES), len(_NOUNS))
+    if count > every**2:
+        raise ValueError(f"at most {every**2} needles, {count} asked for")
+    adjectives = rng.sample(_ADJECTIVES, min(count, every))
+    nouns = rng.sample(_NOUNS, min(count, every))
+    size = len(nouns)
+    return (
+        [adjectives[i % size] for i in range(count)],
+        [nouns[(i + i // size) % size] for i in range(count)],
+    )
 
 
 def _value(kind: str, rng: random.Random) -> str:

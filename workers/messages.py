@@ -228,8 +228,7 @@ class ChunkReport:
 class KVAnnouncement:
     """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be pulled.
 
-    payload: what the transport's receiver understands (an object reference to 2 · layers arrays
-    [tokens, G, D], k then v of each layer, or the arrays themselves in one process)."""
+    payload: what the transport's two ends agreed on, opaque to everybody else."""
 
     request_id: str
     layer: int

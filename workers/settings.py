@@ -26,6 +26,7 @@ Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
 """Tokens of a prefill chunk: whole attention tiles."""
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ModelSpec:
 
     path: Annotated[str, Field(min_length=1)]
     adapter: str | None = None
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     max_position_embeddings: Count | None = None
 

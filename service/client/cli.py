@@ -1,4 +1,4 @@
-"""`deltafront`: serve, prefill, generate, sessions release, info.
+"""`deltafront`: serve, prefill, generate, sessions release, info, calibrate.
 
 Answers go to standard output, everything else to standard error. An error is one line, with what to do.
 """
@@ -20,6 +20,7 @@ from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..wiring import local_model
 from . import DeltafrontClient, GenerateFinished, PrefillFinished, Progress, Token
+from .calibrate import calibrate_command
 from .terminal import (
     as_json,
     calling,
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is_help=True)
 app.add_typer(sessions, name="sessions")
+app.command("calibrate")(calibrate_command)
 
 Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
 Bearer = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]

@@ -1,6 +1,6 @@
 """The workers as the door knows them: who is alive, how full they are, and what we keep alive there.
 
-Free of Ray; `links.py` says how workers are reached.
+Free of Ray; `workers/roles.py` says what workers can be asked, `links.py` how they are found.
 """
 
 from __future__ import annotations

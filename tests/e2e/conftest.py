@@ -69,7 +69,7 @@ def wire(service: LocalService) -> Wire:
 
 @pytest.fixture(scope="session")
 def model_directory() -> Path:
-    return model_store.resolve("smollm2-135m-instruct")
+    return model_store.model_directory("smollm2-135m-instruct")
 
 
 @pytest.fixture(scope="session")

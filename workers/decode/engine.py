@@ -39,9 +39,8 @@ from ..messages import (
 )
 from ..model.decoder import LayerStack, load_model
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
-from ..warm_up import warm_up_decode
 from .page_selection import PageSelectionError, plan_layers
-from .runner import DecodeRunner
+from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeEvent, DecodeRequest, DecodeScheduler
 from .sessions import DecodePages, SessionsTable, appended_ids
 
@@ -89,13 +88,7 @@ class DecodeEngine:
         ]
         self._receiver = receiver(handoff, self._runner.cache, self._threads[1])
         self._scheduler = DecodeScheduler(
-            self._runner,
-            self._threads[0],
-            self._before_first,
-            clock,
-            max_batch=config.max_batch,
-            chunk_tokens=config.append_chunk_tokens,
-            eos_ids=model.eos_ids,
+            self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
         self._requests: dict[str, DecodeRequest] = {}
         self._serials = itertools.count()
@@ -108,7 +101,7 @@ class DecodeEngine:
         if self._config.warm_up:
             tokens = min(self._model.positions, self._config.cache_tokens)
             await asyncio.get_running_loop().run_in_executor(
-                self._threads[0], warm_up_decode, self._runner, tokens, self._plan.calibrated
+                self._threads[0], warm_up, self._runner, tokens, self._plan.calibrated
             )
         if self._unavailable == _STARTING:
             self._unavailable = ""

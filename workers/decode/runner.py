@@ -22,12 +22,15 @@ from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.methods import method_spec
 from ..kv.cache import PagedKVCache
-from ..kv.page_pool import PAGE_TOKENS
+from ..kv.page_pool import PAGE_TOKENS, pages_for
 from ..messages import Sampling
 from ..model.decoder import LayerStack
 from .page_selection import BatchRows, LayerPlan, StepAttention
 from .sampling import SamplingRows, sample
 from .sessions import PageCopy
+
+_RAGGED = 77
+"""Tokens of a warm-up's appended text: no multiple of anything that a kernel might be specialised for."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,30 @@ class DecodeRunner:
             return step.attend(layer, q_RHD, *self.cache.layer(layer))
 
         return attend
+
+
+def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
+    """Run what a GPU compiles at first use: append and decode at few and at `tokens` tokens, alone and in a
+    batch, greedy and sampled. No request exists yet, and results are dropped.
+
+    Every page table names the scratch page only, which is left with finite numbers. selects_pages: whether
+    the worker has Δ-layers.
+    """
+    sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
+    batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
+    key = 0
+    longest = tokens - _RAGGED - 2  # two steps follow
+    for length in sorted({min(100, longest), longest}):
+        pages = (runner.scratch_page,) * pages_for(length + _RAGGED + 2)
+        logits_V = runner.append(pages, length, array("I", [0] * _RAGGED), last=True)
+        for batch in batches:
+            rows = []
+            for selects, sampling in zip(batch[: runner.max_batch], (Sampling(), sampled), strict=False):
+                key -= 1  # requests count upwards
+                rows.append(Row(key, pages, length + _RAGGED, 0, sampling, selects))
+            runner.first_tokens([logits_V] * len(rows), rows)
+            runner.decode(rows)
+            runner.decode(rows)
 
 
 def _width(pages: int) -> int:

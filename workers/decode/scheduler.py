@@ -27,6 +27,7 @@ from ..messages import (
     Reserve,
     Token,
 )
+from ..settings import DecodeConfig
 from .runner import Chosen, DecodeRunner, Row
 from .sessions import Holding
 
@@ -147,7 +148,7 @@ class DecodeRequest:
 
 
 class DecodeScheduler:
-    """Takes ready requests in order of readiness, at most `max_batch` at once.
+    """Takes ready requests in order of readiness, at most `config.max_batch` at once.
 
     Appended tokens of several sessions are read in chunks, in turn. eos_ids end an answer. before_first is
     called once per request, just before its first Token. clock: seconds, for reports.
@@ -158,18 +159,15 @@ class DecodeScheduler:
         runner: DecodeRunner,
         thread: Executor,
         before_first: Callable[[DecodeRequest], None],
-        clock: Callable[[], float],
-        *,
-        max_batch: int,
-        chunk_tokens: int,
+        config: DecodeConfig,
         eos_ids: Sequence[int],
+        clock: Callable[[], float],
     ) -> None:
         self._runner = runner
         self._thread = thread
         self._before_first = before_first
         self._clock = clock
-        self._max_batch = max_batch
-        self._chunk_tokens = chunk_tokens
+        self._config = config
         self._eos_ids = frozenset(eos_ids)
         self._waiting: deque[DecodeRequest] = deque()
         self._appending: deque[DecodeRequest] = deque()
@@ -220,7 +218,7 @@ class DecodeScheduler:
     def _admit(self) -> list[DecodeRequest]:
         """Move waiting requests to where there is room; returns those whose first token can be sampled."""
         firsts: list[DecodeRequest] = []
-        while self._waiting and self.running + len(firsts) < self._max_batch:
+        while self._waiting and self.running + len(firsts) < self._config.max_batch:
             request = self._waiting.popleft()
             request.times.taken = self._clock()
             if request.appending:
@@ -248,7 +246,7 @@ class DecodeScheduler:
         """One chunk of the next session request; its first token if that was the last one."""
         request = self._appending.popleft()
         done = request.length - request.holding.session_tokens
-        ids: array[int] = request.append_ids[done : done + self._chunk_tokens]
+        ids: array[int] = request.append_ids[done : done + self._config.append_chunk_tokens]
         last = done + len(ids) == len(request.append_ids)
         pages, start = request.holding.table, request.length
         copy = request.holding.copy_in if done == 0 else None

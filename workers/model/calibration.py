@@ -13,7 +13,7 @@ tokens, H query heads, G key/value heads, D head dimension, J = H / G.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
@@ -21,44 +21,56 @@ from ...kernels.build import build
 from ...kernels.constants import PAGE_TOKENS
 from ...kernels.interface import AttentionInput, StateSpec
 from ...kernels.methods import method_spec
-from .config import ModelConfig
-from .decoder import LayerStack, load_stack
+from ..settings import ModelSpec
+from .decoder import LayerStack, load_model
 
 QUERIES = 64
 """Queries of a text whose maps are compared, evenly spaced over its second half."""
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """delta_layers: the choice. losses[a][b]: page score that layer b loses, against its own best pages, if
+    layer a chooses for it; a mean over queries and texts. tokens: of each text."""
+
+    delta_layers: tuple[int, ...]
+    losses: tuple[tuple[float, ...], ...]
+    tokens: tuple[int, ...]
+
+
 def calibrate(
-    directory: str | Path,
-    config: ModelConfig,
-    text_ids: Sequence[int],
+    model: ModelSpec,
+    texts: Sequence[Sequence[int]],
     count: int,
     *,
     budget: int = 64,
     recency: int = 8,
     full_layers: Collection[int] = (0, 1),
-    adapter: str | Path | None = None,
-    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> tuple[int, ...]:
-    """`count` Δ-layers for a model, from one dense pass over a text of real prose.
+) -> Calibration:
+    """`count` Δ-layers for a model, from one dense pass over each text (token ids) of real prose.
 
-    budget, recency: K and L of the selection, in pages; a text of four times the budget is a good choice.
-    Raises ModelError for a model that cannot be loaded, ValueError for a text that the budget covers and
-    for too large a count.
+    budget, recency: K and L of the selection, in pages; texts of four times the budget are a good choice.
+    Raises ModelError for a model that cannot be loaded, ValueError for a text that the budget covers or that
+    the model has no positions for, and for numbers that do not fit together.
     """
-    stack = load_stack(
-        directory,
-        config,
-        range(config.layers),
-        embedding=True,
-        head=True,
-        dtype=dtype,
-        device=device,
-        adapter=adapter,
-    )
-    maps_LQS, positions_Q = attention_maps(stack, text_ids)
-    return choose(losses(maps_LQS, positions_Q, budget, recency), count, full_layers)
+    if not 0 < recency < budget:
+        raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
+    stack = load_model(model, device)
+    for ids in texts:
+        if len(ids) > stack.config.positions:
+            raise ValueError(
+                f"{len(ids)} tokens are more than the model's {stack.config.positions} positions"
+            )
+    each = [losses(*attention_maps(stack, ids), budget, recency) for ids in texts]
+    mean_LL = torch.stack(each).mean(0)
+    table = tuple(tuple(row) for row in mean_LL.tolist())
+    return Calibration(choose(mean_LL, count, full_layers), table, tuple(len(ids) for ids in texts))
+
+
+def shortest_text(budget: int) -> int:
+    """Tokens that a text must have for a budget of so many pages."""
+    return max(2 * QUERIES, 2 * (budget * PAGE_TOKENS + 1))
 
 
 @torch.inference_mode()

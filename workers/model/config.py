@@ -77,10 +77,6 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 
-    def kv_bytes_per_token(self, dtype_bytes: int, layers: int | None = None) -> int:
-        """Bytes of K and V that one token takes in `layers` layers (all by default)."""
-        return 2 * (self.layers if layers is None else layers) * self.kv_heads * self.head_dim * dtype_bytes
-
     def split(self, stages: int) -> tuple[range, ...]:
         """Cut the layers into `stages` contiguous ranges so that the slowest stage is as fast as can be.
 

@@ -73,7 +73,7 @@ class PrefillController:
         self._entry_busy = False
         self._serials = itertools.count(1)
         self._throughput = Throughput()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._failure = ""
 
     @property
@@ -149,7 +149,8 @@ class PrefillController:
     async def stop(self) -> None:
         """Take the group down: running requests fail, stages end."""
         self._fail(RuntimeError("the group is being stopped"))
-        await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # --- admission ------------------------------------------------------------------------------------
 
@@ -208,9 +209,9 @@ class PrefillController:
         first, *others = self._stages
         replies = [first.run_chunk(command), *(stage.run_chunk(blind) for stage in others)]
         self._entry_busy = True
-        entry = asyncio.ensure_future(outcome(replies[0]))
-        entry.add_done_callback(self._entry_free)
-        self._spawn(self._watch(request, command, now, [*opening, entry, *replies[1:]]))
+        outcomes = [self._spawn(outcome(reply)) for reply in (*opening, *replies)]
+        outcomes[len(opening)].add_done_callback(self._entry_free)
+        self._spawn(self._watch(request, command, now, outcomes))
 
     def _entry_free(self, entry: asyncio.Future[Any]) -> None:
         """The first stage has passed its chunk on. A failure of the group shows in `_watch`."""
@@ -219,11 +220,10 @@ class PrefillController:
             self._pump()
 
     async def _watch(
-        self, request: Request, command: ChunkCommand, sent: float, replies: list[Answer[Any]]
+        self, request: Request, command: ChunkCommand, sent: float, outcomes: list[asyncio.Task[Any]]
     ) -> None:
         try:
-            outcomes = await asyncio.gather(*[outcome(reply) for reply in replies])
-            self._chunk_done(request, command, sent, outcomes)
+            self._chunk_done(request, command, sent, await asyncio.gather(*outcomes))
         except Exception as error:
             self._fail(error)
         self._pump()
@@ -275,7 +275,7 @@ class PrefillController:
     async def _close(self, request: Request, replies: list[Answer[None]]) -> None:
         """Wait for every stage before the pages go to somebody else."""
         try:
-            await asyncio.gather(*[outcome(reply) for reply in replies])
+            await asyncio.gather(*[self._spawn(outcome(reply)) for reply in replies])
         except Exception as error:
             self._fail(error)
         del self._requests[request.job.request_id]
@@ -291,8 +291,8 @@ class PrefillController:
             self._end(request, PrefillFailed(self._failure))
         self._end_stages()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task of the controller's own, so that it outlives the caller that caused it."""
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of the controller's own, so that it outlives the caller that caused it, and `stop` waits."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

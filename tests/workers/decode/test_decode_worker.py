@@ -89,7 +89,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
 
 
 async def test_cancelling_a_stream_frees_its_pages(cluster: Any, replica: Any, bench: Any) -> None:
-    actor, run = replica.actor, await bench()
+    actor, run = replica.head, await bench()
     prompt = run.prefill([3] * 40)
     await actor.reserve.remote(Reserve("long", "me", 40, 900))
     for piece in run.pieces("long", prompt):

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.kernels.testing import assert_rows_close
-from deltafront.workers.model.calibration import attention_maps, calibrate, choose, losses
-from deltafront.workers.model.config import read_config
+from deltafront.workers.model.calibration import attention_maps, calibrate, choose, losses, shortest_text
+from deltafront.workers.settings import ModelSpec
 
 IDS = random.Random(1).choices(range(199), k=150)
 
@@ -83,5 +83,30 @@ def test_impossible_requests_are_refused(tiny_stack: Any) -> None:
 
 
 def test_calibrate_is_the_whole_way(tiny_llama: Path, tiny_stack: Any) -> None:
+    model = ModelSpec(str(tiny_llama), dtype="float32")
     expected = choose(losses(*attention_maps(tiny_stack, IDS), 4, 2), 2, (0, 1))
-    assert calibrate(tiny_llama, read_config(tiny_llama), IDS, 2, budget=4, recency=2) == expected
+    assert calibrate(model, [IDS], 2, budget=4, recency=2).delta_layers == expected
+
+
+def test_texts_count_alike(tiny_llama: Path, tiny_stack: Any) -> None:
+    texts = [IDS, random.Random(2).choices(range(199), k=300)]
+    found = calibrate(ModelSpec(str(tiny_llama), dtype="float32"), texts, 2, budget=4, recency=2)
+    both = sum(losses(*attention_maps(tiny_stack, ids), 4, 2) for ids in texts)
+    torch.testing.assert_close(torch.tensor(found.losses, dtype=torch.float64), both / 2)
+    assert found.tokens == (150, 300)
+    assert found.delta_layers == choose(both, 2, (0, 1))
+
+
+def test_a_calibration_that_cannot_be_is_refused_in_plain_words(tiny_llama: Path) -> None:
+    model = ModelSpec(str(tiny_llama), dtype="float32")
+    with pytest.raises(ValueError, match="1025 tokens are more than the model's 1024 positions"):
+        calibrate(model, [[1] * 1025], 2, budget=4, recency=2)
+    with pytest.raises(ValueError, match="recency 4 must be"):
+        calibrate(model, [IDS], 2, budget=4, recency=4)
+    for budget in (2, 4, 40):
+        shortest = shortest_text(budget)
+        positions = torch.tensor([shortest - 1])
+        losses(torch.rand(3, 1, shortest), positions, budget, 1)
+        assert shortest == 128 or shortest // 2 - 1 == budget * 16
+    with pytest.raises(ValueError, match="too few"):
+        losses(torch.rand(3, 1, shortest_text(40) - 1), torch.tensor([1280]), 40, 1)

@@ -28,6 +28,8 @@ from deltafront.workers.messages import (
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
 
+from ..timeless import timeless
+
 DENSE = method_spec("dense")
 
 
@@ -120,7 +122,16 @@ def make(
 ) -> tuple[PrefillController, list[FakeStage]]:
     config = PrefillConfig(stages=stages, chunk_tokens=128, cache_tokens=16 * pages, stream_lease_s=lease)
     fakes = [FakeStage(stage, pause, trouble) for stage in range(stages)]
-    return PrefillController("prefill:test", fakes, config), fakes
+    return controller_of(fakes, config), fakes
+
+
+def controller_of(fakes: list[FakeStage], config: PrefillConfig) -> PrefillController:
+    def end_stages() -> None:
+        for fake in fakes:
+            fake.stop()
+
+    clock = asyncio.get_running_loop().time
+    return PrefillController("prefill:test", fakes, config, end_stages, clock)
 
 
 def job(name: str, tokens: int, **more: Any) -> PrefillJob:
@@ -133,7 +144,7 @@ async def collect(controller: PrefillController, work: PrefillJob) -> list[Any]:
 
 async def assert_clean(controller: PrefillController, fakes: list[FakeStage]) -> None:
     """No page held, nothing open anywhere, every stage saw the same commands, nothing forbidden happened."""
-    stats = controller.stats()
+    stats = await controller.stats()
     assert (stats.pages_free, stats.running, stats.waiting) == (stats.pages_total, 0, 0)
     assert stats.waiting_tokens == 0
     assert await controller.stage_pages() == [0] * len(fakes)
@@ -142,6 +153,7 @@ async def assert_clean(controller: PrefillController, fakes: list[FakeStage]) ->
         assert fake.log == fakes[0].log
 
 
+@timeless
 async def test_one_prompt_from_start_to_report() -> None:
     controller, fakes = make()
     events = await collect(controller, job("a", 300))
@@ -161,10 +173,11 @@ async def test_one_prompt_from_start_to_report() -> None:
         ("chunk", "a", 256),
         ("close", "a", 0),
     ]
-    assert controller.stats().tokens_per_second > 0
+    assert (await controller.stats()).tokens_per_second > 0
     await assert_clean(controller, fakes)
 
 
+@timeless
 async def test_never_more_chunks_in_flight_than_stages_and_short_ones_overtake() -> None:
     controller, fakes = make(stages=3)
     long = asyncio.create_task(collect(controller, job("long", 900)))
@@ -179,16 +192,18 @@ async def test_never_more_chunks_in_flight_than_stages_and_short_ones_overtake()
     await assert_clean(controller, fakes)
 
 
+@timeless
 async def test_a_request_ages_only_while_nothing_of_it_runs() -> None:
     """Both prompts are as long; the one that was overtaken has earned its turn."""
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=4096, ageing_tokens_per_second=1e6)
     fake = FakeStage(0, lambda: 0.002, no_trouble)
-    controller = PrefillController("prefill:test", [fake], config)
+    controller = controller_of([fake], config)
     await asyncio.gather(collect(controller, job("a", 512)), collect(controller, job("b", 512)))
     turns = [name for kind, name, _ in fake.log if kind == "chunk"]
     assert turns == ["a", "b"] * 4
 
 
+@timeless
 async def test_refusals_take_nothing() -> None:
     controller, fakes = make(pages=64)
     running = controller.prefill(job("a", 900))
@@ -202,7 +217,7 @@ async def test_refusals_take_nothing() -> None:
     for reason, work in refused.items():
         (event,) = await collect(controller, work)
         assert isinstance(event, Refused) and event.reason is reason
-    assert controller.stats().pages_free == 64 - 57
+    assert (await controller.stats()).pages_free == 64 - 57
     for bad in (PrefillJob("e", b"123", DENSE, "decode:x"), job("f", 0)):
         with pytest.raises(PrefillFailed, match="not a prompt"):
             await collect(controller, bad)
@@ -213,9 +228,10 @@ async def test_refusals_take_nothing() -> None:
 @pytest.mark.parametrize("chunk_tokens", [0, 64, 200])
 def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
-        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens))
+        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda: None)
 
 
+@timeless
 async def test_pages_are_free_only_when_every_stage_has_closed() -> None:
     controller, fakes = make(pages=8)
     stream = controller.prefill(job("a", 128))
@@ -223,15 +239,16 @@ async def test_pages_are_free_only_when_every_stage_has_closed() -> None:
     fakes[1].pause = lambda: 0.05
     closing = asyncio.create_task(controller.cancel("a"))
     await asyncio.sleep(0.02)
-    assert controller.stats().pages_free == 0, "stage 1 has not confirmed"
+    assert (await controller.stats()).pages_free == 0, "stage 1 has not confirmed"
     (event,) = await collect(controller, job("b", 128))
     assert event.reason is RefusalReason.PAGES
     await closing
-    assert controller.stats().pages_free == 8
+    assert (await controller.stats()).pages_free == 8
     await stream.aclose()
     await assert_clean(controller, fakes)
 
 
+@timeless
 async def test_a_cancel_abandons_chunks_in_flight_and_only_those() -> None:
     controller, fakes = make(pause=lambda: 0.02)
     stream = controller.prefill(job("a", 1000))
@@ -245,6 +262,7 @@ async def test_a_cancel_abandons_chunks_in_flight_and_only_those() -> None:
     await assert_clean(controller, fakes)
 
 
+@timeless
 async def test_deadline_and_lease_end_a_request() -> None:
     controller, fakes = make(pause=lambda: 0.01, lease=0.06)
     events = await collect(controller, job("late", 1000, deadline=time.time() + 0.03))
@@ -254,11 +272,12 @@ async def test_deadline_and_lease_end_a_request() -> None:
     renewing = asyncio.create_task(collect(controller, job("kept", 1000)))
     while not renewing.done():
         await asyncio.sleep(0.02)
-        controller.renew(["kept", "unknown"])
+        await controller.renew(["kept", "unknown"])
     assert isinstance((await renewing)[-1], PrefillDone)
     await assert_clean(controller, fakes)
 
 
+@timeless
 async def test_trouble_with_one_request_leaves_the_others_alone() -> None:
     def trouble(request_id: str) -> None:
         if request_id == "bad":
@@ -274,6 +293,7 @@ async def test_trouble_with_one_request_leaves_the_others_alone() -> None:
     await assert_clean(controller, fakes)
 
 
+@timeless
 async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
     controller, fakes = make(pause=lambda: 0.003)
     jobs = [asyncio.create_task(collect(controller, job(name, 300))) for name in "abc"]
@@ -286,12 +306,31 @@ async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
     assert all(isinstance(error, PrefillFailed) for error in outcomes[:3])
     assert outcomes[3] is None
     assert fakes[0].stopped and controller.failure == message
-    assert controller.stats().pages_free == controller.stats().pages_total
-    with pytest.raises(PrefillFailed, match="is lost"):
-        await collect(controller, job("d", 16))
+    assert controller._pool.used == 0
+    for late in (collect(controller, job("d", 16)), controller.stats()):
+        with pytest.raises(PrefillFailed, match="is lost"):
+            await late
     assert await controller.check() == message
 
 
+@timeless
+async def test_stopping_waits_for_what_the_stages_still_owe() -> None:
+    """Else a task would be left that nobody ends, in a loop that is about to."""
+
+    def trouble(_request_id: str) -> None:
+        raise RuntimeError("stage 1 died")
+
+    controller, fakes = make(trouble=trouble)
+    fakes[0].pause = lambda: 5.0
+    fakes[0].stop = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(PrefillFailed, match="stage 1 died"):
+        await collect(controller, job("a", 128))
+    await controller.stop()
+    others = {asyncio.current_task(), *fakes[0]._tasks, *fakes[1]._tasks}
+    assert asyncio.all_tasks() - others == set()
+
+
+@timeless
 async def test_check_notices_a_stage_that_died_while_idle() -> None:
     controller, fakes = make()
     assert await controller.check() == ""
@@ -359,15 +398,16 @@ async def abuse(seed: int, fatal: bool) -> None:
     if any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes):
         # A reader that is cancelled while it waits for its pages does not see them come back.
         async with asyncio.timeout(1):
-            while controller.stats().pages_free < controller.stats().pages_total:
+            while controller._pool.used:
                 await asyncio.sleep(1e-3)
     if fatal and controller.failure:
-        assert controller.stats().pages_free == controller.stats().pages_total
+        assert controller._pool.used == 0
         return
     await assert_clean(controller, fakes)
 
 
 @pytest.mark.parametrize("fatal", [False, True])
+@timeless
 async def test_nothing_leaks_however_requests_end(fatal: bool) -> None:
     for seed in range(60):
         await asyncio.wait_for(abuse(seed, fatal), 10)

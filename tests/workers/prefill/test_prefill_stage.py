@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,13 @@ from deltafront.workers.messages import (
     RequestFailed,
     method_spec,
 )
+from deltafront.workers.model.decoder import torch_dtype
 from deltafront.workers.prefill import stage as prefill_stage
+from deltafront.workers.prefill.chunk import ChunkWork
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.prefill.in_process import local_controller, run_in_process
-from deltafront.workers.prefill.stage import PrefillStage, load_stage, torch_dtype
+from deltafront.workers.prefill.phases import CpuPhases
+from deltafront.workers.prefill.stage import PrefillStage, load_stage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_tiny_model, random_ids, whole_prompt
@@ -176,7 +179,7 @@ async def test_cancelling_in_the_middle_leaves_pages_clean_for_the_next(model: M
             await stream.aclose()
             assert await controller.stage_pages() == [0, 0]
         await prefill(controller, "r", ids)
-        assert controller.stats().pages_free == 32
+        assert (await controller.stats()).pages_free == 32
     logits_V, _ = whole_prompt(Path(model.path), ids, DENSE)
     assert_rows_close(torch.from_numpy(sink.logits["r"])[None], logits_V[None])
 
@@ -186,10 +189,10 @@ async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
 ) -> None:
     original = PrefillStage._compute
 
-    def compute(self: PrefillStage, command: ChunkCommand, *rest: Any) -> torch.Tensor:
-        if self._stage == 1 and command.start == 128:
+    def compute(self: PrefillStage, work: ChunkWork, *rest: Any) -> torch.Tensor:
+        if self._stage == 1 and work.command.start == 128:
             raise RuntimeError("an illegal memory access")
-        return original(self, command, *rest)
+        return original(self, work, *rest)
 
     monkeypatch.setattr(PrefillStage, "_compute", compute)
     async with pipeline(model, Collector(), stages=3) as controller:
@@ -249,6 +252,41 @@ def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: Me
     assert not sink.logits
     stage.close("r")
     assert stage.pages_used() == 0
+
+
+def test_every_linear_layer_counts_as_projection_and_attention_does_not(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[list[str]] = []
+    attended: list[list[str]] = []
+
+    class Phases(CpuPhases):
+        @contextmanager
+        def phase(self, name: str) -> Iterator[None]:
+            inside.append(name)
+            with super().phase(name):
+                yield
+            inside.pop()
+
+    class Products(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.nn.functional.linear:
+                products.append(list(inside))
+            return func(*args, **(kwargs or {}))
+
+    def attend(self: PrefillStage, *arguments: Any) -> torch.Tensor:
+        attended.append(list(inside))
+        return original(self, *arguments)
+
+    original, inside = PrefillStage._attend, list[str]()
+    monkeypatch.setattr(PrefillStage, "_attend", attend)
+    monkeypatch.setattr(prefill_stage, "phase_timer", lambda _device: Phases())
+    stage = stage_of(model, Collector())
+    stage.open(OpenRequest("r", tuple(range(8)), 128, DENSE, "decode:x"))
+    with Products():
+        stage.run_chunk(ChunkCommand("r", 0, 128, True, True, random_ids(128)))
+    assert products == [["projection"]] * (4 * LAYERS + 1)
+    assert attended == [[]] * LAYERS
 
 
 def test_an_abandoned_chunk_stops_at_the_next_layer(

@@ -1,0 +1,1 @@
+"""Which answers sparse attention keeps: every method against dense attention on the same documents."""

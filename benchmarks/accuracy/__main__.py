@@ -1,0 +1,219 @@
+"""Accuracy of prefill methods and of page selection against dense attention on the same documents.
+
+    python -m deltafront.benchmarks.accuracy --text FILE [FILE …] --documents 6x32640 3x130900 \
+        --tasks needles:100 --methods dpxa dpxa:tau=0.9 xattention streaming --result FILE \
+        --gate 'dpxa:exact>=0.985,kl<=0.11' --decode 8,11,14,20,21:256
+
+One model in one process, read in chunks by the same layers and kernels as a prefill worker's. Document i of
+a length and task is taken from text i (in turn) and a seed of its own, and is read with `dense` and then
+with every method. For each: KL(dense | method) of the next-token distributions over the document's last
+2,048 positions and their perplexity; the log-probability and exactness of every question's right answer,
+teacher-forced, the questions read densely; the density; the time of selection and attention in all layers.
+--decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, how many
+are as full decode's, and as `density` the share of full decode's pages read, all layers counted.
+
+Methods take options: `dpxa:tau=0.9,k_anchors=16`. Prints a line for each document and method, and a table;
+writes the JSON named by --result; ends with 1 when a --gate is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
+from deltafront.benchmarks.accuracy.predictions import divergence, perplexity
+from deltafront.benchmarks.accuracy.questions import Answered, ask, by_subject
+from deltafront.benchmarks.accuracy.report import Outcome, line, missed, parse_gate, rows, table
+from deltafront.benchmarks.accuracy.tasks import TASKS, Document, Question, Text
+from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.needles import DEMO_TEXT
+from deltafront.benchmarks.reader import (
+    ADAPTER,
+    MODEL,
+    ROOT,
+    STRETCHED,
+    Reader,
+    Reading,
+    load_model,
+    load_tokenizer,
+    parse_method,
+    warm_up,
+)
+
+BASELINE = "dense"
+
+
+def main() -> int:
+    arguments = _arguments()
+    gates = [parse_gate(given) for given in arguments.gate]
+    for method in arguments.methods:
+        parse_method(method)
+    tokenizer = load_tokenizer(arguments.model)
+
+    def encode_all(texts: Sequence[str]) -> list[list[int]]:
+        return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    texts = {path.stem: Text(path.read_text(encoding="utf-8"), encode_all) for path in arguments.text}
+    overrides = {} if arguments.no_adapter else STRETCHED
+    adapter = None if arguments.no_adapter else ADAPTER
+    stack = load_model(arguments.model, adapter, overrides, dtype=arguments.dtype, device=arguments.device)
+    reader = Reader(stack, max(tokens for _, tokens in arguments.documents))
+    methods = [BASELINE, *(method for method in arguments.methods if method != BASELINE)]
+    warm_up(stack, methods, arguments.chunk)
+    outcomes: list[Outcome] = []
+    for made in _documents(arguments, texts):
+        for outcome in _compare(reader, made, methods, arguments):
+            outcomes.append(outcome)
+            print(line(outcome), flush=True)
+    found = rows(outcomes, BASELINE)
+    print(table(found))
+    if arguments.result:
+        result = {
+            "hardware": arguments.hardware or _hardware(arguments.device),
+            "commit": arguments.commit or commit_of(ROOT),
+            "dtype": arguments.dtype,
+            "rows": found,
+        }
+        arguments.result.parent.mkdir(parents=True, exist_ok=True)
+        arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+    reasons = missed(gates, found)
+    for reason in reasons:
+        print(f"gate missed: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
+
+
+class _Made:
+    """A document and where it comes from."""
+
+    def __init__(self, task: str, tokens: int, text: str, index: int, document: Document) -> None:
+        self.task, self.tokens, self.document = task, tokens, document
+        self.name = f"{text}-{index}"
+
+
+def _documents(arguments: argparse.Namespace, texts: dict[str, Text]) -> Iterator[_Made]:
+    for count, tokens in arguments.documents:
+        for task, questions in arguments.tasks:
+            for index in range(count):
+                text = list(texts)[index % len(texts)]
+                rng = random.Random(f"{arguments.seed} {task} {tokens} {index}")
+                document = TASKS[task](rng, tokens, questions, texts[text])
+                yield _Made(task, tokens, text, index, document)
+
+
+@torch.inference_mode()
+def _compare(
+    reader: Reader, made: _Made, methods: Sequence[str], arguments: argparse.Namespace
+) -> Iterator[Outcome]:
+    """Every method on one document, dense first; page selections right after it, on its keys and values."""
+    ids, questions = made.document.ids, made.document.questions
+    tail, dense = ids[-arguments.tail :], None
+    for method in methods:
+        reading = reader.read(ids, method, arguments.chunk, len(tail))
+        dense = reading if dense is None else dense
+        kl_T = divergence(reader.stack, dense.tail_TC, reading.tail_TC)
+        yield _outcome(
+            made,
+            method,
+            reading,
+            kl_T,
+            perplexity(reader.stack, reading.tail_TC, tail),
+            ask(reader, questions),
+        )
+        if method == BASELINE and arguments.decode and questions:
+            yield from _decoded(reader, made, questions[: arguments.decode_questions], arguments.decode)
+
+
+def _outcome(
+    made: _Made,
+    method: str,
+    reading: Reading,
+    kl_T: torch.Tensor,
+    tail_perplexity: float,
+    answers: Sequence[Answered],
+) -> Outcome:
+    subjects = by_subject(made.document.questions, answers)
+    return Outcome(
+        case=method,
+        task=made.task,
+        tokens=made.tokens,
+        document=made.name,
+        density=reading.density,
+        ms=reading.milliseconds,
+        kl=float(kl_T.mean()),
+        kl_p95=float(kl_T.quantile(0.95)),
+        perplexity=tail_perplexity,
+        answers=subjects,
+    )
+
+
+def _decoded(
+    reader: Reader, made: _Made, questions: Sequence[Question], selections: Sequence[str]
+) -> Iterator[Outcome]:
+    decoder = AnswerDecoder(reader, questions)
+    for selection in selections:
+        decoded = decoder.decode(parse_selection(selection, reader.stack.config.layers))
+        yield Outcome(
+            case=f"decode {selection}",
+            task=made.task,
+            tokens=made.tokens,
+            document=made.name,
+            density=decoded.share,
+            answers=by_subject(questions, decoded.answers),
+            agree=sum(decoded.agrees) / len(decoded.agrees),
+        )
+
+
+def _hardware(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}"
+
+
+def _arguments() -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        prog="python -m deltafront.benchmarks.accuracy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=MODEL, help="a name, directory or GGUF file, as for `serve`")
+    add("--no-adapter", action="store_true", help="the model as it is, without the 128K adapter")
+    add("--text", type=Path, nargs="+", default=[DEMO_TEXT])
+    add("--documents", type=_counted_lengths, nargs="+", default=[(2, 4096)], metavar="COUNTxTOKENS")
+    add("--tasks", type=_task, nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
+    add("--methods", nargs="+", default=["dpxa"])
+    add("--decode", nargs="+", default=[], metavar="LAYERS:BUDGET[:RECENCY]")
+    add("--decode-questions", type=int, default=40)
+    add("--gate", nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…")
+    add("--tail", type=int, default=2048, help="last positions whose distributions are compared")
+    add("--chunk", type=int, default=16_384)
+    add("--seed", type=int, default=3)
+    add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16" if cuda else "float32")
+    add("--device", default="cuda" if cuda else "cpu")
+    add("--result", type=Path)
+    add("--hardware", default="", help="what it ran on, for the record")
+    add("--commit", help="recorded instead of git's answer, where there is no git")
+    return parser.parse_args()
+
+
+def _counted_lengths(given: str) -> tuple[int, int]:
+    count, _, tokens = given.partition("x")
+    return int(count), int(tokens)
+
+
+def _task(given: str) -> tuple[str, int]:
+    name, _, count = given.partition(":")
+    if name not in TASKS:
+        raise argparse.ArgumentTypeError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
+    return name, int(count or 16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""DELTA's page selection while answers are decoded: all questions on a document as rows of one batch.
+
+The rows share the document's whole pages; each has pages of its own for the document's last, unfilled page,
+its question and its answer. The question is read densely, as a session's is; then every row steps at once,
+by the decode worker's own attention.
+
+Shape suffixes as in `questions` and `workers.decode.page_selection`; R = Q rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deltafront.benchmarks.accuracy.predictions import predicted
+from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
+from deltafront.benchmarks.accuracy.tasks import Question
+from deltafront.benchmarks.reader import Reader
+from deltafront.workers.decode.page_selection import BatchRows, LayerPlan, StepAttention, plan_layers
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.page_pool import PAGE_TOKENS, pages_for
+from deltafront.workers.settings import DecodeConfig
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """answers: with the right tokens given. agrees: whether the tokens decoded greedily, as many as the right
+    answer has, are those of full decode. share: of full decode's pages read, all layers counted."""
+
+    answers: list[Answered]
+    agrees: list[bool]
+    share: float
+
+
+def parse_selection(given: str, layers: int) -> LayerPlan:
+    """`8,14,18,20,21:256` or `…:256:8`: Δ-layers, page budget, recency. Raises ValueError."""
+    delta_layers, *numbers = given.split(":")
+    chosen = tuple(int(layer) for layer in delta_layers.split(","))
+    names = ("page_budget", "recency")
+    if not 1 <= len(numbers) <= len(names):
+        raise ValueError(f"no page selection {given!r}: LAYER,LAYER…:BUDGET[:RECENCY]")
+    sizes = dict(zip(names, map(int, numbers), strict=False))
+    return plan_layers(DecodeConfig(full_layers=(), delta_layers=chosen, **sizes), layers)
+
+
+class AnswerDecoder:
+    """The document that `reader` holds and the questions, read; decodes with any number of selections."""
+
+    @torch.inference_mode()
+    def __init__(self, reader: Reader, questions: Sequence[Question]) -> None:
+        self._reader = reader
+        self._questions = questions
+        config, stack = reader.stack.config, reader.stack
+        whole, rest = divmod(reader.length, PAGE_TOKENS)
+        longest = max(len(q.prompt) + len(q.gold) for q in questions)
+        own = pages_for(rest + longest, PAGE_TOKENS)
+        pages = whole + 1 + own * len(questions)
+        self._cache = PagedKVCache(
+            range(config.layers), config.kv_heads, config.head_dim, pages, stack.dtype, stack.device
+        )
+        own_RP = whole + 1 + torch.arange(own * len(questions)).view(-1, own)
+        shared_RP = torch.arange(whole).expand(len(questions), -1)
+        self._table_RP = torch.cat([shared_RP, own_RP], dim=1).to(stack.device, torch.int32)
+        for layer in stack.layers:
+            k_GSD, v_GSD = reader.document(layer)
+            self._cache.write_run(layer, 0, 0, k_GSD.transpose(0, 1), v_GSD.transpose(0, 1))
+        if rest:
+            for page in own_RP[:, 0].tolist():
+                self._cache.copy_page(whole, page)
+        self._full = self._ask_all()
+        self._greedy = self._decode(None, forced=False)[1]
+
+    def _ask_all(self) -> list[Answered]:
+        """The first tokens, and the questions' keys and values into their pages. The answers' rows are
+        written too: every step overwrites its own."""
+
+        def keep(layer: int, indices: Sequence[int], k_QLGD: torch.Tensor, v_QLGD: torch.Tensor) -> None:
+            own_L = torch.arange(k_QLGD.shape[1], device=k_QLGD.device)
+            positions_QL = (self._reader.length + own_L).expand(len(indices), -1)
+            self._write(layer, self._table_RP[list(indices)], positions_QL, k_QLGD, v_QLGD)
+
+        return ask(self._reader, self._questions, keep)
+
+    def _write(
+        self,
+        layer: int,
+        table_RP: torch.Tensor,
+        positions_RL: torch.Tensor,
+        k_RLGD: torch.Tensor,
+        v_RLGD: torch.Tensor,
+    ) -> None:
+        """Store some rows' keys and values at these positions."""
+        pages_T = table_RP.gather(1, positions_RL // PAGE_TOKENS).flatten()
+        slots_T = (positions_RL % PAGE_TOKENS).flatten()
+        self._cache.write_rows(layer, pages_T, slots_T, k_RLGD.flatten(0, 1), v_RLGD.flatten(0, 1))
+
+    @torch.inference_mode()
+    def decode(self, plan: LayerPlan) -> Decoded:
+        """Answers by this page selection."""
+        logp_AR, best_AR, share = self._decode(plan, forced=True)
+        greedy_AR = self._decode(plan, forced=False)[1]
+        answers, agrees = [], []
+        for row, (question, full) in enumerate(zip(self._questions, self._full, strict=True)):
+            steps = len(question.gold) - 1
+            exact = [full.first, *best_AR[:steps, row].tolist()] == list(question.gold)
+            logp = float(logp_AR[:steps, row].sum()) + full.first_logp
+            answers.append(Answered(logp, exact, full.first, full.first_logp))
+            agrees.append(torch.equal(greedy_AR[:steps, row], self._greedy[:steps, row]))
+        return Decoded(answers, agrees, share)
+
+    @torch.inference_mode()
+    def _decode(self, plan: LayerPlan | None, *, forced: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """logp_AR of the right token and best_AR, the likeliest, after each step; the share of pages read.
+
+        plan: None is full decode. forced: each step is given the right token, not the likeliest.
+        """
+        stack, questions = self._reader.stack, self._questions
+        device, steps = stack.device, max(len(q.gold) for q in questions) - 1
+        gold_RA = torch.tensor([padded(q.gold, steps + 1) for q in questions], device=device)
+        prompt_R = torch.tensor([len(q.prompt) for q in questions], device=device)
+        ids_R = gold_RA[:, 0] if forced else torch.tensor([a.first for a in self._full], device=device)
+        logps, bests, read, held = [], [], 0, 0
+        for step in range(steps):
+            positions_R = self._reader.length + prompt_R + step
+            attention = self._step(plan, positions_R)
+            hidden_RC = self._forward(ids_R, positions_R, attention)
+            logp_R, best_R = predicted(stack, hidden_RC, gold_RA[:, step + 1])
+            logps.append(logp_R)
+            bests.append(best_R)
+            ids_R = gold_RA[:, step + 1] if forced else best_R.to(device)
+            others = stack.config.layers * pages_R(positions_R) - attention.held_R
+            read += int((attention.attended_R + others).sum())
+            held += int((stack.config.layers * pages_R(positions_R)).sum())
+        none_AR = torch.zeros(0, len(questions))
+        share = read / held if held else 1.0
+        return torch.stack(logps) if logps else none_AR, torch.stack(bests) if bests else none_AR, share
+
+    def _step(self, plan: LayerPlan | None, positions_R: torch.Tensor) -> StepAttention:
+        config = self._reader.stack.config
+        full = plan_layers(DecodeConfig(full_layers=(), page_selection="full"), config.layers)
+        lengths_R = (positions_R + 1).to(torch.int32)
+        rows = BatchRows(self._table_RP, lengths_R, selecting=None, full=None, any_selects=plan is not None)
+        return StepAttention(plan or full, rows, config.head_dim**-0.5)
+
+    def _forward(
+        self, ids_R: torch.Tensor, positions_R: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        def attend(layer: int, q_RHD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
+            self._write(layer, self._table_RP, positions_R[:, None], k_RGD[:, None], v_RGD[:, None])
+            return attention.attend(layer, q_RHD, *self._cache.layer(layer))
+
+        stack = self._reader.stack
+        return stack.forward(stack.embed(ids_R), positions_R, attend)
+
+
+def pages_R(positions_R: torch.Tensor) -> torch.Tensor:
+    """Pages that a row at this position attends to in full."""
+    return positions_R // PAGE_TOKENS + 1

@@ -1,0 +1,43 @@
+"""What hidden rows predict, a part of them at a time: logits of a whole tail would fill a small machine.
+
+Shape suffixes: T or A rows, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from deltafront.workers.model.decoder import LayerStack
+
+_ROWS = 512
+
+
+def predicted(
+    stack: LayerStack, hidden_AC: torch.Tensor, next_A: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logp_A (float64) of the tokens next_A after these rows, and best_A, the likeliest ones; on the CPU."""
+    logps, bests = [], []
+    for rows_AC, gold_A in zip(hidden_AC.split(_ROWS), next_A.to(hidden_AC.device).split(_ROWS), strict=True):
+        logits_AV = stack.logits(rows_AC)
+        logps.append(logits_AV.log_softmax(-1).gather(1, gold_A[:, None])[:, 0].double().cpu())
+        bests.append(logits_AV.argmax(-1).cpu())
+    return torch.cat(logps), torch.cat(bests)
+
+
+def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tensor) -> torch.Tensor:
+    """kl_T (float64, on the CPU): KL(dense | method) of the next-token distributions of each row. Of dense's
+    only the hidden rows have to be kept: its logits are made again."""
+    parts = []
+    for dense_AC, method_AC in zip(dense_TC.split(_ROWS), method_TC.split(_ROWS), strict=True):
+        dense_AV, method_AV = (stack.logits(rows_AC).log_softmax(-1) for rows_AC in (dense_AC, method_AC))
+        parts.append((dense_AV.exp() * (dense_AV - method_AV)).sum(-1).double().cpu())
+    return torch.cat(parts)
+
+
+def perplexity(stack: LayerStack, tail_TC: torch.Tensor, tail: Sequence[int]) -> float:
+    """Of the document's last tokens, each given all before it; tail: the ids of the hidden rows' tokens."""
+    logp_A, _best_A = predicted(stack, tail_TC[:-1], torch.tensor(tail[1:]))
+    return math.exp(-float(logp_A.mean()))

@@ -1,0 +1,164 @@
+"""All questions on a document at once: each appended to the document's keys and values by itself, read
+densely with its right answer (teacher-forced), as many in one pass as rows fit.
+
+Attention over the document and over a question's own tokens are computed apart and merged by their
+log-sum-exp, which is exact; so no question sees another and the document is stored once.
+
+Shape suffixes: Q questions of a pass, L rows of the longest of them, S tokens of the document, H query heads,
+G key/value heads, J = H / G, D head dimension, T = Q x L rows, R = J x T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deltafront.benchmarks.accuracy.predictions import predicted
+from deltafront.benchmarks.accuracy.tasks import Question
+from deltafront.benchmarks.reader import Reader
+
+ROWS = 4096
+"""Rows of one pass, unless a single question has more."""
+
+Keep = Callable[[int, Sequence[int], torch.Tensor, torch.Tensor], None]
+"""keep(layer, indices, k_QLGD, v_QLGD): the own keys and values of the questions with these indices."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The right answer's log-probability (whole, natural) and whether each of its tokens was the likeliest;
+    its first token's log-probability, and the token that was the likeliest there."""
+
+    logp: float
+    exact: bool
+    first: int
+    first_logp: float
+
+
+@torch.inference_mode()
+def ask(reader: Reader, questions: Sequence[Question], keep: Keep | None = None) -> list[Answered]:
+    """What the reader's document answers to each question; the reader stays as it is.
+
+    keep: called for every layer of a pass, with the indices of its questions.
+    """
+    answered: dict[int, Answered] = {}
+    for indices in _passes([_rows(question) for question in questions]):
+        found = _one_pass(reader, [questions[i] for i in indices], indices, keep)
+        answered |= dict(zip(indices, found, strict=True))
+    return [answered[i] for i in range(len(questions))]
+
+
+def by_subject(questions: Sequence[Question], answers: Sequence[Answered]) -> dict[str, tuple[float, bool]]:
+    """(logp, exact) of what was asked about: of all right answers together the log of the probability, and
+    whether any is the likeliest."""
+    logps: dict[str, list[float]] = {}
+    exacts: dict[str, bool] = {}
+    for question, answer in zip(questions, answers, strict=True):
+        logps.setdefault(question.about, []).append(answer.logp)
+        exacts[question.about] = exacts.get(question.about, False) or answer.exact
+    return {
+        about: (float(torch.tensor(each, dtype=torch.float64).logsumexp(0)), exacts[about])
+        for about, each in logps.items()
+    }
+
+
+def _rows(question: Question) -> int:
+    """The last token of the answer is not read: nothing is asked after it."""
+    return len(question.prompt) + len(question.gold) - 1
+
+
+def _passes(rows: Sequence[int]) -> Iterator[list[int]]:
+    """The indices of questions of about as many rows, which padded to the longest take at most ROWS."""
+    part: list[int] = []
+    for index in sorted(range(len(rows)), key=rows.__getitem__):
+        if part and rows[index] * (len(part) + 1) > ROWS:
+            yield part
+            part = []
+        part.append(index)
+    if part:
+        yield part
+
+
+def _one_pass(
+    reader: Reader, questions: Sequence[Question], indices: Sequence[int], keep: Keep | None
+) -> list[Answered]:
+    stack, longest = reader.stack, max(map(_rows, questions))
+    ids_QL = torch.tensor([padded([*q.prompt, *q.gold[:-1]], longest) for q in questions])
+    own_L = torch.arange(longest, device=stack.device)
+    positions_T = (reader.length + own_L).repeat(len(questions))
+
+    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+        q_QLHD, k_QLGD, v_QLGD = (x.unflatten(0, (-1, longest)) for x in (q_THD, k_TGD, v_TGD))
+        if keep is not None:
+            keep(layer, indices, k_QLGD, v_QLGD)
+        out_QLHD = attend_appended(q_QLHD, k_QLGD, v_QLGD, *reader.document(layer))
+        return out_QLHD.flatten(0, 1)
+
+    hidden_TC = stack.forward(stack.embed(ids_QL.flatten()), positions_T, attend)
+    row, gold = [], []
+    for i, question in enumerate(questions):
+        first = i * longest + len(question.prompt) - 1
+        row += range(first, first + len(question.gold))
+        gold += question.gold
+    logp_A, best_A = predicted(stack, hidden_TC[torch.tensor(row, device=stack.device)], torch.tensor(gold))
+    answers, done = [], 0
+    for question in questions:
+        span = slice(done, done := done + len(question.gold))
+        exact = best_A[span].tolist() == list(question.gold)
+        logp, first_logp = float(logp_A[span].sum()), float(logp_A[span.start])
+        answers.append(Answered(logp, exact, int(best_A[span.start]), first_logp))
+    return answers
+
+
+def padded(ids: Sequence[int], length: int) -> list[int]:
+    return [*ids, *[0] * (length - len(ids))]
+
+
+def attend_appended(
+    q_QLHD: torch.Tensor,
+    k_QLGD: torch.Tensor,
+    v_QLGD: torch.Tensor,
+    k_GSD: torch.Tensor,
+    v_GSD: torch.Tensor,
+) -> torch.Tensor:
+    """out_QLHD of rows that see the whole document and, causally, their own question; q's dtype."""
+    questions, rows, heads, dim = q_QLHD.shape
+    groups, scale = k_QLGD.shape[2], dim**-0.5
+    q_QLGJD = q_QLHD.unflatten(2, (groups, heads // groups))
+    q_GRD = q_QLGJD.permute(2, 3, 0, 1, 4).reshape(groups, -1, dim)
+    far_GRD, far_GR = _over_document(q_GRD, k_GSD, v_GSD, scale)
+    far_GJQLD = far_GRD.view(groups, heads // groups, questions, rows, dim)
+    near_GJQLD, near_GJQL = _over_own(q_QLGJD.float(), k_QLGD.float(), v_QLGD.float(), scale)
+    share_GJQL = torch.sigmoid(far_GR.view(near_GJQL.shape) - near_GJQL)
+    out_GJQLD = torch.lerp(near_GJQLD, far_GJQLD.float(), share_GJQL[..., None])
+    return out_GJQLD.permute(2, 3, 0, 1, 4).flatten(2, 3).to(q_QLHD.dtype)
+
+
+def _over_document(
+    q_GRD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out_GRD and lse_GR of rows that see every key. PyTorch's own flash kernels: its public function does
+    not give the log-sum-exp. float32 on a GPU, which flash does not take, goes to its other kernel."""
+    q, k, v = (x[None].contiguous() for x in (q_GRD, k_GSD, v_GSD))
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+    elif q.dtype == torch.float32:
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)[:2]
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[:2]
+    return out[0], lse[0, :, : q_GRD.shape[1]].float()
+
+
+def _over_own(
+    q_QLGJD: torch.Tensor, k_QLGD: torch.Tensor, v_QLGD: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out_GJQLD and lse_GJQL of causal attention within each question, fp32."""
+    rows = q_QLGJD.shape[1]
+    logits_GJQLM = torch.einsum("qlgjd,qmgd->gjqlm", q_QLGJD, k_QLGD) * scale
+    future_LM = torch.ones(rows, rows, dtype=torch.bool, device=q_QLGJD.device).triu(1)
+    logits_GJQLM = logits_GJQLM.masked_fill(future_LM, float("-inf"))
+    out_GJQLD = torch.einsum("gjqlm,qmgd->gjqld", logits_GJQLM.softmax(-1), v_QLGD)
+    return out_GJQLD, logits_GJQLM.logsumexp(-1)

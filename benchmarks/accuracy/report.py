@@ -1,0 +1,233 @@
+"""From what each method did on each document to rows, a table and gates. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, mean_and_error, sign_test
+
+Row = dict[str, Any]
+
+_SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One method on one document. kl, kl_p95: of KL(dense | method) over the tail's positions, mean and 95th
+    percentile. answers: (log-probability, exact) of what was asked about. agree: share of the questions whose
+    greedily decoded tokens are full decode's. None where a figure does not apply."""
+
+    case: str
+    task: str
+    tokens: int
+    document: str
+    density: float
+    answers: Mapping[str, tuple[float, bool]]
+    ms: float | None = None
+    kl: float | None = None
+    kl_p95: float | None = None
+    perplexity: float | None = None
+    agree: float | None = None
+
+
+def line(outcome: Outcome) -> str:
+    """Progress: one document and method."""
+    logp = _mean([logp for logp, _ in outcome.answers.values()])
+    exact = sum(exact for _, exact in outcome.answers.values())
+    parts = [
+        f"{outcome.tokens:>7d} {outcome.task:8s} {outcome.document:24.24s} {outcome.case:34s}",
+        f"density {outcome.density:.3f}",
+        f"{_number(outcome.ms, '8.1f')} ms  KL {_number(outcome.kl, '6.4f')}",
+        f"perplexity {_number(outcome.perplexity, '7.3f')}",
+        f"exact {exact} of {len(outcome.answers)}  logp {_number(logp, '7.3f')}",
+        f"agree {outcome.agree:.3f}" if outcome.agree is not None else "",
+    ]
+    return "  ".join(parts).rstrip()
+
+
+def rows(outcomes: Sequence[Outcome], baseline: str) -> list[Row]:
+    """One row for each length, task and case over its documents, in the order in which they came; beside each
+    figure of answers that of `baseline` on the same documents. Keys that do not apply are left out."""
+    groups: dict[tuple[int, str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.tokens, outcome.task, outcome.case), []).append(outcome)
+    return [
+        _row(group, groups[tokens, task, baseline])
+        for (tokens, task, _case), group in sorted(groups.items(), key=lambda item: item[0][0])
+    ]
+
+
+def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
+    first = group[0]
+    row: Row = {
+        "case": first.case,
+        "task": first.task,
+        "tokens": first.tokens,
+        "documents": len(group),
+        "density": mean_and_error([o.density for o in group])[0],
+        "ms": _mean([o.ms for o in group]),
+        "kl": _mean([o.kl for o in group]),
+        "kl_error": _error([o.kl for o in group]),
+        "kl_p95": _mean([o.kl_p95 for o in group]),
+        "perplexity": _mean([o.perplexity for o in group]),
+        "perplexity_dense": _mean([o.perplexity for o in base]),
+        "agree": _mean([o.agree for o in group]),
+    }
+    if first.answers:
+        row |= _answers(group, base)
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _answers(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
+    """Figures of what the group was asked, paired; the baseline may have been asked more."""
+    pairs = [
+        (f"{mine.document} {about}", answer, dense.answers[about])
+        for mine, dense in zip(group, base, strict=True)
+        for about, answer in mine.answers.items()
+    ]
+    names, answers, dense_answers = zip(*pairs, strict=True)
+    exacts, dense_exacts = [exact for _, exact in answers], [exact for _, exact in dense_answers]
+    logps, dense_logps = [logp for logp, _ in answers], [logp for logp, _ in dense_answers]
+    changed = changes(dense_exacts, exacts)
+    difference, error = mean_and_error([a - b for a, b in zip(logps, dense_logps, strict=True)])
+    interval = bootstrap_ratio(_exact_by_document(group, base))
+    return {
+        "questions": len(pairs),
+        "exact": sum(exacts),
+        "exact_dense": sum(dense_exacts),
+        "lost": [names[i] for i in changed.lost],
+        "won": [names[i] for i in changed.won],
+        "p": sign_test(len(changed.lost), len(changed.won)),
+        "ratio_95": None if interval is None else list(interval),
+        "logp": mean_and_error(logps)[0],
+        "logp_dense": mean_and_error(dense_logps)[0],
+        "logp_difference": difference,
+        "logp_error": error,
+    }
+
+
+def _exact_by_document(group: Sequence[Outcome], base: Sequence[Outcome]) -> list[tuple[int, int]]:
+    return [
+        (
+            sum(exact for _, exact in mine.answers.values()),
+            sum(dense.answers[about][1] for about in mine.answers),
+        )
+        for mine, dense in zip(group, base, strict=True)
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean_and_error(known)[0] if known else None
+
+
+def _error(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean_and_error(known)[1] if known else None
+
+
+def table(found: Sequence[Row]) -> str:
+    """Markdown: a table for each length."""
+    lines = []
+    for tokens in dict.fromkeys(row["tokens"] for row in found):
+        lines += [
+            f"\n{tokens:,} tokens\n",
+            "| task | case | density | ms | KL ± | 95% | perplexity | exact (dense) | ratio, 95% "
+            "| lost, won; p | logp − dense's ± | agree |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [_table_line(row) for row in found if row["tokens"] == tokens]
+    return "\n".join(lines)
+
+
+def _table_line(row: Row) -> str:
+    exact = ratio = changed = logp = ""
+    if "questions" in row:
+        low_high = row.get("ratio_95")
+        exact = f"{row['exact']} of {row['questions']} ({row['exact_dense']})"
+        ratio = f"{_number(figure(row, 'exact'), '.3f')}"
+        ratio += f", {low_high[0]:.3f}–{low_high[1]:.3f}" if low_high else ""
+        changed = f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}"
+        logp = f"{row['logp_difference']:+.3f} ± {_number(row.get('logp_error'), '.3f')}"
+    kl = f"{_number(row.get('kl'), '.4f')} ± {_number(row.get('kl_error'), '.4f')}" if "kl" in row else ""
+    cells = [
+        row["task"],
+        f"`{row['case']}`",
+        f"{row['density']:.3f}",
+        _number(row.get("ms"), ".1f"),
+        kl,
+        _number(row.get("kl_p95"), ".3f"),
+        _number(row.get("perplexity"), ".3f"),
+        exact,
+        ratio,
+        changed,
+        logp,
+        _number(row.get("agree"), ".3f"),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What every row of a case must reach: (figure, sign, bound)."""
+
+    case: str
+    bounds: tuple[tuple[str, str, float], ...]
+
+
+def parse_gate(given: str) -> Gate:
+    """`METHOD:exact>=0.985,kl<=0.11`; the method as in --methods, options and all. Raises ValueError."""
+    case, colon, conditions = given.rpartition(":")
+    bounds = []
+    for condition in conditions.split(","):
+        match = re.fullmatch(r"(\w+)(>=|<=)(-?[\d.]+(?:e-?\d+)?)", condition.strip())
+        if match is None or match[1] not in FIGURES:
+            known = ", ".join(FIGURES)
+            raise ValueError(f"no gate {condition!r}: FIGURE>=NUMBER or FIGURE<=NUMBER of {known}")
+        bounds.append((match[1], match[2], float(match[3])))
+    if not colon or not case:
+        raise ValueError(f"no gate {given!r}: METHOD:exact>=0.985,kl<=0.11")
+    return Gate(case, tuple(bounds))
+
+
+FIGURES = ("exact", "logp", "kl", "kl_p95", "density", "ms", "perplexity", "agree", "p")
+"""What a gate can bound. exact: over dense's; logp, perplexity: less dense's; the others as in the rows."""
+
+
+def figure(row: Row, name: str) -> float | None:
+    """A gate's figure of a row; None where the row has none."""
+    if name == "exact":
+        if "exact" not in row or not row["exact_dense"]:
+            return None
+        return float(row["exact"] / row["exact_dense"])
+    if name == "logp":
+        return row.get("logp_difference")
+    if name == "perplexity":
+        return row[name] - row["perplexity_dense"] if name in row else None
+    return row.get(name)
+
+
+def missed(gates: Sequence[Gate], found: Sequence[Row]) -> list[str]:
+    """Why the gates are missed, one line a bound and row; empty when all hold. A bound whose figure no row of
+    its case has is missed too, and so is one on a figure that is not a number."""
+    reasons = []
+    for gate in gates:
+        mine = [row for row in found if row["case"] == gate.case]
+        for name, sign, bound in gate.bounds:
+            measured = [(row, value) for row in mine if (value := figure(row, name)) is not None]
+            if not measured:
+                reasons.append(f"{gate.case}: no row has {name}")
+            for row, value in measured:
+                if math.isnan(value) or not _SIGNS[sign](value, bound):
+                    where = f"{row['task']}, {row['tokens']} tokens"
+                    reasons.append(f"{gate.case}, {where}: {name} is {value:.4f}, not {sign} {bound:g}")
+    return reasons

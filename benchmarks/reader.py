@@ -1,0 +1,165 @@
+"""One model in one process: reads a document in chunks with a prefill method, as a prefill worker does.
+
+No service, so that only the arithmetic differs between methods. Shape suffixes as in
+`workers.model.decoder` and `kernels.interface`; L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn.functional import scaled_dot_product_attention
+
+from deltafront.kernels.build import build
+from deltafront.kernels.interface import AttentionInput, StateSpec
+from deltafront.kernels.methods import MethodSpec, method_spec
+from deltafront.workers.model import store as model_store
+from deltafront.workers.model.config import read_config
+from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.prefill import warm_up as prefill_warm_up
+from deltafront.workers.prefill.phases import phase_timer
+
+ROOT = Path(__file__).resolve().parent.parent
+ADAPTER = ROOT / "deploy" / "models" / "smollm2-135m-128k"
+MODEL = "smollm2-135m-instruct"
+STRETCHED = {"rope_theta": 8e6, "max_position_embeddings": 131_072}
+"""What the adapter needs of the model's configuration."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What reading a document gave. tail_TC: hidden rows of its last positions. density: computed over
+    causal tiles, all layers. milliseconds: selection and attention of all layers and chunks; device time on a
+    GPU, wall-clock time on a CPU."""
+
+    tail_TC: torch.Tensor
+    density: float
+    milliseconds: float
+
+
+class Reader:
+    """A stack with its keys and values of one sequence, of at most `room` tokens."""
+
+    def __init__(self, stack: LayerStack, room: int) -> None:
+        config = stack.config
+        shape = (config.layers, 1, config.kv_heads, room, config.head_dim)
+        self.stack = stack
+        self._k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
+        self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
+        self.length = 0
+
+    def read(self, ids: Sequence[int], method: str, chunk: int, tail: int = 1) -> Reading:
+        """Read a document from the start with a prefill method; keep the hidden rows of its `tail` last
+        positions. Raises MethodError for a method that is not known."""
+        self.length = 0
+        config, attention = self.stack.config, build(parse_method(method))
+        spec = StateSpec(
+            1,
+            config.q_heads,
+            config.kv_heads,
+            config.head_dim,
+            len(ids),
+            self.stack.device,
+            self.stack.dtype,
+        )
+        states = [attention.new_state(replace(spec, layer=layer)) for layer in range(config.layers)]
+        timer, coverage, tails = phase_timer(self.stack.device), [], []
+        for first in range(0, len(ids), chunk):
+
+            def attend(layer: int, q_BHTD: torch.Tensor, start: int = first) -> torch.Tensor:
+                k_BGSD, v_BGSD = self._seen(layer, start + q_BHTD.shape[2])
+                x = AttentionInput.of(
+                    q_BHTD.contiguous(), k_BGSD, v_BGSD, q_start=start, prompt_tokens=len(ids)
+                )
+                out_BHTD, covered = attention.attend(x, states[layer], timer.phase)
+                coverage.append(covered)
+                return out_BHTD
+
+            hidden_TC = self._forward(ids[first : first + chunk], attend)
+            tails = [rows_TC[-tail:] for rows_TC in (*tails, hidden_TC)]
+        computed = torch.stack([covered.computed for covered in coverage]).sum()
+        density = float(computed) / sum(covered.causal for covered in coverage)
+        return Reading(torch.cat(tails)[-tail:], density, 1e3 * sum(timer.seconds().values()))
+
+    def next_token(self, ids: Sequence[int]) -> int:
+        """Append ids and give the most likely next one."""
+        return int(self.next_logits(ids).argmax())
+
+    def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Append ids, read with full attention, and give the logits_V of the next one."""
+        start = self.length
+
+        def attend(layer: int, q_BHTD: torch.Tensor) -> torch.Tensor:
+            rows = q_BHTD.shape[2]
+            k_BGSD, v_BGSD = self._seen(layer, start + rows)
+            seen_TS = None
+            if rows > 1:
+                seen_TS = torch.ones(rows, start + rows, dtype=torch.bool, device=q_BHTD.device).tril(start)
+            return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=seen_TS, enable_gqa=True)
+
+        hidden_TC = self._forward(ids, attend)
+        return self.stack.logits(hidden_TC[-1:])[0]
+
+    def document(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k_GSD and v_GSD of what has been read, as views."""
+        k_BGSD, v_BGSD = self._seen(layer, self.length)
+        return k_BGSD[0], v_BGSD[0]
+
+    def _forward(
+        self, ids: Sequence[int], attend: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        start, end = self.length, self.length + len(ids)
+
+        def stored(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+            self._k_LBGSD[layer, 0, :, start:end] = k_TGD.transpose(0, 1)
+            self._v_LBGSD[layer, 0, :, start:end] = v_TGD.transpose(0, 1)
+            out_BHTD = attend(layer, q_THD.transpose(0, 1)[None])
+            return out_BHTD[0].transpose(0, 1)
+
+        positions_T = torch.arange(start, end, device=self.stack.device)
+        hidden_TC = self.stack.forward(self.stack.embed(torch.tensor(ids)), positions_T, stored)
+        self.length = end
+        return hidden_TC
+
+    def _seen(self, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._k_LBGSD[layer, :, :, :tokens], self._v_LBGSD[layer, :, :, :tokens]
+
+
+def parse_method(method: str) -> MethodSpec:
+    """A method with options as given on a command line: `dpxa:tau=0.9,k_anchors=16`. Raises MethodError."""
+    name, _, given = method.partition(":")
+    pairs = [pair.partition("=") for pair in given.split(",") if pair]
+    return method_spec(name, {key: float(value) for key, _, value in pairs})
+
+
+def load_model(
+    model: str, adapter: Path | None, overrides: dict[str, Any], *, dtype: str, device: str
+) -> LayerStack:
+    """All layers of a model: a name, a directory or a GGUF file, as for `serve`."""
+    directory = model_store.model_directory(model)
+    config = read_config(directory, overrides)
+    return load_stack(
+        directory,
+        config,
+        range(config.layers),
+        embedding=True,
+        head=True,
+        dtype=getattr(torch, dtype),
+        device=device,
+        adapter=adapter,
+    )
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    return Tokenizer.from_file(str(model_store.model_directory(model) / "tokenizer.json"))
+
+
+def warm_up(stack: LayerStack, methods: Sequence[str], chunk: int) -> None:
+    """Compile what reading with these methods needs, where anything is compiled: on a GPU."""
+    if stack.device.type == "cuda":
+        prefill_warm_up.warm_up(stack, [parse_method(method) for method in methods], chunk)

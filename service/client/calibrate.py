@@ -1,0 +1,77 @@
+"""`deltafront calibrate`: which layers of a model should be Δ-layers, as a line for the configuration file.
+
+Runs here, without a server; torch is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...workers.model.config import ModelError
+from ...workers.settings import Dtype, ModelSpec
+from .terminal import err, fail, read_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def calibrate_command(
+    model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id or embedded name.")],
+    text: Annotated[list[str], typer.Option(help="A text of real prose; give it once for each.")],
+    adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
+    layers: Annotated[int, typer.Option(help="How many Δ-layers.")] = 5,
+    budget: Annotated[int, typer.Option(help="K: pages that a sparse layer attends to.")] = 64,
+    recency: Annotated[int, typer.Option(help="L: last pages that are always among them.")] = 8,
+    full_layer: Annotated[list[int], typer.Option(help="Dense, unscored layers.")] = [0, 1],  # noqa: B006
+    tokens: Annotated[int | None, typer.Option(help="Of each text (four times the budget).")] = None,
+    rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
+    positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="What is computed in.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
+) -> None:
+    """Choose Δ-layers for sparse decoding: those whose pages serve the layers after them best."""
+    from ...workers.messages import PAGE_TOKENS
+    from ...workers.model.calibration import calibrate, shortest_text
+    from ...workers.model.store import model_directory
+
+    try:
+        directory = model_directory(model)
+        spec = ModelSpec(str(directory), adapter, dtype, rope_theta, positions)
+        most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
+        tokenizer = _tokenizer(directory)
+        texts = [_ids(tokenizer, file, most, least) for file in text]
+        err.print(f"Reading {len(texts)} texts of up to {max(map(len, texts))} tokens …")
+        found = calibrate(
+            spec, texts, layers, budget=budget, recency=recency, full_layers=full_layer, device=device
+        )
+    except (ModelError, ValueError) as error:
+        fail(str(error))
+    if json:
+        selection = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
+        chosen = {"delta_layers": found.delta_layers, **selection}
+        print(json_format.dumps({**chosen, "tokens": found.tokens, "losses": found.losses}))
+    else:
+        print(f"delta_layers: {list(found.delta_layers)}")
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exceptions
+        raise ModelError(f"{path} cannot be used as a tokenizer: {error}") from None
+
+
+def _ids(tokenizer: Tokenizer, file: str, most: int, least: int) -> list[int]:
+    """The first `most` ids of a file. Raises ValueError if there are fewer than `least`."""
+    ids: list[int] = tokenizer.encode(read_text(file)).ids[:most]
+    if len(ids) < least:
+        raise ValueError(f"{file}: {len(ids)} tokens are too few for this budget, which takes {least}")
+    return ids

@@ -1,0 +1,114 @@
+"""Statistics, rows and gates of the accuracy harness, against brute force where there is one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from deltafront.benchmarks.accuracy.paired import (
+    bootstrap_ratio,
+    changes,
+    mean_and_error,
+    quantile,
+    sign_test,
+)
+from deltafront.benchmarks.accuracy.report import Outcome, missed, parse_gate, rows, table
+
+
+def test_changes_are_those_of_one_side_only() -> None:
+    found = changes([True, True, False, False, True], [True, False, True, False, False])
+    assert (found.lost, found.won) == ((1, 4), (2,))
+
+
+@pytest.mark.parametrize(("lost", "won"), [(0, 0), (1, 0), (5, 0), (3, 3), (7, 2), (2, 9)])
+def test_sign_test_counts_every_outcome(lost: int, won: int) -> None:
+    changed = lost + won
+    heads = [sum(flips) for flips in itertools.product((0, 1), repeat=changed)]
+    uneven = abs(2 * lost - changed)
+    expected = sum(abs(2 * n - changed) >= uneven for n in heads) / len(heads)
+    assert sign_test(lost, won) == pytest.approx(expected)
+
+
+def test_bootstrap_is_near_every_possible_draw() -> None:
+    documents = [(9, 10), (4, 10), (12, 11), (8, 8)]
+    ratios = sorted(
+        sum(a for a, _ in drawn) / sum(b for _, b in drawn)
+        for drawn in itertools.product(documents, repeat=4)
+    )
+    found = bootstrap_ratio(documents, draws=40_000)
+    assert found is not None
+    assert found[0] == pytest.approx(quantile(ratios, 0.025), abs=0.02)
+    assert found[1] == pytest.approx(quantile(ratios, 0.975), abs=0.02)
+    assert found == bootstrap_ratio(documents, draws=40_000)
+
+
+def test_bootstrap_without_anything_to_draw() -> None:
+    assert bootstrap_ratio([(3, 4)]) is None
+    assert bootstrap_ratio([(0, 0), (1, 0)]) is None
+    assert bootstrap_ratio([(1, 2), (2, 4)]) == (0.5, 0.5)
+
+
+def test_mean_and_error() -> None:
+    mean, error = mean_and_error([1.0, 2.0, 3.0, 6.0])
+    assert mean == 3.0
+    assert error == pytest.approx(math.sqrt((4 + 1 + 0 + 9) / 3) / 2)
+    assert mean_and_error([4.0]) == (4.0, None)
+    with pytest.raises(ValueError, match="nothing"):
+        mean_and_error([])
+
+
+def outcome(case: str, document: str, kl: float, *exacts: bool) -> Outcome:
+    answers = {f"key {i}": (-0.5 if exact else -3.5, exact) for i, exact in enumerate(exacts)}
+    return Outcome(case, "needles", 4096, document, 0.25, answers, ms=10.0, kl=kl, kl_p95=kl, perplexity=8.0)
+
+
+OUTCOMES = [
+    outcome("dense", "a", 0.0, True, True, True),
+    outcome("dpxa:tau=0.5", "a", 0.25, True, False, True),
+    replace(outcome("decode 3:16", "a", 0.0, True, False), kl=None, kl_p95=None, ms=None, agree=0.5),
+    outcome("dense", "b", 0.0, True, True, False),
+    outcome("dpxa:tau=0.5", "b", 0.75, True, True, True),
+    replace(outcome("decode 3:16", "b", 0.0, True, True), kl=None, kl_p95=None, ms=None, agree=1.0),
+]
+
+
+def test_rows_pair_each_case_with_dense() -> None:
+    dense, dpxa, decode = rows(OUTCOMES, "dense")
+    assert (dense["exact"], dense["questions"], dense["kl"], dense["lost"]) == (5, 6, 0.0, [])
+    assert (dpxa["exact"], dpxa["exact_dense"], dpxa["questions"]) == (5, 5, 6)
+    assert (dpxa["lost"], dpxa["won"], dpxa["p"]) == (["a key 1"], ["b key 2"], 1.0)
+    assert (dpxa["kl"], dpxa["kl_error"]) == (0.5, 0.25)
+    assert dpxa["logp_difference"] == pytest.approx(0.0)
+    assert (decode["exact"], decode["exact_dense"], decode["questions"]) == (3, 4, 4)
+    assert decode["agree"] == 0.75
+    assert "kl" not in decode and "ms" not in decode
+    assert "| 5 of 6 (5) |" in table([dpxa])
+
+
+def test_prose_has_no_answers() -> None:
+    (row,) = rows([replace(outcome("dense", "a", 0.0), task="prose")], "dense")
+    assert "questions" not in row and row["perplexity"] == 8.0
+    assert missed([parse_gate("dense:exact>=1")], [row]) == ["dense: no row has exact"]
+
+
+def test_gates_name_what_is_missed() -> None:
+    found = rows(OUTCOMES, "dense")
+    assert missed([parse_gate("dpxa:tau=0.5:exact>=1,kl<=0.5,logp>=-0.1")], found) == []
+    assert missed([parse_gate("dpxa:tau=0.5:kl<=0.11,density<=0.3")], found) == [
+        "dpxa:tau=0.5, needles, 4096 tokens: kl is 0.5000, not <= 0.11"
+    ]
+    assert missed([parse_gate("decode 3:16:exact>=0.985")], found) == [
+        "decode 3:16, needles, 4096 tokens: exact is 0.7500, not >= 0.985"
+    ]
+    assert missed([parse_gate("streaming:kl<=1")], found) == ["streaming: no row has kl"]
+    nan = [{**found[1], "kl": math.nan}]
+    assert len(missed([parse_gate("dpxa:tau=0.5:kl<=1")], nan)) == 1
+
+
+@pytest.mark.parametrize("given", ["dpxa", "dpxa:", "dpxa:speed>=1", "dpxa:kl<0.1", "kl<=0.1", ":kl<=0.1"])
+def test_refused_gates(given: str) -> None:
+    with pytest.raises(ValueError, match="no gate"):
+        parse_gate(given)

@@ -1,0 +1,167 @@
+"""All questions at once against one after another, and page selection that selects everything."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from deltafront.benchmarks.accuracy import questions as batched
+from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
+from deltafront.benchmarks.accuracy.predictions import divergence, perplexity
+from deltafront.benchmarks.accuracy.questions import Answered, ask, attend_appended, by_subject
+from deltafront.benchmarks.accuracy.tasks import Question
+from deltafront.benchmarks.reader import Reader
+from deltafront.workers.model.config import read_config
+from deltafront.workers.model.decoder import load_stack
+
+from ..workers.tiny_model import make_tiny_model
+
+TOKENS = 400
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(199, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    directory = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    config = read_config(directory)
+    layers = range(config.layers)
+    made = Reader(
+        load_stack(directory, config, layers, embedding=True, head=True, dtype=torch.float32, device="cpu"),
+        TOKENS + 64,
+    )
+    with torch.inference_mode():
+        made.read(ids(TOKENS, 1), "dense", 128)
+    return made
+
+
+def greedy(reader: Reader, prompt: list[int], count: int) -> list[int]:
+    before, given = reader.length, []
+    with torch.inference_mode():
+        token = reader.next_token(prompt)
+        for _ in range(count):
+            given.append(token)
+            token = reader.next_token([token])
+    reader.length = before
+    return given
+
+
+@pytest.fixture(scope="module")
+def asked(reader: Reader) -> list[Question]:
+    """Ragged questions; the answers of every second one are what the model says."""
+    found = []
+    for i in range(7):
+        prompt, length = ids(5 + 3 * i, 10 + i), 1 + (4 * i) % 7
+        gold = greedy(reader, prompt, length) if i % 2 else ids(length, 30 + i)
+        found.append(Question(f"q{i}", tuple(prompt), tuple(gold)))
+    return found
+
+
+def one_by_one(reader: Reader, question: Question) -> tuple[float, bool]:
+    before, logp, exact = reader.length, 0.0, True
+    with torch.inference_mode():
+        logits_V = reader.next_logits(question.prompt)
+        for token in question.gold:
+            logp += float(logits_V.log_softmax(-1)[token])
+            exact &= int(logits_V.argmax()) == token
+            logits_V = reader.next_logits([token])
+    reader.length = before
+    return logp, exact
+
+
+@pytest.mark.parametrize("rows", [batched.ROWS, 60, 1])
+def test_all_at_once_is_as_one_by_one(
+    reader: Reader, asked: list[Question], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batched, "ROWS", rows)
+    answers = ask(reader, asked)
+    assert [answer.exact for answer in answers] == [i % 2 == 1 for i in range(7)]
+    for question, answer in zip(asked, answers, strict=True):
+        logp, exact = one_by_one(reader, question)
+        assert answer.logp == pytest.approx(logp, abs=1e-4)
+        assert answer.exact == exact
+    assert reader.length == TOKENS
+
+
+def test_merged_attention_is_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 5, n, 16, generator=generator) for n in (6, 2, 2))
+    k_GSD, v_GSD = (torch.randn(2, 40, 16, generator=generator) for _ in range(2))
+    out = attend_appended(q, k, v, k_GSD, v_GSD)
+    for i in range(3):
+        keys = torch.cat([k_GSD, k[i].transpose(0, 1)], dim=1)
+        values = torch.cat([v_GSD, v[i].transpose(0, 1)], dim=1)
+        seen = torch.ones(5, 45, dtype=torch.bool).tril(40)
+        expected = scaled_dot_product_attention(
+            q[i].transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, enable_gqa=True
+        )
+        torch.testing.assert_close(out[i], expected[0].transpose(0, 1))
+
+
+def test_any_of_several_right_answers_counts() -> None:
+    questions = [Question(about, (1,), (2,)) for about in ("a", "b", "a")]
+    answers = [Answered(math.log(p), p > 0.5, 0, 0.0) for p in (0.25, 0.125, 0.625)]
+    found = by_subject(questions, answers)
+    assert found["a"] == (pytest.approx(math.log(0.875)), True)
+    assert found["b"] == (pytest.approx(math.log(0.125)), False)
+
+
+@pytest.fixture(scope="module")
+def decoder(reader: Reader, asked: list[Question]) -> AnswerDecoder:
+    return AnswerDecoder(reader, asked)
+
+
+def test_every_page_selected_is_full_decode(
+    reader: Reader, decoder: AnswerDecoder, asked: list[Question]
+) -> None:
+    decoded = decoder.decode(parse_selection("1,3:999:8", 5))
+    assert decoded.share == pytest.approx(1.0)
+    assert all(decoded.agrees)
+    for answer, full in zip(decoded.answers, ask(reader, asked), strict=True):
+        assert answer.exact == full.exact
+        assert answer.logp == pytest.approx(full.logp, abs=1e-4)
+
+
+def test_few_pages_are_a_smaller_share(reader: Reader, decoder: AnswerDecoder, asked: list[Question]) -> None:
+    few = decoder.decode(parse_selection("1,3:4:2", 5))
+    # Layers 0, 1 and 3 read all of 26 to 28 pages, layers 2 and 4 four of them.
+    assert few.share == pytest.approx((3 + 2 * 4 / 27) / 5, abs=0.01)
+    assert any(
+        answer.logp != pytest.approx(full.logp, abs=1e-3)
+        for answer, full in zip(few.answers, ask(reader, asked), strict=True)
+    )
+
+
+@pytest.mark.parametrize("given", ["8,14", "1:16:8:2", "1,3:4:9", "7:16"])
+def test_refused_page_selections(given: str) -> None:
+    with pytest.raises(ValueError):
+        parse_selection(given, 5)
+
+
+def test_reading_gives_density_and_the_tail_across_chunks(reader: Reader) -> None:
+    document = ids(TOKENS, 1)
+    with torch.inference_mode():
+        whole = reader.read(document, "dense", 1024, tail=300)
+        dense = reader.read(document, "dense", 256, tail=300)
+        sparse = reader.read(document, "streaming:min_tokens=0,window=128", 256, tail=300)
+        reader.read(document, "dense", 128)
+        torch.testing.assert_close(whole.tail_TC, dense.tail_TC, atol=1e-3, rtol=1e-3)
+        kl_T = divergence(reader.stack, dense.tail_TC, sparse.tail_TC)
+        assert dense.density == 1.0 and dense.milliseconds > 0
+        assert sparse.density == pytest.approx((1 + 2 + 3 + 3) / (1 + 2 + 3 + 4))
+        dense_TV = reader.stack.logits(dense.tail_TC).double().log_softmax(-1)
+        sparse_TV = reader.stack.logits(sparse.tail_TC).double().log_softmax(-1)
+        expected_T = (dense_TV.exp() * (dense_TV - sparse_TV)).sum(-1)
+        torch.testing.assert_close(kl_T, expected_T, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(
+            divergence(reader.stack, dense.tail_TC, dense.tail_TC), torch.zeros(300).double()
+        )
+        loss = -dense_TV[:-1].gather(1, torch.tensor(document[-299:])[:, None]).mean()
+        assert perplexity(reader.stack, dense.tail_TC, document[-300:]) == pytest.approx(
+            math.exp(loss), rel=1e-5
+        )

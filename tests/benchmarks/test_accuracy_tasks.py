@@ -1,0 +1,106 @@
+"""Documents of the accuracy harness: their length, what is in them, and that seeds decide."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from deltafront.benchmarks import needles as hay
+from deltafront.benchmarks.accuracy.tasks import TASKS, VALUES, Document, Text
+
+PROSE = "".join(f" Sentence number {i} tells a story, and it ends here." for i in range(300))
+WORDS: dict[str, int] = {}
+
+
+def encode_all(texts: Sequence[str]) -> list[list[int]]:
+    """A token a character, except that a word keeps the space before it, as byte-pair tokenizers do."""
+    found = []
+    for text in texts:
+        words = [" " + word for word in text.split(" ")]
+        words[0] = words[0][1:]
+        found.append([WORDS.setdefault(word, len(WORDS)) for word in words if word])
+    return found
+
+
+def decoded(ids: Sequence[int]) -> str:
+    words = {number: word for word, number in WORDS.items()}
+    return "".join(words[token] for token in ids)
+
+
+TEXT = Text(PROSE, encode_all)
+
+
+def made(task: str, tokens: int, count: int, seed: int = 0) -> Document:
+    return TASKS[task](random.Random(seed), tokens, count, TEXT)
+
+
+@pytest.mark.parametrize("task", ["needles", "values", "chains", "prose"])
+def test_documents_are_as_long_as_asked_and_seeded(task: str) -> None:
+    first, again, other = made(task, 1000, 5), made(task, 1000, 5), made(task, 1000, 5, seed=1)
+    assert len(first.ids) == 1000
+    assert first == again
+    assert first.ids != other.ids
+
+
+def test_needles_are_all_hidden_and_asked() -> None:
+    document = made("needles", 1500, 60)
+    text = decoded(document.ids)
+    assert len({question.about for question in document.questions}) == 60
+    for question in document.questions:
+        value = decoded(question.gold).strip()
+        assert f"s for {question.about} is: {value}." in text
+        assert decoded(question.prompt).endswith("mentioned in the provided text is")
+
+
+def test_values_have_several_right_answers() -> None:
+    document = made("values", 1000, 3)
+    text = decoded(document.ids)
+    assert len(document.questions) == 3 * VALUES
+    assert len({question.about for question in document.questions}) == 3
+    for question in document.questions:
+        assert f"numbers for {question.about} is: {decoded(question.gold).strip()}." in text
+
+
+def test_chains_come_in_order() -> None:
+    document = made("chains", 1000, 4)
+    text = decoded(document.ids)
+    assert len(document.questions) == 4 * VALUES
+    for question in document.questions:
+        link = decoded(question.prompt)[1:] + decoded(question.gold) + "."
+        old = decoded(question.gold).strip()
+        assert text.index(f"VAR {old} =") < text.index(link)
+
+
+def test_a_haystack_holds_needles_only() -> None:
+    document = made("haystack", 1200, 20)
+    lines = decoded(document.ids).strip().split("\n")
+    assert 1200 - len(document.ids) < 12
+    assert all(line.startswith("One of the special magic") for line in lines)
+    assert len(document.questions) == 20
+
+
+def test_too_short_texts_and_too_many_facts_are_refused() -> None:
+    with pytest.raises(ValueError, match="too short"):
+        made("prose", 100_000, 0)
+    with pytest.raises(ValueError, match="60 facts take"):
+        made("needles", 100, 60)
+
+
+def test_a_tokenizer_that_joins_question_and_answer_is_refused() -> None:
+    joined = Text(PROSE, lambda texts: [[hash(text) % 997] for text in texts])
+    with pytest.raises(ValueError, match="joins"):
+        TASKS["needles"](random.Random(0), 300, 2, joined)
+
+
+def test_many_needles_have_keys_of_their_own_and_few_are_as_ever() -> None:
+    keys = {needle.key for needle in hay.make_needles(5000, 1)}
+    assert len(keys) == 5000
+    words = [word for needle in hay.make_needles(102, 1) for word in needle.key.split("-")]
+    assert len(set(words)) == 204
+    known = hashlib.md5(repr(hay.make_needles(100, 3)).encode()).hexdigest()
+    assert known == "30c5bee0ca77fc4dc3a9b29f2bd16444"
+    with pytest.raises(ValueError, match="at most 10404 needles"):
+        hay.make_needles(10_405, 1)

@@ -1,0 +1,86 @@
+"""`deltafront calibrate` on a tiny model, against the function that it calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner, Result
+
+from deltafront.service.client.calibrate import calibrate_command
+from deltafront.workers.model.calibration import calibrate
+from deltafront.workers.settings import ModelSpec
+
+from ...workers.tiny_model import LAYERS, make_tiny_model
+
+PROSE = "call me ishmael some years ago never mind how long precisely having little or no money " * 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token a letter."""
+    directory = make_tiny_model(tmp_path_factory.mktemp("calibrated"))
+    vocabulary = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def run(*arguments: Any) -> Result:
+    app = typer.Typer()
+    app.command()(calibrate_command)
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def test_the_layers_come_as_a_line_of_the_configuration(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(PROSE)
+    (tmp_path / "two.txt").write_text(PROSE[::-1])
+    options = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
+    texts = ("--text", tmp_path / "one.txt", "--text", tmp_path / "two.txt")
+    done = run(model, *texts, *options)
+    assert done.exit_code == 0, done.output
+    ids = [
+        [ord(letter) - 97 if letter != " " else 26 for letter in text[:400]] for text in (PROSE, PROSE[::-1])
+    ]
+    expected = calibrate(ModelSpec(str(model), dtype="float32"), ids, 2, budget=6, recency=2)
+    assert yaml.safe_load(done.stdout) == {"delta_layers": list(expected.delta_layers)}
+    everything = json.loads(run(model, *texts, *options, "--json").stdout)
+    assert everything["delta_layers"] == list(expected.delta_layers)
+    assert everything["tokens"] == [400, 400]
+    assert everything["full_layers"] == [0, 1]
+    assert everything["losses"] == [list(row) for row in expected.losses]
+    assert len(everything["losses"]) == LAYERS
+    other = run(model, *texts, *options, "--full-layer", 3, "--json")
+    assert json.loads(other.stdout)["full_layers"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--budget": 40}, "text.txt: 696 tokens are too few for this budget, which takes 1282"),
+        ({"--text": "nowhere.txt"}, "nowhere.txt cannot be read: No such file"),
+        ({"--recency": 9}, "recency 9 must be positive"),
+        ({"--layers": 4}, "4 Δ-layers cannot be chosen"),
+        ({"--positions": 300, "--tokens": 400}, "400 tokens are more than the model's 300 positions"),
+        ({"--dtype": "int8"}, "'int8' is unknown"),
+        ({"--adapter": "/nowhere"}, "no adapter"),
+    ],
+)
+def test_errors_are_one_plain_line(model: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    (tmp_path / "text.txt").write_text(PROSE)
+    options = {"--text": tmp_path / "text.txt", "--layers": 2, "--budget": 6, "--recency": 2} | change
+    done = run(model, *(part for pair in options.items() for part in pair))
+    assert done.exit_code == 1
+    assert message in done.stderr and "Traceback" not in done.output
+
+
+def test_a_model_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(PROSE)
+    done = run(tmp_path / "none", "--text", tmp_path / "text.txt")
+    assert done.exit_code == 1 and "no model" in done.stderr

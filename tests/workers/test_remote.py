@@ -1,0 +1,211 @@
+"""Roles and how they travel: forms, hosting, what a proxy sends and raises, and that mypy sees every call."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
+
+from deltafront.service.errors import WorkerFailed, WorkerLost
+from deltafront.service.fleet.dispatch import worker_error
+from deltafront.workers.messages import PrefillFailed, RequestFailed
+from deltafront.workers.prefill.group import remote_stage
+from deltafront.workers.remote import COMMANDS, NOTICES, hosts, remote
+from deltafront.workers.roles import DecodeWorker, Form, Group, Stage, forms
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_method_travels_as_its_form_says() -> None:
+    commands = dict.fromkeys(("open", "run_chunk", "close", "pages_used"), Form.COMMAND)
+    assert forms(Stage) == {**commands, "abandon": Form.NOTICE}
+    calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
+    assert forms(Group) == {**calls, "prefill": Form.STREAM}
+    more = dict.fromkeys(("announce", "first_logits", "reserve", "keep", "release_session"), Form.CALL)
+    assert forms(DecodeWorker) == {**calls, **more, "generate": Form.STREAM}
+
+
+# --- hosting ---------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """As much of a group as is called here."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def prefill(self, job: int) -> AsyncIterator[int]:
+        try:
+            for number in range(job):
+                yield number
+        finally:
+            await asyncio.sleep(0)
+            self.closed += 1
+
+    async def stats(self) -> str:
+        return "well"
+
+
+@hosts(Group)
+class PlainActor:
+    def __init__(self) -> None:
+        self.hosted: Any = Plain()
+
+
+async def test_a_hosted_object_answers_and_its_streams_close_early() -> None:
+    actor = PlainActor()
+    assert await actor.stats() == "well"
+    assert [number async for number in actor.prefill(3)] == [0, 1, 2]
+    assert actor.hosted.closed == 1
+    stream = actor.prefill(3)
+    assert await anext(stream) == 0
+    await stream.aclose()
+    assert actor.hosted.closed == 2
+
+
+# --- calling ---------------------------------------------------------------------------------------------
+
+
+class Handle:
+    """An actor's handle: notes what is sent; `outcome` is what every reply turns out to be."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+        self.sent: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return Method(self, name, {})
+
+
+class Method:
+    def __init__(self, handle: Handle, name: str, options: dict[str, Any]) -> None:
+        self.handle, self.name, self.how = handle, name, options
+
+    def options(self, **options: Any) -> Method:
+        return Method(self.handle, self.name, options)
+
+    def remote(self, *arguments: Any) -> Any:
+        self.handle.sent.append((self.name, self.how, arguments))
+        return self._stream() if "num_returns" in self.how else self._reply()
+
+    def _reply(self) -> Any:
+        reply = asyncio.get_running_loop().create_future()
+        if isinstance(self.handle.outcome, Exception):
+            reply.set_exception(self.handle.outcome)
+        else:
+            reply.set_result(self.handle.outcome)
+        return reply
+
+    async def _stream(self) -> AsyncIterator[Any]:
+        yield self._reply()
+
+
+async def test_commands_are_sent_before_they_are_awaited_and_notices_overtake() -> None:
+    handle = Handle(7)
+    stage: Any = remote_stage(handle, 0)
+    replies = [stage.close("a"), stage.pages_used(), stage.close("b")]
+    assert stage.abandon(3) is None
+    commands, notices = {"concurrency_group": COMMANDS}, {"concurrency_group": NOTICES}
+    assert handle.sent == [
+        ("close", commands, ("a",)),
+        ("pages_used", commands, ()),
+        ("close", commands, ("b",)),
+        ("abandon", notices, (3,)),
+    ]
+    assert await asyncio.gather(*replies) == [7, 7, 7]
+
+
+def raised_by_task(cause: Exception | None) -> RayTaskError:
+    return RayTaskError("method", "Traceback: /home/someone/code.py line 3", cause)
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted", "message"),
+    [
+        (ActorDiedError(), RuntimeError, "stage 1 died"),
+        (raised_by_task(RequestFailed("no such id")), RequestFailed, "no such id"),
+        (raised_by_task(KeyError("x")), RuntimeError, "stage 1: KeyError: 'x'"),
+        (TaskCancelledError(), RuntimeError, "stage 1 cannot be reached (TaskCancelledError)"),
+    ],
+)
+async def test_a_stages_failures_in_plain_words(
+    error: Exception, wanted: type[Exception], message: str
+) -> None:
+    stage: Any = remote_stage(Handle(error), 1)
+    with pytest.raises(wanted) as raised:
+        await stage.run_chunk(None)
+    assert type(raised.value) is wanted and str(raised.value) == message
+    assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted", "message"),
+    [
+        (ActorDiedError(), WorkerLost, "prefill:a died"),
+        (raised_by_task(PrefillFailed("it was cancelled\nby you")), WorkerFailed, "it was cancelled"),
+        (raised_by_task(ValueError("")), WorkerFailed, "the worker failed"),
+        (raised_by_task(None), WorkerFailed, "the worker failed"),
+        (GetTimeoutError(), WorkerLost, "prefill:a cannot be reached (GetTimeoutError)"),
+    ],
+)
+async def test_a_workers_failures_as_the_door_raises_them(
+    error: Exception, wanted: type[Exception], message: str
+) -> None:
+    group: Any = remote(Group, "prefill:a", Handle(error), partial(worker_error, "prefill:a"))
+    assert group.name == "prefill:a"
+    for ask in (group.stats, lambda: anext(group.prefill(None))):
+        with pytest.raises(wanted) as raised:
+            await ask()
+        assert str(raised.value) == message and raised.value.__cause__ is None
+
+
+# --- types -----------------------------------------------------------------------------------------------
+
+CALLS = """
+from deltafront.workers.messages import ChunkCommand, Reserve
+from deltafront.workers.remote import Failure, hosts, remote
+from deltafront.workers.roles import DecodeWorker, Group, Stage
+
+def meaning(failure: Failure) -> Exception: return RuntimeError(failure.what)
+
+async def call(actor: object, command: ChunkCommand, order: Reserve) -> None:
+    stage = remote(Stage, "stage 0", actor, meaning)
+    worker = remote(DecodeWorker, "decode:a", actor, meaning)
+    stage.run_chunk(command)
+    await worker.reserve(order)
+    stage.run_chunk("a")  # wrong: [arg-type]
+    stage.prefill(command)  # wrong: [attr-defined]
+    await worker.reserve(order, 1)  # wrong: [call-arg]
+    answer: int = await worker.reserve(order)  # wrong: [assignment]
+
+class Half:
+    def open(self, request: str) -> None: ...
+
+@hosts(Stage)  # wrong: [arg-type]
+class HalfActor:
+    def __init__(self) -> None:
+        self.hosted = Half()
+"""
+
+
+def test_the_type_checker_sees_calls_and_hosts(tmp_path: Path) -> None:
+    (tmp_path / "deltafront").symlink_to(ROOT)
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(textwrap.dedent(CALLS))
+    settings = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "mypy", *settings, "--follow-imports", "silent", str(snippet)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=240)
+    found = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if "error:" in line}
+    lines = enumerate(CALLS.splitlines(), start=1)
+    wanted = {number: line.split("wrong: ")[1] for number, line in lines if "wrong: " in line}
+    assert found.keys() == wanted.keys(), done.stdout + done.stderr
+    for number, code in wanted.items():
+        assert code in found[number], found[number]
