@@ -35,7 +35,7 @@ serve: install model
 # Two runs: the end-to-end tests own the service's fixed ports and measure one service. In the first, tests
 # that start Ray share one process (tests/conftest.py).
 test: dev model
-	$(BIN)/pytest -n 2 --dist loadgroup --ignore=tests/e2e
+	$(BIN)/pytest -n 2 --ignore=tests/e2e
 	$(BIN)/pytest tests/e2e
 
 acceptance: dev model

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +16,24 @@ if not torch.cuda.is_available():
 # Tensors here are small: a second thread waits more than it computes, and takes the other processes' core.
 torch.set_num_threads(1)
 
-STARTS_RAY = {"cluster", "served"}
-"""Fixtures. One Ray after the other: they share fixed ports and the machine's shared memory."""
+STARTS_RAY = (
+    "tests/service/test_served.py",
+    "tests/workers/decode/test_decode_worker.py",
+    "tests/workers/prefill/test_prefill_group.py",
+)
+"""One Ray after the other: they share fixed ports and the machine's shared memory."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if STARTS_RAY & {*getattr(item, "fixturenames", ())}:
-                item.add_marker(pytest.mark.xdist_group("ray"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whatever starts Ray is one piece of work, every other test a piece of its own."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneRay(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(STARTS_RAY) else nodeid
+
+    return OneRay(config, log)
 
 
 @pytest.fixture(autouse=True)
