@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import scaled_dot_product_attention
 
 from deltafront.kernels.build import build
-from deltafront.kernels.interface import AttentionInput, StateSpec
+from deltafront.kernels.interface import AttentionInput, Coverage, StateSpec
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.model import store as model_store
 from deltafront.workers.model.config import read_config
@@ -68,7 +68,8 @@ class Reader:
             self.stack.dtype,
         )
         states = [attention.new_state(replace(spec, layer=layer)) for layer in range(config.layers)]
-        timer, coverage, tails = phase_timer(self.stack.device), [], []
+        timer, coverage = phase_timer(self.stack.device), list[Coverage]()
+        tails: list[torch.Tensor] = []
         for first in range(0, len(ids), chunk):
 
             def attend(layer: int, q_BHTD: torch.Tensor, start: int = first) -> torch.Tensor:

@@ -30,7 +30,7 @@ import torch
 
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
 from deltafront.benchmarks.accuracy.predictions import divergence, perplexity
-from deltafront.benchmarks.accuracy.questions import Answered, ask, by_subject
+from deltafront.benchmarks.accuracy.questions import Answered, ask, ask_one_by_one, by_subject
 from deltafront.benchmarks.accuracy.report import Outcome, line, missed, parse_gate, rows, table
 from deltafront.benchmarks.accuracy.tasks import TASKS, Document, Question, Text
 from deltafront.benchmarks.harness import commit_of
@@ -49,6 +49,10 @@ from deltafront.benchmarks.reader import (
 )
 
 BASELINE = "dense"
+QUESTION_ROOM = 512
+"""Tokens that a question and its answer may have."""
+CLOSE = 0.05
+"""How far logp may be from that of the slow way, relative where it is below -1: for 16-bit rounding."""
 
 
 def main() -> int:
@@ -65,7 +69,7 @@ def main() -> int:
     overrides = {} if arguments.no_adapter else STRETCHED
     adapter = None if arguments.no_adapter else ADAPTER
     stack = load_model(arguments.model, adapter, overrides, dtype=arguments.dtype, device=arguments.device)
-    reader = Reader(stack, max(tokens for _, tokens in arguments.documents))
+    reader = Reader(stack, max(tokens for _, tokens in arguments.documents) + QUESTION_ROOM)
     methods = [BASELINE, *(method for method in arguments.methods if method != BASELINE)]
     warm_up(stack, methods, arguments.chunk)
     outcomes: list[Outcome] = []
@@ -119,16 +123,29 @@ def _compare(
         reading = reader.read(ids, method, arguments.chunk, len(tail))
         dense = reading if dense is None else dense
         kl_T = divergence(reader.stack, dense.tail_TC, reading.tail_TC)
+        answers = ask(reader, questions)
+        if method == BASELINE and questions:
+            _check(reader, questions[0], answers[0])
         yield _outcome(
             made,
             method,
             reading,
             kl_T,
             perplexity(reader.stack, reading.tail_TC, tail),
-            ask(reader, questions),
+            answers,
         )
         if method == BASELINE and arguments.decode and questions:
             yield from _decoded(reader, made, questions[: arguments.decode_questions], arguments.decode)
+
+
+def _check(reader: Reader, question: Question, answer: Answered) -> None:
+    """One question of a document the slow way: the fast one leans on kernels that differ by device."""
+    logp, exact = ask_one_by_one(reader, question)
+    if abs(logp - answer.logp) > CLOSE * max(1.0, abs(logp)):
+        raise RuntimeError(
+            f"asked at once, {question.about} has logp {answer.logp:.5f}, exact {answer.exact};"
+            f" one by one {logp:.5f}, {exact}"
+        )
 
 
 def _outcome(

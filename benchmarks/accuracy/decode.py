@@ -38,11 +38,11 @@ def parse_selection(given: str, layers: int) -> LayerPlan:
     """`8,14,18,20,21:256` or `…:256:8`: Δ-layers, page budget, recency. Raises ValueError."""
     delta_layers, *numbers = given.split(":")
     chosen = tuple(int(layer) for layer in delta_layers.split(","))
-    names = ("page_budget", "recency")
-    if not 1 <= len(numbers) <= len(names):
+    if not 1 <= len(numbers) <= 2:
         raise ValueError(f"no page selection {given!r}: LAYER,LAYER…:BUDGET[:RECENCY]")
-    sizes = dict(zip(names, map(int, numbers), strict=False))
-    return plan_layers(DecodeConfig(full_layers=(), delta_layers=chosen, **sizes), layers)
+    budget, recency = [*map(int, numbers), DecodeConfig.recency][:2]
+    config = DecodeConfig(full_layers=(), delta_layers=chosen, page_budget=budget, recency=recency)
+    return plan_layers(config, layers)
 
 
 class AnswerDecoder:

@@ -20,7 +20,8 @@ def predicted(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logp_A (float64) of the tokens next_A after these rows, and best_A, the likeliest ones; on the CPU."""
     logps, bests = [], []
-    for rows_AC, gold_A in zip(hidden_AC.split(_ROWS), next_A.to(hidden_AC.device).split(_ROWS), strict=True):
+    parts = zip(torch.split(hidden_AC, _ROWS), torch.split(next_A.to(hidden_AC.device), _ROWS), strict=True)
+    for rows_AC, gold_A in parts:
         logits_AV = stack.logits(rows_AC)
         logps.append(logits_AV.log_softmax(-1).gather(1, gold_A[:, None])[:, 0].double().cpu())
         bests.append(logits_AV.argmax(-1).cpu())
@@ -31,7 +32,7 @@ def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tenso
     """kl_T (float64, on the CPU): KL(dense | method) of the next-token distributions of each row. Of dense's
     only the hidden rows have to be kept: its logits are made again."""
     parts = []
-    for dense_AC, method_AC in zip(dense_TC.split(_ROWS), method_TC.split(_ROWS), strict=True):
+    for dense_AC, method_AC in zip(torch.split(dense_TC, _ROWS), torch.split(method_TC, _ROWS), strict=True):
         dense_AV, method_AV = (stack.logits(rows_AC).log_softmax(-1) for rows_AC in (dense_AC, method_AC))
         parts.append((dense_AV.exp() * (dense_AV - method_AV)).sum(-1).double().cpu())
     return torch.cat(parts)

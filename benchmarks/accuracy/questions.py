@@ -50,6 +50,19 @@ def ask(reader: Reader, questions: Sequence[Question], keep: Keep | None = None)
     return [answered[i] for i in range(len(questions))]
 
 
+@torch.inference_mode()
+def ask_one_by_one(reader: Reader, question: Question) -> tuple[float, bool]:
+    """logp and exact by appending the question and then its answer token by token: what `ask` must give."""
+    before, logp, exact = reader.length, 0.0, True
+    logits_V = reader.next_logits(question.prompt)
+    for token in question.gold:
+        logp += float(logits_V.log_softmax(-1)[token])
+        exact &= int(logits_V.argmax()) == token
+        logits_V = reader.next_logits([token])
+    reader.length = before
+    return logp, exact
+
+
 def by_subject(questions: Sequence[Question], answers: Sequence[Answered]) -> dict[str, tuple[float, bool]]:
     """(logp, exact) of what was asked about: of all right answers together the log of the probability, and
     whether any is the likeliest."""
@@ -90,14 +103,15 @@ def _one_pass(
     positions_T = (reader.length + own_L).repeat(len(questions))
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        q_QLHD, k_QLGD, v_QLGD = (x.unflatten(0, (-1, longest)) for x in (q_THD, k_TGD, v_TGD))
+        q_QLHD, k_QLGD, v_QLGD = (x.reshape(-1, longest, *x.shape[1:]) for x in (q_THD, k_TGD, v_TGD))
         if keep is not None:
             keep(layer, indices, k_QLGD, v_QLGD)
         out_QLHD = attend_appended(q_QLHD, k_QLGD, v_QLGD, *reader.document(layer))
         return out_QLHD.flatten(0, 1)
 
     hidden_TC = stack.forward(stack.embed(ids_QL.flatten()), positions_T, attend)
-    row, gold = [], []
+    row: list[int] = []
+    gold: list[int] = []
     for i, question in enumerate(questions):
         first = i * longest + len(question.prompt) - 1
         row += range(first, first + len(question.gold))
@@ -126,7 +140,7 @@ def attend_appended(
     """out_QLHD of rows that see the whole document and, causally, their own question; q's dtype."""
     questions, rows, heads, dim = q_QLHD.shape
     groups, scale = k_QLGD.shape[2], dim**-0.5
-    q_QLGJD = q_QLHD.unflatten(2, (groups, heads // groups))
+    q_QLGJD = q_QLHD.reshape(questions, rows, groups, heads // groups, dim)
     q_GRD = q_QLGJD.permute(2, 3, 0, 1, 4).reshape(groups, -1, dim)
     far_GRD, far_GR = _over_document(q_GRD, k_GSD, v_GSD, scale)
     far_GJQLD = far_GRD.view(groups, heads // groups, questions, rows, dim)

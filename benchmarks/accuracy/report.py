@@ -75,7 +75,7 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
         "kl_error": _error([o.kl for o in group]),
         "kl_p95": _mean([o.kl_p95 for o in group]),
         "perplexity": _mean([o.perplexity for o in group]),
-        "perplexity_dense": _mean([o.perplexity for o in base]),
+        "perplexity_dense": None if first.perplexity is None else _mean([o.perplexity for o in base]),
         "agree": _mean([o.agree for o in group]),
     }
     if first.answers:

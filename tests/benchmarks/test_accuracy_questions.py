@@ -11,7 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from deltafront.benchmarks.accuracy import questions as batched
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
 from deltafront.benchmarks.accuracy.predictions import divergence, perplexity
-from deltafront.benchmarks.accuracy.questions import Answered, ask, attend_appended, by_subject
+from deltafront.benchmarks.accuracy.questions import (
+    Answered,
+    ask,
+    ask_one_by_one,
+    attend_appended,
+    by_subject,
+)
 from deltafront.benchmarks.accuracy.tasks import Question
 from deltafront.benchmarks.reader import Reader
 from deltafront.workers.model.config import read_config
@@ -62,18 +68,6 @@ def asked(reader: Reader) -> list[Question]:
     return found
 
 
-def one_by_one(reader: Reader, question: Question) -> tuple[float, bool]:
-    before, logp, exact = reader.length, 0.0, True
-    with torch.inference_mode():
-        logits_V = reader.next_logits(question.prompt)
-        for token in question.gold:
-            logp += float(logits_V.log_softmax(-1)[token])
-            exact &= int(logits_V.argmax()) == token
-            logits_V = reader.next_logits([token])
-    reader.length = before
-    return logp, exact
-
-
 @pytest.mark.parametrize("rows", [batched.ROWS, 60, 1])
 def test_all_at_once_is_as_one_by_one(
     reader: Reader, asked: list[Question], rows: int, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +76,7 @@ def test_all_at_once_is_as_one_by_one(
     answers = ask(reader, asked)
     assert [answer.exact for answer in answers] == [i % 2 == 1 for i in range(7)]
     for question, answer in zip(asked, answers, strict=True):
-        logp, exact = one_by_one(reader, question)
+        logp, exact = ask_one_by_one(reader, question)
         assert answer.logp == pytest.approx(logp, abs=1e-4)
         assert answer.exact == exact
     assert reader.length == TOKENS
