@@ -133,21 +133,43 @@ def anchor_scores(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
     return score
 
 
-def kept_tiles(score: list[float], diagonal: int, kind: str, amount: float) -> list[int]:
-    """What a `Rule` keeps of one row: try every threshold from the highest down."""
+def kept_tiles(
+    score: list[float],
+    diagonal: int,
+    kind: str,
+    amount: float,
+    *,
+    sink: int = 1,
+    window: int = 1,
+    outside: bool = False,
+) -> list[int]:
+    """What a `Rule` keeps of one row: try every threshold from the highest down. sink, window: blocks."""
     score = score[: diagonal + 1]
-    forced = {0, diagonal}
-    top = max(score)
-    if top <= 0:
+    forced = {m for m in range(diagonal + 1) if m < sink or m > diagonal - window}
+    if max(score) <= 0:
         return list(range(diagonal + 1))
+    if outside:
+        rest = [m for m in range(diagonal + 1) if m not in forced]
+        inner = _kept_of([score[m] for m in rest], set(), kind, amount)
+        return sorted(forced | {rest[m] for m in inner})
+    return _kept_of(score, forced, kind, amount)
+
+
+def _kept_of(score: list[float], forced: set[int], kind: str, amount: float) -> list[int]:
+    """The forced tiles of a row, and those that the rule adds to them."""
+    top = max(score, default=0.0)
     if kind == "max_relative":
+        if top <= 0 < amount:
+            return sorted(forced)
         least = float(torch.tensor(amount) * torch.tensor(top))
         return sorted(forced | {m for m, s in enumerate(score) if s >= least})
+    if kind == "cumulative" and top <= 0:
+        return list(range(len(score))) if amount >= 1 else sorted(forced)
     value = [math.floor(s * (LEVELS / top) + 0.5) if kind == "cumulative" else s for s in score]
     weight = value if kind == "cumulative" else [1.0] * len(score)
     need = amount * sum(value) if kind == "cumulative" else math.ceil(amount * len(score) - 1e-6)
     if kind == "cumulative" and amount >= 1:
-        return list(range(diagonal + 1))
+        return list(range(len(score)))
     for floor in (math.inf, *sorted(set(value), reverse=True)):
         kept = forced | {m for m, v in enumerate(value) if v >= floor}
         if sum(weight[m] for m in kept) >= need:

@@ -12,9 +12,9 @@ from ..constants import BLOCK
 from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, KernelInputError, Phase, StateSpec
 from ..methods import register
-from ..options import min_tokens, option
+from ..options import option
 from .rules.rule import Rule
-from .scored import ScoredSelector, ScoredState, SlabSums, tau
+from .scored import ScoredOptions, ScoredSelector, ScoredState, SlabSums, tau
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +24,13 @@ Overflow = Literal["merge", "drop"]
 
 
 @dataclass(frozen=True)
-class AnchorsOptions:
+class AnchorsOptions(ScoredOptions):
     """DPXA (DeltaAttention, section 4.3) in our bounded form; docs/decisions/0003 says what differs."""
 
     tau: float = tau(0.95)
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
     q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
     k_anchors: int = option(32, 8, 32, "key anchors per block", (8, 16, 32))
-    min_tokens: int = min_tokens()
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class AnchorsSelector(ScoredSelector):
         weighted: bool = True,
         row_normalised: bool = True,
     ) -> None:
-        super().__init__(rule or Rule("cumulative", options.tau))
+        super().__init__(rule or options.rule)
         self.form = AnchorSettings(
             cos=options.cos,
             q=SideSettings(options.q_anchors, q_representative, q_overflow),

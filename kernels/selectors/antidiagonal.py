@@ -13,21 +13,19 @@ from ..constants import BLOCK
 from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, KernelInputError, Phase
 from ..methods import register
-from ..options import min_tokens, option
+from ..options import option
 from .rules.rule import Rule
-from .scored import ScoredSelector, SlabSums, tau
+from .scored import ScoredOptions, ScoredSelector, SlabSums
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class AntidiagonalOptions:
+class AntidiagonalOptions(ScoredOptions):
     """XAttention (Xu et al. 2025), sections 2.1-2.2."""
 
-    tau: float = tau()
     stride: int = option(8, 4, 16, "antidiagonal stride S", (4, 8, 16))
-    min_tokens: int = min_tokens()
 
 
 class AntidiagonalSelector(ScoredSelector):
@@ -38,7 +36,7 @@ class AntidiagonalSelector(ScoredSelector):
     def __init__(
         self, options: AntidiagonalOptions, *, rule: Rule | None = None, with_scores: bool = False
     ) -> None:
-        super().__init__(rule or Rule("cumulative", options.tau), with_scores)
+        super().__init__(rule or options.rule, with_scores)
         self.stride = options.stride
         if self.stride not in (4, 8, 16):
             raise KernelInputError(f"stride {self.stride} is not 4, 8 or 16")

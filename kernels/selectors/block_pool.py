@@ -9,20 +9,16 @@ from ..constants import BLOCK
 from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, Phase
 from ..methods import register
-from ..options import min_tokens
 from .rules.rule import Rule
-from .scored import ScoredSelector, SlabSums, tau
+from .scored import ScoredOptions, ScoredSelector, SlabSums
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class BlockPoolOptions:
+class BlockPoolOptions(ScoredOptions):
     """Block mean pooling: what the others must beat."""
-
-    tau: float = tau()
-    min_tokens: int = min_tokens()
 
 
 class BlockPoolSelector(ScoredSelector):
@@ -32,7 +28,7 @@ class BlockPoolSelector(ScoredSelector):
     sampled = 1.0 / BLOCK**2
 
     def __init__(self, options: BlockPoolOptions, *, rule: Rule | None = None) -> None:
-        super().__init__(rule or Rule("cumulative", options.tau))
+        super().__init__(rule or options.rule)
 
     def cpu_scores(self, x: AttentionInput, state: object, phase: Phase) -> torch.Tensor:
         with phase("scoring"):

@@ -9,21 +9,19 @@ from ..constants import BLOCK
 from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, KernelInputError, Phase
 from ..methods import register
-from ..options import min_tokens, option
+from ..options import option
 from .rules.rule import Rule
-from .scored import ScoredSelector, SlabSums, tau
+from .scored import ScoredOptions, ScoredSelector, SlabSums
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class NaiveOptions:
+class NaiveOptions(ScoredOptions):
     """The ablation that DeltaAttention section 4.3 compares its anchors with."""
 
-    tau: float = tau()
     stride: int = option(4, 2, 16, "every stride-th row of q and k is scored", (2, 4, 8, 16))
-    min_tokens: int = min_tokens()
 
 
 class NaiveSelector(ScoredSelector):
@@ -32,7 +30,7 @@ class NaiveSelector(ScoredSelector):
     name = "naive"
 
     def __init__(self, options: NaiveOptions, *, rule: Rule | None = None) -> None:
-        super().__init__(rule or Rule("cumulative", options.tau))
+        super().__init__(rule or options.rule)
         self.stride = options.stride
         if self.stride not in (2, 4, 8, 16):
             raise KernelInputError(f"stride {self.stride} is not 2, 4, 8 or 16")

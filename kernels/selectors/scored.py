@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..constants import BLOCK
 from ..interface import Amounts, AttentionInput, KernelInputError, Phase, StateSpec, TileMask
-from ..options import option
+from ..options import min_tokens, option
 from .rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -23,6 +24,23 @@ SlabSums = Callable[[int, int], "Sums"]
 def tau(default: float = 0.9) -> float:
     """The field `tau`, the amount of the cumulative rule."""
     return option(default, 0.01, 1.0, "cumulative probability mass of the kept tiles")
+
+
+@dataclass(frozen=True)
+class ScoredOptions:
+    """What every method that ranks tiles by a score takes: its rule. The papers count tau over all mass."""
+
+    tau: float = tau()
+    outside: bool = option(False, 0, 1, "count tau over the mass outside sink and window")
+    sink: int = option(1, 1, 1 << 20, "tokens at the start that every query attends to")
+    window: int = option(1, 1, 1 << 20, "most recent tokens that every query attends to")
+    min_tokens: int = min_tokens()
+
+    @property
+    def rule(self) -> Rule:
+        """Tokens as whole blocks: all that hold one of them for some row of a query block."""
+        sink_blocks = -(-self.sink // BLOCK)
+        return Rule("cumulative", self.tau, sink_blocks, 1 - (1 - self.window) // BLOCK, self.outside)
 
 
 @dataclass

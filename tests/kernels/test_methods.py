@@ -91,7 +91,12 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
         ("magic", {}, "method", "unknown attention method 'magic'; known: block_pool, "),
         ("dense+gamma", {}, "method", "unknown attention method"),
         ("dense", {"tau": 0.5}, "method_options.tau", "dense has no option 'tau'; it takes: none"),
-        ("xattention", {"gamma": 4}, "method_options.gamma", "it takes: tau, stride, min_tokens"),
+        (
+            "xattention",
+            {"gamma": 4},
+            "method_options.gamma",
+            "it takes: tau, outside, sink, window, min_tokens, stride",
+        ),
         ("xattention", {"stride": 5}, "method_options.stride", r"= 5 is not one of \(4, 8, 16\)"),
         ("xattention", {"stride": 4.5}, "method_options.stride", "is not a whole number"),
         ("xattention", {"tau": 1.5}, "method_options.tau", "= 1.5 is outside 0.01 .. 1.0"),

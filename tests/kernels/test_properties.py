@@ -25,6 +25,8 @@ from deltafront.kernels.testing import assert_rows_close, chunk_of, row_errors, 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = [name for name in PRESETS if not reads_whole_prompts(name)]
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
+OUTSIDE = [f"{name} outside" for name in ("xattention", "dpxa", "naive", "block_pool")]
+"""Methods with scores whose quota counts the mass outside a wider sink and window."""
 CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta"]
 LEAN: dict[str, dict[str, Value]] = {
     "streaming": {"window": 256},
@@ -42,9 +44,17 @@ FULL: dict[str, dict[str, Value]] = {
 """Options under which nothing is left out."""
 
 
+def base_of(name: str) -> str:
+    return name.removesuffix(" outside").removesuffix("+delta")
+
+
 def options_of(name: str, table: dict[str, dict[str, Value]]) -> dict[str, Value]:
-    base = name.removesuffix("+delta")
+    base = base_of(name)
     chosen = dict(table.get(base, {}))
+    if name in OUTSIDE:
+        chosen |= {"outside": True, "sink": 129, "window": 129}
+        if table is LEAN:
+            chosen["tau"] = 0.3
     if "min_tokens" in PRESETS[base].options:
         chosen["min_tokens"] = 0
     if name.endswith("+delta"):
@@ -53,7 +63,7 @@ def options_of(name: str, table: dict[str, dict[str, Value]]) -> dict[str, Value
 
 
 def method_of(name: str, table: dict[str, dict[str, Value]] = LEAN) -> Any:
-    return build(method_spec(name, options_of(name, table)))
+    return build(method_spec(name.removesuffix(" outside"), options_of(name, table)))
 
 
 def run(method: Any, x: AttentionInput, cuts: tuple[int, ...] = ()) -> torch.Tensor:
@@ -74,7 +84,7 @@ def density(method: Any, x: AttentionInput) -> float:
     return float(coverage.computed) / coverage.causal
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE])
 def test_full_budget_is_dense_and_a_lean_one_skips(name: str) -> None:
     x = prompt()
     assert_rows_close(run(method_of(name, FULL), x), reference_attention(x))
@@ -84,7 +94,7 @@ def test_full_budget_is_dense_and_a_lean_one_skips(name: str) -> None:
         assert float(row_errors(run(method_of(name), x), reference_attention(x)).max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE, *CORRECTED])
 def test_later_keys_never_matter(name: str) -> None:
     """Keys and values from a block boundary on are replaced: rows before it do not change at all."""
     x = prompt()
@@ -109,13 +119,13 @@ def test_later_keys_of_the_same_block_never_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(128,), (384, 512, 1152), (256, 640, 768, 896)])
-@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE, *CORRECTED])
 def test_chunks_give_what_the_whole_prompt_gives(name: str, cuts: tuple[int, ...]) -> None:
     x = prompt(1153)
     assert_rows_close(run(method_of(name), x, cuts), run(method_of(name), x))
 
 
-@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE, *CORRECTED])
 def test_one_token_chunks_and_ragged_prompts(name: str) -> None:
     for tokens, cuts in ((1, ()), (127, ()), (129, (128,)), (641, (128, 640))):
         x = prompt(tokens, heads=2, key_heads=1)
@@ -124,7 +134,7 @@ def test_one_token_chunks_and_ragged_prompts(name: str) -> None:
         assert_rows_close(found[:, :, :BLOCK], reference_attention(x)[:, :, :BLOCK])
 
 
-@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE, *CORRECTED])
 def test_how_heads_are_stored_never_matters(name: str) -> None:
     """Tokens side by side, heads inside, as a model makes q and a run of the cache's pages holds k and v."""
     x = prompt(700)
@@ -139,7 +149,7 @@ def test_how_heads_are_stored_never_matters(name: str) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE])
 def test_grouped_heads_equal_repeated_keys(name: str, group: int) -> None:
     x = prompt(640, heads=2 * group if group < 8 else 8, key_heads=2 if group < 8 else 1)
     repeated = replace(
@@ -150,7 +160,7 @@ def test_grouped_heads_equal_repeated_keys(name: str, group: int) -> None:
     assert_rows_close(run(method_of(name), x), run(method_of(name), repeated))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE])
 def test_a_batch_is_its_sequences(name: str) -> None:
     one, other = prompt(640, seed=1), prompt(640, seed=2)
     both = AttentionInput.of(
@@ -176,7 +186,7 @@ def strange(kind: str) -> AttentionInput:
 
 
 @pytest.mark.parametrize("kind", ["duplicated rows", "zero keys", "zero queries", "large logits"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE])
 def test_weights_sum_to_one_on_strange_inputs(name: str, kind: str) -> None:
     """Values of one everywhere come out as one, and a full budget is still dense."""
     x = strange(kind)
@@ -209,7 +219,7 @@ def test_short_prompts_are_dense() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize("name", [*METHODS, *CORRECTED])
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE, *CORRECTED])
 def test_nothing_waits_for_the_device(name: str) -> None:
     x = prompt()
     method = method_of(name)

@@ -28,24 +28,28 @@ def keep(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.Tensor
     diagonal_N1 = torch.arange(rows, device=device)[:, None] + first_block
     column_M = torch.arange(columns, device=device)
     causal_NM = column_M <= diagonal_N1
-    forced_NM = (column_M == diagonal_N1) | (column_M == 0)
-    score_BHNM = torch.where(causal_NM, score_BHNM, 0.0)
+    forced_NM = (column_M > diagonal_N1 - rule.window_blocks) | (column_M < rule.sink_blocks)
+    forced_NM &= causal_NM
+    ranked_NM = causal_NM & ~forced_NM if rule.outside else causal_NM
+    any_BHN1 = torch.where(causal_NM, score_BHNM, 0.0).amax(-1, keepdim=True) > 0
+    score_BHNM = torch.where(ranked_NM, score_BHNM, 0.0)
     top_BHN1 = score_BHNM.amax(-1, keepdim=True)
 
     if rule.kind == "max_relative":
-        kept_BHNM = score_BHNM >= amount_H11 * top_BHN1
+        least_BHN1 = torch.where((top_BHN1 > 0) | (amount_H11 == 0), amount_H11 * top_BHN1, float("inf"))
+        kept_BHNM = score_BHNM >= least_BHN1
     elif rule.kind == "cumulative":
         level_BHNM = (score_BHNM * (LEVELS / top_BHN1) + 0.5).nan_to_num(0.0).int()
         need_BHN1 = amount_H11 * level_BHNM.sum(-1, keepdim=True).float()
-        floor_BHN1 = _highest_floor(level_BHNM, level_BHNM, forced_NM & causal_NM, need_BHN1, LEVELS + 2)
+        floor_BHN1 = _highest_floor(level_BHNM, level_BHNM, forced_NM, need_BHN1, LEVELS + 2)
         kept_BHNM = (level_BHNM >= floor_BHN1) | (amount_H11 >= 1.0)
     else:
         bits_BHNM = score_BHNM.contiguous().view(torch.int32)
-        one_BHNM = causal_NM.int().expand_as(bits_BHNM)
-        need_BHN1 = torch.ceil(amount_H11 * (diagonal_N1 + 1).float())
-        floor_BHN1 = _highest_floor(bits_BHNM, one_BHNM, forced_NM & causal_NM, need_BHN1, _FLOAT_BITS)
+        one_BHNM = ranked_NM.int().expand_as(bits_BHNM)
+        need_BHN1 = torch.ceil(amount_H11 * ranked_NM.sum(-1, keepdim=True).float())
+        floor_BHN1 = _highest_floor(bits_BHNM, one_BHNM, forced_NM, need_BHN1, _FLOAT_BITS)
         kept_BHNM = bits_BHNM >= floor_BHN1
-    return ((kept_BHNM | ~(top_BHN1 > 0)) & causal_NM) | (forced_NM & causal_NM)
+    return ((kept_BHNM | ~any_BHN1) & causal_NM) | forced_NM
 
 
 def _highest_floor(

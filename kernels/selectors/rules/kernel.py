@@ -55,13 +55,29 @@ def _highest_floor(level_W, weight_W, forced_W, need, limit, ROUNDS: tl.constexp
 
 
 @triton.jit
-def _kept(score_W, column_W, diagonal, amount, KIND: tl.constexpr, LEVELS: tl.constexpr):
+def _kept(
+    score_W,
+    column_W,
+    diagonal,
+    amount,
+    sink_blocks,
+    window_blocks,
+    KIND: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
     """Which tiles of a row the rule keeps; score_W is 0 after the diagonal. See `rule.Rule`."""
     causal_W = column_W <= diagonal
-    forced_W = (column_W == diagonal) | (column_W == 0)
+    forced_W = causal_W & ((column_W > diagonal - window_blocks) | (column_W < sink_blocks))
+    anything = tl.max(score_W, axis=0) > 0.0
+    ranked_W = causal_W
+    if OUTSIDE:
+        ranked_W = causal_W & (forced_W == 0)
+        score_W = tl.where(ranked_W, score_W, 0.0)
     top = tl.max(score_W, axis=0)
     if KIND == 1:
-        kept_W = score_W >= amount * top
+        least = tl.where((top > 0.0) | (amount == 0.0), amount * top, float("inf"))
+        kept_W = score_W >= least
     elif KIND == 0:
         per_level = LEVELS / tl.where(top > 0.0, top, 1.0)
         level_W = (score_W * per_level + 0.5).to(tl.int32)
@@ -70,10 +86,10 @@ def _kept(score_W, column_W, diagonal, amount, KIND: tl.constexpr, LEVELS: tl.co
         kept_W = level_W >= tl.where(amount < 1.0, floor, 0)
     else:
         bits_W = score_W.to(tl.int32, bitcast=True)
-        need = tl.ceil(amount * (diagonal + 1).to(tl.float32))
-        floor = _highest_floor(bits_W, causal_W.to(tl.int32), forced_W, need, 2147483647, 31)
+        need = tl.ceil(amount * tl.sum(ranked_W.to(tl.int32), axis=0).to(tl.float32))
+        floor = _highest_floor(bits_W, ranked_W.to(tl.int32), forced_W, need, 2147483647, 31)
         kept_W = bits_W >= floor
-    return (tl.where(top > 0.0, kept_W, causal_W) & causal_W) | forced_W
+    return (tl.where(anything, kept_W, causal_W) & causal_W) | forced_W
 
 
 @triton.jit
@@ -103,7 +119,7 @@ def _score_of_sums(
     return score_W
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sink_blocks", "window_blocks"])
 def _rule_kernel(
     in_ptr,
     amount_ptr,
@@ -121,10 +137,13 @@ def _rule_kernel(
     stride_ch,
     heads,
     first_block,
+    sink_blocks,
+    window_blocks,
     R: tl.constexpr,
     W: tl.constexpr,
     NORM: tl.constexpr,
     KIND: tl.constexpr,
+    OUTSIDE: tl.constexpr,
     LEVELS: tl.constexpr,
     WITH_SCORES: tl.constexpr,
 ):
@@ -145,7 +164,7 @@ def _rule_kernel(
         tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
     else:
         amount = tl.load(amount_ptr + head)
-        kept_W = _kept(score_W, column_W, diagonal, amount, KIND, LEVELS)
+        kept_W = _kept(score_W, column_W, diagonal, amount, sink_blocks, window_blocks, KIND, OUTSIDE, LEVELS)
         slot_W = tl.cumsum(kept_W.to(tl.int32), axis=0) - 1
         tl.store(index_ptr + place + slot_W, column_W.to(tl.int16), mask=kept_W)
         if WITH_SCORES:
@@ -211,10 +230,13 @@ def _launch(
         *((0, 0) if count_BHN is None else count_BHN.stride()[:2]),
         heads,
         x.first_block + sums.first_row,
+        1 if rule is None else rule.sink_blocks,
+        1 if rule is None else rule.window_blocks,
         R=parts,
         W=width,
         NORM=sums.normalised,
         KIND=-1 if rule is None else _KINDS[rule.kind],
+        OUTSIDE=rule is not None and rule.outside,
         LEVELS=LEVELS,
         WITH_SCORES=rule is not None and score_BHNM is not None,
         num_warps=_warps(width),
@@ -244,10 +266,13 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
         *count_BHN.stride()[:2],
         heads,
         first_block,
+        rule.sink_blocks,
+        rule.window_blocks,
         R=0,
         W=width,
         NORM=True,
         KIND=_KINDS[rule.kind],
+        OUTSIDE=rule.outside,
         LEVELS=LEVELS,
         WITH_SCORES=with_scores,
         num_warps=_warps(width),
@@ -268,12 +293,17 @@ _RULE = {
     "score_ptr": "*fp32",
     **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "stride_ir"), "i64"),
     **dict.fromkeys(("stride_mb", "stride_mh", "stride_mn", "stride_cb", "stride_ch"), "i64"),
-    **dict.fromkeys(("heads", "first_block"), "i32"),
+    **dict.fromkeys(("heads", "first_block", "sink_blocks", "window_blocks"), "i32"),
 }
 _LONG = {"R": 8, "W": 1024, "NORM": True, "LEVELS": LEVELS, "WITH_SCORES": False}
 
 COMPILE_CASES = [
-    *((_rule_kernel, _RULE, {**_LONG, "KIND": kind}) for kind in (0, 1, 2, -1)),
-    (_rule_kernel, _RULE, {**_LONG, "R": 16, "W": 4096, "KIND": 0, "NORM": False, "WITH_SCORES": True}),
+    *((_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": False}) for kind in (0, 1, 2, -1)),
+    *((_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": True}) for kind in (0, 1, 2)),
+    (
+        _rule_kernel,
+        _RULE,
+        {**_LONG, "R": 16, "W": 4096, "KIND": 0, "OUTSIDE": False, "NORM": False, "WITH_SCORES": True},
+    ),
 ]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

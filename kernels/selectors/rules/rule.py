@@ -22,22 +22,35 @@ Kind = Literal["cumulative", "max_relative", "top_k"]
 
 @dataclass(frozen=True)
 class Rule:
-    """Which tiles of a row of scores are kept; the diagonal and the sink (block 0) always are.
+    """Which tiles of a row of scores are kept. Always are the forced ones: the first `sink_blocks` and the
+    last `window_blocks` up to the diagonal, the diagonal itself among them.
 
-    cumulative: the highest-scoring tiles, until they and the two forced ones hold at least `amount` of the
+    cumulative: the highest-scoring tiles, until they and the forced ones hold at least `amount` of the
     row's sum (XAttention, section 2.2); 1 keeps everything. Scores count in steps of 1 / LEVELS of the
     row's largest. max_relative: tiles scoring at least `amount` times the row's largest score
     (FlashPrefill). top_k: the highest-scoring tiles until at least `amount` of the row's causal tiles,
     rounded up, are kept. Equal scores are kept or dropped together, so ties may keep more. A row without
     a positive score is kept whole. `amount` is one number, or a float tensor with one number per head.
+
+    outside: sum, largest score and number of tiles are those of the tiles that are not forced, and forced
+    ones count towards nothing. Otherwise a sink that holds most of a row fills its quota, and tiles that the
+    row needs are dropped at any density.
     """
 
     kind: Kind
     amount: float | torch.Tensor
+    sink_blocks: int = 1
+    window_blocks: int = 1
+    outside: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("cumulative", "max_relative", "top_k"):
             raise KernelInputError(f"unknown selection rule {self.kind!r}: cumulative, max_relative or top_k")
+        if self.sink_blocks < 1 or self.window_blocks < 1:
+            raise KernelInputError(
+                f"a rule keeps at least one block of sink and of window, "
+                f"got {self.sink_blocks} and {self.window_blocks}"
+            )
         if not isinstance(self.amount, float | int):
             if self.amount.dim() != 1 or not self.amount.is_floating_point():
                 raise KernelInputError("a rule's amounts must be one float per head")

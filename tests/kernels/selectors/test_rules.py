@@ -13,16 +13,21 @@ from deltafront.kernels.testing import poisoned_empty, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS: list[Kind] = ["cumulative", "max_relative", "top_k"]
+FORCED = [(1, 1, False), (2, 4, False), (1, 1, True), (2, 5, True)]
+"""Blocks of sink and of window, and whether the rule counts outside them."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cpu_form_equals_the_oracle(kind: Kind) -> None:
+@pytest.mark.parametrize(("sink", "window", "outside"), FORCED)
+def test_the_cpu_form_equals_the_oracle(kind: Kind, sink: int, window: int, outside: bool) -> None:
     score = torch.rand(2, 4, 5, 24) ** 6
     score[0, 1] = (score[0, 1] * 8).round() / 8  # ties, and rows with zeros
+    score[1, 2, 3, 2:18] = 0.0  # nothing outside
     amounts = torch.tensor([0.31, 0.55, 0.83, 1.0])
-    mask = cpu.select(score, Rule(kind, amounts), 19)
+    mask = cpu.select(score, Rule(kind, amounts, sink, window, outside), 19)
+    how = {"sink": sink, "window": window, "outside": outside}
     expected = [
-        kept_tiles(score[b, h, n].tolist(), 19 + n, kind, float(amounts[h]))
+        kept_tiles(score[b, h, n].tolist(), 19 + n, kind, float(amounts[h]), **how)
         for b in range(2)
         for h in range(4)
         for n in range(5)
@@ -32,11 +37,15 @@ def test_the_cpu_form_equals_the_oracle(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "first"), [(5, 0), (3, 30), (1, 40)])
-def test_the_kernel_equals_the_cpu_form(kind: Kind, rows: int, first: int) -> None:
+@pytest.mark.parametrize(("sink", "window", "outside"), FORCED[::3])
+def test_the_kernel_equals_the_cpu_form(
+    kind: Kind, rows: int, first: int, sink: int, window: int, outside: bool
+) -> None:
     score = torch.rand(2, 3, rows, first + rows, device=DEVICE) ** 6
     score[1, 1] = (score[1, 1] * 4).round() / 4
     score[0, 2, 0] = 0.0
-    rule = Rule(kind, torch.tensor([0.4, 0.9, 1.0]))
+    score[0, 1, 0, 1:] = 0.0  # all in the sink
+    rule = Rule(kind, torch.tensor([0.4, 0.9, 1.0]), sink, window, outside)
     with poisoned_empty():
         mask = kernel.select(score, rule, first, with_scores=True)
     expected = cpu.select(score, rule, first, with_scores=True)
@@ -59,6 +68,18 @@ def test_forced_tiles_ties_and_edges(select: object) -> None:
     tied = torch.ones(1, 1, 1, 9, device=DEVICE)
     assert tiles(select(tied, Rule("cumulative", 0.5), 8)) == [list(range(9))]
     assert tiles(select(score[..., :1], Rule("cumulative", 0.5), 0)) == [[0]]
+    everything = [[*range(9)]]
+    for kind, whole in (("cumulative", 1.0), ("max_relative", 0.0), ("top_k", 1.0)):
+        assert tiles(select(score, Rule(kind, whole, outside=True), 8)) == everything, "full budget is dense"
+
+
+@pytest.mark.parametrize("select", [cpu.select, kernel.select])
+def test_a_sink_that_holds_nearly_everything_does_not_fill_the_quota(select: object) -> None:
+    assert callable(select)
+    score = torch.tensor([95.0, 0, 0, 0.6, 0, 0, 0.3, 2.1, 2.0], device=DEVICE).view(1, 1, 1, 9)
+    assert tiles(select(score, Rule("cumulative", 0.95), 8)) == [[0, 8]]
+    assert tiles(select(score, Rule("cumulative", 0.6, outside=True), 8)) == [[0, 7, 8]]
+    assert tiles(select(score, Rule("cumulative", 0.6, 1, 2, outside=True), 8)) == [[0, 3, 7, 8]]
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
@@ -92,6 +113,9 @@ def test_bad_rules() -> None:
     for kind, amount in (("best", 0.5), ("cumulative", 1.5), ("top_k", -0.1), ("top_k", float("nan"))):
         with pytest.raises(KernelInputError):
             Rule(kind, amount)  # type: ignore[arg-type]
+    for sink, window in ((0, 1), (1, 0)):
+        with pytest.raises(KernelInputError, match="at least one block"):
+            Rule("cumulative", 0.5, sink, window)
     with pytest.raises(KernelInputError):
         Rule("cumulative", torch.ones(2, 2))
     with pytest.raises(KernelInputError):
