@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json as json_format
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -30,7 +30,7 @@ def calibrate_command(
     tokens: Annotated[int | None, typer.Option(help="Of each text (four times the budget).")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="What is computed in.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
@@ -41,7 +41,9 @@ def calibrate_command(
 
     try:
         directory = model_directory(model)
-        spec = ModelSpec(str(directory), adapter, dtype, rope_theta, positions)
+        spec = ModelSpec(
+            str(directory), adapter, cast(Dtype, dtype), rope_theta, positions
+        )  # checked when it loads
         most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
         tokenizer = _tokenizer(directory)
         texts = [_ids(tokenizer, file, most, least) for file in text]

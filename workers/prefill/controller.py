@@ -74,6 +74,7 @@ class PrefillController:
         self._serials = itertools.count(1)
         self._throughput = Throughput()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._watching: asyncio.Task[None] | None = None
         self._failure = ""
 
     @property
@@ -211,7 +212,7 @@ class PrefillController:
         self._entry_busy = True
         outcomes = [self._spawn(outcome(reply)) for reply in (*opening, *replies)]
         outcomes[len(opening)].add_done_callback(self._entry_free)
-        self._spawn(self._watch(request, command, now, outcomes))
+        self._watching = self._spawn(self._watch(request, command, now, outcomes, self._watching))
 
     def _entry_free(self, entry: asyncio.Future[Any]) -> None:
         """The first stage has passed its chunk on. A failure of the group shows in `_watch`."""
@@ -220,10 +221,20 @@ class PrefillController:
             self._pump()
 
     async def _watch(
-        self, request: Request, command: ChunkCommand, sent: float, outcomes: list[asyncio.Task[Any]]
+        self,
+        request: Request,
+        command: ChunkCommand,
+        sent: float,
+        outcomes: list[asyncio.Task[Any]],
+        before: asyncio.Task[None] | None,
     ) -> None:
+        """A chunk's end. Stages finish chunks in order, but the event loop may learn of two at once and of
+        the later one first, so each waits for the one `before`."""
         try:
-            self._chunk_done(request, command, sent, await asyncio.gather(*outcomes))
+            done = await asyncio.gather(*outcomes)
+            if before is not None:
+                await asyncio.wait([before])
+            self._chunk_done(request, command, sent, done)
         except Exception as error:
             self._fail(error)
         self._pump()

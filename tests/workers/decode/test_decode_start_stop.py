@@ -24,7 +24,7 @@ class WarmUp:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let_go = threading.Event()
         self.began = threading.Event()
-        monkeypatch.setattr(engine_module, "warm_up_decode", self)
+        monkeypatch.setattr(engine_module, "warm_up", self)
 
     def __call__(self, *_: Any) -> None:
         self.began.set()
