@@ -411,3 +411,43 @@ async def abuse(seed: int, fatal: bool) -> None:
 async def test_nothing_leaks_however_requests_end(fatal: bool) -> None:
     for seed in range(60):
         await asyncio.wait_for(abuse(seed, fatal), 10)
+
+
+class HeldStage(FakeStage):
+    """Answers a chunk when the test says so."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage, lambda: 0.0, no_trouble)
+        self.held: list[tuple[ChunkCommand, asyncio.Future[ChunkReport]]] = []
+
+    def run_chunk(self, command: ChunkCommand) -> Awaitable[ChunkReport]:
+        self.held.append((command, asyncio.get_running_loop().create_future()))
+        return self.held[-1][1]
+
+    def answer(self, chunk: int) -> None:
+        command, owed = self.held[chunk]
+        owed.set_result(self._chunk(command))
+
+
+async def test_chunks_end_in_the_order_they_were_sent() -> None:
+    """Even where the event loop hears of the later one first."""
+    fakes = [HeldStage(0), HeldStage(1)]
+    config = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=1024)
+    controller = controller_of(list(fakes), config)
+    events = asyncio.ensure_future(collect(controller, job("a", 256)))
+    while not fakes[1].held:
+        await asyncio.sleep(0)
+    fakes[0].answer(0)
+    while len(fakes[1].held) < 2:
+        await asyncio.sleep(0)
+    fakes[0].answer(1)
+    fakes[1].answer(1)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    fakes[1].answer(0)
+    done = await events
+    assert done[:2] == [Progress(128, 256), Progress(256, 256)]
+    assert isinstance(done[2], PrefillDone) and len(done) == 3
+    assert sum(layer.causal for layer in done[2].report.density) == 2 * 2 * 2.0, (
+        "both chunks are in the report"
+    )
