@@ -163,12 +163,34 @@ def headline(kernels: Result, long_context: Result) -> str:
     return markdown(("what", "ours", "against", "faster"), rows) + f"\n\n{sources}"
 
 
+def accuracy(result: Result) -> str:
+    header = (
+        "case", "tokens", "density", "ms", "KL", "exact", "of dense's", "lost, won", "logp − dense's",
+    )  # fmt: skip
+    rows = [
+        [
+            f"`{row['case']}`",
+            row["tokens"],
+            f"{row['density']:.3f}",
+            f"{row['ms']:.0f}",
+            f"{row['kl']:.3f}",
+            f"{row['exact']} of {row['questions']}",
+            f"{row['exact'] / row['exact_dense']:.3f}",
+            f"{len(row['lost'])}, {len(row['won'])}",
+            f"{row['logp_difference']:+.3f}",
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(header, rows) + provenance(result, "")
+
+
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "headline": (headline, ("kernels_h200", "long_context_h200")),
     "kernels_h200": (kernels, ("kernels_h200",)),
     "recall_h200": (recall, ("recall_h200",)),
     "recall_prose_h200": (recall, ("recall_prose_h200",)),
     "long_context_h200": (long_context, ("long_context_h200",)),
+    "accuracy_rules_h200": (accuracy, ("accuracy_rules_h200",)),
     "precision_h200": (precision, ("precision_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),
 }
