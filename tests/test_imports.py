@@ -51,9 +51,6 @@ ROOMS = {
         protos""",
 }
 
-# Imports that the table above forbids and that are still there. To be emptied.
-STILL_THERE: dict[str, str] = {}
-
 # A package of others → the only modules or rooms that take it.
 HOMES = {
     "ray": """workers.remote workers.prefill.group workers.decode.worker workers.kv.object_store
@@ -118,7 +115,7 @@ def room_of(module: str) -> str:
 
 
 def forbidden(module: str) -> list[str]:
-    """What it takes from rooms that are closed to it, STILL_THERE left aside."""
+    """What it takes from rooms that are closed to it."""
     room = room_of(module)
     return sorted(
         name for name in MODULES.keys() & imports(module) if not within(name, f"{room} {ROOMS.get(room, '')}")
@@ -130,8 +127,7 @@ def test_a_module_takes_only_what_is_open_to_its_room(module: str) -> None:
     absolute = [name for name in imports(module) if within(name, "deltafront")]
     assert not absolute, "imports inside the package are relative"
     assert room_of(module) or not imports(module), "it is in no room: add one to ROOMS"
-    excused = STILL_THERE.get(module, "")
-    wrong = [name for name in forbidden(module) if not within(name, excused)]
+    wrong = forbidden(module)
     assert not wrong, f"{module} of room {room_of(module)} must not take {wrong}"
 
 
@@ -147,8 +143,6 @@ def test_every_allowance_is_used() -> None:
     for room, allowed in ROOMS.items():
         members = [module for module in CHECKED if room_of(module) == room]
         stale[room] = unused(allowed, itertools.chain(*map(taken.get, members))) if members else [room]
-    for module, excused in STILL_THERE.items():
-        stale[f"{module}, still there"] = unused(excused, forbidden(module) if module in taken else ())
     for package, homes in HOMES.items():
         users = [module for module, names in taken.items() if any(within(name, package) for name in names)]
         stale[package] = unused(homes, users)

@@ -47,7 +47,7 @@ class DecodeReplica(Replica):
     """A Serve deployment's class: owns one decode actor, its `head`.
 
     Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. Constructing it
-    returns when the model is loaded. Raises what loading raises (`ModelError`, `SelectionError`), inside
+    returns when the model is loaded. Raises what loading raises (`ModelError`, `PageSelectionError`), inside
     Ray's error.
     """
 
