@@ -46,7 +46,7 @@ def cases(config: BenchConfig) -> list[Case]:
 
 
 def _dpxa() -> ScoredSelector:
-    return AnchorsSelector(AnchorsOptions(tau=0.9))
+    return AnchorsSelector(AnchorsOptions(tau=0.9, outside=False, window=1))
 
 
 def _xattention() -> ScoredSelector:

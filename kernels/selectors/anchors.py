@@ -14,7 +14,7 @@ from ..interface import AttentionInput, KernelInputError, Phase, StateSpec
 from ..methods import register
 from ..options import option
 from .rules.rule import Rule
-from .scored import ScoredOptions, ScoredSelector, ScoredState, SlabSums, tau
+from .scored import ScoredOptions, ScoredSelector, ScoredState, SlabSums, outside, tau, window
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,12 @@ Overflow = Literal["merge", "drop"]
 
 @dataclass(frozen=True)
 class AnchorsOptions(ScoredOptions):
-    """DPXA (DeltaAttention, section 4.3) in our bounded form; docs/decisions/0003 says what differs."""
+    """DPXA (DeltaAttention, section 4.3) in our bounded form; docs/decisions/0003 says what differs, 0008 why
+    the quota counts the mass outside sink and window."""
 
-    tau: float = tau(0.95)
+    tau: float = tau(0.8)
+    outside: bool = outside(True)
+    window: int = window(1024)
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
     q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
     k_anchors: int = option(32, 8, 32, "key anchors per block", (8, 16, 32))

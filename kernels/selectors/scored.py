@@ -26,14 +26,22 @@ def tau(default: float = 0.9) -> float:
     return option(default, 0.01, 1.0, "cumulative probability mass of the kept tiles")
 
 
+def outside(default: bool = False) -> bool:
+    return option(default, 0, 1, "count tau over the mass outside sink and window")
+
+
+def window(default: int = 1) -> int:
+    return option(default, 1, 1 << 20, "most recent tokens that every query attends to")
+
+
 @dataclass(frozen=True)
 class ScoredOptions:
     """What every method that ranks tiles by a score takes: its rule. The papers count tau over all mass."""
 
     tau: float = tau()
-    outside: bool = option(False, 0, 1, "count tau over the mass outside sink and window")
+    outside: bool = outside()
     sink: int = option(1, 1, 1 << 20, "tokens at the start that every query attends to")
-    window: int = option(1, 1, 1 << 20, "most recent tokens that every query attends to")
+    window: int = window()
     min_tokens: int = min_tokens()
 
     @property

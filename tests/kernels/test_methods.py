@@ -70,7 +70,7 @@ def test_the_packages_own_methods_are_found_without_a_list() -> None:
     assert streaming.options["window"] == Option(
         2048, 1, 1 << 20, "most recent tokens that every query attends to"
     )
-    assert PRESETS["dpxa"].options["tau"].default == 0.95
+    assert PRESETS["dpxa"].options["tau"].default == 0.8
 
 
 @pytest.mark.parametrize("name", sorted(OWN))

@@ -31,7 +31,8 @@ CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta"]
 LEAN: dict[str, dict[str, Value]] = {
     "streaming": {"window": 256},
     "delta_kv": {"critical": 128, "cos": 0.8},
-    **{name: {"tau": 0.6} for name in ("xattention", "dpxa", "naive", "block_pool")},
+    **{name: {"tau": 0.6} for name in ("xattention", "naive", "block_pool")},
+    "dpxa": {"tau": 0.6, "outside": False, "window": 1},
     "delta_xattention": {"tau": 0.8, "cos": 0.8},
 }
 """Options under which each method really skips something in 1,200 tokens."""

@@ -10,7 +10,6 @@ import torch
 from deltafront.kernels.build import Composition, build
 from deltafront.kernels.interface import KernelInputError, no_phase
 from deltafront.kernels.methods import PRESETS, method_spec
-from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
 from deltafront.kernels.structured import structured_input
 from deltafront.kernels.testing import spec_of, tiles
@@ -21,7 +20,7 @@ SCORED = ["block_pool", "delta_xattention", "dpxa", "naive", "xattention"]
 
 
 def composition_of(name: str, amounts: dict[int, tuple[float, ...]] | None) -> Composition:
-    method = build(method_spec(name, {"tau": 0.7, "min_tokens": 0}), amounts)
+    method = build(method_spec(name, {"tau": 0.7, "window": 1, "min_tokens": 0}), amounts)
     assert isinstance(method, Composition)
     return method
 
@@ -32,15 +31,11 @@ def test_each_layer_selects_by_its_own_amounts(name: str) -> None:
     selector = composition_of(name, AMOUNTS).selector
     assert isinstance(selector, ScoredSelector)
     masks = []
-    for layer, rule in (
-        (3, Rule("cumulative", torch.tensor(AMOUNTS[3]))),
-        (7, Rule("cumulative", torch.tensor(AMOUNTS[7]))),
-        (0, Rule("cumulative", 0.7)),
-    ):
+    for layer, amount in ((3, torch.tensor(AMOUNTS[3])), (7, torch.tensor(AMOUNTS[7])), (0, 0.7)):
         found = selector.select(x, selector.new_state(replace(spec_of(x), layer=layer)), no_phase)
         plain = composition_of(name, None).selector
         assert isinstance(plain, ScoredSelector)
-        plain.rule = rule
+        plain.rule = replace(plain.rule, amount=amount)
         assert tiles(found) == tiles(plain.select(x, plain.new_state(spec_of(x)), no_phase))
         masks.append(tiles(found))
     assert masks[0] != masks[1] != masks[2]

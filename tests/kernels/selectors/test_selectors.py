@@ -35,7 +35,7 @@ from deltafront.kernels.selectors.vertical_slash import VerticalSlashOptions, Ve
 from deltafront.kernels.structured import structured_input
 from deltafront.kernels.testing import chunk_of, random_input, spec_of, tiles
 
-ANCHORS = AnchorsOptions(tau=0.8, q_anchors=4, k_anchors=8)
+ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, q_anchors=4, k_anchors=8)
 SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "antidiagonal": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8)),
     "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=8)),

@@ -30,7 +30,7 @@ from deltafront.kernels.structured import structured_input
 from deltafront.kernels.testing import assert_rows_close, chunk_of, poisoned_empty, spec_of, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ANCHORS = AnchorsOptions(tau=0.8, k_anchors=16)
+ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, k_anchors=16)
 POOLED = BlockPoolOptions(tau=0.8)
 THESIS: dict[str, Any] = {
     "q_representative": "anchor",
