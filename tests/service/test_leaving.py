@@ -124,6 +124,7 @@ def test_leaving_while_a_session_is_kept_leaves_none(
     leaves(client, client.prefill("short"), gate)
     assert kept
     assert house.decode._sessions
+    wait_until(lambda: outcomes(house) == {("Prefill", "cancelled"): 1}, "the request is not cancelled")
     gate.open.set()
     nothing_left(house)
 
