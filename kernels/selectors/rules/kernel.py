@@ -69,12 +69,13 @@ def _kept(
     """Which tiles of a row the rule keeps; score_W is 0 after the diagonal. See `rule.Rule`."""
     causal_W = column_W <= diagonal
     forced_W = causal_W & ((column_W > diagonal - window_blocks) | (column_W < sink_blocks))
-    anything = tl.max(score_W, axis=0) > 0.0
     ranked_W = causal_W
+    top = tl.max(score_W, axis=0)
+    anything = top > 0.0
     if OUTSIDE:
         ranked_W = causal_W & (forced_W == 0)
         score_W = tl.where(ranked_W, score_W, 0.0)
-    top = tl.max(score_W, axis=0)
+        top = tl.max(score_W, axis=0)
     if KIND == 1:
         least = tl.where((top > 0.0) | (amount == 0.0), amount * top, float("inf"))
         kept_W = score_W >= least
