@@ -199,7 +199,8 @@ def test_weights_sum_to_one_on_strange_inputs(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", SELECTING)
 def test_diagonal_and_sink_are_always_kept(name: str) -> None:
     x = prompt()
-    method = method_of(name, {name: {"tau": 0.01}} if name != "streaming" else {name: {"window": 1}})
+    least: dict[str, Value] = {"window": 1} if name == "streaming" else {"tau": 0.01, "window": 1}
+    method = method_of(name, {name: least})
     assert isinstance(method, Composition)
     assert method.selector is not None
     mask = method.selector.select(x, method.selector.new_state(spec_of(x)), no_phase)
