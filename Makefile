@@ -6,7 +6,7 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test test-units test-services acceptance check proto serve dashboards clean install dev model accuracy
+.PHONY: demo test acceptance check proto serve dashboards clean install dev model accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -32,15 +32,10 @@ demo: install model
 serve: install model
 	$(BIN)/deltafront serve --config deploy/config/demo.yaml
 
-# Side by side: what starts Ray or a service, one after the other because of their fixed ports, and all the rest.
+# Two runs: the end-to-end tests own the service's fixed ports and measure one service. In the first, tests
+# that start Ray share one process (tests/conftest.py).
 test: dev model
-	$(MAKE) -j 2 test-units test-services
-
-test-units:
-	$(BIN)/pytest -n 2 -m 'not ray' --ignore=tests/e2e
-
-test-services:
-	$(BIN)/pytest -m ray --ignore=tests/e2e
+	$(BIN)/pytest -n 2 --ignore=tests/e2e
 	$(BIN)/pytest tests/e2e
 
 acceptance: dev model

@@ -1,10 +1,11 @@
-"""Runs Triton kernels in the interpreter where there is no CUDA device, fixes the seeds, and marks what
-starts Ray: `make test` runs that one file after the other, while pytest-xdist spreads the rest."""
+"""Runs Triton kernels in the interpreter where there is no CUDA device, fixes the seeds, and keeps what
+starts Ray in one process when pytest-xdist spreads the tests over several."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,16 @@ STARTS_RAY = (
 """One Ray after the other: they share fixed ports and the machine's shared memory."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid.startswith(STARTS_RAY):
-            item.add_marker("ray")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whatever starts Ray is one piece of work, every other test a piece of its own."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneRay(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(STARTS_RAY) else nodeid
+
+    return OneRay(config, log)
 
 
 @pytest.fixture(autouse=True)
