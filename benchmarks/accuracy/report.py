@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,7 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
         "tokens": first.tokens,
         "documents": len(group),
         "density": mean_and_error([o.density for o in group])[0],
-        "ms": _mean([o.ms for o in group]),
+        "ms": _median([o.ms for o in group]),
         "kl": _mean([o.kl for o in group]),
         "kl_error": _error([o.kl for o in group]),
         "kl_p95": _mean([o.kl_p95 for o in group]),
@@ -124,6 +125,12 @@ def _exact_by_document(group: Sequence[Outcome], base: Sequence[Outcome]) -> lis
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return mean_and_error(known)[0] if known else None
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """Of times: the first document of a length may wait for a compiler."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _error(values: Sequence[float | None]) -> float | None:

@@ -160,6 +160,8 @@ async def place(
             mark("admission")
             return group, worker
         refused = answer
+        if answer.reason not in (RefusalReason.PAGES, RefusalReason.TOO_LARGE):
+            break  # every worker would say the same
     assert refused is not None, "admission names at least one worker"
     raise refusal(refused, admission.retry_after(view.groups[decision.group]))
 

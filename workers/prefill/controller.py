@@ -41,9 +41,6 @@ from .request import Request, refusal
 
 T = TypeVar("T")
 
-CHUNK_MULTIPLE = BLOCK
-"""Chunks are whole attention tiles, except the last of a prompt."""
-
 
 class PrefillController:
     """Runs prompts through a group's stages, several at a time, chunk by chunk.
@@ -60,8 +57,8 @@ class PrefillController:
         end_stages: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if config.chunk_tokens < CHUNK_MULTIPLE or config.chunk_tokens % CHUNK_MULTIPLE:
-            raise ValueError(f"chunk_tokens {config.chunk_tokens} is not a multiple of {CHUNK_MULTIPLE}")
+        if config.chunk_tokens < BLOCK or config.chunk_tokens % BLOCK:
+            raise ValueError(f"chunk_tokens {config.chunk_tokens} is not a multiple of {BLOCK}")
         self.name = name
         self._stages = tuple(stages)
         self._config = config

@@ -76,8 +76,12 @@ async def test_closing_leaves_no_task_behind(bench: Any, tiny_stack: LayerStack)
 
 
 async def test_an_engine_that_never_started_can_be_closed(tiny_stack: LayerStack) -> None:
+    before = asyncio.all_tasks()
     engine = DecodeEngine("decode:test", tiny_stack, CONFIG)
     await engine.close()
+    assert asyncio.all_tasks() == before
+    with pytest.raises(DecodeFailed, match="shutting down"):
+        await engine.stats()
 
 
 async def test_closing_during_the_warm_up_starts_nothing(
