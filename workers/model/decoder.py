@@ -1,6 +1,7 @@
 """One thin decoder for the Llama family, for any contiguous range of its layers.
 
-Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, J = H + G, X = H + 2 G, O = X × D,
+Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, J = H + G, X = H + 2 G, O = X × D
+(H × D where attention comes out),
 D head dimension, I intermediate size, V vocabulary.
 
 Attention is not in here: `attend(layer, q, k, v)` is given by the caller, who knows where K/V live and
@@ -99,6 +100,10 @@ class LayerStack:
     def add_attention(self, layer: int, hidden_TC: torch.Tensor, out_THD: torch.Tensor) -> torch.Tensor:
         """hidden_TC plus what attention found."""
         return hidden_TC + self._layer(layer).output(out_THD.flatten(1))
+
+    def output_weight(self, layer: int) -> torch.Tensor:
+        """weight_CO of the projection of what attention found, heads side by side."""
+        return self._layer(layer).output.weight_OI
 
     def feed_forward(self, layer: int, hidden_TC: torch.Tensor) -> torch.Tensor:
         """hidden_TC plus the layer's feed-forward network of it."""

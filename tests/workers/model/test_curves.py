@@ -1,0 +1,68 @@
+"""Curves: errors and densities of every head against attention masked tile by tile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from deltafront.kernels.selectors.rules import cpu as rules
+from deltafront.kernels.selectors.rules.rule import Rule
+from deltafront.workers.model import curves as made
+from deltafront.workers.model.decoder import LayerStack
+
+IDS = random.Random(1).choices(range(199), k=5 * BLOCK + 40)
+QUOTAS = (0.0, 0.5, 1.0)
+SELECTOR = AntidiagonalSelector(AntidiagonalOptions(), rule=Rule("cumulative", 0.5, 1, 1, True))
+
+
+def test_curves_are_those_of_masked_attention(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made, "sampled_blocks", lambda count: [2, count - 1])
+    found = made.curves(tiny_stack, IDS, SELECTOR, QUOTAS)
+    expected: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+        x = made.whole_input(q_THD, k_TGD, v_TGD)
+        k_HSD, v_HSD = (t[0].repeat_interleave(x.group, 0) for t in (x.k_BGSD, x.v_BGSD))
+        logit_HTS = x.q_BHTD[0] @ k_HSD.transpose(1, 2) * x.scale
+        logit_HTS = logit_HTS.masked_fill(torch.ones(len(IDS), len(IDS)).triu(1) > 0, float("-inf"))
+        score = SELECTOR.cpu_scores(x, None, lambda _: torch.no_grad())
+        expected.append(_slowly(x.q_BHTD.shape[1], logit_HTS, v_HSD, score, tiny_stack.output_weight(layer)))
+        return (logit_HTS.softmax(-1) @ v_HSD).transpose(0, 1)
+
+    made.forward(tiny_stack, IDS, attend)
+    for layer, (density_HI, error_HI) in enumerate(expected):
+        torch.testing.assert_close(found.density_LHI[layer], density_HI, atol=1e-6, rtol=0)
+        torch.testing.assert_close(found.error_LHI[layer], error_HI, atol=1e-7, rtol=1e-3)
+    assert float(found.error_LHI[..., 0].min()) > 0
+    assert torch.equal(found.density_LHI[..., 2], torch.ones_like(found.density_LHI[..., 2]))
+
+
+def _slowly(
+    heads: int, logit_HTS: torch.Tensor, v_HSD: torch.Tensor, score: torch.Tensor, output_CO: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """density_HI and error_HI over query blocks 2 and 5, whole masks at a time."""
+    rows = torch.cat([torch.arange(2 * BLOCK, 3 * BLOCK), torch.arange(5 * BLOCK, len(IDS))])
+    dense_HTD = (logit_HTS.softmax(-1) @ v_HSD)[:, rows]
+    slices = output_CO.view(output_CO.shape[0], heads, -1)
+    total = torch.einsum("htd,chd->tc", dense_HTD, slices).square().sum()
+    density, error = torch.zeros(heads, len(QUOTAS)), torch.zeros(heads, len(QUOTAS))
+    for i, quota in enumerate(QUOTAS):
+        kept = rules.keep(score, Rule("cumulative", quota, 1, 1, True), 0)[0]
+        tile_HTS = kept.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, : len(IDS), : len(IDS)]
+        sparse = logit_HTS.masked_fill(~tile_HTS, float("-inf")).softmax(-1) @ v_HSD
+        change_HTD = sparse[:, rows] - dense_HTD
+        density[:, i] = kept[:, [2, 5]].sum((1, 2)) / 9
+        error[:, i] = torch.einsum("htd,chd->htc", change_HTD, slices).square().sum((1, 2)) / total
+    return density, error
+
+
+@pytest.mark.parametrize("count", [1, 2, 30, 1024])
+def test_sampled_blocks_reach_from_the_first_to_the_last(count: int) -> None:
+    blocks = made.sampled_blocks(count)
+    assert blocks == sorted(set(blocks)) and blocks[0] == 0 and blocks[-1] == count - 1

@@ -1,0 +1,149 @@
+"""What each head loses when its prefill attention is sparse: density and output error at every quota.
+
+From one dense pass over a text: at a sample of query blocks the attention over the tiles that a quota keeps
+is compared with the attention over all, after the head's share of the output projection, where errors of
+different heads and layers can be weighed against each other (`allocation.py`).
+
+Shape suffixes as in `kernels.interface`; I quotas, R rows of a query block, L layers, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.build import build
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput, StateSpec, no_phase
+from ...kernels.methods import method_spec
+from ...kernels.selectors.rules.rule import Rule
+from ...kernels.selectors.scored import ScoredSelector
+from .decoder import Attend, LayerStack
+
+QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
+"""Amounts of the cumulative rule, counted outside sink and window, at which heads are looked at."""
+
+SAMPLED_BLOCKS = 24
+"""Query blocks of a text that are compared, evenly spaced in the square of their position: as the rows of
+the causal triangle are."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """density_LHI: kept share of the causal tiles. error_LHI: mean square of the change of the layer's
+    attention output over the mean square of that output. quotas: of the last dimension."""
+
+    density_LHI: torch.Tensor
+    error_LHI: torch.Tensor
+    quotas: tuple[float, ...]
+
+
+@torch.inference_mode()
+def curves(
+    stack: LayerStack, ids: Sequence[int], selector: ScoredSelector, quotas: Sequence[float] = QUOTAS
+) -> Curves:
+    """The curves of every layer and head for a text, in one dense pass over it. Float32, on the CPU."""
+    dense, found = build(method_spec("dense")), list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+        x = whole_input(q_THD, k_TGD, v_TGD)
+        spec = state_spec(x, layer)
+        score_BHNM = selector.scores(x, selector.new_state(spec), no_phase)
+        found.append(layer_curve(x, score_BHNM, selector.rule, stack.output_weight(layer), quotas))
+        out_BHTD, _coverage = dense.attend(x, dense.new_state(spec))
+        return out_BHTD[0].transpose(0, 1)
+
+    forward(stack, ids, attend)
+    density, error = zip(*found, strict=True)
+    return Curves(torch.stack(density).cpu(), torch.stack(error).cpu(), tuple(quotas))
+
+
+def forward(stack: LayerStack, ids: Sequence[int], attend: Attend) -> torch.Tensor:
+    """hidden_TC of a whole text."""
+    ids_T = torch.tensor(ids, dtype=torch.int64, device=stack.device)
+    return stack.forward(stack.embed(ids_T), torch.arange(len(ids), device=stack.device), attend)
+
+
+def whole_input(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> AttentionInput:
+    q_BHTD, k_BGSD, v_BGSD = (x.transpose(0, 1)[None].contiguous() for x in (q_THD, k_TGD, v_TGD))
+    return AttentionInput.of(q_BHTD, k_BGSD, v_BGSD)
+
+
+def state_spec(x: AttentionInput, layer: int) -> StateSpec:
+    _, heads, rows, dim = x.q_BHTD.shape
+    return StateSpec(1, heads, x.k_BGSD.shape[1], dim, rows, x.q_BHTD.device, x.q_BHTD.dtype, layer)
+
+
+def layer_curve(
+    x: AttentionInput,
+    score_BHNM: torch.Tensor,
+    rule: Rule,
+    output_CO: torch.Tensor,
+    quotas: Sequence[float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """density_HI and error_HI of one layer, float32."""
+    blocks = sampled_blocks(x.query_blocks)
+    kept_IHNM = _kept(score_BHNM[:, :, blocks], blocks, rule, quotas)
+    causal = sum(block + 1 for block in blocks)
+    density_HI = (kept_IHNM.sum((2, 3)) / causal).T
+    heads, dim = x.q_BHTD.shape[1], x.q_BHTD.shape[3]
+    output_HCD = output_CO.float().view(-1, heads, dim).transpose(0, 1)
+    gram_HDD = output_HCD.transpose(1, 2) @ output_HCD  # |W e|² = eᵀ(WᵀW)e
+    error_HI = torch.zeros_like(density_HI, dtype=torch.float32)
+    total = torch.zeros((), device=error_HI.device)
+    for n, block in enumerate(blocks):
+        out_HRD, error_IHRD = _block_error(x, block, kept_IHNM[:, :, n, : block + 1])
+        error_HI += ((error_IHRD @ gram_HDD) * error_IHRD).sum((2, 3)).T
+        total += torch.einsum("hrd,hcd->rc", out_HRD, output_HCD).square().sum()
+    return density_HI.float(), error_HI / total
+
+
+def sampled_blocks(count: int) -> list[int]:
+    """Query blocks to compare out of `count`."""
+    steps = torch.linspace(0, 1, SAMPLED_BLOCKS).sqrt() * (count - 1)
+    return sorted(set(steps.round().long().tolist()))
+
+
+def _kept(
+    score_BHNM: torch.Tensor, blocks: Sequence[int], rule: Rule, quotas: Sequence[float]
+) -> torch.Tensor:
+    """bool_IHNM: the tiles of these query blocks that each quota keeps, as `rule` would with it; equal scores
+    are told apart, and quota 0 keeps what is forced."""
+    column_M = torch.arange(score_BHNM.shape[3], device=score_BHNM.device)
+    block_N1 = torch.tensor(blocks, device=score_BHNM.device)[:, None]
+    causal_NM = column_M <= block_N1
+    forced_NM = ((column_M > block_N1 - rule.window_blocks) | (column_M < rule.sink_blocks)) & causal_NM
+    ranked_HNM = torch.where(causal_NM & ~forced_NM, score_BHNM[0].double(), 0.0)
+    ordered_HNM, order_HNM = ranked_HNM.sort(dim=-1, descending=True)
+    before_HNM = ordered_HNM.cumsum(-1) - ordered_HNM
+    sum_HN1 = ranked_HNM.sum(-1, keepdim=True)
+    kept_IHNM = torch.stack([before_HNM < quota * sum_HN1 for quota in quotas])
+    kept_IHNM = torch.zeros_like(kept_IHNM).scatter(-1, order_HNM.expand_as(kept_IHNM), kept_IHNM)
+    whole_I111 = torch.tensor(quotas, device=sum_HN1.device)[:, None, None, None] >= 1.0
+    return ((kept_IHNM | whole_I111) & causal_NM) | forced_NM
+
+
+def _block_error(x: AttentionInput, block: int, kept_IHM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out_HRD of a query block over all tiles, and how far each quota's output is from it: error_IHRD."""
+    first, last = block * BLOCK, min((block + 1) * BLOCK, x.q_BHTD.shape[2])
+    rows, tiles = last - first, block + 1
+    outs, errors = [], []
+    for head in range(x.q_BHTD.shape[1]):
+        q_RD = x.q_BHTD[0, head, first:last].float()
+        k_SD, v_SD = (t[0, head // x.group, :last].float() for t in (x.k_BGSD, x.v_BGSD))
+        logit_RS = q_RD @ k_SD.T * x.scale
+        future_RS = torch.ones(rows, rows, dtype=torch.bool, device=q_RD.device).triu(1)
+        logit_RS[:, first:].masked_fill_(future_RS, float("-inf"))
+        mass_RS = torch.nn.functional.pad(logit_RS.softmax(-1), (0, tiles * BLOCK - last))
+        v_SD = torch.nn.functional.pad(v_SD, (0, 0, 0, tiles * BLOCK - last))
+        mass_MRK = mass_RS.view(rows, tiles, BLOCK).transpose(0, 1)
+        part_MRD = mass_MRK @ v_SD.view(tiles, BLOCK, -1)
+        kept_IM = kept_IHM[:, head].float()
+        sum_IR = kept_IM @ mass_MRK.sum(-1)
+        out_RD = part_MRD.sum(0)
+        sparse_IRD = torch.einsum("im,mrd->ird", kept_IM, part_MRD) / sum_IR[..., None]
+        outs.append(out_RD)
+        errors.append(sparse_IRD - out_RD)
+    return torch.stack(outs), torch.stack(errors, dim=1)
