@@ -24,7 +24,7 @@ BODIES = ("body", "orelse", "finalbody")
 ROOMS = {
     "kernels": "",
     "workers.messages": "kernels.constants kernels.methods",
-    "workers.settings": "kernels.constants",
+    "workers.settings": "kernels.constants kernels.methods kernels.options",
     "workers.roles": "workers.messages",
     "workers.remote": "workers.messages workers.roles",
     "workers.model": "workers.settings kernels",
@@ -179,6 +179,7 @@ TORCH_FREE = [
     "workers.messages",
     "workers.settings",
     "workers.model.config",
+    "workers.model.levels",
     "workers.kv.page_pool",
     "workers.prefill.schedule",
     "workers.prefill.controller",
