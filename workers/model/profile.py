@@ -8,6 +8,7 @@ texts held out, for people to read. Free of torch, because the front door checks
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import reprlib
@@ -53,6 +54,10 @@ class ProfiledText(_Section):
 
     sha256: Sha256
     tokens: Count
+
+    @classmethod
+    def of(cls, text: str, tokens: int) -> ProfiledText:
+        return cls(sha256=hashlib.sha256(text.encode()).hexdigest(), tokens=tokens)
 
 
 class Level(_Section):
@@ -109,10 +114,13 @@ class Profile(_Section):
             raise ProfileError(f"{path}: {problem}") from None
 
     def write(self, path: Path) -> None:
-        """A row of numbers a line."""
+        """A row of numbers a line. Raises ProfileError if the file cannot be written."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
         rows = re.sub(r"\[\n[\d\s.,e+-]*\]", lambda found: " ".join(found[0].split()), text)
-        path.write_text(rows + "\n", encoding="utf-8")
+        try:
+            path.write_text(rows + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def check(self, config: ModelConfig, digest: str) -> None:
         """Raises ProfileError, naming the key, unless it was made for the model of this shape and digest, and

@@ -150,10 +150,12 @@ def test_what_no_profile_can_hold_is_named(model: Path, tmp_path: Path, says: st
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_no_profile(tmp_path: Path) -> None:
+def test_files_that_are_no_profile(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     with pytest.raises(ProfileError, match=r"profile\.json cannot be read: No such file"):
         Profile.read(path)
+    with pytest.raises(ProfileError, match=r"nowhere/profile\.json cannot be written: No such file"):
+        make_profile(model).write(tmp_path / "nowhere" / "profile.json")
     for text, says in (("{", "Invalid JSON"), ("[]", "must be an object"), ("\xff", "Invalid JSON")):
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(ProfileError, match=rf"profile\.json: .*{says}"):
