@@ -178,8 +178,8 @@ def parse(
 
 
 def load(path: Path) -> ServiceConfig:
-    """Read a YAML file. A relative tokens_file is relative to it; so is model.profile, unless it names a file
-    here or of this project. Raises ConfigError."""
+    """Read a YAML file, where relative paths of files begin; a profile can also be named as an adapter is,
+    from here or from this project's tree. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

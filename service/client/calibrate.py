@@ -7,7 +7,6 @@ Runs here, without a server; torch is imported when the command runs.
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -49,9 +48,8 @@ def calibrate_command(
         fail(f"--profile {profile}: there is no directory {profile.parent}")  # before the work, not after
     try:
         directory = model_directory(model)
-        spec = ModelSpec(
-            str(directory), adapter, cast(Dtype, dtype), rope_theta, positions
-        )  # checked when it loads
+        kind = cast(Dtype, dtype)  # checked when it loads
+        spec = ModelSpec(str(directory), adapter, kind, rope_theta, positions)
         most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
         tokenizer, contents = _tokenizer(directory), [read_text(file) for file in text]
         texts = [_ids(tokenizer, *named, most, least) for named in zip(text, contents, strict=True)]
@@ -62,21 +60,16 @@ def calibrate_command(
         selection = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
         chosen = {"delta_layers": found.delta_layers, **selection}
         if profile is not None:
-            read = [ProfiledText.of(*pair) for pair in zip(contents, found.tokens, strict=True)]
-            name = shown_name(ModelSpec(model, adapter))
-            _profile(name, spec, read, DecodePages.model_validate(chosen)).write(profile)
+            read = tuple(map(ProfiledText.of, contents, found.tokens))
+            own = ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec))
+            pages = DecodePages.model_validate(chosen)
+            Profile(format=1, model=own, texts=read, prefill=(), decode=pages).write(profile)
     except (ModelError, ValueError) as error:
         fail(str(error))
     if json:
         print(json_format.dumps({**chosen, "tokens": found.tokens, "losses": found.losses}))
     else:
         print(f"delta_layers: {list(found.delta_layers)}")
-
-
-def _profile(name: str, model: ModelSpec, texts: Sequence[ProfiledText], pages: DecodePages) -> Profile:
-    """Of the model that was calibrated; name: what people call it."""
-    own = ProfiledModel(name=name, digest=model_digest(model))
-    return Profile(format=1, model=own, texts=tuple(texts), prefill=(), decode=pages)
 
 
 def _tokenizer(directory: Path) -> Tokenizer:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..settings import ModelSpec
-from .config import ModelError, read_config
+from .config import ModelError, read_config, read_json
 from .store import adapter_directory, model_directory, weight_index
 
 SAMPLE_BYTES = 4096
@@ -43,7 +43,7 @@ def model_digest(model: ModelSpec) -> str:
     _add(digest, {key: value for key, value in shape.items() if key not in _NO_NUMBERS}, _weights(directory))
     if model.adapter is not None:
         adapter = adapter_directory(model.adapter)
-        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        config = read_json(adapter / "adapter_config.json")
         scale = {key: config.get(key) or False for key in _ADAPTER_SCALE}
         _add(digest, scale, _safetensors(adapter / "adapter_model.safetensors"))
     return digest.hexdigest()

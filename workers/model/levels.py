@@ -25,7 +25,9 @@ def amounts_for(profile: Profile | None, spec: MethodSpec) -> Amounts | None:
         raise MethodError("method_options.density", f"{where}: the model has no profile (model.profile)")
     levels = _levels(profile, spec)
     if not levels:
-        raise MethodError("method_options.density", f"{where}: the model's profile has {_offer(profile)}")
+        raise MethodError(
+            "method_options.density", f"{where}: the model's profile has {_offer(profile)}; 0 goes by tau"
+        )
 
     def amounts(layer: int, tokens: int) -> Sequence[float]:
         return nearest(levels, tokens).amounts[layer]

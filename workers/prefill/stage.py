@@ -239,8 +239,7 @@ class PrefillStage:
 def load_stage(
     model: ModelSpec, config: PrefillConfig, stage: int, activations: Activations | None, sender: Sender
 ) -> PrefillStage:
-    """Load a stage's share of the model, its profile and its pages, and warm up as configured. activations:
-    None in a group of one stage."""
+    """A stage with its share of the model, warmed up. activations: None in a group of one stage."""
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
