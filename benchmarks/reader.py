@@ -21,6 +21,8 @@ from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.model import store as model_store
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.model.levels import amounts_for
+from deltafront.workers.model.profile import Profile
 from deltafront.workers.prefill import warm_up as prefill_warm_up
 from deltafront.workers.prefill.phases import phase_timer
 
@@ -43,21 +45,24 @@ class Reading:
 
 
 class Reader:
-    """A stack with its keys and values of one sequence, of at most `room` tokens."""
+    """A stack with its keys and values of one sequence, of at most `room` tokens. profile: the model's, for
+    methods that ask for a density."""
 
-    def __init__(self, stack: LayerStack, room: int) -> None:
+    def __init__(self, stack: LayerStack, room: int, profile: Profile | None = None) -> None:
         config = stack.config
         shape = (config.layers, 1, config.kv_heads, room, config.head_dim)
         self.stack = stack
+        self._profile = profile
         self._k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
         self.length = 0
 
     def read(self, ids: Sequence[int], method: str, chunk: int, tail: int = 1) -> Reading:
         """Read a document from the start with a prefill method; keep the hidden rows of its `tail` last
-        positions. Raises MethodError for a method that is not known."""
+        positions. Raises MethodError for a method that is not known, or that the profile has no level for."""
         self.length = 0
-        config, attention = self.stack.config, build(parse_method(method))
+        config, named = self.stack.config, parse_method(method)
+        attention = build(named, amounts_for(self._profile, named))
         spec = StateSpec(
             1,
             config.q_heads,
@@ -160,7 +165,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_file(str(model_store.model_directory(model) / "tokenizer.json"))
 
 
-def warm_up(stack: LayerStack, methods: Sequence[str], chunk: int) -> None:
+def warm_up(stack: LayerStack, methods: Sequence[str], chunk: int, profile: Profile | None = None) -> None:
     """Compile what reading with these methods needs, where anything is compiled: on a GPU."""
     if stack.device.type == "cuda":
-        prefill_warm_up.warm_up(stack, [parse_method(method) for method in methods], chunk)
+        prefill_warm_up.warm_up(stack, [parse_method(method) for method in methods], chunk, profile)

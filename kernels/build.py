@@ -23,15 +23,15 @@ from .interface import (
     no_phase,
 )
 from .methods import MethodSpec, registered
-from .selectors.scored import ScoredSelector
+from .selectors.scored import ScoredOptions, ScoredSelector
 
 
 def build(spec: MethodSpec, amounts: Amounts | None = None) -> Attention:
     """The method that `spec` names, ready to attend. One instance serves every layer and prompt.
 
-    amounts: of a method that ranks tiles by a score, the rule's amount for each query head of the layers
-    named, instead of the same one everywhere. Raises MethodError for a method that is not registered, and
-    KernelInputError for amounts that it cannot use.
+    amounts: of a method that ranks tiles by a score, the rule's amount for each query head of a layer,
+    instead of the same one everywhere; the option `density` asks for them. Raises MethodError for a method
+    that is not registered, and KernelInputError for amounts that it cannot use, or lacks.
     """
     preset, values = registered(spec), spec.values
     options = preset.form(**{name: values[name] for name in preset.options})
@@ -40,6 +40,10 @@ def build(spec: MethodSpec, amounts: Amounts | None = None) -> Attention:
         if not isinstance(selector, ScoredSelector):
             raise KernelInputError(f"{spec.name} ranks no tiles by a score, so it takes no amounts")
         selector.amounts = amounts
+    elif isinstance(options, ScoredOptions) and options.density > 0:
+        raise KernelInputError(
+            f"{spec.name}: density = {options.density} stands for amounts by layer and head, none came"
+        )
     method: Attention = Composition(selector, preset.executor(options))
     if spec.correction:
         method = Correction(method, int(values["gamma"]))

@@ -13,7 +13,7 @@ options without loading it. So they import torch, and the modules that need it, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,8 +23,9 @@ from .constants import BLOCK
 if TYPE_CHECKING:
     import torch
 
-Amounts = Mapping[int, tuple[float, ...]]
-"""What a selection rule aims at (`Rule.amount`), by absolute layer and there one number per query head."""
+Amounts = Callable[[int, int], Sequence[float]]
+"""(absolute layer, tokens of the whole prompt) -> what a selection rule aims at there (`Rule.amount`), one
+number per query head."""
 
 
 class KernelInputError(ValueError):
@@ -35,7 +36,7 @@ class KernelInputError(ValueError):
 class StateSpec:
     """What a method needs to know to allocate its state for one layer of one prompt.
 
-    layer: its absolute index in the model.
+    max_tokens: of the whole prompt. layer: its absolute index in the model.
     """
 
     batch: int

@@ -17,8 +17,11 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.messages import MethodError, load_methods, method_spec, reads_whole_prompts
+from ..workers.messages import MethodError, load_methods, reads_whole_prompts
 from ..workers.model.config import ModelConfig, ModelError
+from ..workers.model.levels import amounts_for
+from ..workers.model.profile import Profile
+from ..workers.model.store import profile_file
 from ..workers.settings import (
     Amount,
     Count,
@@ -96,16 +99,24 @@ class ServiceConfig(BaseModel):
                 load_methods(module)
             except MethodError as error:
                 yield f"prefill.method_modules: {error}"
-        named = [("door.default_method", self.door.default_method)]
-        named += [("prefill.warm_up", name) for name in self.prefill.warm_up]
-        for key, name in named:
+        for name, key in self._named_methods.items():
             try:
-                spec = method_spec(name)
+                spec = self.prefill.method(name)
             except MethodError as error:
                 yield f"{key}: {error}"
             else:
                 if reads_whole_prompts(spec.name):
                     yield f"{key}: {name} reads whole prompts only, not chunks"
+        for name in self.prefill.method_options:
+            if "+" in name:
+                yield f"prefill.method_options.{name}: name the method; `+delta` takes the same"
+
+    @property
+    def _named_methods(self) -> dict[str, str]:
+        """Method → the key that names it."""
+        named = dict.fromkeys(self.prefill.warm_up, "prefill.warm_up")
+        named[self.door.default_method] = "door.default_method"
+        return named | {name: f"prefill.method_options.{name}" for name in self.prefill.method_options}
 
     def _contradictions(self) -> Iterator[str]:
         """What relates several values."""
@@ -130,8 +141,8 @@ class ServiceConfig(BaseModel):
         if len({door.grpc_port, door.http_port, door.metrics_port}) < 3:
             yield "door: grpc_port, http_port and metrics_port must differ"
 
-    def check_against(self, model: ModelConfig) -> None:
-        """Raises ConfigError for what does not fit the model."""
+    def check_against(self, model: ModelConfig, profile: Profile | None) -> None:
+        """Raises ConfigError for what does not fit the model, or that its profile does not have."""
         problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
@@ -139,6 +150,11 @@ class ServiceConfig(BaseModel):
             model.split(self.prefill.stages)
         except ModelError as error:
             problems.append(f"prefill.stages: {error}")
+        for name, key in self._named_methods.items():
+            try:
+                amounts_for(profile, self.prefill.method(name))
+            except MethodError as error:
+                problems.append(f"{key}: {error}")
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -147,17 +163,23 @@ class ServiceConfig(BaseModel):
         return self.model_copy(update={"model": dataclasses.replace(self.model, **changes)})
 
 
-def parse(content: Mapping[str, Any], source: str = "configuration") -> ServiceConfig:
-    """Check plain data (from YAML, or Serve's `args`). Raises ConfigError."""
+def parse(
+    content: Mapping[str, Any], source: str = "configuration", folder: Path | None = None
+) -> ServiceConfig:
+    """Check plain data (from YAML, or Serve's `args`). What it does not say on page selection, the model's
+    profile says. folder: where the paths of files begin. Raises ConfigError."""
     try:
-        return ServiceConfig.model_validate(content)
+        return ServiceConfig.model_validate(_with_profile(content, folder))
+    except ModelError as error:
+        raise ConfigError(f"{source}: model.profile: {error}") from None
     except ValidationError as error:
         lines = [_problem(one["loc"], one["type"], one["msg"], one["input"]) for one in error.errors()]
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
 def load(path: Path) -> ServiceConfig:
-    """Read a YAML file. A relative tokens_file is relative to it. Raises ConfigError."""
+    """Read a YAML file, where relative paths of files begin; a profile can also be named as an adapter is,
+    from here or from this project's tree. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -166,12 +188,25 @@ def load(path: Path) -> ServiceConfig:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys {', '.join(_keys(()))}")
-    config = parse(content, str(path))
+    config = parse(content, str(path), path.parent.resolve())
     tokens = config.door.tokens_file
     if tokens is None or tokens.is_absolute():
         return config
     door = dataclasses.replace(config.door, tokens_file=path.parent.resolve() / tokens)
     return config.model_copy(update={"door": door})
+
+
+def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
+    """Raises ModelError for a profile that cannot be read. What is no section is left for the checks."""
+    model, decode = content.get("model"), content.get("decode", {})
+    if not isinstance(model, Mapping) or not isinstance(decode, Mapping):
+        return content
+    if not isinstance(model.get("profile"), str):
+        return content
+    path = profile_file(model["profile"], folder)
+    found = Profile.read(path).decode
+    calibrated = {} if found is None else found.model_dump()
+    return {**content, "model": {**model, "profile": str(path)}, "decode": {**calibrated, **decode}}
 
 
 def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:

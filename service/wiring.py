@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ from pathlib import Path
 from .. import __version__
 from ..workers.messages import PRESETS, DecodeStats, GroupStats
 from ..workers.model.config import read_config
+from ..workers.model.profile import Profile, load_profile
 from ..workers.model.store import adapter_directory, model_directory
-from ..workers.settings import ModelSpec
+from ..workers.settings import ModelSpec, PrefillConfig
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
 from .fleet.view import Fleet, View
 from .metrics import Metrics
-from .request.answers import MethodInfo, ServerInfo
+from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.attempt import Resources
 from .request.check import Limits
 from .request.run import Requests
@@ -45,18 +47,20 @@ def shown_name(spec: ModelSpec) -> str:
 
 def requests(settings: ServiceConfig, fleet: Fleet, metrics: Metrics, metrics_address: str) -> Requests:
     """What an edge hands requests to. Raises ModelError, FileNotFoundError or ConfigError."""
-    directory, door = Path(settings.model.path), settings.door
-    model = read_config(directory, settings.model.overrides)
+    directory, door, decode = Path(settings.model.path), settings.door, settings.decode
+    model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = TextTokenizer.load(directory)
     resources = Resources(fleet, tokenizer, metrics, door, model.vocab, model.positions, model.eos_ids)
     limits = Limits(
         vocabulary=model.vocab,
         positions=model.positions,
+        prefill=settings.prefill,
+        profile=profile,
         default_method=door.default_method,
         default_max_tokens=door.default_max_tokens,
         default_ttl_s=door.default_session_ttl_s,
-        max_ttl_s=settings.decode.max_session_ttl_s,
-        delta_layers=bool(settings.decode.delta_layers),
+        max_ttl_s=decode.max_session_ttl_s,
+        delta_layers=bool(decode.delta_layers),
     )
     about = ServerInfo(
         version=__version__,
@@ -64,21 +68,38 @@ def requests(settings: ServiceConfig, fleet: Fleet, metrics: Metrics, metrics_ad
         max_positions=model.positions,
         vocabulary=model.vocab,
         default_method=door.default_method,
-        methods=_methods(),
+        methods=_methods(settings.prefill),
         prefill_stages=settings.prefill.stages,
         chunk_tokens=settings.prefill.chunk_tokens,
         metrics_address=metrics_address,
+        full_layers=list(decode.full_layers),
+        delta_layers=list(decode.delta_layers),
+        page_budget=decode.page_budget,
+        recency=decode.recency,
+        profile=None if profile is None else _profile(profile),
     )
     return Requests(resources, limits, authenticator(door).owner, about)
 
 
-def _methods() -> list[MethodInfo]:
-    """Those that can read a prompt in chunks."""
+def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
+    """Those that can read a prompt in chunks, with this service's defaults."""
     return [
-        MethodInfo(name, preset.source, {key: float(o.default) for key, o in preset.options.items()})
+        MethodInfo(name, preset.source, {key: float(values[key]) for key in preset.options})
         for name, preset in PRESETS.items()
         if not preset.whole_prompt
+        for values in [prefill.method(name).values]
     ]
+
+
+def _profile(profile: Profile) -> ProfileInfo:
+    levels = [
+        ProfileLevel(
+            one.method, {key: float(value) for key, value in one.options.items()}, level.density, level.tokens
+        )
+        for one in profile.prefill
+        for level in one.levels
+    ]
+    return ProfileInfo(profile.model.name, levels, json.dumps(profile.figures) if profile.figures else "")
 
 
 def authenticator(door: DoorConfig) -> Authenticator:
@@ -92,10 +113,11 @@ def authenticator(door: DoorConfig) -> Authenticator:
 
 
 def check_start(settings: ServiceConfig) -> None:
-    """What would otherwise fail in a replica, over and over: the token file, the model's files, the split."""
+    """What would otherwise fail in a replica, over and over: the token file, the model's files, its profile,
+    the split."""
     authenticator(settings.door)
     directory = Path(settings.model.path)
-    settings.check_against(read_config(directory, settings.model.overrides))
+    settings.check_against(read_config(directory, settings.model.overrides), load_profile(settings.model))
     TextTokenizer.load(directory)
 
 

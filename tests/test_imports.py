@@ -24,7 +24,7 @@ BODIES = ("body", "orelse", "finalbody")
 ROOMS = {
     "kernels": "",
     "workers.messages": "kernels.constants kernels.methods",
-    "workers.settings": "kernels.constants",
+    "workers.settings": "kernels.constants kernels.methods kernels.options",
     "workers.roles": "workers.messages",
     "workers.remote": "workers.messages workers.roles",
     "workers.model": "workers.settings kernels",
@@ -34,21 +34,23 @@ ROOMS = {
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.model
         workers.kv kernels""",
     "service.errors": "",
-    "service.config": "workers.messages workers.settings workers.model.config",
+    "service.config": """workers.messages workers.settings workers.model.config workers.model.levels
+        workers.model.profile workers.model.store""",
     "service.metrics": "workers.messages",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
-    "service.request": """workers.messages workers.roles service.errors service.config service.metrics
+    "service.request": """workers.messages workers.roles workers.settings workers.model.levels
+        workers.model.profile service.errors service.config service.metrics
         service.fleet""",
     "service.door": "workers.messages service.errors service.request protos",
-    "service.wiring": """workers.messages workers.settings workers.model.config workers.model.store
-        service.config service.metrics service.fleet service.request service.door""",
+    "service.wiring": """workers.messages workers.settings workers.model.config workers.model.profile
+        workers.model.store service.config service.metrics service.fleet service.request service.door""",
     "service.exporter": "service.metrics",
     "service.app": """workers.prefill.group workers.decode.worker service.config service.metrics
         service.exporter service.fleet service.door service.wiring""",
     "service.client": """workers.messages workers.settings workers.model.config workers.model.store
-        workers.model.calibration service.errors service.config service.door.wire service.door.status
-        service.request.answers service.request.calls service.request.plan service.wiring service.app
-        protos""",
+        workers.model.calibration workers.model.digest workers.model.profile service.errors
+        service.config service.door.wire service.door.status service.request.answers
+        service.request.calls service.request.plan service.wiring service.app protos""",
 }
 
 # A package of others → the only modules or rooms that take it.
@@ -179,6 +181,7 @@ TORCH_FREE = [
     "workers.messages",
     "workers.settings",
     "workers.model.config",
+    "workers.model.levels",
     "workers.kv.page_pool",
     "workers.prefill.schedule",
     "workers.prefill.controller",

@@ -6,13 +6,15 @@ checks the bounds on their fields when it reads one; a class made in code is tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ..kernels.constants import BLOCK, PAGE_TOKENS
+from ..kernels.methods import MethodSpec, method_spec
+from ..kernels.options import Value
 
 _STRICT: dict[str, Any] = {"extra": "forbid"}
 """pydantic's configuration, when it reads the file."""
@@ -34,7 +36,8 @@ class ModelSpec:
     """Which model, and what to change about it.
 
     path: a model directory, the embedded default's name, a .gguf file or a hub id. adapter: a PEFT LoRA
-    directory merged at load. rope_theta, max_position_embeddings: replace the model's own values.
+    directory merged at load. rope_theta, max_position_embeddings: replace the model's own values. profile:
+    what was calibrated for it (`model/profile.py`), a file.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -44,6 +47,7 @@ class ModelSpec:
     dtype: Dtype = "bfloat16"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     max_position_embeddings: Count | None = None
+    profile: str | None = None
 
     @property
     def overrides(self) -> dict[str, float | int]:
@@ -71,8 +75,16 @@ class PrefillConfig:
     """A request whose door has not renewed it for this long is cancelled."""
     method_modules: tuple[str, ...] = ()
     """Modules outside the package that register attention methods when they are imported."""
+    method_options: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Defaults of a method's options for this service, where they are not to be the method's own:
+    `{dpxa: {density: 0.08}}`."""
     warm_up: tuple[str, ...] = ()
     """Methods that every stage runs once before it takes requests: a GPU compiles at first use."""
+
+    def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
+        """A method with these options and this service's defaults. Raises MethodError naming the field."""
+        base = name.partition("+")[0]
+        return method_spec(name, {**self.method_options.get(base, {}), **(options or {})})
 
 
 @dataclass(frozen=True)

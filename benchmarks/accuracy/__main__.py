@@ -12,8 +12,8 @@ teacher-forced, the questions read densely; the density; the time of selection a
 --decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, how many
 are as full decode's, and as `density` the share of full decode's pages read, all layers counted.
 
-Methods take options: `dpxa:tau=0.9,k_anchors=16`. Prints a line for each document and method, and a table;
-writes the JSON named by --result; ends with 1 when a --gate is missed.
+Methods take options: `dpxa:tau=0.9,k_anchors=16`, and with --profile `dpxa:density=0.08`. Prints a line for
+each document and method, and a table; writes the JSON named by --result; ends with 1 when a --gate is missed.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ from deltafront.benchmarks.reader import (
     parse_method,
     warm_up,
 )
+from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.levels import amounts_for
+from deltafront.workers.model.profile import Profile, load_profile
+from deltafront.workers.settings import ModelSpec
 
 BASELINE = "dense"
 QUESTION_ROOM = 512
@@ -58,20 +62,16 @@ CLOSE = 0.05
 def main() -> int:
     arguments = _arguments()
     gates = [parse_gate(given) for given in arguments.gate]
-    for method in arguments.methods:
-        parse_method(method)
+    stack, profile = _load(arguments)
     tokenizer = load_tokenizer(arguments.model)
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     texts = {path.stem: Text(path.read_text(encoding="utf-8"), encode_all) for path in arguments.text}
-    overrides = {} if arguments.no_adapter else STRETCHED
-    adapter = None if arguments.no_adapter else ADAPTER
-    stack = load_model(arguments.model, adapter, overrides, dtype=arguments.dtype, device=arguments.device)
-    reader = Reader(stack, max(tokens for _, tokens in arguments.documents) + QUESTION_ROOM)
+    reader = Reader(stack, max(tokens for _, tokens in arguments.documents) + QUESTION_ROOM, profile)
     methods = [BASELINE, *(method for method in arguments.methods if method != BASELINE)]
-    warm_up(stack, methods, arguments.chunk)
+    warm_up(stack, methods, arguments.chunk, profile)
     outcomes: list[Outcome] = []
     for made in _documents(arguments, texts):
         for outcome in _compare(reader, made, methods, arguments):
@@ -92,6 +92,18 @@ def main() -> int:
     for reason in reasons:
         print(f"gate missed: {reason}", file=sys.stderr)
     return 1 if reasons else 0
+
+
+def _load(arguments: argparse.Namespace) -> tuple[LayerStack, Profile | None]:
+    """The model, once its profile is known to have a level for every method that asks for one."""
+    overrides = {} if arguments.no_adapter else STRETCHED
+    adapter = None if arguments.no_adapter else ADAPTER
+    spec = ModelSpec(arguments.model, adapter and str(adapter), profile=arguments.profile, **overrides)
+    profile = load_profile(spec)
+    for method in arguments.methods:
+        amounts_for(profile, parse_method(method))
+    stack = load_model(arguments.model, adapter, overrides, dtype=arguments.dtype, device=arguments.device)
+    return stack, profile
 
 
 class _Made:
@@ -202,6 +214,7 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default=MODEL, help="a name, directory or GGUF file, as for `serve`")
     add("--no-adapter", action="store_true", help="the model as it is, without the 128K adapter")
+    add("--profile", help="the model's profile, for methods that ask for a density")
     add("--text", type=Path, nargs="+", default=[DEMO_TEXT])
     add("--documents", type=_counted_lengths, nargs="+", default=[(2, 4096)], metavar="COUNTxTOKENS")
     add("--tasks", type=_task, nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")

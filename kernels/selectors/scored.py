@@ -36,10 +36,15 @@ def window(default: int = 1) -> int:
 
 @dataclass(frozen=True)
 class ScoredOptions:
-    """What every method that ranks tiles by a score takes: its rule. The papers count tau over all mass."""
+    """What every method that ranks tiles by a score takes: its rule. The papers count tau over all mass.
+
+    density: the mean share of causal tiles for which the model's profile was calibrated. Its amounts, one for
+    each layer and head, then take the place of tau; they count outside sink and window.
+    """
 
     tau: float = tau()
     outside: bool = outside()
+    density: float = option(0.0, 0.0, 1.0, "a level of the model's profile, in place of tau; 0: none")
     sink: int = option(1, 1, 1 << 20, "tokens at the start that every query attends to")
     window: int = window()
     min_tokens: int = min_tokens()
@@ -48,7 +53,8 @@ class ScoredOptions:
     def rule(self) -> Rule:
         """Tokens as whole blocks: all that hold one of them for some row of a query block."""
         sink_blocks = -(-self.sink // BLOCK)
-        return Rule("cumulative", self.tau, sink_blocks, 1 - (1 - self.window) // BLOCK, self.outside)
+        outside = self.outside or self.density > 0
+        return Rule("cumulative", self.tau, sink_blocks, 1 - (1 - self.window) // BLOCK, outside)
 
 
 @dataclass
@@ -61,8 +67,8 @@ class ScoredState:
 class ScoredSelector(ABC):
     """Scores every causal tile, then applies a rule; on the GPU slab by slab, without a host sync.
 
-    rule: of every layer that `amounts` does not name; there the amounts, one per query head, take the place
-    of the rule's own. with_scores: the masks carry the scores of their tiles.
+    rule: its amount holds for every layer and head, unless `amounts` are set. with_scores: the masks carry
+    the scores of their tiles.
     """
 
     name: str
@@ -71,7 +77,7 @@ class ScoredSelector(ABC):
     def __init__(self, rule: Rule, with_scores: bool = False) -> None:
         self.rule = rule
         self.with_scores = with_scores
-        self.amounts: Amounts = {}
+        self.amounts: Amounts | None = None
 
     def new_state(self, spec: StateSpec) -> ScoredState:
         return ScoredState(self.rule_of(spec))
@@ -80,9 +86,9 @@ class ScoredSelector(ABC):
         """The rule of the spec's layer. Raises KernelInputError for amounts that do not fit its heads."""
         import torch
 
-        amounts = self.amounts.get(spec.layer)
-        if amounts is None:
+        if self.amounts is None:
             return self.rule
+        amounts = self.amounts(spec.layer, spec.max_tokens)
         if len(amounts) != spec.q_heads or not all(0.0 <= amount <= 1.0 for amount in amounts):
             raise KernelInputError(
                 f"layer {spec.layer}: {self.name} needs an amount within 0 .. 1 for each of its "

@@ -297,8 +297,37 @@ class MethodInfo(_message.Message):
     defaults: _containers.ScalarMap[str, float]
     def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ..., defaults: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class ProfileLevel(_message.Message):
+    __slots__ = ("method", "options", "density", "tokens")
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    DENSITY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    options: _containers.ScalarMap[str, float]
+    density: float
+    tokens: int
+    def __init__(self, method: _Optional[str] = ..., options: _Optional[_Mapping[str, float]] = ..., density: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Profile(_message.Message):
+    __slots__ = ("model", "levels", "figures")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    levels: _containers.RepeatedCompositeFieldContainer[ProfileLevel]
+    figures: str
+    def __init__(self, model: _Optional[str] = ..., levels: _Optional[_Iterable[_Union[ProfileLevel, _Mapping]]] = ..., figures: _Optional[str] = ...) -> None: ...
+
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address")
+    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address", "full_layers", "delta_layers", "page_budget", "recency", "profile")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +344,11 @@ class GetServerInfoResponse(_message.Message):
     PREFILL_PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FULL_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    RECENCY_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     max_positions: int
@@ -331,4 +365,9 @@ class GetServerInfoResponse(_message.Message):
     prefill_pages_free: int
     page_tokens: int
     metrics_address: str
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    full_layers: _containers.RepeatedScalarFieldContainer[int]
+    delta_layers: _containers.RepeatedScalarFieldContainer[int]
+    page_budget: int
+    recency: int
+    profile: Profile
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., full_layers: _Optional[_Iterable[int]] = ..., delta_layers: _Optional[_Iterable[int]] = ..., page_budget: _Optional[int] = ..., recency: _Optional[int] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ...) -> None: ...

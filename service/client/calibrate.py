@@ -1,4 +1,5 @@
-"""`deltafront calibrate`: which layers of a model should be Δ-layers, as a line for the configuration file.
+"""`deltafront calibrate`: which layers of a model should be Δ-layers, as a line for the configuration file or
+as a profile.
 
 Runs here, without a server; torch is imported when the command runs.
 """
@@ -12,7 +13,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from ...workers.model.config import ModelError
+from ...workers.model.digest import model_digest
+from ...workers.model.profile import DecodePages, Profile, ProfiledModel, ProfiledText
+from ...workers.model.store import model_directory
 from ...workers.settings import Dtype, ModelSpec
+from ..wiring import shown_name
 from .terminal import err, fail, read_text
 
 if TYPE_CHECKING:
@@ -32,30 +37,36 @@ def calibrate_command(
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    profile: Annotated[Path | None, typer.Option(help="Write a profile here (model.profile).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding: those whose pages serve the layers after them best."""
     from ...workers.messages import PAGE_TOKENS
     from ...workers.model.calibration import calibrate, shortest_text
-    from ...workers.model.store import model_directory
 
+    if profile is not None and not profile.parent.is_dir():
+        fail(f"--profile {profile}: there is no directory {profile.parent}")  # before the work, not after
     try:
         directory = model_directory(model)
-        spec = ModelSpec(
-            str(directory), adapter, cast(Dtype, dtype), rope_theta, positions
-        )  # checked when it loads
+        kind = cast(Dtype, dtype)  # checked when it loads
+        spec = ModelSpec(str(directory), adapter, kind, rope_theta, positions)
         most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
-        tokenizer = _tokenizer(directory)
-        texts = [_ids(tokenizer, file, most, least) for file in text]
+        tokenizer, contents = _tokenizer(directory), [read_text(file) for file in text]
+        texts = [_ids(tokenizer, *named, most, least) for named in zip(text, contents, strict=True)]
         err.print(f"Reading {len(texts)} texts of up to {max(map(len, texts))} tokens …")
         found = calibrate(
             spec, texts, layers, budget=budget, recency=recency, full_layers=full_layer, device=device
         )
+        selection = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
+        chosen = {"delta_layers": found.delta_layers, **selection}
+        if profile is not None:
+            read = tuple(map(ProfiledText.of, contents, found.tokens))
+            own = ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec))
+            pages = DecodePages.model_validate(chosen)
+            Profile(format=1, model=own, texts=read, prefill=(), decode=pages).write(profile)
     except (ModelError, ValueError) as error:
         fail(str(error))
     if json:
-        selection = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
-        chosen = {"delta_layers": found.delta_layers, **selection}
         print(json_format.dumps({**chosen, "tokens": found.tokens, "losses": found.losses}))
     else:
         print(f"delta_layers: {list(found.delta_layers)}")
@@ -71,9 +82,9 @@ def _tokenizer(directory: Path) -> Tokenizer:
         raise ModelError(f"{path} cannot be used as a tokenizer: {error}") from None
 
 
-def _ids(tokenizer: Tokenizer, file: str, most: int, least: int) -> list[int]:
-    """The first `most` ids of a file. Raises ValueError if there are fewer than `least`."""
-    ids: list[int] = tokenizer.encode(read_text(file)).ids[:most]
+def _ids(tokenizer: Tokenizer, file: str, content: str, most: int, least: int) -> list[int]:
+    """The first `most` ids of a file's content. Raises ValueError if there are fewer than `least`."""
+    ids: list[int] = tokenizer.encode(content).ids[:most]
     if len(ids) < least:
         raise ValueError(f"{file}: {len(ids)} tokens are too few for this budget, which takes {least}")
     return ids

@@ -205,11 +205,13 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
     settings = load(config)
     if model is None:
         return settings
-    # Adapter, rope, name and Δ-layers of the file belong to the file's model.
+    # Adapter, rope, profile, name, Δ-layers and method options of the file belong to the file's model.
     spec = ModelSpec(path=model, adapter=adapter, dtype=settings.model.dtype)
     decode = dataclasses.replace(settings.decode, page_selection="full", delta_layers=())
+    prefill = dataclasses.replace(settings.prefill, method_options={})
     door = dataclasses.replace(settings.door, model_name="")
-    return settings.model_copy(update={"model": spec, "decode": decode, "door": door})
+    changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
+    return settings.model_copy(update=changes)
 
 
 def _answer(client: DeltafrontClient, request: dict[str, Any], quiet: bool) -> tuple[str, GenerateFinished]:

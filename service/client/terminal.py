@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -26,7 +27,7 @@ from ..errors import (
     Unauthenticated,
     Unavailable,
 )
-from ..request.answers import ServerInfo, Timings
+from ..request.answers import ProfileInfo, ServerInfo, Timings
 from .client import DeltafrontClient
 
 _WORTH_SHOWING_S = 0.0005
@@ -130,6 +131,7 @@ def show_info(console: Console, info: ServerInfo) -> None:
     table.add_row("prefill pages", f"{info.prefill_pages_free} of {info.prefill_pages_total} free")
     table.add_row("decode", f"{info.decode_workers} worker(s)")
     table.add_row("decode pages", f"{info.decode_pages_free} of {info.decode_pages_total} free")
+    table.add_row("page selection", _page_selection(info))
     table.add_row("metrics", f"http://{info.metrics_address}/metrics")
     console.print(table)
     methods = Table("attention method", "options", "source")
@@ -138,6 +140,26 @@ def show_info(console: Console, info: ServerInfo) -> None:
         options = ", ".join(f"{name}={value:g}" for name, value in method.defaults.items())
         methods.add_row(method.name + mark, options, method.source)
     console.print(methods)
+    if info.profile is not None:
+        _show_profile(console, info.profile)
+
+
+def _page_selection(info: ServerInfo) -> str:
+    if not info.delta_layers:
+        return "full: no Δ-layers"
+    layers = ", ".join(str(layer) for layer in info.delta_layers)
+    dense = ", ".join(str(layer) for layer in info.full_layers) or "none"
+    return f"Δ-layers {layers}; dense {dense}; {info.page_budget} pages, the last {info.recency} among them"
+
+
+def _show_profile(console: Console, profile: ProfileInfo) -> None:
+    table = Table("method", "its options", "density", "tokens", title=f"Profile of {escape(profile.model)}")
+    for level in profile.levels:
+        options = ", ".join(f"{name}={value:g}" for name, value in level.options.items())
+        table.add_row(level.method, options, f"{level.density:g}", f"{level.tokens}")
+    console.print(table)
+    if profile.figures:
+        console.print(f"figures {profile.figures}", markup=False, highlight=False, soft_wrap=True)
 
 
 def as_json(result: Any) -> str:

@@ -21,6 +21,8 @@ from ..request.answers import (
     GenerateFinished,
     MethodInfo,
     PrefillFinished,
+    ProfileInfo,
+    ProfileLevel,
     RequestEvent,
     ServerInfo,
     Timings,
@@ -224,12 +226,25 @@ def read_generate_response(message: pb.GenerateResponse) -> Progress | Token | G
 
 def server_info(info: ServerInfo) -> pb.GetServerInfoResponse:
     methods = [pb.MethodInfo(**vars(one)) for one in info.methods]
-    return pb.GetServerInfoResponse(**{**vars(info), "methods": methods})
+    profile = None if info.profile is None else _profile(info.profile)
+    return pb.GetServerInfoResponse(**{**vars(info), "methods": methods, "profile": profile})
 
 
 def read_server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
     methods = [MethodInfo(one.name, one.source, dict(one.defaults)) for one in message.methods]
-    return ServerInfo(**{**_fields(message), "methods": methods})
+    layers = {"full_layers": [*message.full_layers], "delta_layers": [*message.delta_layers]}
+    profile = _read_profile(message.profile) if message.HasField("profile") else None
+    return ServerInfo(**{**_fields(message), **layers, "methods": methods, "profile": profile})
+
+
+def _profile(profile: ProfileInfo) -> pb.Profile:
+    levels = [pb.ProfileLevel(**vars(level)) for level in profile.levels]
+    return pb.Profile(model=profile.model, levels=levels, figures=profile.figures)
+
+
+def _read_profile(message: pb.Profile) -> ProfileInfo:
+    levels = [ProfileLevel(**{**_fields(one), "options": dict(one.options)}) for one in message.levels]
+    return ProfileInfo(message.model, levels, message.figures)
 
 
 def _fields(message: Message) -> dict[str, Any]:

@@ -74,8 +74,28 @@ class MethodInfo:
 
 
 @dataclass(frozen=True)
+class ProfileLevel:
+    """What `density` can ask for: calibrated for prompts of about `tokens`, for the method under options."""
+
+    method: str
+    options: dict[str, float]
+    density: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ProfileInfo:
+    """What was calibrated for the model. figures: JSON, what it reached on texts held out; may be empty."""
+
+    model: str
+    levels: list[ProfileLevel]
+    figures: str
+
+
+@dataclass(frozen=True)
 class ServerInfo:
-    """The model, its limits and methods, and (from prefill_groups on) the workers of this moment."""
+    """The model, its limits and methods; from prefill_groups to page_tokens the workers of this moment; then
+    the layers and pages of page selection, and the model's profile, if there is one."""
 
     version: str
     model: str
@@ -93,6 +113,11 @@ class ServerInfo:
     prefill_pages_total: int = 0
     prefill_pages_free: int = 0
     page_tokens: int = 0
+    full_layers: list[int] = field(default_factory=list)
+    delta_layers: list[int] = field(default_factory=list)
+    page_budget: int = 0
+    recency: int = 0
+    profile: ProfileInfo | None = None
 
 
 def timings_of(clock: TtftClock, report: PrefillReport | None) -> Timings:

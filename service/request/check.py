@@ -14,14 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...workers.messages import (
-    MethodError,
-    MethodSpec,
-    PageSelection,
-    Sampling,
-    method_spec,
-    reads_whole_prompts,
-)
+from ...workers.messages import MethodError, MethodSpec, PageSelection, Sampling, reads_whole_prompts
+from ...workers.model.levels import amounts_for
+from ...workers.model.profile import Profile
+from ...workers.settings import PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument
 from .calls import GenerateCall, GenerateRequest, PrefillCall, PrefillRequest, Prompt, Wishes
 
@@ -38,6 +34,10 @@ class Limits:
 
     vocabulary: int
     positions: int
+    prefill: PrefillConfig
+    """For the defaults of methods' options."""
+    profile: Profile | None
+    """The model's: the densities that can be asked for."""
     default_method: str
     default_max_tokens: int
     default_ttl_s: float
@@ -138,13 +138,19 @@ def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
 
 def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSpec:
     try:
-        spec = method_spec(name or limits.default_method, dict(options))
+        spec = limits.prefill.method(name or limits.default_method, options)
+        amounts_for(limits.profile, spec)
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")
         raise InvalidArgument(field, str(error)) from None
     if reads_whole_prompts(spec.name):
         raise InvalidArgument(
             "attention.name", f"{spec.name} needs the whole prompt at once and is not served"
+        )
+    if spec.values.get("density") and (idle := sorted({"tau", "outside"} & options.keys())):
+        density = spec.values["density"]
+        raise InvalidArgument(
+            f"attention.options.{idle[0]}", f"counts for nothing at density = {density}: give density = 0 too"
         )
     return spec
 

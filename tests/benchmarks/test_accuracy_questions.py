@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from deltafront.benchmarks.accuracy.questions import (
 )
 from deltafront.benchmarks.accuracy.tasks import Question
 from deltafront.benchmarks.reader import Reader
+from deltafront.kernels.methods import MethodError
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
 
+from ..workers.profiles import make_profile
 from ..workers.tiny_model import make_tiny_model
 
 TOKENS = 400
@@ -159,3 +162,23 @@ def test_reading_gives_density_and_the_tail_across_chunks(reader: Reader) -> Non
         assert perplexity(reader.stack, dense.tail_TC, document[-300:]) == pytest.approx(
             math.exp(loss), rel=1e-5
         )
+
+
+def test_a_density_is_read_with_the_profiles_amounts(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path)
+    config = read_config(directory)
+    stack = load_stack(
+        directory, config, range(config.layers), embedding=True, head=True, dtype=torch.float32, device="cpu"
+    )
+    profiled = Reader(stack, 1024, make_profile(directory))
+    method = "block_pool:density={},window=1,min_tokens=0"
+    with torch.inference_mode():
+        some, more, dense = (
+            profiled.read(ids(1000, 2), one, 256).density
+            for one in (method.format(0.2), method.format(0.5), "dense")
+        )
+    assert some < more < dense == 1.0
+    with pytest.raises(MethodError, match=r"density = 0.3: the model's profile has"):
+        profiled.read(ids(600, 2), method.format(0.3), 256)
+    with pytest.raises(MethodError, match="the model has no profile"):
+        Reader(stack, 1024).read(ids(600, 2), method.format(0.2), 256)

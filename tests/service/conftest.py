@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from deltafront.service.client import DeltafrontClient
+from deltafront.service.config import ServiceConfig
 from deltafront.service.metrics import Metrics
 
 from . import fakes
@@ -26,12 +27,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
-    """make_house(**door settings) → a running door with one fake group and one fake decode worker."""
+    """make_house(**door settings), or make_house(config) → a running door with one fake group and one fake
+    decode worker."""
     loop, servers = Loop(), []
 
-    def make(**door: Any) -> House:
+    def make(config: ServiceConfig | None = None, **door: Any) -> House:
         metrics = Metrics(tmp_path / f"metrics{len(servers)}")
-        house, server = loop.run(open_house(settings(model, **door), metrics, loop))
+        house, server = loop.run(open_house(config or settings(model, **door), metrics, loop))
         servers.append((house, server))
         return house
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from deltafront.kernels.build import build
-from deltafront.kernels.interface import AttentionInput, StateSpec
+from deltafront.kernels.interface import Amounts, AttentionInput, StateSpec
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
@@ -69,7 +69,7 @@ def random_ids(tokens: int, seed: int = 0) -> bytes:
 
 
 def whole_prompt(
-    directory: Path, token_ids: bytes, spec: MethodSpec
+    directory: Path, token_ids: bytes, spec: MethodSpec, amounts: Amounts | None = None
 ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     """The last logits_V and each layer's k_TGD, v_TGD, by one stack in one go, without pages or chunks."""
     config = read_config(directory)
@@ -78,13 +78,13 @@ def whole_prompt(
         directory, config, layers, embedding=True, head=True, dtype=torch.float32, device="cpu"
     )
     ids_T = torch.from_numpy(np.frombuffer(token_ids, "<u4").astype(np.int64))
-    method = build(spec)
+    method = build(spec, amounts)
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         seen[layer] = k, v
         state = method.new_state(
-            StateSpec(1, HEADS, KV_HEADS, HEAD_DIM, len(q), torch.device("cpu"), torch.float32)
+            StateSpec(1, HEADS, KV_HEADS, HEAD_DIM, len(q), torch.device("cpu"), torch.float32, layer)
         )
         x = AttentionInput.of(*(t.transpose(0, 1)[None].contiguous() for t in (q, k, v)))
         return method.attend(x, state)[0][0].transpose(0, 1)

@@ -108,7 +108,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     `overrides` replaces keys of config.json, of which only OVERRIDES may be given. Raises ModelError for
     a missing file or key and for anything that our decoder would silently compute wrongly.
     """
-    raw = _read_json(Path(directory) / "config.json")
+    raw = read_json(Path(directory) / "config.json")
     extra = dict(overrides or {})
     for key in extra:
         if key not in OVERRIDES:
@@ -142,7 +142,8 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     return config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -225,7 +226,7 @@ def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
 
 def _eos_ids(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     path = directory / "generation_config.json"
-    generation = _read_json(path) if path.exists() else {}
+    generation = read_json(path) if path.exists() else {}
     found: list[int] = []
     for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
         found += value if isinstance(value, list) else [] if value is None else [value]

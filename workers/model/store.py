@@ -32,6 +32,9 @@ _PACKAGE_SHA256 = "b179c9523d0e6a0f"
 
 _TREE = Path(__file__).resolve().parents[2]
 
+INDEX = "model.safetensors.index.json"
+"""Of weights in several safetensors files: the file of each tensor."""
+
 _FORMAT = 1
 """Part of the cache directory's name: raise it when a conversion's result changes."""
 
@@ -70,6 +73,30 @@ def adapter_directory(adapter: str) -> Path:
         if (path / "adapter_config.json").is_file():
             return path.resolve()
     raise ModelError(f"no adapter at {adapter!r}: a PEFT directory with an adapter_config.json is needed")
+
+
+def profile_file(profile: str, folder: Path | None = None) -> Path:
+    """A profile's file: a path, in `folder`, here, or in this project's tree (deploy/models/…)."""
+    given = Path(profile).expanduser()
+    for place in (folder or Path(), Path(), _TREE):
+        if (place / given).is_file():
+            return (place / given).resolve()
+    raise ModelError(f"no profile at {profile!r}: `deltafront calibrate --profile FILE` makes one")
+
+
+def weight_index(directory: Path) -> dict[str, Path] | None:
+    """Each tensor's file, of a directory whose weights are safetensors shards; None if there is no index.
+
+    Raises ModelError for an index that cannot be read.
+    """
+    path = directory / INDEX
+    if not path.exists():
+        return None
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {name: directory / file for name, file in named.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is not a safetensors index: {error!r}") from None
 
 
 def embedded_gguf() -> Path:
@@ -186,7 +213,7 @@ def _write_weights(source: GgufSource, work: Path) -> None:
             save_file(shard, work / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(shard, file)
             shard, size = {}, 0
-    _write_json(work / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    _write_json(work / INDEX, {"metadata": {}, "weight_map": weight_map})
 
 
 def _download(model: str) -> Path:

@@ -5,7 +5,6 @@ Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimens
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +16,7 @@ from .config import ModelConfig, ModelError
 from .gguf import GgufSource
 from .linear import Linear
 from .lora import LoraAdapter
-
-_INDEX = "model.safetensors.index.json"
+from .store import INDEX, weight_index
 
 
 class WeightSource(Protocol):
@@ -50,12 +48,9 @@ class SafetensorsSource:
 def open_weights(directory: str | Path) -> WeightSource:
     """Find a directory's weights. Raises ModelError naming what was looked for."""
     root = Path(directory)
-    if (root / _INDEX).exists():
-        try:
-            named = json.loads((root / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise ModelError(f"{root / _INDEX} is not a safetensors index: {error!r}") from None
-        return SafetensorsSource({name: root / file for name, file in named.items()})
+    index = weight_index(root)
+    if index is not None:
+        return SafetensorsSource(index)
     single = root / "model.safetensors"
     if single.exists():
         return SafetensorsSource(dict.fromkeys(_open_safetensors(single).keys(), single))
@@ -64,7 +59,7 @@ def open_weights(directory: str | Path) -> WeightSource:
         return GgufSource(ggufs[0])
     found = f"{len(ggufs)} .gguf files" if ggufs else "none of them"
     raise ModelError(
-        f"no weights in {root}: looked for {_INDEX}, model.safetensors and one .gguf, found {found}"
+        f"no weights in {root}: looked for {INDEX}, model.safetensors and one .gguf, found {found}"
     )
 
 

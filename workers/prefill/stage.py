@@ -23,8 +23,10 @@ from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
-from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed, load_methods, method_spec
+from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed, load_methods
 from ..model.decoder import LayerStack, load_model
+from ..model.levels import amounts_for
+from ..model.profile import Profile, load_profile
 from ..settings import ModelSpec, PrefillConfig
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
@@ -57,8 +59,10 @@ class PrefillStage:
         activations: Activations,
         stage: int,
         stages: int,
+        profile: Profile | None = None,
     ) -> None:
         self.stack = stack
+        self._profile = profile
         self._cache = cache
         self._sender = sender
         self._activations = activations
@@ -79,7 +83,7 @@ class PrefillStage:
         heads = config.q_heads, config.kv_heads, config.head_dim
         spec = StateSpec(1, *heads, request.prompt_tokens, stack.device, stack.dtype)
         try:
-            method = build(request.method)
+            method = build(request.method, amounts_for(self._profile, request.method))
             states = {layer: method.new_state(replace(spec, layer=layer)) for layer in stack.layers}
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
@@ -235,12 +239,12 @@ class PrefillStage:
 def load_stage(
     model: ModelSpec, config: PrefillConfig, stage: int, activations: Activations | None, sender: Sender
 ) -> PrefillStage:
-    """Load a stage's share of the model and its pages, and warm up as configured. activations: None in a
-    group of one stage."""
+    """A stage with its share of the model, warmed up. activations: None in a group of one stage."""
     for module in config.method_modules:
         load_methods(module)
+    profile = load_profile(model)
     stack = load_model(model, config.device, stage, config.stages)
-    warm_up(stack, [method_spec(name) for name in config.warm_up], config.chunk_tokens)
+    warm_up(stack, [config.method(name) for name in config.warm_up], config.chunk_tokens, profile)
     shape, pages = stack.config, pages_for(config.cache_tokens)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
-    return PrefillStage(stack, cache, sender, activations or NoActivations(), stage, config.stages)
+    return PrefillStage(stack, cache, sender, activations or NoActivations(), stage, config.stages, profile)

@@ -14,22 +14,27 @@ import torch
 
 from ...kernels.build import build
 from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput, StateSpec
+from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ..messages import MethodSpec
 from ..model.decoder import LayerStack
+from ..model.levels import amounts_for
+from ..model.profile import Profile
 
 _RAGGED = 77
 """Tokens of a last chunk of one tile: no multiple of anything that a kernel might be specialised for."""
 
 
 @torch.inference_mode()
-def warm_up(stack: LayerStack, methods: Sequence[MethodSpec], chunk_tokens: int) -> None:
+def warm_up(
+    stack: LayerStack, methods: Sequence[MethodSpec], chunk_tokens: int, profile: Profile | None = None
+) -> None:
     """Read a few prompts with each method, in chunks as requests are. Only the first layer attends; all
-    layers run the same kernels."""
+    layers run the same kernels. Raises MethodError for a density that the profile does not have."""
     for spec in methods:
+        amounts = amounts_for(profile, spec)
         for tokens in prompt_lengths(int(spec.values.get("min_tokens", 0)), chunk_tokens):
             whole, rest = divmod(tokens, chunk_tokens)
-            _read(stack, spec, [chunk_tokens] * whole + [rest] * (rest > 0))
+            _read(stack, build(spec, amounts), [chunk_tokens] * whole + [rest] * (rest > 0))
     if stack.device.type == "cuda":
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()
@@ -47,9 +52,9 @@ def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
     return lengths + [n for n in (chunk_tokens - BLOCK, chunk_tokens - _RAGGED) if n > shortest]
 
 
-def _read(stack: LayerStack, spec: MethodSpec, chunks: Sequence[int]) -> None:
+def _read(stack: LayerStack, method: Attention, chunks: Sequence[int]) -> None:
     config, total, first = stack.config, sum(chunks), stack.layers.start
-    method, heads = build(spec), (config.q_heads, config.kv_heads, config.head_dim)
+    heads = config.q_heads, config.kv_heads, config.head_dim
     state = method.new_state(StateSpec(1, *heads, total, stack.device, stack.dtype, layer=first))
     k_BGSD = torch.empty(1, config.kv_heads, 0, config.head_dim, dtype=stack.dtype, device=stack.device)
     v_BGSD = k_BGSD

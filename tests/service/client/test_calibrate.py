@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from deltafront.service.client.calibrate import calibrate_command
 from deltafront.workers.model.calibration import calibrate
+from deltafront.workers.model.profile import ProfileError, load_profile
 from deltafront.workers.settings import ModelSpec
 
 from ...workers.tiny_model import LAYERS, make_tiny_model
@@ -60,6 +63,35 @@ def test_the_layers_come_as_a_line_of_the_configuration(model: Path, tmp_path: P
     assert json.loads(other.stdout)["full_layers"] == [3]
 
 
+def test_a_profile_is_written_for_the_model_with_its_overrides(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(PROSE)
+    path, options = tmp_path / "profile.json", ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
+    done = run(
+        model,
+        "--text",
+        tmp_path / "one.txt",
+        *options,
+        "--rope-theta",
+        2e4,
+        "--full-layer",
+        0,
+        "--profile",
+        path,
+    )
+    assert done.exit_code == 0, done.output
+    own = ModelSpec(str(model), rope_theta=2e4, profile=str(path))
+    profile = load_profile(own)
+    assert profile is not None and profile.decode is not None
+    assert list(profile.decode.delta_layers) == yaml.safe_load(done.stdout)["delta_layers"]
+    assert profile.decode.full_layers == (0,)
+    assert (profile.decode.page_budget, profile.decode.recency) == (6, 2)
+    text = hashlib.sha256(PROSE.encode()).hexdigest()
+    assert [(one.sha256, one.tokens) for one in profile.texts] == [(text, 400)]
+    assert (profile.model.name, profile.prefill, profile.figures) == (model.name, (), {})
+    with pytest.raises(ProfileError, match=r"model\.digest: it was made for"):
+        load_profile(dataclasses.replace(own, rope_theta=None))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -70,6 +102,7 @@ def test_the_layers_come_as_a_line_of_the_configuration(model: Path, tmp_path: P
         ({"--positions": 300, "--tokens": 400}, "400 tokens are more than the model's 300 positions"),
         ({"--dtype": "int8"}, "'int8' is unknown"),
         ({"--adapter": "/nowhere"}, "no adapter"),
+        ({"--profile": "/nowhere/profile.json"}, "/nowhere/profile.json: there is no directory /nowhere"),
     ],
 )
 def test_errors_are_one_plain_line(model: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:

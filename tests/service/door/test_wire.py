@@ -14,6 +14,8 @@ from deltafront.service.request.answers import (
     GenerateFinished,
     MethodInfo,
     PrefillFinished,
+    ProfileInfo,
+    ProfileLevel,
     ServerInfo,
     Timings,
 )
@@ -98,9 +100,13 @@ def test_generate_answers(event: Progress | Token | GenerateFinished) -> None:
 
 methods = st.lists(st.builds(MethodInfo, texts, texts, named), max_size=2)
 facts = (texts, texts, counts, counts, texts, methods, small, counts, texts, small, small)
+lists = st.lists(small, max_size=3)
+profiles = st.builds(
+    ProfileInfo, texts, st.lists(st.builds(ProfileLevel, texts, named, numbers, counts), max_size=2), texts
+)
 
 
-@given(st.builds(ServerInfo, *facts, counts, counts, counts, counts, small))
+@given(st.builds(ServerInfo, *facts, *(counts,) * 4, small, lists, lists, small, small, st.none() | profiles))
 def test_server_info(info: ServerInfo) -> None:
     assert wire.read_server_info(_sent(wire.server_info(info))) == info
 
@@ -114,6 +120,8 @@ def test_no_plain_value_is_lost() -> None:
     for plain, message in ((Progress, pb.Progress), (Token, pb.Token), (Usage, pb.Usage)):
         assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name)
     assert set(Wishes.__dataclass_fields__) == set(pb.SamplingOptions.DESCRIPTOR.fields_by_name)
+    for plain, message in ((ProfileInfo, pb.Profile), (ProfileLevel, pb.ProfileLevel)):
+        assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name)
     assert set(ServerInfo.__dataclass_fields__) == set(pb.GetServerInfoResponse.DESCRIPTOR.fields_by_name)
     assert {value.number for value in pb.FinishReason.DESCRIPTOR.values} == set(wire._READ_REASONS)
     assert {value.number for value in pb.PageSelection.DESCRIPTOR.values} == set(wire._READ_PAGE_SELECTIONS)

@@ -1,0 +1,101 @@
+"""A stage gives a request's method the amounts of its model's profile, by layer, head and prompt length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltafront.kernels.methods import MethodError, MethodSpec, method_spec
+from deltafront.workers.messages import PrefillFailed
+from deltafront.workers.model.levels import amounts_for
+from deltafront.workers.model.profile import ProfileError
+from deltafront.workers.prefill.in_process import run_in_process
+from deltafront.workers.settings import ModelSpec, PrefillConfig
+
+from ..profiles import make_profile, write_profile
+from ..tiny_model import HEADS, LAYERS, make_tiny_model, random_ids, whole_prompt
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("profiled"))
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> ModelSpec:
+    return ModelSpec(
+        str(directory), dtype="float32", profile=str(write_profile(directory, directory / "profile.json"))
+    )
+
+
+def config(
+    stages: int, chunk: int, **changes: Mapping[str, Mapping[str, float]] | tuple[str, ...]
+) -> PrefillConfig:
+    return PrefillConfig(stages=stages, chunk_tokens=chunk, cache_tokens=2048, **changes)  # type: ignore[arg-type]
+
+
+def at_density(name: str, density: float) -> MethodSpec:
+    window = 128 if name.startswith("dpxa") else 1
+    return method_spec(name, {"density": density, "window": window, "min_tokens": 0})
+
+
+@pytest.mark.parametrize(("stages", "chunk"), [(1, 1024), (2, 256), (3, 128)])
+@pytest.mark.parametrize(
+    ("name", "density", "tokens"),
+    [("block_pool", 0.2, 500), ("block_pool", 0.2, 900), ("block_pool+delta", 0.5, 900), ("dpxa", 0.3, 900)],
+)
+def test_however_it_is_cut_a_prompt_is_read_with_its_level(
+    directory: Path, model: ModelSpec, name: str, density: float, tokens: int, stages: int, chunk: int
+) -> None:
+    spec, ids = at_density(name, density), random_ids(tokens)
+    report, logits_V = run_in_process(model, config(stages, chunk), ids, spec)
+    profile = make_profile(directory)
+    wanted_V, _ = whole_prompt(directory, ids, spec, amounts_for(profile, spec))
+    np.testing.assert_allclose(logits_V, wanted_V.numpy(), rtol=2e-3, atol=2e-3)
+    assert sum(layer.computed for layer in report.density) != sum(layer.causal for layer in report.density)
+
+
+def test_the_length_of_the_prompt_decides_the_level(directory: Path, model: ModelSpec) -> None:
+    """The same amounts everywhere, few for short prompts, all for long ones."""
+    content = make_profile(directory).model_dump()
+    for level, amount in zip(content["prefill"][0]["levels"], (0.0, 1.0, 0.5), strict=True):
+        level["amounts"] = ((amount,) * HEADS,) * LAYERS
+    path = write_profile(directory, directory / "even.json", prefill=content["prefill"])
+    even = ModelSpec(model.path, dtype="float32", profile=str(path))
+    density = []
+    for tokens in (512, 640):
+        report, _ = run_in_process(even, config(2, 256), random_ids(tokens), at_density("block_pool", 0.2))
+        density.append({layer.computed / layer.causal for layer in report.density})
+    assert density == [{7 / 10}, {1.0}], "sink and diagonal of four blocks; everything"
+
+
+def test_a_density_that_nobody_calibrated_fails_its_request_alone(directory: Path, model: ModelSpec) -> None:
+    ids, spec = random_ids(300), at_density("block_pool", 0.3)
+    with pytest.raises(
+        PrefillFailed, match=r"block_pool cannot start: method_options.density = 0.3: the model's"
+    ):
+        run_in_process(model, config(2, 256), ids, spec)
+    with pytest.raises(PrefillFailed, match=r"method_options.density = 0.2: the model has no profile"):
+        run_in_process(str(directory), config(2, 256), ids, at_density("block_pool", 0.2))
+
+
+def test_the_profile_of_another_model_stops_the_stage(model: ModelSpec) -> None:
+    other = ModelSpec(model.path, dtype="float32", profile=model.profile, rope_theta=5e5)
+    with pytest.raises(
+        ProfileError, match=r"model\.profile: .*profile\.json: model\.digest: it was made for tiny"
+    ):
+        run_in_process(other, config(1, 256), random_ids(300), method_spec("dense"))
+
+
+def test_a_stage_warms_up_with_the_services_own_defaults(directory: Path, model: ModelSpec) -> None:
+    ids, spec = random_ids(600), at_density("block_pool", 0.2)
+    defaults = {"block_pool": {"density": 0.2, "window": 1, "min_tokens": 0}}
+    warm = config(2, 128, method_options=defaults, warm_up=("block_pool", "block_pool+delta"))
+    assert warm.method("block_pool") == spec
+    warmed, cold = (run_in_process(model, one, ids, spec)[1] for one in (warm, config(2, 128)))
+    assert (warmed == cold).all()
+    with pytest.raises(MethodError, match=r"method_options.density = 0.2: the model has no profile"):
+        run_in_process(ModelSpec(str(directory), dtype="float32"), warm, ids, spec)
