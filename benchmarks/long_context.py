@@ -21,11 +21,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from deltafront.benchmarks import needles as hay
+from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
 from deltafront.service.client.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
+from deltafront.workers.calibration import needles as hay
 from deltafront.workers.model import store as model_store
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,7 +109,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--text", type=Path, nargs="+", default=[hay.DEMO_TEXT])
+    parser.add_argument("--text", type=Path, nargs="+", default=[DEMO_TEXT])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--needles", type=int, default=100)
     parser.add_argument("--questions", type=int, default=10)

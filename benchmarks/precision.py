@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from deltafront.benchmarks import needles as hay
+from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.long_context import make_document
 from deltafront.benchmarks.reader import ADAPTER, MODEL, ROOT, STRETCHED, Reader, load_model, load_tokenizer
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path, nargs="+", default=[hay.DEMO_TEXT])
+    parser.add_argument("--text", type=Path, nargs="+", default=[DEMO_TEXT])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--needles", type=int, default=40)
     parser.add_argument("--questions", type=int, default=10)

@@ -24,8 +24,8 @@ import psutil
 import torch
 from tokenizers import Tokenizer
 
+from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
-from deltafront.benchmarks.needles import DEMO_TEXT
 from deltafront.service.client.client import DeltafrontClient, GenerateFinished
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ServiceConfig, load

@@ -28,6 +28,7 @@ ROOMS = {
     "workers.roles": "workers.messages",
     "workers.remote": "workers.messages workers.roles",
     "workers.model": "workers.settings kernels",
+    "workers.calibration": "workers.settings workers.model kernels",
     "workers.kv": "workers.messages workers.settings kernels.constants",
     "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.model
         workers.kv kernels""",
@@ -48,7 +49,7 @@ ROOMS = {
     "service.app": """workers.prefill.group workers.decode.worker service.config service.metrics
         service.exporter service.fleet service.door service.wiring""",
     "service.client": """workers.messages workers.settings workers.model.config workers.model.store
-        workers.model.calibration workers.model.digest workers.model.profile service.errors
+        workers.calibration workers.model.digest workers.model.profile service.errors
         service.config service.door.wire service.door.status service.request.answers
         service.request.calls service.request.plan service.wiring service.app protos""",
 }
@@ -61,7 +62,7 @@ HOMES = {
     "grpc_health": "service.door service.client",
     "google": "service.door",
     "prometheus_client": "service.metrics",
-    "torch": "kernels workers.model workers.kv workers.prefill workers.decode",
+    "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",
     "triton": "kernels",
     "transformers": "workers.model.store",
 }

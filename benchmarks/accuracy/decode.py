@@ -16,8 +16,8 @@ import torch
 
 from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
-from deltafront.benchmarks.accuracy.tasks import Question
 from deltafront.benchmarks.reader import Reader
+from deltafront.workers.calibration.probes import Question
 from deltafront.workers.decode.page_selection import BatchRows, LayerPlan, StepAttention, plan_layers
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.page_pool import PAGE_TOKENS, pages_for

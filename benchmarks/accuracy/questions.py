@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from deltafront.benchmarks.accuracy.predictions import predicted
-from deltafront.benchmarks.accuracy.tasks import Question
 from deltafront.benchmarks.reader import Reader
+from deltafront.workers.calibration.probes import Question
 
 ROWS = 4096
 """Rows of one pass, unless a single question has more."""

@@ -19,9 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from deltafront.benchmarks import needles as hay
+from deltafront.benchmarks import DEMO_TEXT
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Progress, Token
 from deltafront.service.client.server_process import LocalService
+from deltafront.workers.calibration import needles as hay
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "config" / "demo.yaml"
@@ -91,7 +92,7 @@ def main() -> int:
     console = Console()
 
     needles = hay.make_needles(40, seed=7)
-    text = hay.DEMO_TEXT.read_text()
+    text = DEMO_TEXT.read_text()
     needle_tokens = sum(len(needle.sentence) + 1 for needle in needles) / CHARACTERS_PER_NEEDLE_TOKEN
     room = int((arguments.tokens - needle_tokens) * CHARACTERS_PER_TOKEN)
     document = hay.hide(text[: max(room, 1000)], needles, seed=7)

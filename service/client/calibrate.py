@@ -41,8 +41,8 @@ def calibrate_command(
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding: those whose pages serve the layers after them best."""
+    from ...workers.calibration.pages import calibrate, shortest_text
     from ...workers.messages import PAGE_TOKENS
-    from ...workers.model.calibration import calibrate, shortest_text
 
     if profile is not None and not profile.parent.is_dir():
         fail(f"--profile {profile}: there is no directory {profile.parent}")  # before the work, not after

@@ -19,9 +19,9 @@ from deltafront.benchmarks.accuracy.questions import (
     attend_appended,
     by_subject,
 )
-from deltafront.benchmarks.accuracy.tasks import Question
 from deltafront.benchmarks.reader import Reader
 from deltafront.kernels.methods import MethodError
+from deltafront.workers.calibration.probes import Question
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
 

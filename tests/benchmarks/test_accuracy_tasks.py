@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from deltafront.benchmarks import needles as hay
-from deltafront.benchmarks.accuracy.tasks import TASKS, VALUES, Document, Text
+from deltafront.benchmarks.accuracy.tasks import TASKS, VALUES
+from deltafront.workers.calibration import needles as hay
+from deltafront.workers.calibration.probes import Document, Text
 
 PROSE = "".join(f" Sentence number {i} tells a story, and it ends here." for i in range(300))
 WORDS: dict[str, int] = {}

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from deltafront.benchmarks import needles as hay
+from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
 from deltafront.service.client.server_process import LocalService
+from deltafront.workers.calibration import needles as hay
 from deltafront.workers.model import store as model_store
 
 from .wire import Wire
@@ -92,7 +93,7 @@ def haystack(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
         return len(tokenizer.encode(value).ids)
 
     needles = hay.make_needles(sizes.needles, seed=11)
-    value = hay.document(hay.DEMO_TEXT.read_text(), needles, sizes.document - 64, count, seed=11)
+    value = hay.document(DEMO_TEXT.read_text(), needles, sizes.document - 64, count, seed=11)
     return Haystack(value, needles, count(value))
 
 

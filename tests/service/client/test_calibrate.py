@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 from deltafront.service.client.calibrate import calibrate_command
-from deltafront.workers.model.calibration import calibrate
+from deltafront.workers.calibration.pages import calibrate
 from deltafront.workers.model.profile import ProfileError, load_profile
 from deltafront.workers.settings import ModelSpec
 

@@ -20,7 +20,7 @@ from ...kernels.interface import AttentionInput, StateSpec, no_phase
 from ...kernels.methods import method_spec
 from ...kernels.selectors.rules.rule import Rule
 from ...kernels.selectors.scored import ScoredSelector
-from .decoder import Attend, LayerStack
+from ..model.decoder import Attend, LayerStack
 
 QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 """Amounts of the cumulative rule, counted outside sink and window, at which heads are looked at."""

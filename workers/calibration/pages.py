@@ -21,8 +21,8 @@ from ...kernels.build import build
 from ...kernels.constants import PAGE_TOKENS
 from ...kernels.interface import AttentionInput, StateSpec
 from ...kernels.methods import method_spec
+from ..model.decoder import LayerStack, load_model
 from ..settings import ModelSpec
-from .decoder import LayerStack, load_model
 
 QUERIES = 64
 """Queries of a text whose maps are compared, evenly spaced over its second half."""

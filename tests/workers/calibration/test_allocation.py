@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltafront.workers.model.allocation import Point, allocate, lower_hull
+from deltafront.workers.calibration.allocation import Point, allocate, lower_hull
 
 STEP = st.integers(1, 20)
 

@@ -1,4 +1,4 @@
-"""Needle-in-a-haystack prompts in the bare form that the 128K adapter was trained to answer.
+"""Needle-in-a-haystack prompts in the bare form that our 128K adapter was trained to answer.
 
 Needles are sentences such as `One of the special magic uuids for amber-falcon is: 1f0c….`, spread over a
 text at seeded places; questions ask for them by key. Same form as RULER's NIAH tasks (Hsieh et al. 2024).
@@ -11,9 +11,6 @@ import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-DEMO_TEXT = Path(__file__).resolve().parent.parent / "deploy" / "demo" / "moby-dick.txt"
 
 _ADJECTIVES = """
     amber ancient arctic autumn bashful blazing bitter brave breezy brisk bronze bumpy calm candid

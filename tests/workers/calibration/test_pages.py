@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.kernels.testing import assert_rows_close
-from deltafront.workers.model.calibration import attention_maps, calibrate, choose, losses, shortest_text
+from deltafront.workers.calibration.pages import attention_maps, calibrate, choose, losses, shortest_text
 from deltafront.workers.settings import ModelSpec
 
 IDS = random.Random(1).choices(range(199), k=150)

@@ -1,0 +1,117 @@
+"""Documents with questions whose answers stand in them, as token ids: what calibration reads and asks.
+
+Without torch. `benchmarks/accuracy/tasks.py` adds other kinds.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from . import needles as hay
+
+EncodeAll = Callable[[Sequence[str]], list[list[int]]]
+"""The token ids of each text, without special tokens."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is appended to the document, and the answer that is right. Several questions about the same are
+    one that has several right answers."""
+
+    about: str
+    prompt: tuple[int, ...]
+    gold: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    ids: list[int]
+    questions: list[Question]
+
+
+class Text:
+    """A text cut before the white space after each sentence, where tokens do not reach across."""
+
+    def __init__(self, text: str, encode_all: EncodeAll) -> None:
+        cuts = [match.start() for match in re.finditer(r"(?<=[.!?])\s", text)]
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) if a < b]
+        self.sentences = encode_all(pieces)
+        self.encode_all = encode_all
+
+    def take(self, rng: random.Random, tokens: int) -> list[list[int]]:
+        """Sentences from a random place on, of `tokens` tokens together; the last one is cut.
+
+        Raises ValueError if the text is too short.
+        """
+        left, last_start = tokens, len(self.sentences)
+        while left > 0 and last_start > 0:
+            last_start -= 1
+            left -= len(self.sentences[last_start])
+        if left > 0:
+            raise ValueError(f"the text is too short: it has {tokens - left} tokens, {tokens} are needed")
+        start, taken, missing = rng.randint(0, last_start), [], tokens
+        for sentence in self.sentences[start:]:
+            if missing <= 0:
+                break
+            taken.append(sentence[:missing])
+            missing -= len(taken[-1])
+        return taken
+
+
+def needles(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
+    """`count` needles in text, all asked for."""
+    found = hay.make_needles(count, rng.getrandbits(32))
+    ids = hidden_in(rng, tokens, [needle.sentence for needle in rng.sample(found, count)], text)
+    return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in found], text))
+
+
+def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
+    """Needles and nothing else, one a line, as many as fit; `count` of them asked for."""
+    every = hay.make_needles(min(10_000, tokens // 10), rng.getrandbits(32))
+    rng.shuffle(every)
+    ids: list[int] = []
+    fitting = []
+    for needle, line in zip(every, text.encode_all([f"{n.sentence}\n" for n in every]), strict=True):
+        if len(ids) + len(line) > tokens:
+            break
+        ids += line
+        fitting.append(needle)
+    asked = rng.sample(fitting, min(count, len(fitting)))
+    return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in asked], text))
+
+
+def hidden_in(rng: random.Random, tokens: int, facts: Sequence[str], text: Text) -> list[int]:
+    """Text with each fact after a sentence, in order, evenly spread with jitter; `tokens` tokens in all."""
+    encoded = text.encode_all([f" {fact}" for fact in facts])
+    room = tokens - sum(map(len, encoded))
+    if room < 0:
+        raise ValueError(f"{len(facts)} facts take {tokens - room} tokens of a document of {tokens}")
+    sentences = text.take(rng, room)
+    share = len(sentences) / max(1, len(facts))
+    pieces, last = list[list[int]](), 0
+    for i, fact in enumerate(encoded):
+        place = max(last, int((i + rng.random()) * share))
+        pieces += [*sentences[last:place], fact]
+        last = place
+    return joined([*pieces, *sentences[last:]])
+
+
+def questions_of(asked: Iterable[tuple[str, str, str]], text: Text) -> list[Question]:
+    """Questions from (about, prompt, answer with the space before it). No token may reach from one to the
+    other: ValueError where the tokenizer makes one."""
+    known = list(asked)
+    prompts = text.encode_all([prompt for _, prompt, _ in known])
+    wholes = text.encode_all([prompt + answer for _, prompt, answer in known])
+    questions = []
+    for (about, _, answer), prompt, whole in zip(known, prompts, wholes, strict=True):
+        if whole[: len(prompt)] != prompt:
+            raise ValueError(f"the tokenizer joins the question about {about} and its answer {answer!r}")
+        questions.append(Question(about, tuple(prompt), tuple(whole[len(prompt) :])))
+    return questions
+
+
+def joined(pieces: Iterable[Sequence[int]]) -> list[int]:
+    return [token for piece in pieces for token in piece]
