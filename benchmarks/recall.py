@@ -48,20 +48,19 @@ ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
     "dpxa": lambda: AnchorsSelector(_OURS),
     "dpxa_4x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=4)),
     "dpxa_16x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=16)),
+    "dpxa_means": lambda: AnchorsSelector(_OURS, q_representative="mean", k_representative="mean"),
     "dpxa_not_relaxed": lambda: AnchorsSelector(_OURS, k_relax=None),
     "dpxa_cells": lambda: AnchorsSelector(_OURS, row_normalised=False),
     "dpxa_unweighted": lambda: AnchorsSelector(_OURS, weighted=False),
     "dpxa_thesis": lambda: AnchorsSelector(
         replace(_OURS, q_anchors=BLOCK, k_anchors=BLOCK),
-        q_representative="anchor",
-        k_representative="anchor",
         k_relax=None,
         weighted=False,
         row_normalised=False,
     ),
 }
 """dpxa: as served. The others change one thing of it; dpxa_thesis is the thesis's form: every anchor of
-both sides, the anchor row itself, unweighted, cells of a block sharing one normaliser."""
+both sides, unweighted, cells of a block sharing one normaliser."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
 
 # Tensors here are small: a second thread waits more than it computes, and takes the other processes' core.
 torch.set_num_threads(1)
+
+# A busy machine makes an example slow, not wrong.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 STARTS_RAY = (
     "tests/service/test_served.py",

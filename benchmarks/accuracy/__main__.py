@@ -30,7 +30,7 @@ import torch
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
-from deltafront.benchmarks.accuracy.predictions import divergence, perplexity
+from deltafront.benchmarks.accuracy.predictions import perplexity
 from deltafront.benchmarks.accuracy.questions import Answered, ask, ask_one_by_one, by_subject
 from deltafront.benchmarks.accuracy.report import Outcome, line, missed, parse_gate, rows, table
 from deltafront.benchmarks.accuracy.tasks import TASKS
@@ -48,6 +48,7 @@ from deltafront.benchmarks.reader import (
     warm_up,
 )
 from deltafront.workers.calibration.probes import Document, Question, Text
+from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.model.levels import amounts_for
 from deltafront.workers.model.profile import Profile, load_profile

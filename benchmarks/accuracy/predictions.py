@@ -28,16 +28,6 @@ def predicted(
     return torch.cat(logps), torch.cat(bests)
 
 
-def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tensor) -> torch.Tensor:
-    """kl_T (float64, on the CPU): KL(dense | method) of the next-token distributions of each row. Of dense's
-    only the hidden rows have to be kept: its logits are made again."""
-    parts = []
-    for dense_AC, method_AC in zip(torch.split(dense_TC, _ROWS), torch.split(method_TC, _ROWS), strict=True):
-        dense_AV, method_AV = (stack.logits(rows_AC).log_softmax(-1) for rows_AC in (dense_AC, method_AC))
-        parts.append((dense_AV.exp() * (dense_AV - method_AV)).sum(-1).double().cpu())
-    return torch.cat(parts)
-
-
 def perplexity(stack: LayerStack, tail_TC: torch.Tensor, tail: Sequence[int]) -> float:
     """Of the document's last tokens, each given all before it; tail: the ids of the hidden rows' tokens."""
     logp_A, _best_A = predicted(stack, tail_TC[:-1], torch.tensor(tail[1:]))

@@ -110,8 +110,7 @@ class KeyAnchors(ScoredState):
 class AnchorsSelector(ScoredSelector):
     """The keyword arguments open the rest of the form (see `SideSettings` and `AnchorSettings`).
 
-    The thesis's own: q_anchors = k_anchors = 128, both representatives "anchor", k_relax None, weighted and
-    row_normalised False.
+    The thesis's own: q_anchors = k_anchors = 128, k_relax None, weighted and row_normalised False.
     """
 
     name = "anchors"
@@ -121,8 +120,8 @@ class AnchorsSelector(ScoredSelector):
         options: AnchorsOptions,
         *,
         rule: Rule | None = None,
-        q_representative: Representative = "mean",
-        k_representative: Representative = "mean",
+        q_representative: Representative = "anchor",
+        k_representative: Representative = "anchor",
         q_overflow: Overflow = "drop",
         k_overflow: Overflow = "drop",
         k_relax: float | None = 0.15,

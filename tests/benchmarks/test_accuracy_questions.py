@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deltafront.benchmarks.accuracy import questions as batched
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
-from deltafront.benchmarks.accuracy.predictions import divergence, perplexity
+from deltafront.benchmarks.accuracy.predictions import perplexity
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
     ask,
@@ -22,6 +22,7 @@ from deltafront.benchmarks.accuracy.questions import (
 from deltafront.benchmarks.reader import Reader
 from deltafront.kernels.methods import MethodError
 from deltafront.workers.calibration.probes import Question
+from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
 

@@ -36,7 +36,12 @@ def levels_of(
 ) -> MethodLevels:
     """levels: (density, tokens) → first and last amount."""
     made = [
-        Level(density=density, tokens=tokens, amounts=rising(config.layers, config.q_heads, *ends))
+        Level(
+            density=density,
+            tokens=tokens,
+            share=density,
+            amounts=rising(config.layers, config.q_heads, *ends),
+        )
         for (density, tokens), ends in levels.items()
     ]
     shaping = shaping_options(method_spec(method, options))

@@ -14,20 +14,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.build import build
 from ...kernels.constants import BLOCK
-from ...kernels.interface import AttentionInput, StateSpec, no_phase
-from ...kernels.methods import method_spec
+from ...kernels.interface import AttentionInput, no_phase
 from ...kernels.selectors.rules.rule import Rule
 from ...kernels.selectors.scored import ScoredSelector
-from ..model.decoder import Attend, LayerStack
+from ..model.decoder import LayerStack
+from .dense_pass import embedded, read_densely, state_spec
 
 QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 """Amounts of the cumulative rule, counted outside sink and window, at which heads are looked at."""
 
 SAMPLED_BLOCKS = 24
-"""Query blocks of a text that are compared, evenly spaced in the square of their position: as the rows of
-the causal triangle are."""
+"""Query blocks of a text that are compared; more of them late, evenly spaced in the square of the position,
+so that each stands for as many tiles."""
 
 
 @dataclass(frozen=True)
@@ -40,40 +39,19 @@ class Curves:
     quotas: tuple[float, ...]
 
 
-@torch.inference_mode()
 def curves(
     stack: LayerStack, ids: Sequence[int], selector: ScoredSelector, quotas: Sequence[float] = QUOTAS
 ) -> Curves:
     """The curves of every layer and head for a text, in one dense pass over it. Float32, on the CPU."""
-    dense, found = build(method_spec("dense")), list[tuple[torch.Tensor, torch.Tensor]]()
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        x = whole_input(q_THD, k_TGD, v_TGD)
-        spec = state_spec(x, layer)
-        score_BHNM = selector.scores(x, selector.new_state(spec), no_phase)
+    def look(layer: int, x: AttentionInput) -> None:
+        score_BHNM = selector.scores(x, selector.new_state(state_spec(x, layer)), no_phase)
         found.append(layer_curve(x, score_BHNM, selector.rule, stack.output_weight(layer), quotas))
-        out_BHTD, _coverage = dense.attend(x, dense.new_state(spec))
-        return out_BHTD[0].transpose(0, 1)
 
-    forward(stack, ids, attend)
+    read_densely(stack, embedded(stack, ids), look)
     density, error = zip(*found, strict=True)
     return Curves(torch.stack(density).cpu(), torch.stack(error).cpu(), tuple(quotas))
-
-
-def forward(stack: LayerStack, ids: Sequence[int], attend: Attend) -> torch.Tensor:
-    """hidden_TC of a whole text."""
-    ids_T = torch.tensor(ids, dtype=torch.int64, device=stack.device)
-    return stack.forward(stack.embed(ids_T), torch.arange(len(ids), device=stack.device), attend)
-
-
-def whole_input(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> AttentionInput:
-    q_BHTD, k_BGSD, v_BGSD = (x.transpose(0, 1)[None].contiguous() for x in (q_THD, k_TGD, v_TGD))
-    return AttentionInput.of(q_BHTD, k_BGSD, v_BGSD)
-
-
-def state_spec(x: AttentionInput, layer: int) -> StateSpec:
-    _, heads, rows, dim = x.q_BHTD.shape
-    return StateSpec(1, heads, x.k_BGSD.shape[1], dim, rows, x.q_BHTD.device, x.q_BHTD.dtype, layer)
 
 
 def layer_curve(
@@ -86,8 +64,8 @@ def layer_curve(
     """density_HI and error_HI of one layer, float32."""
     blocks = sampled_blocks(x.query_blocks)
     kept_IHNM = _kept(score_BHNM[:, :, blocks], blocks, rule, quotas)
-    causal = sum(block + 1 for block in blocks)
-    density_HI = (kept_IHNM.sum((2, 3)) / causal).T
+    causal_N = torch.tensor(blocks, device=score_BHNM.device) + 1
+    density_HI = (kept_IHNM.sum(3) / causal_N).mean(2).T
     heads, dim = x.q_BHTD.shape[1], x.q_BHTD.shape[3]
     output_HCD = output_CO.float().view(-1, heads, dim).transpose(0, 1)
     gram_HDD = output_HCD.transpose(1, 2) @ output_HCD  # |W e|² = eᵀ(WᵀW)e

@@ -3,8 +3,10 @@
 A sparse layer reads the pages that the Δ-layer before it chose, so what counts is the attention that falls
 outside them. One dense pass over a text gives every layer's page scores; from these, what each layer loses
 when any earlier one chooses for it; and from that, by dynamic programming, the Δ-layers with the least
-loss in all. DELTA itself takes the layers whose attention map differs most from the one before (largest
-1 - cos). On SmolLM2 that picks layers that do not see retrieved text at all, and answers get lost.
+loss in all. Looked at are the queries that give the tokens of answers, where a text has questions: layers
+chosen on prose do not see what is retrieved, and lose it. DELTA itself takes the layers whose attention map
+differs most from the one before (largest 1 - cos). On SmolLM2 that picks layers that do not see retrieved
+text at all, and answers get lost.
 
 Shape suffixes: L layers (two L: choosing layer, reading layer), Q queries looked at, P pages, S keys, T
 tokens, H query heads, G key/value heads, D head dimension, J = H / G.
@@ -17,15 +19,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.build import build
 from ...kernels.constants import PAGE_TOKENS
-from ...kernels.interface import AttentionInput, StateSpec
-from ...kernels.methods import method_spec
+from ...kernels.interface import AttentionInput
 from ..model.decoder import LayerStack, load_model
 from ..settings import ModelSpec
+from .dense_pass import embedded, read_densely
+from .probes import Document, with_answers
 
 QUERIES = 64
-"""Queries of a text whose maps are compared, evenly spaced over its second half."""
+"""Queries of a text whose maps are compared."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Calibration:
 
 def calibrate(
     model: ModelSpec,
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Document],
     count: int,
     *,
     budget: int = 64,
@@ -48,7 +50,7 @@ def calibrate(
     full_layers: Collection[int] = (0, 1),
     device: torch.device | str = "cpu",
 ) -> Calibration:
-    """`count` Δ-layers for a model, from one dense pass over each text (token ids) of real prose.
+    """`count` Δ-layers for a model, from one dense pass over each text and its questions with their answers.
 
     budget, recency: K and L of the selection, in pages; texts of four times the budget are a good choice.
     Raises ModelError for a model that cannot be loaded, ValueError for a text that the budget covers or that
@@ -56,16 +58,31 @@ def calibrate(
     """
     if not 0 < recency < budget:
         raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
-    stack = load_model(model, device)
-    for ids in texts:
+    return calibrate_stack(load_model(model, device), texts, count, budget, recency, full_layers)
+
+
+def calibrate_stack(
+    stack: LayerStack,
+    texts: Sequence[Document],
+    count: int,
+    budget: int,
+    recency: int,
+    full_layers: Collection[int],
+) -> Calibration:
+    """As `calibrate`, for a model that is loaded."""
+    read = [with_answers(text) for text in texts]
+    for ids, _answers in read:
         if len(ids) > stack.config.positions:
             raise ValueError(
                 f"{len(ids)} tokens are more than the model's {stack.config.positions} positions"
             )
-    each = [losses(*attention_maps(stack, ids), budget, recency) for ids in texts]
+    each = []
+    for ids, answers in read:
+        positions = looked_at(len(ids), answers)
+        each.append(losses(attention_maps(stack, ids, positions), positions, budget, recency))
     mean_LL = torch.stack(each).mean(0)
     table = tuple(tuple(row) for row in mean_LL.tolist())
-    return Calibration(choose(mean_LL, count, full_layers), table, tuple(len(ids) for ids in texts))
+    return Calibration(choose(mean_LL, count, full_layers), table, tuple(len(ids) for ids, _answers in read))
 
 
 def shortest_text(budget: int) -> int:
@@ -73,47 +90,46 @@ def shortest_text(budget: int) -> int:
     return max(2 * QUERIES, 2 * (budget * PAGE_TOKENS + 1))
 
 
-@torch.inference_mode()
-def attention_maps(
-    stack: LayerStack, text_ids: Sequence[int], queries: int = QUERIES
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """maps_LQS (fp32) and positions_Q, on the CPU: the weight of each key for each query looked at, the
-    largest over the heads, which is DELTA's token score."""
-    tokens = len(text_ids)
-    if tokens < 2 * queries:
-        raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * queries}")
-    positions_Q = torch.linspace(tokens // 2, tokens - 1, queries).long().to(stack.device)
-    dense, maps = build(method_spec("dense")), []
-
-    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        maps.append(_largest_weights(q_THD, k_TGD, positions_Q).cpu())
-        q_BHTD, k_BGSD, v_BGSD = (x.transpose(0, 1)[None].contiguous() for x in (q_THD, k_TGD, v_TGD))
-        spec = StateSpec(1, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], tokens, q_THD.device, q_THD.dtype)
-        out_BHTD, _coverage = dense.attend(AttentionInput.of(q_BHTD, k_BGSD, v_BGSD), dense.new_state(spec))
-        return out_BHTD[0].transpose(0, 1)
-
-    ids_T = torch.tensor(text_ids, dtype=torch.int64, device=stack.device)
-    stack.forward(stack.embed(ids_T), torch.arange(tokens, device=stack.device), attend)
-    return torch.stack(maps), positions_Q.cpu()
+def looked_at(tokens: int, answers: Sequence[int]) -> list[int]:
+    """At most QUERIES positions of a text, evenly spaced: of its answers, or of its second half where it has
+    none. Raises ValueError for a text too short for that."""
+    if not answers and tokens < 2 * QUERIES:
+        raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * QUERIES}")
+    among = answers or range(tokens // 2, tokens)
+    places = torch.linspace(0, len(among) - 1, min(QUERIES, len(among))).long().tolist()
+    return [among[place] for place in places]
 
 
-def _largest_weights(q_THD: torch.Tensor, k_SGD: torch.Tensor, positions_Q: torch.Tensor) -> torch.Tensor:
+def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """maps_LQS (fp32), on the CPU: the weight of each key for the query at each position, the largest over
+    the heads, which is DELTA's token score."""
+    maps: list[torch.Tensor] = []
+
+    def look(_layer: int, x: AttentionInput) -> None:
+        maps.append(_largest_weights(x, torch.tensor(positions, device=stack.device)).cpu())
+
+    read_densely(stack, embedded(stack, ids), look)
+    return torch.stack(maps)
+
+
+def _largest_weights(x: AttentionInput, positions_Q: torch.Tensor) -> torch.Tensor:
     """map_QS of one layer."""
-    tokens, kv_heads, head_dim = k_SGD.shape
-    q_GJQD = q_THD[positions_Q].float().reshape(len(positions_Q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    logits_GJQS = q_GJQD @ k_SGD.float().permute(1, 2, 0)[:, None] * head_dim**-0.5
-    future_QS = torch.arange(tokens, device=k_SGD.device) > positions_Q[:, None]
+    tokens, dim = x.k_BGSD.shape[2:]
+    q_GJQD = x.q_BHTD[0, :, positions_Q].float().view(-1, x.group, len(positions_Q), dim)
+    logits_GJQS = q_GJQD @ x.k_BGSD[0].float().transpose(1, 2)[:, None] * x.scale
+    future_QS = torch.arange(tokens, device=positions_Q.device) > positions_Q[:, None]
     weights_GJQS = logits_GJQS.masked_fill(future_QS, float("-inf")).softmax(-1)
     map_QS: torch.Tensor = weights_GJQS.amax((0, 1))
     return map_QS
 
 
-def losses(maps_LQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
+def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recency: int) -> torch.Tensor:
     """loss_LL[a, b]: page score that layer b loses, against its own best pages, if layer a chooses them.
 
     Mean over queries. Chosen are the last `recency` pages up to the query's and the best others, `budget`
     in all (DELTA, Algorithm 2). Raises ValueError if every page would be chosen.
     """
+    positions_Q = torch.tensor(positions)
     tokens = maps_LQS.shape[2]
     if tokens // 2 <= budget * PAGE_TOKENS:
         raise ValueError(

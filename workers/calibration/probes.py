@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from . import needles as hay
 
@@ -81,6 +82,18 @@ def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Documen
         fitting.append(needle)
     asked = rng.sample(fitting, min(count, len(fitting)))
     return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in asked], text))
+
+
+def with_answers(probe: Document) -> tuple[list[int], list[int]]:
+    """The ids of the document, then of every question with its answer, and the positions whose next token is
+    one of an answer's."""
+    pieces = [probe.ids, *([*question.prompt, *question.gold] for question in probe.questions)]
+    ends = list(accumulate(map(len, pieces)))[1:]
+    golds = [len(question.gold) for question in probe.questions]
+    answers = [
+        place for end, gold in zip(ends, golds, strict=True) for place in range(end - gold - 1, end - 1)
+    ]
+    return [token for piece in pieces for token in piece], answers
 
 
 def hidden_in(rng: random.Random, tokens: int, facts: Sequence[str], text: Text) -> list[int]:

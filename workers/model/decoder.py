@@ -64,13 +64,20 @@ class LayerStack:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
         return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
 
-    def forward(self, hidden_TC: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """hidden_TC after this stack's layers. positions_T: absolute position of each row, any order.
+    def forward(
+        self,
+        hidden_TC: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        layers: range | None = None,
+    ) -> torch.Tensor:
+        """hidden_TC after this stack's layers, or some of them. positions_T: absolute position of each row, in
+        any order.
 
         A prefill stage takes the same steps one by one, since it does more between them.
         """
         angles = self.angles(positions_T)
-        for layer in self.layers:
+        for layer in self.layers if layers is None else layers:
             qk_TJD, v_TGD = self.project(layer, hidden_TC)
             q_THD, k_TGD = self.rotate(qk_TJD, angles)
             hidden_TC = self.add_attention(layer, hidden_TC, attend(layer, q_THD, k_TGD, v_TGD))

@@ -61,10 +61,12 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """amounts: what the rule aims at, [layer][query head], for a mean `density` at prompts of `tokens`."""
+    """amounts: what the rule aims at, [layer][query head]. density: what a request asks for, the mean share
+    of causal tiles at the longest prompts of the family; share: the same at prompts of `tokens`."""
 
     density: Annotated[float, Field(gt=0, le=1)]
     tokens: Count
+    share: Annotated[float, Field(gt=0, le=1)]
     amounts: tuple[tuple[Share, ...], ...]
 
 

@@ -81,10 +81,9 @@ def test_naive_and_pooled_equal_the_oracles() -> None:
 
 FORMS: dict[str, dict[str, Any]] = {
     "ours": {},
+    "means": {"q_representative": "mean", "k_representative": "mean"},
     "merged": {"q_overflow": "merge", "k_overflow": "merge", "k_relax": None},
     "thesis": {
-        "q_representative": "anchor",
-        "k_representative": "anchor",
         "k_relax": None,
         "weighted": False,
         "row_normalised": False,

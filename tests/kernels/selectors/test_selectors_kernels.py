@@ -33,13 +33,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, k_anchors=16)
 POOLED = BlockPoolOptions(tau=0.8)
 THESIS: dict[str, Any] = {
-    "q_representative": "anchor",
-    "k_representative": "anchor",
     "k_relax": None,
     "weighted": False,
     "row_normalised": False,
 }
-MERGED: dict[str, Any] = {"q_overflow": "merge", "k_overflow": "merge"}
+MEANS: dict[str, Any] = {"q_representative": "mean", "k_representative": "mean"}
+MERGED: dict[str, Any] = {"q_overflow": "merge", "k_overflow": "merge", **MEANS}
 SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "antidiagonal": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=16)),
     "antidiagonal_4": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=4)),

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput
 from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
 from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules.rule import Rule
-from deltafront.workers.model import curves as made
+from deltafront.workers.calibration import curves as made
+from deltafront.workers.calibration.dense_pass import embedded, read_densely
 from deltafront.workers.model.decoder import LayerStack
 
 IDS = random.Random(1).choices(range(199), k=5 * BLOCK + 40)
@@ -26,16 +28,15 @@ def test_curves_are_those_of_masked_attention(
     found = made.curves(tiny_stack, IDS, SELECTOR, QUOTAS)
     expected: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        x = made.whole_input(q_THD, k_TGD, v_TGD)
+    def look(layer: int, x: AttentionInput) -> torch.Tensor:
         k_HSD, v_HSD = (t[0].repeat_interleave(x.group, 0) for t in (x.k_BGSD, x.v_BGSD))
         logit_HTS = x.q_BHTD[0] @ k_HSD.transpose(1, 2) * x.scale
         logit_HTS = logit_HTS.masked_fill(torch.ones(len(IDS), len(IDS)).triu(1) > 0, float("-inf"))
         score = SELECTOR.cpu_scores(x, None, lambda _: torch.no_grad())
         expected.append(_slowly(x.q_BHTD.shape[1], logit_HTS, v_HSD, score, tiny_stack.output_weight(layer)))
-        return (logit_HTS.softmax(-1) @ v_HSD).transpose(0, 1)
+        return (logit_HTS.softmax(-1) @ v_HSD)[None]
 
-    made.forward(tiny_stack, IDS, attend)
+    read_densely(tiny_stack, embedded(tiny_stack, IDS), look)
     for layer, (density_HI, error_HI) in enumerate(expected):
         torch.testing.assert_close(found.density_LHI[layer], density_HI, atol=1e-6, rtol=0)
         torch.testing.assert_close(found.error_LHI[layer], error_HI, atol=1e-7, rtol=1e-3)
@@ -57,7 +58,7 @@ def _slowly(
         tile_HTS = kept.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, : len(IDS), : len(IDS)]
         sparse = logit_HTS.masked_fill(~tile_HTS, float("-inf")).softmax(-1) @ v_HSD
         change_HTD = sparse[:, rows] - dense_HTD
-        density[:, i] = kept[:, [2, 5]].sum((1, 2)) / 9
+        density[:, i] = (kept[:, 2].sum(1) / 3 + kept[:, 5].sum(1) / 6) / 2
         error[:, i] = torch.einsum("htd,chd->htc", change_HTD, slices).square().sum((1, 2)) / total
     return density, error
 

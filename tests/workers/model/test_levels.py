@@ -44,7 +44,7 @@ def test_a_prompt_gets_the_level_whose_length_is_nearest_by_ratio(model: Path, n
 
 @given(lengths=st.lists(counts, min_size=1, max_size=5, unique=True), tokens=counts)
 def test_nearest_by_ratio(lengths: list[int], tokens: int) -> None:
-    found = nearest([Level(density=1, tokens=one, amounts=()) for one in lengths], tokens).tokens
+    found = nearest([Level(density=1, tokens=one, share=1, amounts=()) for one in lengths], tokens).tokens
     assert found in lengths
     ratio = max(found, tokens) / min(found, tokens)
     assert all(ratio <= max(one, tokens) / min(one, tokens) * (1 + 1e-9) for one in lengths)

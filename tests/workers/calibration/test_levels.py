@@ -1,0 +1,69 @@
+"""Levels of a profile from documents: what is asked for is met, and what weighs more gets more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from deltafront.kernels.methods import method_spec
+from deltafront.workers.calibration.curves import QUOTAS, Curves
+from deltafront.workers.calibration.levels import head_amounts, method_levels
+from deltafront.workers.calibration.probes import Document, Question
+from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.profile import shaping_options
+
+POOLED = method_spec("block_pool", {"window": 1})
+
+
+def made(seed: int, tokens: int) -> Document:
+    ids = random.Random(seed).choices(range(199), k=tokens)
+    return Document(ids, [Question("it", tuple(ids[5:9]), tuple(ids[9:12]))])
+
+
+def test_levels_are_there_for_each_length_and_density(tiny_stack: LayerStack) -> None:
+    steps: list[str] = []
+    found = method_levels(
+        tiny_stack,
+        {640: [made(1, 640), made(2, 640)], 400: [made(3, 400)]},
+        POOLED,
+        [0.75, 0.9],
+        steps.append,
+    )
+    assert found.method == "block_pool" and found.options == shaping_options(POOLED)
+    assert [(level.density, level.tokens) for level in found.levels] == [
+        (0.75, 400),
+        (0.9, 400),
+        (0.75, 640),
+        (0.9, 640),
+    ]
+    assert found.levels[2].share == 0.75 and found.levels[0].share == pytest.approx(0.75 * 1.6**0.4, abs=1e-4)
+    config = tiny_stack.config
+    assert all(len(level.amounts) == config.layers for level in found.levels)
+    assert all(
+        len(row) == config.q_heads and set(row) <= set(QUOTAS)
+        for level in found.levels
+        for row in level.amounts
+    )
+    assert len(steps) == 6 and "640 tokens, document 2 of 2" in steps[-1]
+
+
+def test_heads_get_what_their_layers_cost() -> None:
+    steps = torch.linspace(0, 1, len(QUOTAS))
+    density = (0.2 + 0.8 * steps).expand(2, 2, -1)
+    error = ((1 - steps) ** 2).expand(2, 2, -1).clone()
+    curves = Curves(density, error, QUOTAS)
+    one, other = head_amounts([curves], [torch.tensor([9.0, 1.0])], 0.6)
+    assert min(one) > max(other)
+    alike = head_amounts([curves, curves], [torch.ones(2), torch.ones(2)], 0.6)
+    assert max(map(max, alike)) - min(map(min, alike)) <= 0.11
+    error[0, 1] *= 0.01
+    quiet = head_amounts([curves], [torch.tensor([1.0, 1.0])], 0.6)
+    assert quiet[0][1] < quiet[0][0]
+
+
+def test_methods_without_amounts_are_refused(tiny_stack: LayerStack) -> None:
+    for name in ("dense", "streaming", "block_pool+delta"):
+        with pytest.raises(ValueError, match="ranks no tiles"):
+            method_levels(tiny_stack, {300: [made(1, 300)]}, method_spec(name), [0.5])

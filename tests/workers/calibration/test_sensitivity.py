@@ -1,0 +1,56 @@
+"""Costs of layers against two plain readings of the same ids."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from deltafront.kernels.build import build
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.methods import method_spec
+from deltafront.workers.calibration import sensitivity
+from deltafront.workers.calibration.dense_pass import attended, embedded, read_densely
+from deltafront.workers.calibration.probes import Document, Question, with_answers
+from deltafront.workers.calibration.sensitivity import ANSWER_WEIGHT, layer_costs
+from deltafront.workers.model.decoder import LayerStack
+
+RNG = random.Random(4)
+IDS = RNG.choices(range(199), k=300)
+QUESTIONS = [
+    Question("one", tuple(RNG.choices(range(199), k=5)), tuple(RNG.choices(range(199), k=3))),
+    Question("two", tuple(RNG.choices(range(199), k=2)), (17,)),
+]
+STREAMING = method_spec("streaming", {"sink": 1, "window": 1, "min_tokens": 0})
+
+
+def test_answers_come_behind_the_document() -> None:
+    ids, places = with_answers(Document(IDS, QUESTIONS))
+    assert ids == [*IDS, *QUESTIONS[0].prompt, *QUESTIONS[0].gold, *QUESTIONS[1].prompt, 17]
+    assert [ids[place + 1] for place in places] == [*QUESTIONS[0].gold, 17]
+
+
+def test_a_cost_is_the_divergence_that_one_sparse_layer_makes(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "TAIL", 40)
+    found = layer_costs(tiny_stack, Document(IDS, QUESTIONS), build(STREAMING))
+    ids, places = with_answers(Document(IDS, QUESTIONS))
+    dense = tiny_stack.logits(
+        read_densely(tiny_stack, embedded(tiny_stack, ids), lambda _layer, _x: None)
+    ).log_softmax(-1)
+    for sparse in tiny_stack.layers:
+
+        def look(layer: int, x: AttentionInput, sparse: int = sparse) -> torch.Tensor | None:
+            if layer != sparse:
+                return None
+            whole = attended(build(method_spec("dense")), x, layer)
+            whole[:, :, : len(IDS)] = attended(build(STREAMING), x, layer)[:, :, : len(IDS)]
+            return whole
+
+        changed = tiny_stack.logits(read_densely(tiny_stack, embedded(tiny_stack, ids), look)).log_softmax(-1)
+        kl = (dense.exp() * (dense - changed)).sum(-1).double()
+        expected = kl[len(IDS) - 40 : len(IDS)].mean() + ANSWER_WEIGHT * kl[places].mean()
+        torch.testing.assert_close(found[sparse], expected, rtol=1e-3, atol=1e-9)
+        assert float(found[sparse]) > 0

@@ -1,0 +1,51 @@
+"""A text read densely in one piece, with a look at the attention of every layer on the way.
+
+Shape suffixes as in `workers.model.decoder` and `kernels.interface`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...kernels.build import build
+from ...kernels.interface import Attention, AttentionInput, StateSpec
+from ...kernels.methods import method_spec
+from ..model.decoder import LayerStack
+
+Look = Callable[[int, AttentionInput], torch.Tensor | None]
+"""look(layer, x) -> out_BHTD in the place of dense attention's, or None."""
+
+
+def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
+    """hidden_TC that goes into the first layer."""
+    return stack.embed(torch.tensor(ids, dtype=torch.int64, device=stack.device))
+
+
+@torch.inference_mode()
+def read_densely(
+    stack: LayerStack, hidden_TC: torch.Tensor, look: Look, layers: range | None = None
+) -> torch.Tensor:
+    """hidden_TC of a whole text after all layers, or after some, of what goes into the first of them."""
+    dense = build(method_spec("dense"))
+
+    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+        x = AttentionInput.of(*(rows.transpose(0, 1)[None].contiguous() for rows in (q_THD, k_TGD, v_TGD)))
+        seen_BHTD = look(layer, x)
+        out_BHTD = attended(dense, x, layer) if seen_BHTD is None else seen_BHTD
+        return out_BHTD[0].transpose(0, 1)
+
+    return stack.forward(hidden_TC, torch.arange(len(hidden_TC), device=stack.device), attend, layers)
+
+
+def attended(method: Attention, x: AttentionInput, layer: int) -> torch.Tensor:
+    """out_BHTD of a prompt's only chunk."""
+    out_BHTD, _coverage = method.attend(x, method.new_state(state_spec(x, layer)))
+    return out_BHTD
+
+
+def state_spec(x: AttentionInput, layer: int) -> StateSpec:
+    """Of a prompt that has x's keys."""
+    batch, groups, tokens, dim = x.k_BGSD.shape
+    return StateSpec(batch, x.q_BHTD.shape[1], groups, dim, tokens, x.q_BHTD.device, x.q_BHTD.dtype, layer)

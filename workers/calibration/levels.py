@@ -1,0 +1,90 @@
+"""Amounts of a profile's levels: curves and costs of some documents, allocated to a mean density.
+
+Shape suffixes as in `curves.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ...kernels.build import build
+from ...kernels.methods import MethodSpec, method_spec, registered
+from ...kernels.selectors.scored import ScoredOptions, ScoredSelector
+from ..model.decoder import LayerStack
+from ..model.profile import Level, MethodLevels, shaping_options
+from .allocation import allocate
+from .curves import Curves, curves
+from .probes import Document
+from .sensitivity import layer_costs
+
+COSTED_AT = 0.5
+"""The quota at which a layer's cost is measured: about that of a mean density of 8% at 128K."""
+
+GROWTH = 0.4
+"""Shorter prompts get a larger share of their tiles: a level of density d, made for the longest documents,
+means d (longest / tokens)^GROWTH for others, so the tiles of a row still grow with its length."""
+
+Told = Callable[[str], None]
+
+
+def method_levels(
+    stack: LayerStack,
+    probes: Mapping[int, Sequence[Document]],
+    method: MethodSpec,
+    densities: Sequence[float],
+    told: Told = lambda _what: None,
+) -> MethodLevels:
+    """Levels of these densities for each length of document. Every document is read densely once for each of
+    the model's layers, and once more; `told` is called with what is being done.
+
+    probes: length in tokens → documents of that length. Raises ValueError for a method that ranks no tiles by
+    a score, and for a density that sink and window alone exceed.
+    """
+    if not issubclass(registered(method).form, ScoredOptions) or method.correction:
+        raise ValueError(f"{method.name} has no amounts to calibrate: it ranks no tiles by a score")
+    shaping = shaping_options(method)
+    costed = method_spec(method.name, {**shaping, "outside": True, "tau": COSTED_AT, "min_tokens": 0})
+    levels = []
+    for tokens, documents in sorted(probes.items()):
+        found, costs = [], []
+        for number, document in enumerate(documents):
+            told(f"{tokens} tokens, document {number + 1} of {len(documents)}: errors of heads")
+            found.append(curves(stack, document.ids, selector_of(costed)))
+            told(f"{tokens} tokens, document {number + 1} of {len(documents)}: costs of layers")
+            costs.append(layer_costs(stack, document, build(costed)))
+        for density in densities:
+            share = min(1.0, density * (max(probes) / tokens) ** GROWTH)
+            amounts = head_amounts(found, costs, share)
+            levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=amounts))
+    return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
+
+
+def selector_of(method: MethodSpec) -> ScoredSelector:
+    """The selector of a method that ranks tiles by a score."""
+    preset = registered(method)
+    assert preset.selector is not None
+    selector = preset.selector(preset.form(**{key: method.values[key] for key in preset.options}))
+    assert isinstance(selector, ScoredSelector)
+    return selector
+
+
+def head_amounts(
+    found: Sequence[Curves], costs: Sequence[torch.Tensor], share: float
+) -> tuple[tuple[float, ...], ...]:
+    """The quota of each layer and head so that the mean density over documents is at most `share` and the
+    predictions change least: a head's error counts as much as its layer's errors together cost."""
+    density_LHI = torch.stack([one.density_LHI for one in found]).mean(0)
+    error_LHI = torch.stack([one.error_LHI for one in found]).mean(0)
+    quotas = found[0].quotas
+    weight_L = torch.stack(list(costs)).mean(0) / error_LHI[..., quotas.index(COSTED_AT)].sum(1)
+    loss_LHI = error_LHI * weight_L[:, None, None]
+    layers, heads, _ = loss_LHI.shape
+    points = [
+        list(zip(density_LHI[layer, head].tolist(), loss_LHI[layer, head].tolist(), quotas, strict=True))
+        for layer in range(layers)
+        for head in range(heads)
+    ]
+    chosen = allocate(points, share)
+    return tuple(tuple(chosen[heads * layer : heads * (layer + 1)]) for layer in range(layers))

@@ -1,0 +1,78 @@
+"""What a layer's error costs in predictions: every layer in turn is read sparsely, all others densely.
+
+The change of a layer's output says little about what it does to answers: in SmolLM2-135M two of 30 layers
+make more than half of the divergence. So errors of heads (`curves.py`) are weighed by what their layer's
+cost when it was measured.
+
+Shape suffixes: T tokens, L layers, R rows looked at, V vocabulary, C hidden size; others as in
+`kernels.interface`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.build import build
+from ...kernels.constants import BLOCK
+from ...kernels.interface import Attention, AttentionInput
+from ...kernels.methods import method_spec
+from ..model.decoder import LayerStack
+from .dense_pass import attended, embedded, read_densely
+from .probes import Document, with_answers
+
+TAIL = 2048
+"""Last positions of a document whose predictions are compared."""
+
+ANSWER_WEIGHT = 2.0
+"""What the divergence at the tokens of answers counts beside that of the tail."""
+
+_ROWS = 512
+
+
+@torch.inference_mode()
+def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> torch.Tensor:
+    """cost_L (float64, on the CPU): KL(dense | one layer read with `method`) of the next-token distributions,
+    its mean over the document's tail plus ANSWER_WEIGHT times its mean over the answers' tokens.
+
+    The questions with their answers follow the document and are read densely, as a session's are.
+    """
+    ids, answers = with_answers(probe)
+    tokens = len(probe.ids)
+
+    def sparse(layer: int, x: AttentionInput) -> torch.Tensor:
+        read_BHTD = attended(method, _rows(x, 0, tokens), layer)
+        if tokens == len(ids):
+            return read_BHTD
+        block = tokens // BLOCK * BLOCK
+        asked_BHTD = attended(build(method_spec("dense")), _rows(x, block, len(ids)), layer)
+        return torch.cat([read_BHTD, asked_BHTD[:, :, tokens - block :]], dim=2)
+
+    def dense(_layer: int, _x: AttentionInput) -> None:
+        return None
+
+    dense_TC, changed = embedded(stack, ids), list[torch.Tensor]()
+    rows = [*range(max(0, tokens - TAIL), tokens), *answers]
+    for layer in stack.layers:
+        this, others = range(layer, layer + 1), range(layer + 1, stack.layers.stop)
+        after_TC = read_densely(stack, dense_TC, sparse, this)
+        changed.append(read_densely(stack, after_TC, dense, others)[rows])
+        dense_TC = read_densely(stack, dense_TC, dense, this)
+    weight_R = torch.full((len(rows),), 1 / (len(rows) - len(answers)), dtype=torch.float64)
+    weight_R[len(rows) - len(answers) :] = ANSWER_WEIGHT / max(1, len(answers))
+    return torch.stack([divergence(stack, dense_TC[rows], one_RC) @ weight_R for one_RC in changed])
+
+
+def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tensor) -> torch.Tensor:
+    """kl_T (float64, on the CPU): KL(dense | method) of the next-token distributions of each row. A part of
+    them at a time: logits of all would fill a small machine, so only hidden rows are kept."""
+    parts = []
+    for dense_AC, method_AC in zip(torch.split(dense_TC, _ROWS), torch.split(method_TC, _ROWS), strict=True):
+        dense_AV, method_AV = (stack.logits(rows_AC).log_softmax(-1) for rows_AC in (dense_AC, method_AC))
+        parts.append((dense_AV.exp() * (dense_AV - method_AV)).sum(-1).double().cpu())
+    return torch.cat(parts)
+
+
+def _rows(x: AttentionInput, first: int, last: int) -> AttentionInput:
+    """Queries first .. last - 1 against all keys before `last`."""
+    q_BHTD = x.q_BHTD[:, :, first:last]
+    return AttentionInput.of(q_BHTD, x.k_BGSD[:, :, :last], x.v_BGSD[:, :, :last], q_start=first)
