@@ -16,6 +16,10 @@ from .rules.kernel import fast_log2, in_16_bits
 from .rules.sums import Sums, empty_parts
 
 _TILE = 128
+_PROGRAMS = 528
+"""Four for each multiprocessor of an H200: fewer query tiles than that share their keys among programs."""
+_LEAST_STEPS = 8
+"""Key tiles that a program should have at least."""
 
 
 @triton.jit
@@ -56,7 +60,7 @@ def _score_kernel(  # noqa: PLR0915
     Two launches: the comparison of positions that diagonals need would cost the others registers. The units
     (query block, head of the group) of one key head fill the tile, Q_SLOTS rows each, ordered by block, so
     that a tile needs the keys of few diagonals. The slab is query blocks first_row_block .. + slab_blocks
-    of the chunk's tables.
+    of the chunk's tables. The third axis of programs shares the key blocks.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
     batch = (tl.program_id(1) // groups).to(tl.int64)
@@ -89,8 +93,9 @@ def _score_kernel(  # noqa: PLR0915
         out_ptr + batch * stride_ob + head_X * stride_oh + block_X * stride_on + row_X % Q_SLOTS * stride_or
     )
     past = lowest // W * W
-    begin = past if DIAGONAL else 0
-    end = highest + 1 if DIAGONAL else past
+    part = tl.cdiv(past // W, tl.num_programs(2)) * W
+    begin = past if DIAGONAL else part * tl.program_id(2)
+    end = highest + 1 if DIAGONAL else tl.minimum(begin + part, past)
     for block in tl.range(begin, end, W, num_stages=STAGES):
         place = block * K_SLOTS
         if DIAGONAL:
@@ -137,9 +142,13 @@ def score_sums(
     """The log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, a row a query slot."""
     batch, heads = x.q_BHTD.shape[:2]
     groups, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
-    part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), x.first_block + first_row + blocks)
+    columns = x.first_block + first_row + blocks
+    part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), columns)
+    tiles = triton.cdiv(blocks * x.group * form.q.cap, _TILE)
+    steps = columns * form.k.cap // _TILE
+    shares = max(1, min(_PROGRAMS // (tiles * batch * groups), steps // _LEAST_STEPS))
     for diagonal in (False, True):
-        _score_kernel[(triton.cdiv(blocks * x.group * form.q.cap, _TILE), batch * groups)](
+        _score_kernel[(tiles, batch * groups, 1 if diagonal else shares)](
             queries.vector_BGMAD,
             queries.first_BGMA,
             queries.count_BGMA,

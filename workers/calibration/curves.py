@@ -25,8 +25,7 @@ QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 """Amounts of the cumulative rule, counted outside sink and window, at which heads are looked at."""
 
 SAMPLED_BLOCKS = 24
-"""Query blocks of a text that are compared; more of them late, evenly spaced in the square of the position,
-so that each stands for as many tiles."""
+"""Query blocks of a text that are compared."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,9 @@ def layer_curve(
 
 
 def sampled_blocks(count: int) -> list[int]:
-    """Query blocks to compare out of `count`."""
-    steps = torch.linspace(0, 1, SAMPLED_BLOCKS).sqrt() * (count - 1)
-    return sorted(set(steps.round().long().tolist()))
+    """Query blocks to compare out of `count`: each in the middle of a part of as many causal tiles."""
+    parts = (torch.arange(SAMPLED_BLOCKS) + 0.5) / SAMPLED_BLOCKS
+    return sorted(set((parts.sqrt() * count).long().tolist()))
 
 
 def _kept(

@@ -71,8 +71,8 @@ class LayerStack:
         attend: Attend,
         layers: range | None = None,
     ) -> torch.Tensor:
-        """hidden_TC after this stack's layers, or some of them. positions_T: absolute position of each row, in
-        any order.
+        """hidden_TC after this stack's layers, or some of them. positions_T: absolute position of each row,
+        in any order.
 
         A prefill stage takes the same steps one by one, since it does more between them.
         """

@@ -15,6 +15,7 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
+from deltafront.kernels.selectors import anchors_kernel
 from deltafront.kernels.selectors.anchors import AnchorsOptions, AnchorsSelector, SideSettings
 from deltafront.kernels.selectors.anchors_cpu import cpu_summarise
 from deltafront.kernels.selectors.anchors_summary_kernel import empty_table, kernel_summarise
@@ -116,6 +117,20 @@ def test_chunks_select_what_the_whole_prompt_selects(name: str) -> None:
         index_BHNM = whole.index_BHNM[:, :, first : first + blocks]
         count_BHN = whole.count_BHN[:, :, first : first + blocks]
         assert tiles(part) == tiles(TileMask(index_BHNM, count_BHN))
+
+
+@pytest.mark.parametrize("programs", [3, 1 << 20])
+def test_programs_that_share_keys_give_the_same_scores(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = sample(900, torch.float16)
+    selector = AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=32))
+    monkeypatch.setattr(anchors_kernel, "_PROGRAMS", 1)
+    alone = selector.kernel_scores(x, selector.new_state(spec_of(x)), no_phase)
+    monkeypatch.setattr(anchors_kernel, "_PROGRAMS", programs)
+    monkeypatch.setattr(anchors_kernel, "_LEAST_STEPS", 1)
+    shared = selector.kernel_scores(x, selector.new_state(spec_of(x)), no_phase)
+    assert torch.equal(alone, shared)
 
 
 def test_slabs_do_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
