@@ -1,5 +1,5 @@
-"""`deltafront calibrate`: which layers of a model should be Δ-layers, as a line for the configuration file or
-as a profile.
+"""`deltafront calibrate`: which layers of a model should be Δ-layers, and how much each head should read, as
+a line for the configuration file or as a profile.
 
 Runs here, without a server; torch is imported when the command runs.
 """
@@ -7,14 +7,18 @@ Runs here, without a server; torch is imported when the command runs.
 from __future__ import annotations
 
 import json as json_format
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from ...kernels.methods import MethodError, MethodSpec, method_spec
+from ...workers.calibration.probes import Document, Text, haystack, needles
 from ...workers.model.config import ModelError
 from ...workers.model.digest import model_digest
-from ...workers.model.profile import DecodePages, Profile, ProfiledModel, ProfiledText
+from ...workers.model.profile import DecodePages, MethodLevels, Profile, ProfiledModel, ProfiledText
 from ...workers.model.store import model_directory
 from ...workers.settings import Dtype, ModelSpec
 from ..wiring import shown_name
@@ -23,6 +27,9 @@ from .terminal import err, fail, read_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+ANSWER_ROOM = 128
+"""Tokens kept free for each question with its answer, so that the whole has the length asked for."""
+
 
 def calibrate_command(
     model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id or embedded name.")],
@@ -30,9 +37,21 @@ def calibrate_command(
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
     layers: Annotated[int, typer.Option(help="How many Δ-layers.")] = 5,
     budget: Annotated[int, typer.Option(help="K: pages that a sparse layer attends to.")] = 64,
+    serving_budget: Annotated[
+        int | None, typer.Option(help="page_budget in the profile (the budget).")
+    ] = None,
     recency: Annotated[int, typer.Option(help="L: last pages that are always among them.")] = 8,
     full_layer: Annotated[list[int], typer.Option(help="Dense, unscored layers.")] = [0, 1],  # noqa: B006
-    tokens: Annotated[int | None, typer.Option(help="Of each text (four times the budget).")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Of each text, for Δ-layers (four times the budget).")
+    ] = None,
+    questions: Annotated[
+        int, typer.Option(help="Facts hidden in each text and asked for; 0: prose alone.")
+    ] = 0,
+    density: Annotated[list[float], typer.Option(help="A level for prefill; give it once for each.")] = [],  # noqa: B006
+    length: Annotated[list[int], typer.Option(help="Tokens of prompts that levels are for.")] = [],  # noqa: B006
+    method: Annotated[str, typer.Option(help="Whose levels: a method that ranks tiles by a score.")] = "dpxa",
+    option: Annotated[list[str], typer.Option(help="NAME=NUMBER of the method.")] = [],  # noqa: B006
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -40,36 +59,96 @@ def calibrate_command(
     profile: Annotated[Path | None, typer.Option(help="Write a profile here (model.profile).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
-    """Choose Δ-layers for sparse decoding: those whose pages serve the layers after them best."""
-    from ...workers.calibration.pages import calibrate, shortest_text
+    """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
+    from ...workers.calibration.pages import calibrate_stack, shortest_text
     from ...workers.messages import PAGE_TOKENS
+    from ...workers.model.decoder import load_model
 
     if profile is not None and not profile.parent.is_dir():
         fail(f"--profile {profile}: there is no directory {profile.parent}")  # before the work, not after
+    if density and (profile is None or not length):
+        fail("--density needs --length and --profile: levels are kept in a profile")
     try:
         directory = model_directory(model)
         kind = cast(Dtype, dtype)  # checked when it loads
         spec = ModelSpec(str(directory), adapter, kind, rope_theta, positions)
+        asked = _method(method, option)
+        contents = [read_text(file) for file in text]
+        made = _Documents(_tokenizer(directory), dict(zip(text, contents, strict=True)), questions)
         most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
-        tokenizer, contents = _tokenizer(directory), [read_text(file) for file in text]
-        texts = [_ids(tokenizer, *named, most, least) for named in zip(text, contents, strict=True)]
-        err.print(f"Reading {len(texts)} texts of up to {max(map(len, texts))} tokens …")
-        found = calibrate(
-            spec, texts, layers, budget=budget, recency=recency, full_layers=full_layer, device=device
-        )
+        read = made.for_pages(most, least)
+        probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
+        stack = load_model(spec, device)
+        err.print(f"Reading {len(read)} texts of up to {max(len(one.ids) for one in read)} tokens …")
+        found = calibrate_stack(stack, read, layers, budget, recency, full_layer)
         selection = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
         chosen = {"delta_layers": found.delta_layers, **selection}
+        levels: tuple[MethodLevels, ...] = ()
+        if density:
+            from ...workers.calibration.levels import method_levels
+
+            levels = (method_levels(stack, probes, asked, density, lambda what: err.print(f"{what} …")),)
         if profile is not None:
-            read = tuple(map(ProfiledText.of, contents, found.tokens))
+            longest = max(found.tokens[0], *length, 0)
             own = ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec))
-            pages = DecodePages.model_validate(chosen)
-            Profile(format=1, model=own, texts=read, prefill=(), decode=pages).write(profile)
-    except (ModelError, ValueError) as error:
+            texts = tuple(ProfiledText.of(content, longest) for content in contents)
+            pages = DecodePages.model_validate({**chosen, "page_budget": serving_budget or budget})
+            Profile(format=1, model=own, texts=texts, prefill=levels, decode=pages).write(profile)
+    except (ModelError, MethodError, ValueError) as error:
         fail(str(error))
     if json:
         print(json_format.dumps({**chosen, "tokens": found.tokens, "losses": found.losses}))
     else:
         print(f"delta_layers: {list(found.delta_layers)}")
+
+
+class _Documents:
+    """What is read: pieces of the texts, with facts hidden in them if questions are asked."""
+
+    def __init__(self, tokenizer: Tokenizer, contents: dict[str, str], questions: int) -> None:
+        def encode_all(texts: Sequence[str]) -> list[list[int]]:
+            return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+        self._tokenizer = tokenizer
+        self._contents = contents
+        self._texts = {file: Text(content, encode_all) for file, content in contents.items()}
+        self._questions = questions
+
+    def for_pages(self, most: int, least: int) -> list[Document]:
+        """Of each text, and with questions one more of facts alone: there every page looks like every other.
+
+        Raises ValueError for texts of fewer than `least` tokens.
+        """
+        if not self._questions:
+            return [Document(self._ids(file, most, least), []) for file in self._contents]
+        first = next(iter(self._texts.values()))
+        room = most - self._questions * ANSWER_ROOM
+        return [*self.of(most), haystack(random.Random(0), room, self._questions, first)]
+
+    def of(self, tokens: int) -> list[Document]:
+        """Of each text, so that the document with its questions has about so many tokens."""
+        room = tokens - self._questions * ANSWER_ROOM
+        return [
+            needles(random.Random(number), room, self._questions, text)
+            for number, text in enumerate(self._texts.values())
+        ]
+
+    def _ids(self, file: str, most: int, least: int) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(self._contents[file]).ids[:most]
+        if len(ids) < least:
+            raise ValueError(f"{file}: {len(ids)} tokens are too few for this budget, which takes {least}")
+        return ids
+
+
+def _method(name: str, given: Sequence[str]) -> MethodSpec:
+    """Raises MethodError, or ValueError for an option that is no NAME=NUMBER."""
+    pairs = [one.partition("=") for one in given]
+    try:
+        return method_spec(name, {key: float(value) for key, _, value in pairs})
+    except ValueError as error:
+        if isinstance(error, MethodError):
+            raise
+        raise ValueError(f"--option {' '.join(given)}: give NAME=NUMBER") from None
 
 
 def _tokenizer(directory: Path) -> Tokenizer:
@@ -80,11 +159,3 @@ def _tokenizer(directory: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
         raise ModelError(f"{path} cannot be used as a tokenizer: {error}") from None
-
-
-def _ids(tokenizer: Tokenizer, file: str, content: str, most: int, least: int) -> list[int]:
-    """The first `most` ids of a file's content. Raises ValueError if there are fewer than `least`."""
-    ids: list[int] = tokenizer.encode(content).ids[:most]
-    if len(ids) < least:
-        raise ValueError(f"{file}: {len(ids)} tokens are too few for this budget, which takes {least}")
-    return ids

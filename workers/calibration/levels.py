@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ...kernels.build import build
+from ...kernels.interface import AttentionInput, Coverage
 from ...kernels.methods import MethodSpec, method_spec, registered
 from ...kernels.selectors.scored import ScoredOptions, ScoredSelector
 from ..model.decoder import LayerStack
 from ..model.profile import Level, MethodLevels, shaping_options
 from .allocation import allocate
 from .curves import Curves, curves
+from .dense_pass import embedded, read_densely, state_spec
 from .probes import Document
 from .sensitivity import layer_costs
 
@@ -56,9 +58,32 @@ def method_levels(
             costs.append(layer_costs(stack, document, build(costed)))
         for density in densities:
             share = min(1.0, density * (max(probes) / tokens) ** GROWTH)
+            told(f"{tokens} tokens: amounts for a density of {share:.3f}")
             amounts = head_amounts(found, costs, share)
+            really = realised(stack, documents, costed, amounts)
+            amounts = head_amounts(found, costs, share * min(1.0, share / really))
             levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=amounts))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
+
+
+def realised(
+    stack: LayerStack, documents: Sequence[Document], method: MethodSpec, amounts: Sequence[Sequence[float]]
+) -> float:
+    """The density over documents that are read with these amounts: more than on dense activations, where the
+    amounts come from."""
+    sparse = build(
+        method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: amounts[layer]
+    )
+    seen: list[Coverage] = []
+
+    def look(layer: int, x: AttentionInput) -> torch.Tensor:
+        out_BHTD, covered = sparse.attend(x, sparse.new_state(state_spec(x, layer)))
+        seen.append(covered)
+        return out_BHTD
+
+    for document in documents:
+        read_densely(stack, embedded(stack, document.ids), look)
+    return float(sum(covered.computed.sum() for covered in seen)) / sum(covered.causal for covered in seen)
 
 
 def selector_of(method: MethodSpec) -> ScoredSelector:

@@ -56,8 +56,6 @@ def calibrate(
     Raises ModelError for a model that cannot be loaded, ValueError for a text that the budget covers or that
     the model has no positions for, and for numbers that do not fit together.
     """
-    if not 0 < recency < budget:
-        raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
     return calibrate_stack(load_model(model, device), texts, count, budget, recency, full_layers)
 
 
@@ -70,6 +68,8 @@ def calibrate_stack(
     full_layers: Collection[int],
 ) -> Calibration:
     """As `calibrate`, for a model that is loaded."""
+    if not 0 < recency < budget:
+        raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
     read = [with_answers(text) for text in texts]
     for ids, _answers in read:
         if len(ids) > stack.config.positions:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from deltafront.service.client.calibrate import calibrate_command
 from deltafront.workers.calibration.pages import calibrate
+from deltafront.workers.calibration.probes import Document
 from deltafront.workers.model.profile import ProfileError, load_profile
 from deltafront.workers.settings import ModelSpec
 
@@ -51,7 +52,9 @@ def test_the_layers_come_as_a_line_of_the_configuration(model: Path, tmp_path: P
     ids = [
         [ord(letter) - 97 if letter != " " else 26 for letter in text[:400]] for text in (PROSE, PROSE[::-1])
     ]
-    expected = calibrate(ModelSpec(str(model), dtype="float32"), ids, 2, budget=6, recency=2)
+    expected = calibrate(
+        ModelSpec(str(model), dtype="float32"), [Document(one, []) for one in ids], 2, budget=6, recency=2
+    )
     assert yaml.safe_load(done.stdout) == {"delta_layers": list(expected.delta_layers)}
     everything = json.loads(run(model, *texts, *options, "--json").stdout)
     assert everything["delta_layers"] == list(expected.delta_layers)
@@ -92,9 +95,31 @@ def test_a_profile_is_written_for_the_model_with_its_overrides(model: Path, tmp_
         load_profile(dataclasses.replace(own, rope_theta=None))
 
 
+def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
+    path = tmp_path / "profile.json"
+    pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400, "--serving-budget", 9)
+    levels = ("--density", 0.8, "--density", 0.9, "--length", 600, "--length", 300, "--method", "block_pool")
+    done = run(
+        model, "--text", tmp_path / "one.txt", *pages, *levels, "--option", "sink=2", "--profile", path
+    )
+    assert done.exit_code == 0, done.output
+    profile = load_profile(ModelSpec(str(model), profile=str(path)))
+    assert profile is not None and profile.decode is not None and profile.decode.page_budget == 9
+    (found,) = profile.prefill
+    assert found.method == "block_pool" and found.options["sink"] == 2
+    families = [(level.density, level.tokens) for level in found.levels]
+    assert families == [(0.8, 300), (0.9, 300), (0.8, 600), (0.9, 600)]
+    assert "600 tokens, document 1 of 1" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"--density": 0.1}, "--density needs --length and --profile"),
+        ({"--option": "sink"}, "--option sink: give NAME=NUMBER"),
+        ({"--option": "depth=3"}, "dpxa has no option 'depth'"),
+        ({"--method": "deep"}, "unknown attention method 'deep'"),
         ({"--budget": 40}, "text.txt: 696 tokens are too few for this budget, which takes 1282"),
         ({"--text": "nowhere.txt"}, "nowhere.txt cannot be read: No such file"),
         ({"--recency": 9}, "recency 9 must be positive"),
