@@ -6,7 +6,6 @@ Shape suffixes as in `kernels.interface`. Scores are float64 score_BHNM.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -128,12 +127,9 @@ def anchor_scores(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
                         if seen > 0:
                             weight = seen if form.weighted else 1
                             cells.append((a, m, weight * math.exp(float(vector @ key) * x.scale)))
-                shares: dict[tuple[int, int], float] = defaultdict(float)
                 for a, m, mass in cells:
                     shared = [c[2] for c in cells if c[0] == a or not form.row_normalised]
-                    shares[a, m] += mass / sum(shared)
-                for (_, m), share in shares.items():
-                    score[b, h, n, m] += share + form.peak * share**2
+                    score[b, h, n, m] += mass / sum(shared)
     return score
 
 

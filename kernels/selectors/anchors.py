@@ -30,10 +30,9 @@ class AnchorsOptions(ScoredOptions):
 
     tau: float = tau(0.8)
     outside: bool = outside(True)
-    window: int = window(1024)
+    window: int = window(512)
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
-    q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
-    peak: float = option(0.0, 0.0, 64.0, "weight of the square of a query anchor's share")
+    q_anchors: int = option(16, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
     k_anchors: int = option(32, 8, 32, "key anchors per block", (8, 16, 32))
 
 
@@ -69,8 +68,6 @@ class AnchorSettings:
     """The anchor selector's form.
 
     cos: cosine at or above which a row joins a run. weighted: count a key slot once per row it stands for.
-    peak: a tile's share p of a query slot counts as p + peak p², so that what few rows look at hard is not
-    lost among what many look at a little.
     row_normalised: every query anchor's scores sum to 1 before they are added; otherwise all cells of a
     query block share one normaliser, as in the thesis.
     """
@@ -80,11 +77,6 @@ class AnchorSettings:
     k: SideSettings
     weighted: bool = True
     row_normalised: bool = True
-    peak: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.peak and not self.row_normalised:
-            raise KernelInputError("peak needs rows that are normalised")
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,6 @@ class AnchorsSelector(ScoredSelector):
             k=SideSettings(options.k_anchors, k_representative, k_overflow, k_relax),
             weighted=weighted,
             row_normalised=row_normalised,
-            peak=options.peak,
         )
         self.sampled = self.form.q.cap * self.form.k.cap / BLOCK**2
 

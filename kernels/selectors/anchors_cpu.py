@@ -58,10 +58,10 @@ def cpu_scores(
 ) -> torch.Tensor:
     """Tile scores: float32 score_BHNM (DeltaAttention section 4.3, with the changes of decisions/0003).
 
-    A query slot a gives a tile the share p: the sum over the tile's key slots b of n_b exp(q_a . k_b scale),
-    divided by that of all keys before the slot. The tile's score is the sum over its query slots of
-    p + peak p². n_b is the number of rows that slot b stands for; in the query's own block, of those not
-    after the query slot's first row. `keys` holds all blocks so far, `queries` this chunk's.
+    A tile's score is the sum over query slots a and key slots b of n_b exp(q_a . k_b scale), each query
+    slot's values divided by their sum over all keys before it. n_b is the number of rows that slot b stands
+    for; in the query's own block, of those not after the query slot's first row. `keys` holds all blocks so
+    far, `queries` this chunk's.
     """
     batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
     groups, columns, key_slots = keys.count_BGMA.shape[1:]
@@ -82,5 +82,4 @@ def cpu_scores(
         mass_BHNAY = torch.softmax(logit_BHNAY, dim=-1).nan_to_num(0.0)
     else:
         mass_BHNAY = torch.softmax(logit_BHNAY.flatten(3), dim=-1).view_as(logit_BHNAY).nan_to_num(0.0)
-    tile_BHNAM = mass_BHNAY.view(batch, heads, blocks, slots, columns, key_slots).sum(5)
-    return (tile_BHNAM + form.peak * tile_BHNAM.square()).sum(3)
+    return mass_BHNAY.view(batch, heads, blocks, slots, columns, key_slots).sum(dim=(3, 5))

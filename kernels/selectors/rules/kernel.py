@@ -95,10 +95,9 @@ def _kept(
 
 @triton.jit
 def _score_of_sums(
-    in_ptr, stride_r, column_W, causal_W, peak, R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr
+    in_ptr, stride_r, column_W, causal_W, R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr
 ):
-    """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's; `peak` as
-    in `sums.Sums`."""
+    """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's."""
     score_W = tl.zeros((W,), tl.float32)
     top = tl.full((), float("-inf"), tl.float32)
     if not NORM:
@@ -114,7 +113,6 @@ def _score_of_sums(
         if NORM:
             total = tl.sum(mass_W, axis=0)
             mass_W = mass_W * (1.0 / tl.where(total > 0.0, total, 1.0))
-            mass_W += peak * mass_W * mass_W
         score_W += mass_W
     if not NORM:
         total = tl.sum(score_W, axis=0)
@@ -122,7 +120,7 @@ def _score_of_sums(
     return score_W
 
 
-@triton.jit(do_not_specialize=["sink_blocks", "window_blocks", "peak"])
+@triton.jit(do_not_specialize=["sink_blocks", "window_blocks"])
 def _rule_kernel(
     in_ptr,
     amount_ptr,
@@ -142,7 +140,6 @@ def _rule_kernel(
     first_block,
     sink_blocks,
     window_blocks,
-    peak,
     R: tl.constexpr,
     W: tl.constexpr,
     NORM: tl.constexpr,
@@ -162,7 +159,7 @@ def _rule_kernel(
     if R == 0:
         score_W = tl.load(in_ptr + column_W, mask=causal_W, other=0.0).to(tl.float32)
     else:
-        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, peak, R, W, NORM)
+        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, W, NORM)
     place = batch * stride_mb + head * stride_mh + row.to(tl.int64) * stride_mn
     if KIND == -1:
         tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
@@ -236,7 +233,6 @@ def _launch(
         x.first_block + sums.first_row,
         1 if rule is None else rule.sink_blocks,
         1 if rule is None else rule.window_blocks,
-        sums.peak,
         R=parts,
         W=width,
         NORM=sums.normalised,
@@ -273,7 +269,6 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
         first_block,
         rule.sink_blocks,
         rule.window_blocks,
-        0.0,
         R=0,
         W=width,
         NORM=True,
@@ -300,7 +295,6 @@ _RULE = {
     **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "stride_ir"), "i64"),
     **dict.fromkeys(("stride_mb", "stride_mh", "stride_mn", "stride_cb", "stride_ch"), "i64"),
     **dict.fromkeys(("heads", "first_block", "sink_blocks", "window_blocks"), "i32"),
-    "peak": "fp32",
 }
 _LONG = {"R": 8, "W": 1024, "NORM": True, "LEVELS": LEVELS, "WITH_SCORES": False}
 

@@ -20,12 +20,11 @@ PART_BYTES = 768 << 20
 class Sums:
     """log2 of the parts of a slab's tile scores: part_BHNRM, N the slab's query blocks from `first_row` of
     the chunk on; columns after a row's diagonal are never read. `normalised`: every part row's values are
-    divided by their sum before the rows are added, and then a value p counts as p + peak p²."""
+    divided by their sum before the rows are added."""
 
     part_BHNRM: torch.Tensor
     first_row: int
     normalised: bool = True
-    peak: float = 0.0
 
 
 def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torch.Tensor:

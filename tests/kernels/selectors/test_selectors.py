@@ -81,7 +81,6 @@ def test_naive_and_pooled_equal_the_oracles() -> None:
 
 FORMS: dict[str, dict[str, Any]] = {
     "ours": {},
-    "peaked": {},
     "means": {"q_representative": "mean", "k_representative": "mean"},
     "merged": {"q_overflow": "merge", "k_overflow": "merge", "k_relax": None},
     "thesis": {
@@ -95,8 +94,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_anchors_equal_the_oracle(form: str) -> None:
     x = sample(300)
-    changes = {"thesis": {"q_anchors": 128, "k_anchors": 128}, "peaked": {"peak": 4.0}}
-    options = replace(ANCHORS, **changes.get(form, {}))
+    options = replace(ANCHORS, q_anchors=128, k_anchors=128) if form == "thesis" else ANCHORS
     selector = AnchorsSelector(options, **FORMS[form])
     score = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
     check_scores(score, anchor_scores(x, selector.form))

@@ -46,7 +46,6 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=16)),
     "block_pool": lambda: BlockPoolSelector(POOLED),
     "anchors": lambda: AnchorsSelector(ANCHORS),
-    "anchors_peaked": lambda: AnchorsSelector(replace(ANCHORS, peak=4.0)),
     "anchors_merged": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=8), **MERGED),
     "anchors_thesis": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=128, k_anchors=128), **THESIS),
 }
