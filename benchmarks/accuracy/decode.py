@@ -54,7 +54,8 @@ class AnswerDecoder:
         self._questions = questions
         config, stack = reader.stack.config, reader.stack
         whole, rest = divmod(reader.length, PAGE_TOKENS)
-        longest = max(len(q.prompt) + len(q.gold) for q in questions)
+        # Rows step together, so one goes on until the longest answer of all is done.
+        longest = max(len(q.prompt) for q in questions) + max(len(q.gold) for q in questions)
         own = pages_for(rest + longest, PAGE_TOKENS)
         pages = whole + 1 + own * len(questions)
         self._cache = PagedKVCache(
