@@ -61,6 +61,7 @@ HOMES = {
     "grpc": "service.door service.client",
     "grpc_health": "service.door service.client",
     "google": "service.door",
+    "starlette": "service.door service.app",
     "prometheus_client": "service.metrics",
     "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",
     "triton": "kernels",
@@ -178,6 +179,7 @@ def test_a_packages_own_files_import_nothing() -> None:
 TORCH_FREE = [
     "service.app",
     "service.door.grpc_door",
+    "service.door.http_door",
     "service.client.client",
     "workers.messages",
     "workers.settings",

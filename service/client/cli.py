@@ -69,6 +69,7 @@ def serve(
         with running(settings):
             signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler there
             err.print(f"gRPC      {LOOPBACK}:{door.grpc_port}")
+            err.print(f"OpenAI    http://{LOOPBACK}:{door.http_port}/v1")
             err.print(f"metrics   http://{LOOPBACK}:{door.metrics_port}/metrics")
             err.print("Ready. Ctrl-C stops.")
             stop.wait()
