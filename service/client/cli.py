@@ -1,4 +1,4 @@
-"""`deltafront`: serve, prefill, generate, chat, sessions release, info, calibrate.
+"""`deltafront`: serve, prefill, generate, chat, sessions release, info, calibrate, picture.
 
 Answers go to standard output, everything else to standard error. An error is one line, with what to do.
 """
@@ -21,6 +21,7 @@ from ..wiring import local_model
 from . import PrefillFinished, Progress
 from .calibrate import calibrate_command
 from .chat import chat_command
+from .picture import picture_command
 from .terminal import (
     ADDRESS,
     Address,
@@ -47,6 +48,7 @@ sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is
 app.add_typer(sessions, name="sessions")
 app.command("calibrate")(calibrate_command)
 app.command("chat")(chat_command)
+app.command("picture")(picture_command)
 
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the server gives up.")]
 ShowTimings = Annotated[bool, typer.Option("--timings", help="Show where the time to first token went.")]

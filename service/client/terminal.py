@@ -141,11 +141,15 @@ def stream_answer(
     fail("the stream ended without a finish event")
 
 
+def worth_showing(timings: Timings) -> list[tuple[str, float]]:
+    """The parts of the time to first token that are not next to nothing, with their seconds."""
+    return [(name, seconds) for name, seconds in timings.parts.items() if seconds >= _WORTH_SHOWING_S]
+
+
 def show_timings(console: Console, timings: Timings) -> None:
     table = Table("part", "seconds", "share", title="Time to first token")
-    for name, seconds in timings.parts.items():
-        if seconds >= _WORTH_SHOWING_S:
-            table.add_row(name, f"{seconds:.3f}", f"{seconds / timings.ttft_seconds:.1%}")
+    for name, seconds in worth_showing(timings):
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / timings.ttft_seconds:.1%}")
     table.add_row("[bold]sum", f"[bold]{timings.ttft_seconds:.3f}", "100%")
     console.print(table)
     if timings.stages:
