@@ -15,9 +15,11 @@ from typing import Any
 
 import ray
 from ray import serve
+from starlette.types import ASGIApp
 
 from .config import ServiceConfig, parse
 from .door.grpc_door import FrontDoor
+from .door.http_door import HttpDoor
 from .exporter import Exporter
 from .fleet.dispatch import RayDirectory
 from .fleet.view import Fleet
@@ -53,6 +55,7 @@ class DoorReplica(FrontDoor):
         super().__init__(requests(settings, fleet, metrics, address))
         self._fleet = fleet
         fleet.start()
+        self._http = HttpDoor(self._requests, settings.door.max_message_bytes)
         self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
         self._exporter.start()
 
@@ -60,6 +63,10 @@ class DoorReplica(FrontDoor):
         """Serve awaits this when it stops the replica."""
         self._exporter.stop()
         await self._fleet.stop()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """What Serve's HTTP server runs, beside the gRPC methods."""
+        return self._http.app
 
 
 def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
@@ -110,7 +117,7 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         max_ongoing_requests=settings.door.max_requests,
         ray_actor_options={"num_cpus": settings.door.cpus, "runtime_env": {"env_vars": environment}},
         graceful_shutdown_timeout_s=5,
-    )(Door if workers else DoorReplica)
+    )(serve.ingress()(Door if workers else DoorReplica))
     return door.bind(settings.model_dump(mode="json"), str(directory), *workers)
 
 

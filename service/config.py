@@ -54,6 +54,7 @@ class DoorConfig:
     """Requests that one replica works on at once; more get RESOURCE_EXHAUSTED."""
     grpc_port: Port = 9000
     http_port: Port = 8000
+    """OpenAI's API."""
     metrics_port: Port = 9464
     metrics_host: str = "0.0.0.0"
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 64 << 20

@@ -45,6 +45,10 @@ class InvalidArgument(DeltafrontError):
         self.field = field
 
 
+class TooLong(InvalidArgument):
+    """What is to be read does not fit the model's positions."""
+
+
 class NotFound(DeltafrontError):
     """No such session for this token."""
 

@@ -51,7 +51,8 @@ ROOMS = {
     "service.client": """workers.messages workers.settings workers.model.config workers.model.store
         workers.calibration workers.model.digest workers.model.profile service.errors
         service.config service.door.wire service.door.status service.request.answers
-        service.request.calls service.request.plan service.wiring service.app protos""",
+        service.request.calls service.request.plan service.request.tokenizer service.wiring service.app
+        protos""",
 }
 
 # A package of others → the only modules or rooms that take it.
@@ -61,7 +62,9 @@ HOMES = {
     "grpc": "service.door service.client",
     "grpc_health": "service.door service.client",
     "google": "service.door",
+    "starlette": "service.door service.app",
     "prometheus_client": "service.metrics",
+    "PIL": "service.client.drawing",
     "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",
     "triton": "kernels",
     "transformers": "workers.model.store",
@@ -178,6 +181,7 @@ def test_a_packages_own_files_import_nothing() -> None:
 TORCH_FREE = [
     "service.app",
     "service.door.grpc_door",
+    "service.door.http_door",
     "service.client.client",
     "workers.messages",
     "workers.settings",

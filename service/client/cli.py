@@ -1,4 +1,4 @@
-"""`deltafront`: serve, prefill, generate, sessions release, info, calibrate.
+"""`deltafront`: serve, prefill, generate, chat, sessions release, info, calibrate, picture.
 
 Answers go to standard output, everything else to standard error. An error is one line, with what to do.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,9 +18,17 @@ from ...workers.model.config import ModelError
 from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..wiring import local_model
-from . import DeltafrontClient, GenerateFinished, PrefillFinished, Progress, Token
+from . import PrefillFinished, Progress
 from .calibrate import calibrate_command
+from .chat import chat_command
+from .picture import picture_command
 from .terminal import (
+    ADDRESS,
+    Address,
+    Bearer,
+    Method,
+    Options,
+    Tls,
     as_json,
     calling,
     err,
@@ -31,6 +38,7 @@ from .terminal import (
     reading_bar,
     show_info,
     show_timings,
+    stream_answer,
 )
 
 app = typer.Typer(
@@ -39,16 +47,12 @@ app = typer.Typer(
 sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is_help=True)
 app.add_typer(sessions, name="sessions")
 app.command("calibrate")(calibrate_command)
+app.command("chat")(chat_command)
+app.command("picture")(picture_command)
 
-Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
-Bearer = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]
-Tls = Annotated[bool, typer.Option("--tls", help="The address speaks TLS.")]
-Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
-Method = Annotated[str, typer.Option(help="Attention method; see `deltafront info`.")]
-Options = Annotated[list[str], typer.Option("--option", help="NAME=VALUE, an option of the method.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the server gives up.")]
 ShowTimings = Annotated[bool, typer.Option("--timings", help="Show where the time to first token went.")]
-_ADDRESS = "127.0.0.1:9000"
+Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
 
 
 @app.command()
@@ -69,6 +73,7 @@ def serve(
         with running(settings):
             signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler there
             err.print(f"gRPC      {LOOPBACK}:{door.grpc_port}")
+            err.print(f"OpenAI    http://{LOOPBACK}:{door.http_port}/v1")
             err.print(f"metrics   http://{LOOPBACK}:{door.metrics_port}/metrics")
             err.print("Ready. Ctrl-C stops.")
             stop.wait()
@@ -83,7 +88,7 @@ def serve(
 @app.command()
 def prefill(
     file: Annotated[str, typer.Argument(help="Text file, or - for standard input.")],
-    address: Address = _ADDRESS,
+    address: Address = ADDRESS,
     token: Bearer = "",
     tls: Tls = False,
     method: Method = "",
@@ -117,7 +122,7 @@ def generate(
     file: Annotated[str | None, typer.Argument(help="Text file, or - for standard input.")] = None,
     question: Annotated[str, typer.Option("--question", "-q", help="Follows the document.")] = "",
     session: Annotated[str | None, typer.Option("--session", "-s", help="Ask a session instead.")] = None,
-    address: Address = _ADDRESS,
+    address: Address = ADDRESS,
     token: Bearer = "",
     tls: Tls = False,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
@@ -158,7 +163,7 @@ def generate(
         "timeout_s": timeout,
     }
     with calling(address, token, tls) as client:
-        text, finish = _answer(client, request, quiet=json)
+        text, finish = stream_answer(client, request, quiet=json)
     if json:
         print(as_json(dataclasses.replace(finish, text=text)))
         return
@@ -171,14 +176,14 @@ def generate(
 
 
 @sessions.command()
-def release(session_id: str, address: Address = _ADDRESS, token: Bearer = "", tls: Tls = False) -> None:
+def release(session_id: str, address: Address = ADDRESS, token: Bearer = "", tls: Tls = False) -> None:
     """Free a session's pages now."""
     with calling(address, token, tls) as client:
         client.release(session_id)
 
 
 @app.command()
-def info(address: Address = _ADDRESS, token: Bearer = "", tls: Tls = False, json: Json = False) -> None:
+def info(address: Address = ADDRESS, token: Bearer = "", tls: Tls = False, json: Json = False) -> None:
     """The model, its limits, methods and capacity."""
     with calling(address, token, tls) as client:
         found = client.info()
@@ -212,27 +217,6 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
     door = dataclasses.replace(settings.door, model_name="")
     changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
     return settings.model_copy(update=changes)
-
-
-def _answer(client: DeltafrontClient, request: dict[str, Any], quiet: bool) -> tuple[str, GenerateFinished]:
-    """Stream an answer to standard output unless quiet; the whole text and the finish event."""
-    text = ""
-    with reading_bar(err) as bar:
-        for event in client.generate(**request):
-            if isinstance(event, Progress):
-                bar.show(event)
-                continue
-            bar.stop()
-            text += event.text
-            if not quiet:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-            if isinstance(event, GenerateFinished):
-                if not quiet:
-                    print()
-                return text, event
-            assert isinstance(event, Token)
-    fail("the stream ended without a finish event")
 
 
 def _said(text: str, chat: bool) -> Any:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ...workers.messages import Progress
+from ...workers.messages import Progress, Token
 from ..errors import (
     DeadlineExceeded,
     DeltafrontError,
@@ -27,10 +27,18 @@ from ..errors import (
     Unauthenticated,
     Unavailable,
 )
-from ..request.answers import ProfileInfo, ServerInfo, Timings
+from ..request.answers import GenerateFinished, ProfileInfo, ServerInfo, Timings
 from .client import DeltafrontClient
 
 _WORTH_SHOWING_S = 0.0005
+
+# Options that several commands take.
+Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
+Bearer = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer token.", show_default=False)]
+Tls = Annotated[bool, typer.Option("--tls", help="The address speaks TLS.")]
+Method = Annotated[str, typer.Option(help="Attention method; see `deltafront info`.")]
+Options = Annotated[list[str], typer.Option("--option", help="NAME=VALUE, an option of the method.")]
+ADDRESS = "127.0.0.1:9000"
 
 err = Console(stderr=True)
 """Everything but answers goes to standard error."""
@@ -43,8 +51,7 @@ def calling(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
         with DeltafrontClient(address, token or None, tls=tls) as client:
             yield client
     except DeltafrontError as error:
-        hint = _advice(error, address)
-        fail(f"{error.message or error.code}" + (f" ({hint})" if hint else ""))
+        fail(with_advice(error, address))
     except KeyboardInterrupt:
         fail("interrupted; the request was cancelled")
 
@@ -71,8 +78,12 @@ def read_options(pairs: list[str]) -> dict[str, float]:
 
 def fail(message: str) -> NoReturn:
     """End the command with one line."""
-    err.print(f"deltafront: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    complain(message)
     raise typer.Exit(1)
+
+
+def complain(message: str) -> None:
+    err.print(f"deltafront: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 class ReadingBar:
@@ -107,11 +118,38 @@ def reading_bar(console: Console) -> Iterator[ReadingBar]:
         bar.stop()
 
 
+def stream_answer(
+    client: DeltafrontClient, request: dict[str, Any], quiet: bool
+) -> tuple[str, GenerateFinished]:
+    """Stream an answer to standard output unless quiet; the whole text and the finish event."""
+    text = ""
+    with reading_bar(err) as bar:
+        for event in client.generate(**request):
+            if isinstance(event, Progress):
+                bar.show(event)
+                continue
+            bar.stop()
+            text += event.text
+            if not quiet:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            if isinstance(event, GenerateFinished):
+                if not quiet:
+                    print()
+                return text, event
+            assert isinstance(event, Token)
+    fail("the stream ended without a finish event")
+
+
+def worth_showing(timings: Timings) -> list[tuple[str, float]]:
+    """The parts of the time to first token that are not next to nothing, with their seconds."""
+    return [(name, seconds) for name, seconds in timings.parts.items() if seconds >= _WORTH_SHOWING_S]
+
+
 def show_timings(console: Console, timings: Timings) -> None:
     table = Table("part", "seconds", "share", title="Time to first token")
-    for name, seconds in timings.parts.items():
-        if seconds >= _WORTH_SHOWING_S:
-            table.add_row(name, f"{seconds:.3f}", f"{seconds / timings.ttft_seconds:.1%}")
+    for name, seconds in worth_showing(timings):
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / timings.ttft_seconds:.1%}")
     table.add_row("[bold]sum", f"[bold]{timings.ttft_seconds:.3f}", "100%")
     console.print(table)
     if timings.stages:
@@ -165,6 +203,12 @@ def _show_profile(console: Console, profile: ProfileInfo) -> None:
 def as_json(result: Any) -> str:
     """One line for scripts."""
     return json.dumps(asdict(result), ensure_ascii=False)
+
+
+def with_advice(error: DeltafrontError, address: str) -> str:
+    """An error as a line, with what to do about it."""
+    hint = _advice(error, address)
+    return f"{error.message or error.code}" + (f" ({hint})" if hint else "")
 
 
 def _advice(error: DeltafrontError, address: str) -> str:

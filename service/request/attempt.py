@@ -32,6 +32,7 @@ from ..errors import (
     InvalidArgument,
     NotFound,
     Overloaded,
+    TooLong,
     Unavailable,
     WorkerError,
     WorkerFailed,
@@ -229,7 +230,7 @@ def refusal(refused: Refused, retry_after_s: float | None = _BUSY_RETRY_S) -> De
     fixed: dict[RefusalReason, DeltafrontError] = {
         RefusalReason.TOO_LARGE: Overloaded(f"too large for this server: {refused.message}"),
         RefusalReason.NO_SESSION: NotFound(NO_SESSION),
-        RefusalReason.POSITIONS: InvalidArgument("append", refused.message),
+        RefusalReason.POSITIONS: TooLong("append", refused.message),
         RefusalReason.SELECTION: InvalidArgument("page_selection", refused.message),
         RefusalReason.DEADLINE: DeadlineExceeded("the deadline passed while the prompt was being read"),
         RefusalReason.DUPLICATE: Internal(f"a worker knows this request already: {refused.message}"),

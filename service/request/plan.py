@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import InvalidArgument
+from ..errors import TooLong
 
 ID_BYTES = 4
 
@@ -35,14 +35,14 @@ def plan_answer(
 ) -> Plan:
     """A Generate request. max_tokens is cut to what the model's positions leave.
 
-    Raises InvalidArgument if not even one token of answer fits. For a session `prompt` is empty and the
+    Raises TooLong if not even one token of answer fits. For a session `prompt` is empty and the
     session's own length is checked by the worker that knows it.
     """
     read = prompt + append
     tokens = len(read) // ID_BYTES
     if tokens + 1 > positions:
         where = "prompt" if prompt else "append"
-        raise InvalidArgument(
+        raise TooLong(
             where, f"{tokens} tokens and an answer do not fit the model's {positions} positions: shorten it"
         )
     left = min(max_tokens, positions - tokens) - len(streamed)
@@ -53,9 +53,7 @@ def plan_session(prompt: bytes, positions: int) -> Plan:
     """A Prefill request: no answer."""
     tokens = len(prompt) // ID_BYTES
     if tokens > positions:
-        raise InvalidArgument(
-            "prompt", f"{tokens} tokens exceed the model's {positions} positions: shorten it"
-        )
+        raise TooLong("prompt", f"{tokens} tokens exceed the model's {positions} positions: shorten it")
     return Plan(prompt, 0, tokens)
 
 

@@ -53,6 +53,11 @@ class Requests:
         """Whether every configured role has at least one started member."""
         return self._resources.fleet.view.ready
 
+    @property
+    def model(self) -> str:
+        """The name of the model that is served."""
+        return self._about.model
+
     def prefill(
         self, headers: Headers, read: Callable[[], PrefillRequest]
     ) -> AsyncGenerator[RequestEvent, None]:

@@ -59,6 +59,7 @@ class Served:
     """The door under Ray Serve with HAProxy, and fake workers as named Ray actors."""
 
     address = "127.0.0.1:9000"
+    http = "http://127.0.0.1:8000"
     metrics = "http://127.0.0.1:9464/metrics"
     token, other = "alpha", "beta"
 

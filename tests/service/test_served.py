@@ -7,6 +7,8 @@ import urllib.request
 from collections.abc import Iterator
 
 import grpc
+import httpx
+import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -252,3 +254,54 @@ def test_raw_responses_keep_the_contract(
     kinds = [r.WhichOneof("event") for r in call(request, metadata=[("authorization", "Bearer alpha")])]
     assert kinds == ["progress", "token", "token", "finish"]
     assert Progress(1, 2).tokens_total == 2
+
+
+@pytest.fixture
+def api(served: Served, client: DeltafrontClient) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.http}/v1", api_key=served.token, max_retries=0) as api:
+        yield api
+
+
+def test_http_answers_as_grpc_does(client: DeltafrontClient, api: openai.OpenAI) -> None:
+    """On the same deployment, with the same sessions."""
+    (model,) = api.models.list().data
+    text, _, finish, _ = collect(client.generate("y" * 400, append="?", max_tokens=20, session_ttl_s=60))
+    request = {"model": model.id, "max_tokens": 20}
+    assert api.completions.create(prompt="y" * 400 + "?", **request).choices[0].text == text
+    chunks = api.completions.create(prompt="y" * 400 + "?", stream=True, **request)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    assert finish.session is not None
+    session = finish.session.session_id
+    done = api.completions.create(prompt="?", extra_body={"session_id": session}, **request)
+    assert done.choices[0].text == text
+    assert done.usage is not None
+    assert done.usage.prompt_tokens_details.cached_tokens == 401  # type: ignore[attr-defined]
+    client.release(session)
+
+
+def test_http_says_what_is_wrong(served: Served, api: openai.OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        api.with_options(api_key="wrong").models.list()
+    model = api.models.list().data[0].id
+    with pytest.raises(openai.BadRequestError, match="n: is not supported") as caught:
+        api.completions.create(model=model, prompt="x", n=2)
+    assert caught.value.param == "n"
+    served.configure(served.group, rate=1.0, waiting_tokens=100_000)
+    api.models.list()  # polls
+    with pytest.raises(openai.RateLimitError) as full:
+        api.completions.create(model=model, prompt="x" * 100, extra_body={"timeout_s": 50_000})
+    assert int(full.value.response.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("doing", ["reading", "answering"])
+def test_leaving_over_http_frees_everything(served: Served, api: openai.OpenAI, doing: str) -> None:
+    """The work stops where the test holds it, so what was sent before is not held back by a buffer."""
+    served.configure(served.group if doing == "reading" else served.decode, pause_at=2)
+    expected_lines = {"reading": [":", ":"], "answering": [":", ":", ":", "data:", "data:"]}[doing]
+    request = {"model": api.models.list().data[0].id, "prompt": "x" * 300, "stream": True, "max_tokens": 50}
+    headers = {"authorization": f"Bearer {served.token}"}
+    with httpx.stream("POST", f"{served.http}/v1/completions", json=request, headers=headers) as response:
+        lines = filter(None, response.iter_lines())
+        assert [next(lines).split(" ")[0] for _ in expected_lines] == expected_lines
+        assert served.pages_used()
+    nothing_left(served)

@@ -1,0 +1,195 @@
+"""The HTTP edge, as OpenAI's clients speak it: /v1/models, /v1/chat/completions and /v1/completions.
+
+Requests run as they do for gRPC: the same tokens, limits and checks. A streamed answer is server-sent
+events; while its prompt waits or is read, comments say how far it is, which clients skip and proxies take as
+a sign of life. The status goes out with the first of them, so what fails after that is an event that holds
+an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...workers.messages import Progress, Token
+from ..errors import DeltafrontError
+from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
+from ..request.calls import GenerateRequest
+from ..request.run import Requests
+from .event_stream import EventStream, watched
+from .openai_answers import (
+    CHAT,
+    TEXT,
+    Form,
+    Json,
+    Reply,
+    error_object,
+    headers_of,
+    model_card,
+    refusal,
+    status_of,
+)
+from .openai_requests import Asked, UnknownModel
+
+KEEP_ALIVE_S = 10.0
+"""Longest silence of a stream."""
+
+
+class HttpDoor:
+    """`app` is the ASGI application. max_body_bytes: a longer request gets 413."""
+
+    def __init__(self, requests: Requests, max_body_bytes: int, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._requests = requests
+        self._max_body_bytes = max_body_bytes
+        self._keep_alive_s = keep_alive_s
+        self._started = int(time.time())
+        self.app: ASGIApp = Starlette(
+            routes=[
+                Route("/v1/models", self._models),
+                Route("/v1/models/{model:path}", self._model),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._completion, methods=["POST"]),
+            ],
+            exception_handlers={
+                DeltafrontError: _refused_about_models,
+                HTTPException: _not_served,
+                ClientDisconnect: _left,
+            },
+        )
+
+    async def _models(self, request: Request) -> Response:
+        info = await self._info(request)
+        return JSONResponse({"object": "list", "data": [model_card(info, self._started)]})
+
+    async def _model(self, request: Request) -> Response:
+        info, wanted = await self._info(request), request.path_params["model"]
+        if info.model != wanted:
+            raise UnknownModel(wanted, info.model)
+        return JSONResponse(model_card(info, self._started))
+
+    async def _info(self, request: Request) -> ServerInfo:
+        return await self._requests.server_info(request.headers.items(), lambda: None)
+
+    async def _chat(self, request: Request) -> ASGIApp:
+        return await self._answer(CHAT, request)
+
+    async def _completion(self, request: Request) -> ASGIApp:
+        return await self._answer(TEXT, request)
+
+    async def _answer(self, form: Form, request: Request) -> ASGIApp:
+        body = await self._body(request)
+        reply = Reply(form, self._requests.model, form.prefix + uuid.uuid4().hex)
+        asked: list[Asked] = []
+
+        def read() -> GenerateRequest:
+            asked.append(form.read(body, reply.model, reply.request_id))
+            return asked[0].request
+
+        events = self._requests.generate(request.headers.items(), read)
+        return _Answer(reply, events, asked, self._keep_alive_s)
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._max_body_bytes:
+                raise HTTPException(413, f"the request is longer than {self._max_body_bytes} bytes")
+        return bytes(body)
+
+
+class _Answer:
+    """The response to one request. asked: empty until the request has been read, so before any event."""
+
+    def __init__(
+        self,
+        reply: Reply,
+        events: AsyncGenerator[RequestEvent, None],
+        asked: Sequence[Asked],
+        keep_alive_s: float,
+    ) -> None:
+        self._reply = reply
+        self._events = events
+        self._asked = asked
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        source = watched(self._events, receive, self._keep_alive_s)
+        try:
+            async with contextlib.aclosing(source):
+                events = _after(await anext(source), source)
+                if self._asked[0].stream:
+                    await self._stream(events, EventStream(send))
+                else:
+                    await JSONResponse(await self._whole(events))(scope, receive, send)
+        except DeltafrontError as error:
+            await _refused(error, self._reply.form.source)(scope, receive, send)
+        except ClientDisconnect:
+            pass  # nobody is there to be told
+
+    async def _whole(self, events: AsyncIterator[RequestEvent | None]) -> Json:
+        text, answer = "", Json()
+        async for event in events:
+            if isinstance(event, Token):
+                text += event.text
+            elif isinstance(event, GenerateFinished):
+                answer = self._reply.answer(text + event.text, event)
+        return answer
+
+    async def _stream(self, events: AsyncIterator[RequestEvent | None], stream: EventStream) -> None:
+        """Raises DeltafrontError if it comes before anything was sent."""
+        opening = self._reply.opening()
+        try:
+            async for event in events:
+                if event is None:
+                    await stream.comment("waiting")
+                elif isinstance(event, Progress):
+                    await stream.comment(f"read {event.tokens_done} of {event.tokens_total} tokens")
+                elif isinstance(event, Token):
+                    pieces = [self._reply.piece(event.text)] if event.text else []
+                    await stream.objects([*opening, *pieces])
+                    opening = []
+                elif isinstance(event, GenerateFinished):
+                    await stream.objects(self._reply.ending(event, self._asked[0].usage))
+            await stream.write(b"data: [DONE]\n\n")
+        except DeltafrontError as error:
+            if not stream.begun:
+                raise
+            await stream.objects([refusal(error, self._reply.form.source)])
+        await stream.end()
+
+
+async def _after(
+    first: RequestEvent | None, rest: AsyncIterator[RequestEvent | None]
+) -> AsyncIterator[RequestEvent | None]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+def _refused(error: DeltafrontError, source: str) -> Response:
+    return JSONResponse(refusal(error, source), status_of(error), headers_of(error))
+
+
+async def _refused_about_models(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, DeltafrontError)
+    return _refused(error, "model")
+
+
+async def _not_served(_request: Request, error: Exception) -> Response:
+    """What the routes or the limit of a body refuse."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_object(error.detail), error.status_code, error.headers)
+
+
+async def _left(_request: Request, _error: Exception) -> Response:
+    """The client left while it was sending; nobody reads this."""
+    return Response(status_code=499)

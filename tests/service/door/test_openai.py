@@ -1,0 +1,217 @@
+"""The HTTP edge through OpenAI's own client, against the real pipeline with fake workers. What holds
+(13 to 19 in `test_openai_refusals.py`):
+
+1. models are listed with the length that they take, and found by name;
+2. a chat is answered in one piece, with usage, and an earlier answer can be sent back as it came;
+3. a streamed chat has the same text, after a chunk that names the role, and ends;
+4. a stream ends with a chunk of usage if it was asked for, and only then;
+5. a text is completed, in one piece and streamed;
+6. a prompt may be token ids, and a list of one prompt;
+7. the tokens are those that gRPC gives for the same prompt;
+8. stop strings end an answer, and text held back for one is not lost;
+9. sampling options reach the worker;
+10. the service's own options do, and what it measured comes back;
+11. a prompt is kept as a session, and a question about it reads only what is new;
+12. comments tell how far a prompt is, and that a waiting one is alive;
+13. only known tokens may call, and a session belongs to its token;
+14. a bad value is refused with the name of its field;
+15. what is not supported is refused by name, unless it asks for nothing;
+16. a prompt that is too long is told so by OpenAI's code, a body that is too long by 413;
+17. unknown models, sessions and addresses are not found;
+18. a full server answers 429 with Retry-After, or says that waiting is no use;
+19. workers that fail give 503 with Retry-After, and an error event once the answer has begun;
+20. a client that leaves frees everything, whatever its request was doing.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from deltafront.service.client import DeltafrontClient
+
+from ..fakes import EOS
+from ..inprocess import HANG_S, House, wait_until
+from ..test_faults import outcomes
+from ..test_requests import collect, expected, ids, nothing_left
+from .openai_calls import HI, LONG, MODEL, Open, chat, complete
+
+HI_READ = "[s:be nice][u:hi][a:"
+
+
+def test_models(api: openai.OpenAI) -> None:
+    (model,) = api.models.list().data
+    assert (model.id, model.object, model.max_model_len) == (MODEL, "model", 8192)  # type: ignore[attr-defined]
+    assert api.models.retrieve(MODEL) == model
+
+
+def test_a_chat_is_answered(house: House, api: openai.OpenAI) -> None:
+    done = chat(api)
+    text = expected(ids(HI_READ, bos=False), 5)
+    (choice,) = done.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        text,
+        "length",
+    )
+    assert (done.object, done.model, done.id[:9]) == ("chat.completion", MODEL, "chatcmpl-")
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (20, 5, 25)
+    assert done.usage.prompt_tokens_details.cached_tokens == 0
+    parts = [{"type": "text", "text": "and "}, {"type": "text", "text": "so?"}]
+    chat(api, [*HI, choice.message, {"role": "user", "content": parts}])
+    read = bytes(house.group.jobs[-1].token_ids[::4]).decode()
+    assert read == f"[s:be nice][u:hi][a:{text}][u:and so?][a:"
+    chat(api, [{"role": "developer", "content": "brief"}, *HI])
+    assert bytes(house.group.jobs[-1].token_ids[::4]).decode() == "[s:brief][u:hi][a:"
+    nothing_left(house)
+    assert outcomes(house) == {("Generate", "finished"): 3}
+
+
+def test_a_streamed_chat_is_the_same(house: House, api: openai.OpenAI) -> None:
+    chunks = list(chat(api, stream=True))
+    assert {(chunk.object, chunk.id) for chunk in chunks} == {("chat.completion.chunk", chunks[0].id)}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    deltas = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(deltas) == expected(ids(HI_READ, bos=False), 5)
+    assert len([delta for delta in deltas if delta]) == 5
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 6 + ["length"]
+    nothing_left(house)
+    assert outcomes(house) == {("Generate", "finished"): 1}
+
+
+def test_usage_ends_a_stream_if_asked_for(api: openai.OpenAI) -> None:
+    *chunks, last = chat(api, stream=True, stream_options={"include_usage": True})
+    assert (last.choices, last.usage.total_tokens) == ([], 25)
+    assert {chunk.usage for chunk in chunks} == {None}
+    assert all(chunk.choices and chunk.usage is None for chunk in chat(api, stream=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_completed(api: openai.OpenAI, stream: bool) -> None:
+    done = complete(api, LONG, stream=stream)
+    if not stream:
+        assert (done.object, done.id[:5], done.usage.prompt_tokens) == ("text_completion", "cmpl-", 501)
+    choices = [chunk.choices[0] for chunk in (done if stream else [done])]
+    assert "".join(choice.text for choice in choices) == expected(ids(LONG), 5)
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+def test_a_prompt_may_be_token_ids(house: House, api: openai.OpenAI) -> None:
+    for prompt in ([1, 2, 257], [[1, 2, 257]]):
+        assert complete(api, prompt).usage.prompt_tokens == 3
+        assert house.group.jobs[-1].token_ids == b"".join(i.to_bytes(4, "little") for i in (1, 2, 257))
+    assert complete(api, ["abc"]).usage.prompt_tokens == 4
+
+
+def test_the_tokens_are_those_of_grpc(house: House, api: openai.OpenAI) -> None:
+    with DeltafrontClient(house.address) as client:
+        said, _, _, _ = collect(client.generate(HI, max_tokens=5))
+        assert chat(api).choices[0].message.content == said
+        said, _, _, _ = collect(client.generate(LONG, max_tokens=5))
+        assert complete(api, LONG).choices[0].text == said
+    read = [(job.token_ids, job.method) for job in house.group.jobs]
+    assert read[::2] == read[1::2]
+    sampled = [job.sampling for job in house.decode.jobs]
+    assert sampled[::2] == sampled[1::2]
+
+
+@pytest.mark.parametrize("stop", ["STOP", ["STOP", "never"]])
+def test_stop_strings(house: House, api: openai.OpenAI, stop: Any) -> None:
+    house.decode.script = list(b"abSTxSTOPnever")
+    done = chat(api, stop=stop, max_tokens=16)
+    assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("abSTx", "stop")
+    house.decode.script = [*b"abST", EOS]
+    chunks = [chunk.choices[0] for chunk in complete(api, stop=stop, max_tokens=16, stream=True)]
+    assert [chunk.text for chunk in chunks] == ["a", "b", "ST", ""]
+    assert chunks[-1].finish_reason == "stop"
+    nothing_left(house)
+
+
+def test_sampling_options_reach_the_worker(house: House, api: openai.OpenAI) -> None:
+    wishes = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "max_tokens": None, "max_completion_tokens": 3}
+    chat(api, **wishes, extra_body={"top_k": 4, "ignore_eos": True})
+    sampling = house.decode.jobs[-1].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.max_tokens) == (0.5, 0.9, 7, 3)
+    assert (sampling.top_k, sampling.ignore_eos) == (4, True)
+
+
+def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> None:
+    extra = {"method": "xattention", "options": {"tau": 0.75}, "page_selection": "full", "timeout_s": 600}
+    done = complete(api, LONG, extra_body=extra)
+    job = house.group.jobs[-1]
+    assert job.method.name == "xattention"
+    assert dict(job.method.options)["tau"] == 0.75
+    assert job.deadline is not None
+    assert house.decode.jobs[-1].page_selection == "full"
+    *_, last = complete(api, LONG, extra_body=extra, stream=True)
+    for report in (done.deltafront, last.deltafront):
+        assert sum(report["timings"]["parts"].values()) == pytest.approx(report["timings"]["ttft_seconds"])
+        assert (report["density"]["method"], report["density"]["mean"]) == ("xattention", 0.75)
+        assert (report["page_share"], report["session"]) == (0.5, None)
+
+
+def test_sessions(house: House, api: openai.OpenAI) -> None:
+    document = {"role": "user", "content": "d" * 300}
+    question = {"role": "user", "content": "why?"}
+    made = chat(api, [document, question], extra_body={"session_ttl_s": 600})
+    session = made.deltafront["session"]
+    assert session["tokens"] == len(f"[s:be nice][u:{document['content']}]")
+    asked = chat(api, [question], extra_body={"session_id": session["session_id"]})
+    assert asked.choices[0].message.content == made.choices[0].message.content
+    assert asked.usage.prompt_tokens == made.usage.prompt_tokens
+    assert asked.usage.prompt_tokens_details.cached_tokens == session["tokens"]
+    assert len(house.group.jobs) == 1
+    text = complete(api, "abc", extra_body={"session_ttl_s": 600}).deltafront["session"]
+    done = complete(api, "def", extra_body={"session_id": text["session_id"]})
+    assert done.choices[0].text == expected(ids("abcdef"), 5)
+    assert done.usage.prompt_tokens_details.cached_tokens == 4
+
+
+def lines(address: str, body: dict[str, Any]) -> Iterator[str]:
+    """A streamed completion's lines that are not empty, as they come."""
+    request = {"model": MODEL, "stream": True, **body}
+    with httpx.stream("POST", f"{address}/v1/completions", json=request, timeout=HANG_S) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield from filter(None, response.iter_lines())
+
+
+def test_comments_tell_how_far_a_prompt_is(house: House, make_http: Callable[..., str]) -> None:
+    stream = lines(make_http(house), {"prompt": LONG, "max_tokens": 1})
+    assert [next(stream) for _ in range(4)] == [f": read {n} of 501 tokens" for n in (128, 256, 384, 501)]
+    assert [line[:6] for line in stream] == ["data: "] * 3
+    house.group.pause_at = 0
+    waiting = lines(make_http(house, keep_alive_s=0.01), {"prompt": LONG, "max_tokens": 1})
+    assert [next(waiting) for _ in range(3)] == [": waiting"] * 3
+    house.group.pause_at = -1
+    assert list(waiting)[-1] == "data: [DONE]"
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("doing", ["waiting", "reading", "answering"])
+def test_a_client_that_leaves_frees_everything(
+    house: House, connect: Open, make_http: Callable[..., str], doing: str, streamed: bool
+) -> None:
+    """The work stops where the test holds it and would never end: only leaving frees its pages."""
+    worker = house.decode if doing == "answering" else house.group
+    worker.pause_at = {"waiting": 0, "reading": 2, "answering": 3}[doing]
+    address = make_http(house, keep_alive_s=0.01)
+    if streamed:
+        leave = complete(connect(address), LONG, max_tokens=50, stream=True).close
+    else:  # OpenAI's client would wait for the answer
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": LONG}))
+        leave = connection.close
+    assert worker.paused.wait(HANG_S)
+    assert house.pages_used()
+    leave()
+    wait_until(lambda: outcomes(house) == {("Generate", "cancelled"): 1}, "the request is not cancelled")
+    nothing_left(house)
+    assert worker.pause_at >= 0
+    assert worker.cancelled == [house.group.jobs[0].request_id]

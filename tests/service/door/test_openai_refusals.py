@@ -1,0 +1,194 @@
+"""What the HTTP edge refuses, through OpenAI's own client: 13 to 19 of `test_openai.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from deltafront.service.door.openai_answers import refusal as refusal_object
+from deltafront.service.door.openai_answers import status_of
+from deltafront.service.errors import Code, DeltafrontError
+from deltafront.service.request import attempt
+
+from ..inprocess import House
+from ..test_faults import outcomes
+from ..test_requests import nothing_left
+from .openai_calls import HI, LONG, MODEL, Open, chat, complete
+
+
+def refusal(call: Callable[[], Any], kind: type[openai.APIStatusError]) -> Any:
+    """The error object, and its response's headers under `headers`."""
+    with pytest.raises(kind) as caught:
+        call()
+    error = caught.value.response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error | {"headers": caught.value.response.headers}
+
+
+def test_tokens(make_house: Callable[..., House], make_http: Any, connect: Open, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("alpha\nbeta\n")
+    house = make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens"))
+    address = make_http(house)
+    alpha, beta, nobody = (connect(address, token) for token in ("alpha", "beta", "gamma"))
+    for call in (lambda: chat(nobody), lambda: complete(nobody, stream=True), nobody.models.list):
+        with pytest.raises(openai.AuthenticationError) as caught:
+            call()
+        assert caught.value.code == "invalid_api_key"
+    assert httpx.get(f"{address}/v1/models").status_code == 401
+    made = complete(alpha, extra_body={"session_ttl_s": 60}).deltafront["session"]
+    session = {"session_id": made["session_id"]}
+    with pytest.raises(openai.NotFoundError):
+        complete(beta, extra_body=session)
+    assert complete(alpha, extra_body=session).usage.completion_tokens == 5
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "model": {"model": 3},
+    "messages": {"messages": []},
+    "messages[0].role": {"messages": [{"role": "tool", "content": "x"}]},
+    "messages[1].content": {"messages": [*HI, {"role": "user"}]},
+    "messages[0].content[1]": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]
+    },
+    "messages[0].name": {"messages": [{"role": "user", "content": "x", "name": "Bob"}]},
+    "stream": {"stream": "yes"},
+    "stream_options": {"stream_options": {"include_usage": True}},
+    "stream_options.include_use": {"stream": True, "stream_options": {"include_use": True}},
+    "temperature": {"temperature": -1},
+    "top_p": {"top_p": 2},
+    "top_k": {"top_k": -1},
+    "seed": {"seed": -1},
+    "stop": {"stop": 7},
+    "stop[1]": {"stop": ["a", ""]},
+    "max_tokens": {"max_tokens": 0},
+    "max_tokens ": {"max_tokens": 3, "max_completion_tokens": 4},
+    "method": {"method": "magic"},
+    "options.wings": {"method": "dpxa", "options": {"wings": 2}},
+    "options.tau": {"method": "dpxa", "options": {"tau": "many"}},
+    "method ": {"session_id": "d0.x", "method": "dpxa"},
+    "session_ttl_s": {"session_ttl_s": 60},
+    "session_ttl_s ": {"session_ttl_s": 10**9, "messages": [*HI, *HI]},
+    "page_selection": {"page_selection": "some"},
+    "page_selection ": {"page_selection": "delta"},
+    "timeout_s": {"timeout_s": 0},
+    "sesion_id": {"sesion_id": "d0.x"},
+}
+
+
+@pytest.mark.parametrize("param", BAD)
+def test_a_bad_value_is_refused_by_name(house: House, api: openai.OpenAI, param: str) -> None:
+    error = refusal(lambda: chat(api, extra_body=BAD[param]), openai.BadRequestError)
+    assert (error["param"], error["type"]) == (param.strip(), "invalid_request_error")
+    assert error["message"].startswith(f"{param.strip()}: ")
+    assert not house.group.jobs
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("prompt", [7, [], "", ["a", "b"], [[1], [2]], [1, -1], [1, "a"], [1, 258], [True]])
+def test_a_bad_prompt_is_refused_by_name(api: openai.OpenAI, prompt: Any) -> None:
+    assert refusal(lambda: complete(api, prompt), openai.BadRequestError)["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"temperature": NaN}', b"\xff", b'{"model": "\\ud800"}']
+)
+def test_a_body_that_is_no_json_object_is_refused(address: str, body: bytes) -> None:
+    answer = httpx.post(f"{address}/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+def test_what_is_not_supported_is_refused_by_name(house: House, api: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    unsupported = {"n": 2, "tools": [tool], "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
+                   "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}, "store": True,
+                   "reasoning_effort": "low", "audio": {}}  # fmt: skip
+    for name, value in unsupported.items():
+        error = refusal(lambda: chat(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
+        assert (error["param"], error["message"]) == (
+            name,
+            f"{name}: is not supported by this server: leave it out",
+        )
+    for name, value in {"logprobs": 0, "echo": True, "best_of": 2, "suffix": "x"}.items():
+        error = refusal(lambda: complete(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
+        assert error["param"] == name
+    assert not house.group.jobs
+    nothing = {"n": 1, "tools": None, "logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0,
+               "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}}  # fmt: skip
+    assert chat(api, extra_body=nothing).usage.completion_tokens == 5
+
+
+def test_what_is_too_long_is_told_so(api: openai.OpenAI) -> None:
+    error = refusal(lambda: complete(api, "x" * 8192), openai.BadRequestError)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "8193 tokens" in error["message"]
+    messages = [{"role": "user", "content": "x" * 8192}]
+    error = refusal(lambda: chat(api, messages), openai.BadRequestError)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert (
+        "1048576 bytes" in refusal(lambda: complete(api, "x" * (1 << 20)), openai.APIStatusError)["message"]
+    )
+
+
+def test_what_is_not_there_is_not_found(address: str, api: openai.OpenAI) -> None:
+    for call in (lambda: api.models.retrieve("gpt"), lambda: chat(api, extra_body={"model": "gpt"})):
+        error = refusal(call, openai.NotFoundError)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert MODEL in error["message"]
+    error = refusal(lambda: complete(api, extra_body={"session_id": "d0.x"}), openai.NotFoundError)
+    assert error["code"] == "session_not_found"
+    refusal(lambda: api.embeddings.create(model=MODEL, input="x"), openai.NotFoundError)
+    assert httpx.get(f"{address}/v1/completions").status_code == 405
+
+
+def test_a_full_server_says_when_to_come_back(house: House, api: openai.OpenAI) -> None:
+    house.decode.total = 40
+    house.decode.pause_at = 1
+    stream = complete(api, LONG, stream=True)
+    next(stream)
+    for streamed in (True, False):
+        error = refusal(lambda: complete(api, LONG, stream=streamed), openai.RateLimitError)  # noqa: B023
+        assert error["code"] == "rate_limit_exceeded"
+        assert int(error["headers"]["retry-after"]) > 0
+        assert "x-should-retry" not in error["headers"]
+    house.decode.pause_at = -1
+    list(stream)
+    error = refusal(lambda: complete(api, "x" * 700), openai.RateLimitError)
+    assert "retry-after" not in error["headers"]
+    assert error["headers"]["x-should-retry"] == "false"
+    nothing_left(house)
+
+
+def test_failing_workers(house: House, api: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
+    house.group.fail_after = [0, 0, 0]
+    error = refusal(lambda: complete(api, LONG, stream=True), openai.InternalServerError)
+    assert (error["code"], error["type"]) == ("unavailable", "server_error")
+    assert int(error["headers"]["retry-after"]) > 0
+    house.decode.fail_after = [2, 0, 0]
+    stream = complete(api, LONG, stream=True)
+    with pytest.raises(openai.APIError, match="a hand-off failed; gave up after 3 tries"):
+        list(stream)
+    assert outcomes(house) == {("Generate", "unavailable"): 2}
+    nothing_left(house)
+
+
+def test_every_error_has_a_status() -> None:
+    for code in Code:
+        error = DeltafrontError("trouble")
+        error.code = code  # type: ignore[misc]
+        assert 400 <= status_of(error) < 600
+        assert refusal_object(error, "prompt")["error"]["message"] == "trouble"
+
+
+def test_a_deadline(house: House, api: openai.OpenAI) -> None:
+    house.group.pause_at = 0
+    error = refusal(lambda: complete(api, LONG, extra_body={"timeout_s": 0.2}), openai.InternalServerError)
+    assert (error["code"], error["headers"]["x-should-retry"]) == ("deadline_exceeded", "false")
+    nothing_left(house)
