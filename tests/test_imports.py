@@ -48,7 +48,8 @@ ROOMS = {
     "service.exporter": "service.metrics",
     "service.app": """workers.prefill.group workers.decode.worker service.config service.metrics
         service.exporter service.fleet service.door service.wiring""",
-    "service.client": """workers.messages workers.settings workers.model.config workers.model.store
+    "service.client": """kernels.methods workers.messages workers.settings workers.model.config
+        workers.model.decoder workers.model.store
         workers.calibration workers.model.digest workers.model.profile service.errors
         service.config service.door.wire service.door.status service.request.answers
         service.request.calls service.request.plan service.request.tokenizer service.wiring service.app
