@@ -64,8 +64,6 @@ class DoorConfig:
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     default_session_ttl_s: Positive = 600.0
-    max_waiting: Count = 64
-    """Prompts that may wait in one prefill group before more are refused."""
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """How often a request is tried again after a worker died under it."""
     worker_wait_s: Positive = 60.0

@@ -69,6 +69,8 @@ class PrefillConfig:
     threads: Count = 1
     cpus_per_stage: Amount = 0.5
     gpus_per_stage: Amount = 0.0
+    max_waiting: Count = 64
+    """Prompts that may wait in a group for their turn and their pages before more are refused."""
     ageing_tokens_per_second: Amount = 256.0
     """A waiting request counts as this many tokens shorter for each second it has waited."""
     stream_lease_s: Positive = 60.0
@@ -101,6 +103,9 @@ class DecodeConfig:
     workers: Count = 1
     cache_tokens: Room = 65_536
     max_batch: Count = 16
+    max_wait_s: Amount = 10.0
+    """How long a reservation may wait for pages before it is refused. One that is expected to wait longer is
+    refused at once."""
     append_chunk_tokens: Count = 256
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64

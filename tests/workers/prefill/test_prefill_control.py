@@ -210,7 +210,6 @@ async def test_refusals_take_nothing() -> None:
     await anext(running)
     refused = {
         RefusalReason.TOO_LARGE: job("b", 2000),
-        RefusalReason.PAGES: job("c", 200),
         RefusalReason.DUPLICATE: job("a", 16),
         RefusalReason.DEADLINE: job("d", 16, deadline=time.time() - 1),
     }
@@ -240,10 +239,11 @@ async def test_pages_are_free_only_when_every_stage_has_closed() -> None:
     closing = asyncio.create_task(controller.cancel("a"))
     await asyncio.sleep(0.02)
     assert (await controller.stats()).pages_free == 0, "stage 1 has not confirmed"
-    (event,) = await collect(controller, job("b", 128))
-    assert event.reason is RefusalReason.PAGES
+    behind = asyncio.create_task(collect(controller, job("b", 128)))
+    await asyncio.sleep(0.02)
+    assert (await controller.stats()).waiting == 1 and not behind.done()
     await closing
-    assert (await controller.stats()).pages_free == 8
+    assert isinstance((await behind)[-1], PrefillDone)
     await stream.aclose()
     await assert_clean(controller, fakes)
 
@@ -306,7 +306,7 @@ async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
     assert all(isinstance(error, PrefillFailed) for error in outcomes[:3])
     assert outcomes[3] is None
     assert fakes[0].stopped and controller.failure == message
-    assert controller._pool.used == 0
+    assert controller._requests._pool.used == 0
     for late in (collect(controller, job("d", 16)), controller.stats()):
         with pytest.raises(PrefillFailed, match="is lost"):
             await late
@@ -398,10 +398,10 @@ async def abuse(seed: int, fatal: bool) -> None:
     if any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes):
         # A reader that is cancelled while it waits for its pages does not see them come back.
         async with asyncio.timeout(1):
-            while controller._pool.used:
+            while controller._requests._pool.used:
                 await asyncio.sleep(1e-3)
     if fatal and controller.failure:
-        assert controller._pool.used == 0
+        assert controller._requests._pool.used == 0
         return
     await assert_clean(controller, fakes)
 

@@ -1,0 +1,102 @@
+"""The requests of a prefill group: who waits, who runs, whose pages are whose, and who is refused.
+
+Plain bookkeeping of the event loop's thread: nothing here sends a command or ends a request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..kv.page_pool import PagePool, pages_for
+from ..messages import GroupStats, PrefillJob, RefusalReason, Refused
+from ..settings import PrefillConfig
+from . import backlog, schedule
+from .request import Request
+
+
+class Requests:
+    """By id, from admission until their pages are free. Moments are seconds of the controller's clock."""
+
+    def __init__(self, config: PrefillConfig) -> None:
+        self._config = config
+        self._pool = PagePool(pages_for(config.cache_tokens))
+        self._requests: dict[str, Request] = {}
+        self._promises = backlog.Promises()
+
+    def __iter__(self) -> Iterator[Request]:
+        """Those that are here, ended ones included."""
+        return iter(list(self._requests.values()))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def find(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def add(self, request: Request) -> None:
+        self._requests[request.job.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        """No stage knows of it any more: its pages are free."""
+        del self._requests[request.job.request_id]
+        self._pool.release(request.pages)
+
+    def next(self, now: float) -> Request | None:
+        """Whose chunk is to be sent; it has its pages."""
+        unsent = [request.waiting for request in self if request.unsent]
+        chosen = schedule.next_request(unsent, now, self._config.ageing_tokens_per_second, self._pool.free)
+        if chosen is None:
+            return None
+        request = self._requests[chosen]
+        if not request.opened:
+            request.pages = self._pool.allocate(request.waiting.pages)
+        return request
+
+    def refusal(self, job: PrefillJob, now: float, rate: float) -> Refused | None:
+        """Why a job is not taken, if it is not. rate: the group's tokens a second, 0 while it is unknown."""
+        needed, pool = pages_for(job.tokens), self._pool
+        if job.request_id in self._requests:
+            return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")
+        if job.deadline is not None and job.deadline <= time.time():
+            return Refused(RefusalReason.DEADLINE, "the deadline has passed")
+        if needed > pool.total:
+            message = f"a prompt of {job.tokens} tokens needs {needed} pages; a stage has {pool.total}"
+            return Refused(RefusalReason.TOO_LARGE, message, needed, pool.free)
+        waiting = sum(not request.opened for request in self._live())
+        if waiting < self._config.max_waiting:
+            return None
+        message = f"{waiting} prompts wait already"
+        comes_back = self._comes_back(job.tokens, now, rate)
+        return Refused(RefusalReason.BUSY, message, needed, pool.free, comes_back)
+
+    def stats(self, name: str, rate: float) -> GroupStats:
+        live = self._live()
+        running = sum(request.opened for request in live)
+        return GroupStats(
+            name=name,
+            pages_total=self._pool.total,
+            pages_free=self._pool.free,
+            running=running,
+            waiting=len(live) - running,
+            waiting_tokens=sum(request.job.tokens - request.done for request in live),
+            tokens_per_second=rate,
+        )
+
+    def _live(self) -> list[Request]:
+        return [request for request in self if not request.ended]
+
+    def _comes_back(self, tokens: int, now: float, rate: float) -> float | None:
+        """Seconds after which a refused prompt should come back; None while the group's rate is not known."""
+        if rate <= 0:
+            return None
+        play = backlog.Play(
+            [replace(one.waiting, remaining=one.job.tokens - one.done) for one in self._live()],
+            now,
+            self._config.ageing_tokens_per_second,
+            rate,
+            self._pool.free + sum(len(request.pages) for request in self if request.ended),
+            self._config.chunk_tokens,
+        )
+        return self._promises.give(play, tokens, self._config.max_waiting, now)
