@@ -121,6 +121,8 @@ class ServiceConfig(BaseModel):
         prefill, decode, door = self.prefill, self.decode, self.door
         if prefill.cache_tokens < prefill.chunk_tokens:
             yield f"prefill.cache_tokens = {prefill.cache_tokens}: must be at least prefill.chunk_tokens"
+        if prefill.stall_s <= self.handoff.ack_timeout_s:
+            yield "prefill.stall_s: must be above handoff.ack_timeout_s, which a stage may wait for"
         if decode.warm_up and decode.cache_tokens < _WARM_UP_TOKENS:
             yield f"decode.warm_up: needs cache_tokens of at least {_WARM_UP_TOKENS}"
         if decode.page_selection == "delta" and not decode.delta_layers:

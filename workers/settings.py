@@ -75,6 +75,12 @@ class PrefillConfig:
     """A waiting request counts as this many tokens shorter for each second it has waited."""
     stream_lease_s: Positive = 60.0
     """A request whose door has not renewed it for this long is cancelled."""
+    chunk_slack_s: Positive = 3.0
+    """A stage whose chunk takes so much longer than twice the request's chunk before is asked for a sign of
+    life, and replaced if it gives none in 2 s."""
+    stall_s: Positive = 300.0
+    """A stage that lives is replaced once a chunk has taken this long: also a first chunk, for which kernels
+    may have to be compiled."""
     method_modules: tuple[str, ...] = ()
     """Modules outside the package that register attention methods when they are imported."""
     method_options: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from ...kernels.constants import BLOCK
@@ -34,17 +34,18 @@ from ..messages import (
 from ..roles import PrefillEvent, Stage
 from ..settings import PrefillConfig
 from . import schedule
-from .account import Throughput
+from .account import Pace, Throughput
 from .pipeline import Pipeline
 from .request import Request
 from .requests import Requests
+from .watch import StageWatch
 
 
 class PrefillController:
     """Runs prompts through a group's stages, several at a time, chunk by chunk.
 
     end_stages: ends all of them, even in the middle of a chunk; every answer that they still owe then becomes
-    an error. clock: seconds, for scheduling and accounts.
+    an error. pulse: asks a stage, by number, for a sign of life. clock: seconds, for scheduling and accounts.
     """
 
     def __init__(
@@ -53,18 +54,21 @@ class PrefillController:
         stages: Sequence[Stage],
         config: PrefillConfig,
         end_stages: Callable[[], None],
+        pulse: Callable[[int], Awaitable[object]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if config.chunk_tokens < BLOCK or config.chunk_tokens % BLOCK:
             raise ValueError(f"chunk_tokens {config.chunk_tokens} is not a multiple of {BLOCK}")
         self.name = name
-        self._pipeline = Pipeline(stages, self._pump)
+        watch = StageWatch(len(stages), pulse, self._hangs, clock, config.stall_s)
+        self._pipeline = Pipeline(stages, watch, self._pump, config.chunk_slack_s)
         self._config = config
         self._end_stages = end_stages
         self._clock = clock
         self._requests = Requests(config)
         self._serials = itertools.count(1)
         self._throughput = Throughput()
+        self._pace = Pace()
         self._failure = ""
 
     @property
@@ -114,8 +118,8 @@ class PrefillController:
         return self._requests.stats(self.name, self._throughput.tokens_per_second)
 
     async def check(self) -> str:
-        """`failure`, after asking idle stages whether they live. Busy ones are not asked: the death of one
-        shows in the chunk it owes."""
+        """`failure`, after asking idle stages whether they live. Busy ones are not asked: that one died or
+        hangs shows in the chunk it owes."""
         if not self._failure and not self._requests:
             try:
                 await self.stage_pages()
@@ -180,8 +184,13 @@ class PrefillController:
             request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
         )
         request.in_flight += 1
-        reports = self._pipeline.run_chunk(command, opening)
+        reports = self._pipeline.run_chunk(command, opening, lambda: self._allowed(request, command))
         self._pipeline.spawn(self._watch(request, command, now, reports))
+
+    def _allowed(self, request: Request, command: ChunkCommand) -> float:
+        """Seconds until a stage that has not finished a chunk is asked whether it lives."""
+        known = self._pace.allowed(request.job.method.name, request.pace, command.tokens)
+        return self._config.stall_s if known is None else known + self._config.chunk_slack_s
 
     async def _watch(
         self, request: Request, command: ChunkCommand, sent: float, reports: asyncio.Task[list[ChunkReport]]
@@ -212,6 +221,7 @@ class PrefillController:
             if other is not request:
                 other.account.other_chunk(reports[-1].wall, now)
         request.account.own_chunk(reports)
+        request.pace = self._pace.chunk(request.job.method.name, command.start, command.tokens, reports)
         request.done = command.start + command.tokens
         if request.ended:
             return
@@ -245,6 +255,9 @@ class PrefillController:
             self._fail(error)
         self._requests.remove(request)
         self._pump()
+
+    def _hangs(self, _stage: int, what: str) -> None:
+        self._fail(RuntimeError(what))
 
     def _fail(self, error: Exception) -> None:
         """The group is lost: every request ends with the same message, and no stage survives."""

@@ -6,6 +6,7 @@ singly: their peers would be out of step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from ..messages import PREFILL_PREFIX, RequestFailed
-from ..remote import COMMANDS, REPLICA_CPUS, Failure, Replica, hosts, in_lane, placement_of, remote
+from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, Replica, hosts, in_lane, placement_of, remote
 from ..roles import Group, Stage
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 
@@ -68,6 +69,10 @@ class StageActor:
             raise RuntimeError(f"stage {self._number} has not loaded its model")
         return self._stage
 
+    def pulse(self) -> int:
+        """A sign of life, answered beside whatever the stage computes: its process's id."""
+        return os.getpid()
+
     def _activations(self, rendezvous: tuple[str, int], stage: PrefillStage) -> GroupActivations:
         from .activations import GroupActivations, join_store
 
@@ -87,8 +92,11 @@ class ControllerActor:
             for actor in stages:
                 ray.kill(actor)
 
+        async def pulse(number: int) -> None:
+            await in_lane(stages[number].pulse, NOTICES)()
+
         self.hosted: PrefillController = PrefillController(
-            name, [remote_stage(actor, number) for number, actor in enumerate(stages)], config, end_stages
+            name, [remote_stage(actor, n) for n, actor in enumerate(stages)], config, end_stages, pulse
         )
 
     async def check(self) -> str:

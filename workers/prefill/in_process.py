@@ -93,7 +93,10 @@ def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> Pre
         for thread in threads:
             thread.stop()
 
-    return PrefillController("local", [thread.stage for thread in threads], config, end_stages)
+    async def pulse(_stage: int) -> None:
+        """A thread of this process lives."""
+
+    return PrefillController("local", [thread.stage for thread in threads], config, end_stages, pulse)
 
 
 def run_in_process(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from ..roles import Answer, Stage, settled
+from .watch import StageWatch
 
 T = TypeVar("T")
 
@@ -21,11 +22,16 @@ T = TypeVar("T")
 class Pipeline:
     """Sends each command to all stages before it returns, so that they all get the same ones in one order.
 
-    entry_free: called when the first stage has passed a chunk on.
+    watch: told of all that stages owe. entry_free: called when the first stage has passed a chunk on.
+    slack_s: what a command may take before a stage is asked whether it lives.
     """
 
-    def __init__(self, stages: Sequence[Stage], entry_free: Callable[[], None]) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], watch: StageWatch, entry_free: Callable[[], None], slack_s: float
+    ) -> None:
         self._stages = tuple(stages)
+        self._watch = watch
+        self._slack_s = slack_s
         self._tell_entry_free = entry_free
         self._chunks = 0
         self._entry_busy = False
@@ -41,19 +47,27 @@ class Pipeline:
         return not self._entry_busy and self._chunks < len(self._stages)
 
     def run_chunk(
-        self, command: ChunkCommand, opening: OpenRequest | None
+        self, command: ChunkCommand, opening: OpenRequest | None, allowed: Callable[[], float]
     ) -> asyncio.Task[list[ChunkReport]]:
         """The stages' reports, after those of all chunks before. opening: sent first, for a request's first
-        chunk. RequestFailed concerns the request, anything else is the end of the group."""
-        opened = [] if opening is None else [stage.open(opening) for stage in self._stages]
+        chunk. allowed: seconds that a stage may take for it, as far as is known by now. RequestFailed
+        concerns the request, anything else is the end of the group."""
+        opened: list[asyncio.Task[Any]] = []
+        if opening is not None:
+            name = f"opening {command.request_id}"
+            opened = self._all(name, [stage.open(opening) for stage in self._stages])
         first, *others = self._stages
         blind = replace(command, token_ids=b"")
         replies = [first.run_chunk(command), *(stage.run_chunk(blind) for stage in others)]
         self._chunks += 1
         self._entry_busy = True
-        outcomes: list[asyncio.Task[Any]] = [self.spawn(_outcome(reply)) for reply in (*opened, *replies)]
-        outcomes[len(opened)].add_done_callback(self._entry_free)
-        self._last = self.spawn(self._reports(outcomes, self._last))
+        name, before = f"the chunk of {command.request_id} at token {command.start}", None
+        chunks: list[asyncio.Task[Any]] = []
+        for stage, reply in enumerate(replies):
+            chunks.append(self.spawn(_outcome(reply)))
+            before = self._watch.expect(stage, name, allowed, chunks[-1], before)
+        chunks[0].add_done_callback(self._entry_free)
+        self._last = self.spawn(self._reports([*opened, *chunks], self._last))
         return self._last
 
     def close(self, request_id: str, abandoned: int | None) -> list[asyncio.Task[Any]]:
@@ -62,11 +76,20 @@ class Pipeline:
         if abandoned is not None:
             for stage in self._stages:
                 stage.abandon(abandoned)
-        return [self.spawn(_outcome(stage.close(request_id))) for stage in self._stages]
+        return self._all(f"closing {request_id}", [stage.close(request_id) for stage in self._stages])
 
     async def pages(self) -> list[int]:
         """Pages of open requests by stage, each asked behind the commands it already has."""
-        return list(await asyncio.gather(*[settled(stage.pages_used()) for stage in self._stages]))
+        asked = self._all("counting its pages", [stage.pages_used() for stage in self._stages])
+        return list(await asyncio.gather(*asked))
+
+    def _all(self, what: str, replies: Sequence[Answer[Any]]) -> list[asyncio.Task[Any]]:
+        """Every stage's answer to one command."""
+        outcomes: list[asyncio.Task[Any]] = []
+        for stage, reply in enumerate(replies):
+            outcomes.append(self.spawn(_outcome(reply)))
+            self._watch.expect(stage, what, lambda: self._slack_s, outcomes[-1])
+        return outcomes
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of the group's own, so that it outlives the caller that caused it, and `idle` waits."""

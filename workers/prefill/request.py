@@ -26,6 +26,8 @@ class Request:
         self.sent = 0
         self.done = 0
         """Tokens sent to, and through, the pipeline."""
+        self.pace: float | None = None
+        """Seconds a token of its last chunk, on the slowest stage."""
         self.in_flight = 0
         """Chunks of it in the pipeline."""
         self.closing: asyncio.Task[None] | None = None

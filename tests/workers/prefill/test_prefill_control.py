@@ -42,6 +42,7 @@ class FakeStage:
         self.opened: dict[str, OpenRequest] = {}
         self.wrong: list[str] = []
         self.stopped = False
+        self.stuck = False
         self._tail: asyncio.Future[Any] | None = None
         self._owed: set[asyncio.Future[Any]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -81,6 +82,8 @@ class FakeStage:
             if before is not None:
                 await asyncio.wait([before])
             await asyncio.sleep(self.pause())
+            while self.stuck and not self.stopped:
+                await asyncio.sleep(0.01)
             try:
                 result = work()
                 if not owed.done():
@@ -109,6 +112,10 @@ class FakeStage:
         )
 
 
+async def no_pulse(_stage: int) -> None:
+    return None
+
+
 def no_trouble(_request_id: str) -> None:
     return None
 
@@ -130,8 +137,12 @@ def controller_of(fakes: list[FakeStage], config: PrefillConfig) -> PrefillContr
         for fake in fakes:
             fake.stop()
 
+    async def pulse(stage: int) -> None:
+        while fakes[stage].stuck:
+            await asyncio.sleep(1.0)
+
     clock = asyncio.get_running_loop().time
-    return PrefillController("prefill:test", fakes, config, end_stages, clock)
+    return PrefillController("prefill:test", fakes, config, end_stages, pulse, clock)
 
 
 def job(name: str, tokens: int, **more: Any) -> PrefillJob:
@@ -227,7 +238,7 @@ async def test_refusals_take_nothing() -> None:
 @pytest.mark.parametrize("chunk_tokens", [0, 64, 200])
 def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
-        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda: None)
+        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda: None, no_pulse)
 
 
 @timeless

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from deltafront.workers.messages import (
     method_spec,
 )
 from deltafront.workers.prefill.group import PrefillGroup, placement, remote_stage
-from deltafront.workers.remote import hosts, start_actor
+from deltafront.workers.remote import NOTICES, hosts, in_lane, start_actor
 from deltafront.workers.roles import Stage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
@@ -241,6 +244,23 @@ async def test_a_killed_stage_ends_the_whole_group(cluster: None, decode: Any, m
         await doomed.head.stats.remote()
     with pytest.raises(ray.exceptions.RayActorError):
         await doomed._stages[0].pages_used.remote()
+    doomed.stop()
+
+
+async def test_a_stopped_stage_is_noticed_and_ended(cluster: None, decode: Any, model: ModelSpec) -> None:
+    """SIGSTOP: it does not die, and it does not answer."""
+    doomed = PrefillGroup(model, replace(CONFIG, chunk_slack_s=1.0))
+    pid = await in_lane(doomed._stages[1].pulse, NOTICES)()
+    with pytest.raises(PrefillFailed) as failure:
+        async for event in events_of(doomed, PrefillJob("a", random_ids(3900), DENSE, decode[0])):
+            if isinstance(event, Progress) and event.tokens_done == 512:
+                os.kill(pid, signal.SIGSTOP)
+    assert "stage 1 does not answer: the chunk of a at token" in str(failure.value.cause)
+    with pytest.raises(RuntimeError, match="is lost"):
+        await doomed.check_health()
+    async with asyncio.timeout(60):
+        while Path(f"/proc/{pid}").exists() and "(zombie)" not in Path(f"/proc/{pid}/status").read_text():
+            await asyncio.sleep(0.05)
     doomed.stop()
 
 
