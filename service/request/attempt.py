@@ -19,7 +19,6 @@ from ..errors import (
     InvalidArgument,
     Unavailable,
     WorkerError,
-    WorkerLost,
 )
 from ..fleet.view import Fleet
 from ..metrics import Metrics
@@ -32,7 +31,8 @@ Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
 
 _FIRST_PAUSE_S = 0.25
-"""Before a replay; four times as long before each next one, because a group takes seconds to come back."""
+"""Before a replay, where no other worker is left; four times as long before each next one, because a worker
+takes seconds to come back."""
 BUSY_RETRY_S = 5.0
 """Where nobody knows yet how long work takes."""
 
@@ -120,7 +120,8 @@ async def with_replays(
     once: Callable[[], Awaitable[None]],
     streaming: Callable[[], bool],
 ) -> None:
-    """Try again after a worker failed. Raises Unavailable when that does not help.
+    """Try again after a worker failed: at once on others, if there are any of its kind. Raises Unavailable
+    when that does not help.
 
     streaming: whether the first token is out, so that lost time no longer belongs to TTFT.
     """
@@ -129,14 +130,14 @@ async def with_replays(
         try:
             return await once()
         except WorkerError as error:
-            if isinstance(error, WorkerLost):
-                fleet.forget(error.worker)
+            fleet.forget(error.worker)
             if number + 1 == tries:
                 raise Unavailable(
                     f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
                 ) from error
         resources.metrics.replayed()
-        await asyncio.sleep(_FIRST_PAUSE_S * 4**number)
-        await fleet.refresh()
+        if not fleet.view.ready:
+            await asyncio.sleep(_FIRST_PAUSE_S * 4**number)
+            await fleet.refresh()
         if not streaming():
             clock.lap(REPLAY)

@@ -52,6 +52,30 @@ def test_a_dying_group_is_replaced_unnoticed(house: House, client: DeltafrontCli
     nothing_left(house)
 
 
+@pytest.mark.parametrize("kind", ["dead group", "failing group", "decode"])
+def test_spare_capacity_is_used_at_once(
+    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nobody pauses, and nobody waits for the next poll: with either the test would not end."""
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 3600.0)
+    house = make_house(refresh_s=3600)
+    first = house.cut("decode" if kind == "decode" else "group")
+    if kind == "decode":
+        house.add_decode("decode:d1").total = 2000
+    else:
+        house.add_group("prefill:g1")
+    house.loop.run(house.fleet.refresh())
+    if kind == "failing group":
+        first.worker.fail_after = [2]
+    else:
+        first.cut_after = 2
+    with DeltafrontClient(house.address) as client:
+        text, *_ = collect(client.generate(PROMPT, max_tokens=9))
+    assert text == expected(ids(PROMPT), 9)
+    assert counter(house, "deltafront_replays_total") == 1
+    wait_until(lambda: not house.fleet.in_progress, "requests are left")
+
+
 def test_a_stage_failure_is_replayed(house: House, client: DeltafrontClient) -> None:
     house.group.fail_after = [2, 0]
     text, *_ = collect(client.generate(PROMPT, max_tokens=5))

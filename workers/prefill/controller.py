@@ -12,7 +12,6 @@ layer's time.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -42,10 +41,11 @@ from .watch import StageWatch
 
 
 class PrefillController:
-    """Runs prompts through a group's stages, several at a time, chunk by chunk.
+    """Runs prompts through a group's stages, chunk by chunk.
 
-    end_stages: ends all of them, even in the middle of a chunk; every answer that they still owe then becomes
-    an error. pulse: asks a stage, by number, for a sign of life. clock: seconds, for scheduling and accounts.
+    end_stages: told once that the group is lost, and which stage hangs, if that is why: every answer that
+    stages still owe must then become an error, even in the middle of a chunk. pulse: asks a stage, by
+    number, for a sign of life. clock: seconds, for scheduling and accounts.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PrefillController:
         name: str,
         stages: Sequence[Stage],
         config: PrefillConfig,
-        end_stages: Callable[[], None],
+        end_stages: Callable[[int | None], None],
         pulse: Callable[[int], Awaitable[object]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -65,10 +65,9 @@ class PrefillController:
         self._config = config
         self._end_stages = end_stages
         self._clock = clock
-        self._requests = Requests(config)
-        self._serials = itertools.count(1)
+        self._requests = Requests(config, len(stages))
         self._throughput = Throughput()
-        self._pace = Pace()
+        self._pace = Pace(config.chunk_slack_s, config.stall_s)
         self._failure = ""
 
     @property
@@ -143,12 +142,9 @@ class PrefillController:
             raise PrefillFailed(self._failure)
         if len(job.token_ids) % 4 or not job.tokens:
             raise PrefillFailed(f"{len(job.token_ids)} bytes are not a prompt: token ids take 4 bytes each")
-        now = self._clock()
-        refused = self._requests.refusal(job, now, self._throughput.tokens_per_second)
-        if refused is not None:
-            return refused
-        request = Request(job, len(self._pipeline), now, next(self._serials))
-        self._requests.add(request)
+        request = self._requests.admit(job, self._clock(), self._throughput.tokens_per_second)
+        if isinstance(request, Refused):
+            return request
         self._arm_lease(request)
         if job.deadline is not None:
             late = Refused(RefusalReason.DEADLINE, "the deadline passed during prefill")
@@ -184,13 +180,11 @@ class PrefillController:
             request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
         )
         request.in_flight += 1
-        reports = self._pipeline.run_chunk(command, opening, lambda: self._allowed(request, command))
+        method = request.job.method.name
+        reports = self._pipeline.run_chunk(
+            command, opening, lambda: self._pace.allowed(method, request.pace, command.tokens)
+        )
         self._pipeline.spawn(self._watch(request, command, now, reports))
-
-    def _allowed(self, request: Request, command: ChunkCommand) -> float:
-        """Seconds until a stage that has not finished a chunk is asked whether it lives."""
-        known = self._pace.allowed(request.job.method.name, request.pace, command.tokens)
-        return self._config.stall_s if known is None else known + self._config.chunk_slack_s
 
     async def _watch(
         self, request: Request, command: ChunkCommand, sent: float, reports: asyncio.Task[list[ChunkReport]]
@@ -256,15 +250,15 @@ class PrefillController:
         self._requests.remove(request)
         self._pump()
 
-    def _hangs(self, _stage: int, what: str) -> None:
-        self._fail(RuntimeError(what))
+    def _hangs(self, stage: int, what: str) -> None:
+        self._fail(RuntimeError(what), stage)
 
-    def _fail(self, error: Exception) -> None:
-        """The group is lost: every request ends with the same message, and no stage survives."""
+    def _fail(self, error: Exception, hanging: int | None = None) -> None:
+        """The group is lost: every request ends with the same message."""
         if self._failure:
             return
         text = str(error).strip().splitlines()
         self._failure = f"prefill group {self.name} is lost: {text[0] if text else type(error).__name__}"
         for request in self._requests:
             self._end(request, PrefillFailed(self._failure))
-        self._end_stages()
+        self._end_stages(hanging)

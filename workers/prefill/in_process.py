@@ -89,7 +89,7 @@ def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> Pre
         stage = load_stage(model, config, number, activations, sender(handoff, config.device, sink))
         threads.append(StageThread(stage, config.threads, activations.close))
 
-    def end_stages() -> None:
+    def end_stages(_hanging: int | None) -> None:
         for thread in threads:
             thread.stop()
 

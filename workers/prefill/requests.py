@@ -5,6 +5,7 @@ Plain bookkeeping of the event loop's thread: nothing here sends a command or en
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,10 +18,13 @@ from .request import Request
 
 
 class Requests:
-    """By id, from admission until their pages are free. Moments are seconds of the controller's clock."""
+    """By id, from admission until their pages are free. stages: how many the group has. Moments are seconds
+    of the controller's clock."""
 
-    def __init__(self, config: PrefillConfig) -> None:
+    def __init__(self, config: PrefillConfig, stages: int) -> None:
         self._config = config
+        self._stages = stages
+        self._serials = itertools.count(1)
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
         self._promises = backlog.Promises()
@@ -35,8 +39,14 @@ class Requests:
     def find(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
-    def add(self, request: Request) -> None:
-        self._requests[request.job.request_id] = request
+    def admit(self, job: PrefillJob, now: float, rate: float) -> Request | Refused:
+        """A request that waits, or why there is none. rate: the group's tokens a second, 0 while unknown."""
+        refused = self._refusal(job, now, rate)
+        if refused is not None:
+            return refused
+        request = Request(job, self._stages, now, next(self._serials))
+        self._requests[job.request_id] = request
+        return request
 
     def remove(self, request: Request) -> None:
         """No stage knows of it any more: its pages are free."""
@@ -54,8 +64,7 @@ class Requests:
             request.pages = self._pool.allocate(request.waiting.pages)
         return request
 
-    def refusal(self, job: PrefillJob, now: float, rate: float) -> Refused | None:
-        """Why a job is not taken, if it is not. rate: the group's tokens a second, 0 while it is unknown."""
+    def _refusal(self, job: PrefillJob, now: float, rate: float) -> Refused | None:
         needed, pool = pages_for(job.tokens), self._pool
         if job.request_id in self._requests:
             return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")

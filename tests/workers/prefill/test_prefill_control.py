@@ -133,7 +133,7 @@ def make(
 
 
 def controller_of(fakes: list[FakeStage], config: PrefillConfig) -> PrefillController:
-    def end_stages() -> None:
+    def end_stages(_hanging: int | None) -> None:
         for fake in fakes:
             fake.stop()
 
@@ -238,7 +238,7 @@ async def test_refusals_take_nothing() -> None:
 @pytest.mark.parametrize("chunk_tokens", [0, 64, 200])
 def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
-        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda: None, no_pulse)
+        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda _: None, no_pulse)
 
 
 @timeless

@@ -125,12 +125,12 @@ def test_a_chunk_is_measured_by_the_one_before_it() -> None:
         waits = {"activation_wait": 5.0}
         return [ChunkReport("a", n, 0, wall + 5.0, waits, (), 0, 0) for n, wall in enumerate(walls)]
 
-    pace = Pace()
-    assert pace.allowed("dense", None, 128) is None
+    pace = Pace(slack_s=3.0, unknown_s=300.0)
+    assert pace.allowed("dense", None, 128) == 300.0
     first = pace.chunk("dense", 0, 128, reports(1.28, 2.56))
     assert first == pytest.approx(0.02)
-    assert pace.allowed("dense", first, 64) == pytest.approx(2 * 0.02 * 64)
+    assert pace.allowed("dense", first, 64) == pytest.approx(3.0 + 2 * 0.02 * 64)
     later = pace.chunk("dense", 128, 128, reports(3.84, 2.56))
-    assert pace.allowed("dense", later, 128) == pytest.approx(2 * 3.84)
-    assert pace.allowed("dense", None, 128) == pytest.approx(2 * 2.56), "another prompt's first"
-    assert pace.allowed("dpxa", None, 128) is None
+    assert pace.allowed("dense", later, 128) == pytest.approx(3.0 + 2 * 3.84)
+    assert pace.allowed("dense", None, 128) == pytest.approx(3.0 + 2 * 2.56), "another prompt's first"
+    assert pace.allowed("dpxa", None, 128) == 300.0
