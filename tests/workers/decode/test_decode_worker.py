@@ -136,7 +136,7 @@ async def test_a_replica_that_cannot_replace_its_actor_is_unhealthy_for_good(
         raise RuntimeError("no GPU is left")
 
     replica._build = broken
-    replica._end(replica.head)
+    cluster.kill(replica.head)
     with pytest.raises(RuntimeError, match="no GPU is left"):
         async with asyncio.timeout(120):
             while True:
