@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from ...kernels.constants import BLOCK
@@ -33,7 +34,6 @@ from ..messages import (
 from ..roles import PrefillEvent, Stage
 from ..settings import PrefillConfig
 from . import schedule
-from .account import Pace, Throughput
 from .pipeline import Pipeline
 from .request import Request
 from .requests import Requests
@@ -66,14 +66,8 @@ class PrefillController:
         self._end_stages = end_stages
         self._clock = clock
         self._requests = Requests(config, len(stages))
-        self._throughput = Throughput()
-        self._pace = Pace(config.chunk_slack_s, config.stall_s)
-        self._failure = ""
-
-    @property
-    def failure(self) -> str:
-        """Why the group is dead; empty while it lives."""
-        return self._failure
+        self.failure = ""
+        """Why the group is lost; empty while it lives."""
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[PrefillEvent, None]:
         """Progress after each chunk, then one PrefillDone; or one Refused.
@@ -112,19 +106,19 @@ class PrefillController:
 
     async def stats(self) -> GroupStats:
         """Raises PrefillFailed once the group is lost, so that no door sends it anything more."""
-        if self._failure:
-            raise PrefillFailed(self._failure)
-        return self._requests.stats(self.name, self._throughput.tokens_per_second)
+        if self.failure:
+            raise PrefillFailed(self.failure)
+        return self._requests.stats(self.name)
 
     async def check(self) -> str:
         """`failure`, after asking idle stages whether they live. Busy ones are not asked: that one died or
         hangs shows in the chunk it owes."""
-        if not self._failure and not self._requests:
+        if not self.failure and not self._requests:
             try:
                 await self.stage_pages()
             except Exception as error:
                 self._fail(error)
-        return self._failure
+        return self.failure
 
     async def stage_pages(self) -> list[int]:
         """Pages of open requests by stage, each asked behind the commands it already has."""
@@ -138,11 +132,11 @@ class PrefillController:
     # --- admission ------------------------------------------------------------------------------------
 
     def _admit(self, job: PrefillJob) -> Request | Refused:
-        if self._failure:
-            raise PrefillFailed(self._failure)
+        if self.failure:
+            raise PrefillFailed(self.failure)
         if len(job.token_ids) % 4 or not job.tokens:
             raise PrefillFailed(f"{len(job.token_ids)} bytes are not a prompt: token ids take 4 bytes each")
-        request = self._requests.admit(job, self._clock(), self._throughput.tokens_per_second)
+        request = self._requests.admit(job, self._clock())
         if isinstance(request, Refused):
             return request
         self._arm_lease(request)
@@ -161,7 +155,7 @@ class PrefillController:
     def _pump(self) -> None:
         """Send a chunk if the first stage is free and somebody may run. Called whenever either may have
         changed."""
-        while not self._failure and self._pipeline.ready:
+        while not self.failure and self._pipeline.ready:
             request = self._requests.next(self._clock())
             if request is None:
                 return
@@ -180,10 +174,8 @@ class PrefillController:
             request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
         )
         request.in_flight += 1
-        method = request.job.method.name
-        reports = self._pipeline.run_chunk(
-            command, opening, lambda: self._pace.allowed(method, request.pace, command.tokens)
-        )
+        allowed = partial(self._requests.allowed, request, command)
+        reports = self._pipeline.run_chunk(command, opening, allowed)
         self._pipeline.spawn(self._watch(request, command, now, reports))
 
     async def _watch(
@@ -210,13 +202,7 @@ class PrefillController:
         if isinstance(reports, RequestFailed):
             self._end(request, PrefillFailed(str(reports)))
             return
-        self._throughput.chunk(command.tokens, sent, now)
-        for other in self._requests:
-            if other is not request:
-                other.account.other_chunk(reports[-1].wall, now)
-        request.account.own_chunk(reports)
-        request.pace = self._pace.chunk(request.job.method.name, command.start, command.tokens, reports)
-        request.done = command.start + command.tokens
+        self._requests.chunk_through(request, command, reports, sent, now)
         if request.ended:
             return
         request.events.put_nowait(Progress(request.done, request.job.tokens))
@@ -235,7 +221,7 @@ class PrefillController:
             if event is not None:
                 request.events.put_nowait(event)
             closed: list[asyncio.Task[Any]] = []
-            if request.opened and not self._failure:
+            if request.opened and not self.failure:
                 abandoned = request.serial if request.in_flight else None
                 closed = self._pipeline.close(request.job.request_id, abandoned)
             request.closing = self._pipeline.spawn(self._close(request, closed))
@@ -255,10 +241,10 @@ class PrefillController:
 
     def _fail(self, error: Exception, hanging: int | None = None) -> None:
         """The group is lost: every request ends with the same message."""
-        if self._failure:
+        if self.failure:
             return
         text = str(error).strip().splitlines()
-        self._failure = f"prefill group {self.name} is lost: {text[0] if text else type(error).__name__}"
+        self.failure = f"prefill group {self.name} is lost: {text[0] if text else type(error).__name__}"
         for request in self._requests:
-            self._end(request, PrefillFailed(self._failure))
+            self._end(request, PrefillFailed(self.failure))
         self._end_stages(hanging)

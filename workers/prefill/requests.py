@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..kv.page_pool import PagePool, pages_for
-from ..messages import GroupStats, PrefillJob, RefusalReason, Refused
+from ..messages import ChunkCommand, ChunkReport, GroupStats, PrefillJob, RefusalReason, Refused
 from ..settings import PrefillConfig
 from . import backlog, schedule
+from .account import Pace, Throughput
 from .request import Request
 
 
@@ -28,6 +29,8 @@ class Requests:
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
         self._promises = backlog.Promises()
+        self._throughput = Throughput()
+        self._pace = Pace(config.chunk_slack_s, config.stall_s)
 
     def __iter__(self) -> Iterator[Request]:
         """Those that are here, ended ones included."""
@@ -39,9 +42,9 @@ class Requests:
     def find(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
-    def admit(self, job: PrefillJob, now: float, rate: float) -> Request | Refused:
-        """A request that waits, or why there is none. rate: the group's tokens a second, 0 while unknown."""
-        refused = self._refusal(job, now, rate)
+    def admit(self, job: PrefillJob, now: float) -> Request | Refused:
+        """A request that waits, or why there is none."""
+        refused = self._refusal(job, now)
         if refused is not None:
             return refused
         request = Request(job, self._stages, now, next(self._serials))
@@ -64,7 +67,7 @@ class Requests:
             request.pages = self._pool.allocate(request.waiting.pages)
         return request
 
-    def _refusal(self, job: PrefillJob, now: float, rate: float) -> Refused | None:
+    def _refusal(self, job: PrefillJob, now: float) -> Refused | None:
         needed, pool = pages_for(job.tokens), self._pool
         if job.request_id in self._requests:
             return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")
@@ -77,10 +80,26 @@ class Requests:
         if waiting < self._config.max_waiting:
             return None
         message = f"{waiting} prompts wait already"
-        comes_back = self._comes_back(job.tokens, now, rate)
+        comes_back = self._comes_back(job.tokens, now)
         return Refused(RefusalReason.BUSY, message, needed, pool.free, comes_back)
 
-    def stats(self, name: str, rate: float) -> GroupStats:
+    def allowed(self, request: Request, command: ChunkCommand) -> float:
+        """Seconds that a stage may take for a chunk before it is asked whether it lives, as known by now."""
+        return self._pace.allowed(request.job.method.name, request.pace, command.tokens)
+
+    def chunk_through(
+        self, request: Request, command: ChunkCommand, reports: Sequence[ChunkReport], sent: float, now: float
+    ) -> None:
+        """Keep the books of a chunk that all stages have finished."""
+        self._throughput.chunk(command.tokens, sent, now)
+        for other in self:
+            if other is not request:
+                other.account.other_chunk(reports[-1].wall, now)
+        request.account.own_chunk(reports)
+        request.pace = self._pace.chunk(request.job.method.name, command.start, command.tokens, reports)
+        request.done = command.start + command.tokens
+
+    def stats(self, name: str) -> GroupStats:
         live = self._live()
         running = sum(request.opened for request in live)
         return GroupStats(
@@ -90,14 +109,15 @@ class Requests:
             running=running,
             waiting=len(live) - running,
             waiting_tokens=sum(request.job.tokens - request.done for request in live),
-            tokens_per_second=rate,
+            tokens_per_second=self._throughput.tokens_per_second,
         )
 
     def _live(self) -> list[Request]:
         return [request for request in self if not request.ended]
 
-    def _comes_back(self, tokens: int, now: float, rate: float) -> float | None:
+    def _comes_back(self, tokens: int, now: float) -> float | None:
         """Seconds after which a refused prompt should come back; None while the group's rate is not known."""
+        rate = self._throughput.tokens_per_second
         if rate <= 0:
             return None
         play = backlog.Play(
