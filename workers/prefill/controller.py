@@ -221,9 +221,10 @@ class PrefillController:
             if event is not None:
                 request.events.put_nowait(event)
             closed: list[asyncio.Task[Any]] = []
+            if request.in_flight:  # also where the group is lost: stages that live leave it soon
+                self._pipeline.abandon(request.serial)
             if request.opened and not self.failure:
-                abandoned = request.serial if request.in_flight else None
-                closed = self._pipeline.close(request.job.request_id, abandoned)
+                closed = self._pipeline.close(request.job.request_id)
             request.closing = self._pipeline.spawn(self._close(request, closed))
         return asyncio.shield(request.closing)
 

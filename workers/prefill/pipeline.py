@@ -70,12 +70,13 @@ class Pipeline:
         self._last = self.spawn(self._reports([*opened, *chunks], self._last))
         return self._last
 
-    def close(self, request_id: str, abandoned: int | None) -> list[asyncio.Task[Any]]:
-        """Has every stage forget a request; their answers. abandoned: its serial, if chunks of it are in
-        flight."""
-        if abandoned is not None:
-            for stage in self._stages:
-                stage.abandon(abandoned)
+    def abandon(self, serial: int) -> None:
+        """Chunks of this request that are in flight end within a layer's time."""
+        for stage in self._stages:
+            stage.abandon(serial)
+
+    def close(self, request_id: str) -> list[asyncio.Task[Any]]:
+        """Has every stage forget a request; their answers."""
         return self._all(f"closing {request_id}", [stage.close(request_id) for stage in self._stages])
 
     async def pages(self) -> list[int]:

@@ -317,6 +317,7 @@ async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
     assert all(isinstance(error, PrefillFailed) for error in outcomes[:3])
     assert outcomes[3] is None
     assert fakes[0].stopped and controller.failure == message
+    assert "abandon" in [kind for kind, _, _ in fakes[0].log], "what still runs ends soon"
     assert controller._requests._pool.used == 0
     for late in (collect(controller, job("d", 16)), controller.stats()):
         with pytest.raises(PrefillFailed, match="is lost"):
