@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 
 from ..messages import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
 
+_OVERDUE_LOOKS = 5
+"""So often in a row a lease must be found run out: where this process itself stood still, renewals that have
+come meanwhile are heard only now."""
 Holder = tuple[float, int]
 """Seconds until it is expected to give its pages back, and how many."""
 
@@ -66,6 +69,7 @@ class _Waiter:
     pages: int
     until: float
     renewed: float
+    overdue: int = 0
 
 
 class ReserveQueue:
@@ -142,7 +146,10 @@ class ReserveQueue:
     def expire(self, lease_s: float) -> None:
         """End the waits that are over: by their bound, their deadline, or because nobody renews them."""
         now, wall = self._clock(), self._wall()
-        self._fail([w for w in self._waiters if now - w.renewed > lease_s], "nobody renewed the request")
+        for waiter in self._waiters:
+            waiter.overdue = waiter.overdue + 1 if now - waiter.renewed > lease_s else 0
+        lost = [waiter for waiter in self._waiters if waiter.overdue > _OVERDUE_LOOKS]
+        self._fail(lost, "nobody renewed the request")
         for waiter in list(self._waiters):
             deadline = waiter.order.deadline
             if deadline is not None and wall >= deadline:

@@ -121,7 +121,7 @@ async def test_a_place_is_given_up_by_cancel_deadline_lease_and_bound(bench: Any
         await asyncio.sleep(0.25)
     assert (await late).reason is RefusalReason.DEADLINE
     with pytest.raises(DecodeFailed, match="nobody renewed"):
-        await lost
+        await lost  # once it was looked at a few times
     assert not patient.done() and not last.done()
     await run.engine.cancel("all")
     assert isinstance(await patient, Reserved)
