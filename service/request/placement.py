@@ -75,26 +75,26 @@ async def _reserve_somewhere(
 ) -> tuple[DecodeWorker, int]:
     """The first worker that has the pages, and how many; only their answers count, since what the door knows
     of them is up to a second old. If all are full, waits at the one that expects to have them first."""
-    refused: dict[str, Refused] = {}
+    soonest, best = resources.fleet.worker(names[0]), (True, math.inf)
     for name in names if len(names) > 1 else ():
-        answer = await reserve(attempt, resources.fleet.worker(name), replace(wish, wait=False))
+        worker = resources.fleet.worker(name)
+        answer = await reserve(attempt, worker, replace(wish, wait=False))
         if isinstance(answer, Reserved):
-            return resources.fleet.worker(name), answer.pages
+            return worker, answer.pages
         if answer.reason not in _ASK_ANOTHER:
             raise refusal(answer)
-        refused[name] = answer
-    name = min(names, key=lambda one: _comes_back(refused.get(one)))
-    answer = await reserve(attempt, resources.fleet.worker(name), replace(wish, wait=True))
+        if _comes_back(answer) < best:
+            soonest, best = worker, _comes_back(answer)
+    answer = await reserve(attempt, soonest, replace(wish, wait=True))
     if isinstance(answer, Refused):
         raise refusal(answer)
-    return resources.fleet.worker(name), answer.pages
+    return soonest, answer.pages
 
 
-def _comes_back(refused: Refused | None) -> tuple[bool, float]:
+def _comes_back(refused: Refused) -> tuple[bool, float]:
     """To sort by: who may say yes soonest; who never will last."""
-    seconds = None if refused is None else refused.retry_after_s
-    never = refused is not None and refused.reason is RefusalReason.TOO_LARGE
-    return never, math.inf if seconds is None else seconds
+    never = refused.reason is RefusalReason.TOO_LARGE
+    return never, math.inf if refused.retry_after_s is None else refused.retry_after_s
 
 
 async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Reserved | Refused:
