@@ -36,7 +36,7 @@ MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 
 
 _HEALTH_PERIOD_S = 1.0
-"""Serve rebuilds a worker after three failed checks; until then the door's replays wait."""
+"""How often Serve asks a replica, which then looks after its actors (docs/recovery.md)."""
 
 _CONSTRUCTOR_TRIES = 3
 

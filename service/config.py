@@ -65,8 +65,6 @@ class DoorConfig:
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     default_session_ttl_s: Positive = 600.0
-    max_waiting: Count = 64
-    """Prompts that may wait in one prefill group before more are refused."""
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """How often a request is tried again after a worker died under it."""
     worker_wait_s: Positive = 60.0
@@ -124,6 +122,8 @@ class ServiceConfig(BaseModel):
         prefill, decode, door = self.prefill, self.decode, self.door
         if prefill.cache_tokens < prefill.chunk_tokens:
             yield f"prefill.cache_tokens = {prefill.cache_tokens}: must be at least prefill.chunk_tokens"
+        if prefill.stall_s <= self.handoff.ack_timeout_s:
+            yield "prefill.stall_s: must be above handoff.ack_timeout_s, which a stage may wait for"
         if decode.warm_up and decode.cache_tokens < _WARM_UP_TOKENS:
             yield f"decode.warm_up: needs cache_tokens of at least {_WARM_UP_TOKENS}"
         if decode.page_selection == "delta" and not decode.delta_layers:

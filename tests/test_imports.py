@@ -26,14 +26,15 @@ ROOMS = {
     "workers.messages": "kernels.constants kernels.methods",
     "workers.settings": "kernels.constants kernels.methods kernels.options",
     "workers.roles": "workers.messages",
-    "workers.remote": "workers.messages workers.roles",
+    "workers.remote": "workers.roles",
+    "workers.replica": "workers.messages workers.remote",
     "workers.model": "workers.settings kernels",
     "workers.calibration": "workers.settings workers.model kernels",
     "workers.kv": "workers.messages workers.settings kernels.constants",
-    "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.model
-        workers.kv kernels""",
-    "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.model
-        workers.kv kernels""",
+    "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.replica
+        workers.model workers.kv kernels""",
+    "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
+        workers.model workers.kv kernels""",
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.model.config workers.model.levels
         workers.model.profile workers.model.store""",
@@ -58,8 +59,8 @@ ROOMS = {
 
 # A package of others → the only modules or rooms that take it.
 HOMES = {
-    "ray": """workers.remote workers.prefill.group workers.decode.worker workers.kv.object_store
-        service.app service.fleet.dispatch service.client.local_ray""",
+    "ray": """workers.remote workers.replica workers.prefill.group workers.decode.worker
+        workers.kv.object_store service.app service.fleet.dispatch service.client.local_ray""",
     "grpc": "service.door service.client",
     "grpc_health": "service.door service.client",
     "google": "service.door",

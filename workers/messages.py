@@ -62,7 +62,8 @@ class Reserve:
     With session_id, only what exceeds the session's shared pages is taken; prompt_tokens then counts the
     appended tokens alone. owner: who may use the session (an opaque digest; empty without auth).
     keep_tokens, page_selection: as the GenerateJob will say, so that the page that a kept session needs for
-    itself is taken now and a selection that is not available is refused before any prefill.
+    itself is taken now and a selection that is not available is refused before any prefill. wait: for pages,
+    where there are too few, as long as the worker's configuration says and until the deadline at most.
     """
 
     request_id: str
@@ -72,11 +73,15 @@ class Reserve:
     session_id: str | None = None
     keep_tokens: int = 0
     page_selection: PageSelection = PageSelection.DEFAULT
+    wait: bool = False
+    deadline: float | None = None
 
 
 class RefusalReason(StrEnum):
     PAGES = "pages"
     """The pool has not enough free pages now."""
+    BUSY = "busy"
+    """As many requests wait here as may."""
     TOO_LARGE = "too_large"
     """The pool could never hold it."""
     NO_SESSION = "no_session"
@@ -92,12 +97,13 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True)
 class Refused:
-    """A worker's no; nothing was taken."""
+    """A worker's no; nothing was taken. retry_after_s: when it may be a yes; None: never, or unknown."""
 
     reason: RefusalReason
     message: str
     needed: int = 0
     free: int = 0
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ says what a `Failure` means to it.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
@@ -16,10 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .messages import NAMESPACE
 from .roles import Form, Role, forms, stand_in
 
 COMMANDS, NOTICES = "commands", "notices"
@@ -136,7 +132,7 @@ class _Caller:
         try:
             yield
         except RayError as error:
-            raise self._meaning(_failure(error)) from None
+            raise self._meaning(failure_of(error)) from None
 
 
 def in_lane(method: Any, lane: str) -> Callable[..., Any]:
@@ -145,7 +141,7 @@ def in_lane(method: Any, lane: str) -> Callable[..., Any]:
     return sending
 
 
-def _failure(error: RayError) -> Failure:
+def failure_of(error: RayError) -> Failure:
     if isinstance(error, RayActorError):
         return Failure("died")
     if isinstance(error, RayTaskError):
@@ -154,50 +150,7 @@ def _failure(error: RayError) -> Failure:
     return Failure(f"cannot be reached ({type(error).__name__})")
 
 
-# --- owning -----------------------------------------------------------------------------------------------
-
-
-class Replica:
-    """Base of the Serve deployments that own actors. Nothing is served through them but health: the door
-    calls the actors, which it finds by name. They die with their replica, and when `head` says that it is
-    lost the health check fails, so that Serve builds a new replica.
-
-    Outside Serve it works the same, without a placement group; `stop()` it then.
-    """
-
-    head: Any
-    """The actor under the replica's name; its `check()` says why it is lost, if it is."""
-
-    def __init__(self, prefix: str) -> None:
-        self.name = prefix + secrets.token_hex(4)
-        self._bundles = get_current_placement_group()
-        self._actors: list[Any] = []
-
-    async def check_health(self) -> None:
-        """Serve calls this; raises once the actors are dead or broken."""
-        fault = await self.head.check.remote()
-        if fault:
-            raise RuntimeError(fault)
-
-    def stop(self) -> None:
-        """End all actors at once (outside Serve; a replica's actors die with it)."""
-        for actor in self._actors:
-            ray.kill(actor)
-
-    def _start(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> Any:
-        """An actor in a bundle of the replica's placement group; `_start_head` gives it the name."""
-        self._actors.append(start_actor(actor_class, cpus, gpus, self._where(bundle), *arguments))
-        return self._actors[-1]
-
-    def _start_head(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> None:
-        options = {"name": self.name, "namespace": NAMESPACE, **self._where(bundle)}
-        self.head = start_actor(actor_class, cpus, gpus, options, self.name, *arguments)
-        self._actors.append(self.head)
-
-    def _where(self, bundle: int) -> dict[str, Any]:
-        if self._bundles is None:
-            return {}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle)}
+# --- starting -------------------------------------------------------------------------------------------
 
 
 def start_actor(actor_class: Any, cpus: float, gpus: float, options: dict[str, Any], *arguments: Any) -> Any:

@@ -69,10 +69,18 @@ class PrefillConfig:
     threads: Count = 1
     cpus_per_stage: Amount = 0.5
     gpus_per_stage: Amount = 0.0
+    max_waiting: Count = 64
+    """Prompts that may wait in a group for their turn and their pages before more are refused."""
     ageing_tokens_per_second: Amount = 256.0
     """A waiting request counts as this many tokens shorter for each second it has waited."""
     stream_lease_s: Positive = 60.0
     """A request whose door has not renewed it for this long is cancelled."""
+    chunk_slack_s: Positive = 3.0
+    """A stage whose chunk takes so much longer than twice the request's chunk before is asked for a sign of
+    life, and replaced if it gives none in 2 s."""
+    stall_s: Positive = 300.0
+    """A stage that lives is replaced once a chunk has taken this long: also a first chunk, for which kernels
+    may have to be compiled."""
     method_modules: tuple[str, ...] = ()
     """Modules outside the package that register attention methods when they are imported."""
     method_options: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -101,6 +109,9 @@ class DecodeConfig:
     workers: Count = 1
     cache_tokens: Room = 65_536
     max_batch: Count = 16
+    max_wait_s: Amount = 10.0
+    """How long a reservation may wait for pages before it is refused. One that is expected to wait longer is
+    refused at once."""
     append_chunk_tokens: Count = 256
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64

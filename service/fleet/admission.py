@@ -1,13 +1,14 @@
 """Where may a prompt go, and is there time? Pure: worker states in, a decision out.
 
-States are up to a second old. So they order the decode workers, but only a worker's own answer to a
-reservation says that its pages are taken; what is refused here for room is what no worker could ever hold.
-Predicted time to first token is the group's backlog plus the prompt, at the group's
+States are up to a second old. So they order the groups and the decode workers, but only a worker's own
+answer says that its queue is full or its pages are taken; what is refused here for room is what no worker
+could ever hold. Predicted time to first token is the group's backlog plus the prompt, at the group's
 recent rate; a group that has not prefilled anything yet predicts nothing, and nobody is refused for time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,16 +16,13 @@ from enum import StrEnum
 from ...workers.messages import DecodeStats, GroupStats
 
 _SHORTEST_RETRY_S = 1.0
-_LONGEST_RETRY_S = 120.0
-_RETRY_UNKNOWN_S = 5.0
-"""When nothing is known about the rate at which work gets done."""
 
 
 class Reason(StrEnum):
     TOO_LARGE = "too_large"
     """No worker could ever hold it."""
     BACKLOG = "backlog"
-    """Too many requests wait already, or the deadline falls into the backlog."""
+    """The deadline falls into the backlog of every group."""
     TOO_SLOW = "too_slow"
     """Even an idle group would miss the deadline."""
 
@@ -43,10 +41,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Admitted:
-    """group: where to prefill. workers: decode workers to ask for pages, roomiest first. ttft_s: predicted,
-    or None."""
+    """groups: where to prefill, shortest wait first. workers: decode workers to ask for pages, roomiest
+    first. ttft_s: predicted for the first group, or None."""
 
-    group: str
+    groups: tuple[str, ...]
     workers: tuple[str, ...]
     ttft_s: float | None
 
@@ -63,9 +61,7 @@ class Rejected:
 Decision = Admitted | Rejected
 
 
-def admit(
-    need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats], max_waiting: int
-) -> Decision:
+def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats]) -> Decision:
     """Decide about one prompt. `groups` and `workers` are not empty."""
     fitting = [w for w in workers if need.pages(w.page_tokens) <= w.pages_total]
     able = [g for g in groups if need.read_tokens <= g.pages_total * _page_tokens(workers)]
@@ -75,14 +71,13 @@ def admit(
             f"{need.read_tokens} prompt tokens and {need.answer_tokens} of answer are more than any worker "
             "can hold: shorten them, or raise cache_tokens in the server's configuration",
         )
-    group = min(able, key=_order)
-    if group.waiting >= max_waiting:
-        return Rejected(Reason.BACKLOG, f"{group.waiting} prompts wait already", retry_after(group))
-    late = _too_late(need, group)
-    if late is not None:
-        return late
+    judged = [(g, _too_late(need, g)) for g in sorted(able, key=_order)]
+    in_time = [g for g, late in judged if late is None]
+    if not in_time:
+        return min((late for _, late in judged if late is not None), key=_comes_back)
     fitting.sort(key=lambda w: (-w.pages_free, w.running, w.name))
-    return Admitted(group.name, tuple(w.name for w in fitting), predicted_ttft(need, group))
+    names = tuple(g.name for g in in_time)
+    return Admitted(names, tuple(w.name for w in fitting), predicted_ttft(need, in_time[0]))
 
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
@@ -90,14 +85,6 @@ def predicted_ttft(need: Need, group: GroupStats) -> float | None:
     if group.tokens_per_second <= 0:
         return None
     return (group.waiting_tokens + need.read_tokens) / group.tokens_per_second
-
-
-def retry_after(group: GroupStats) -> float:
-    """Seconds until the group has worked off what waits now, within sensible bounds."""
-    if group.tokens_per_second <= 0:
-        return _RETRY_UNKNOWN_S
-    backlog = group.waiting_tokens / group.tokens_per_second
-    return min(max(backlog, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
 
 
 def _too_late(need: Need, group: GroupStats) -> Rejected | None:
@@ -116,6 +103,10 @@ def _too_late(need: Need, group: GroupStats) -> Rejected | None:
         f"the first token is expected in {ttft:.1f} s, the deadline is in {need.seconds_left:.1f} s",
         max(ttft - need.seconds_left, _SHORTEST_RETRY_S),
     )
+
+
+def _comes_back(late: Rejected) -> float:
+    return math.inf if late.retry_after_s is None else late.retry_after_s
 
 
 def _order(group: GroupStats) -> tuple[float, int, int, str]:

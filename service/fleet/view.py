@@ -159,7 +159,7 @@ class Fleet:
         return link
 
     def forget(self, name: str) -> None:
-        """A call showed that this worker is gone; do not choose it until it is found again."""
+        """A call showed that this worker is gone or failing; do not choose it until it is found again."""
         self._found = Found(_without(self._found.groups, name), _without(self._found.workers, name))
         self.view = View(_without(self.view.groups, name), _without(self.view.workers, name))
 

@@ -12,39 +12,18 @@ from types import TracebackType
 
 import numpy as np
 
-from ...workers.messages import (
-    MethodSpec,
-    PrefillDone,
-    PrefillJob,
-    PrefillReport,
-    Progress,
-    RefusalReason,
-    Refused,
-    Reserve,
-    Reserved,
-)
-from ...workers.roles import DecodeWorker, Group, Leased
+from ...workers.roles import Leased
 from ..config import DoorConfig
 from ..errors import (
     DeadlineExceeded,
-    DeltafrontError,
-    Internal,
     InvalidArgument,
-    NotFound,
-    Overloaded,
-    TooLong,
     Unavailable,
     WorkerError,
-    WorkerFailed,
-    WorkerLost,
 )
-from ..fleet import admission
-from ..fleet.sessions import NO_SESSION
-from ..fleet.view import Charge, Fleet
+from ..fleet.view import Fleet
 from ..metrics import Metrics
 from .answers import RequestEvent
 from .calls import Prompt
-from .plan import Plan
 from .timings import REPLAY, TtftClock
 from .tokenizer import TemplateError, TextTokenizer
 
@@ -52,8 +31,10 @@ Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
 
 _FIRST_PAUSE_S = 0.25
-"""Before a replay; four times as long before each next one, because a group takes seconds to come back."""
-_BUSY_RETRY_S = 5.0
+"""Before a replay, where no other worker is left; four times as long before each next one, because a worker
+takes seconds to come back."""
+BUSY_RETRY_S = 5.0
+"""Where nobody knows yet how long work takes."""
 
 
 @dataclass(frozen=True)
@@ -133,75 +114,14 @@ async def tokenize(resources: Resources, prompt: Prompt, *, follows: bool, answe
     return ids
 
 
-async def place(
-    resources: Resources, attempt: Attempt, plan: Plan, wish: Reserve, deadline: float | None, mark: Mark
-) -> tuple[Group, DecodeWorker]:
-    """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
-
-    Workers are asked in admission's order until one has the pages: only their answers count, since what
-    the door knows of them is up to a second old. mark: told when the parts `worker_wait` (none was running)
-    and `admission` of TTFT end.
-    """
-    settings, fleet = resources.settings, resources.fleet
-    view = await fleet.ready(settings.worker_wait_s)
-    mark("worker_wait")
-    left = None if deadline is None else deadline - time.time()
-    need = admission.Need(plan.read_tokens, plan.max_tokens, left)
-    groups, workers = tuple(view.groups.values()), tuple(view.workers.values())
-    decision = admission.admit(need, groups, workers, settings.max_waiting)
-    if isinstance(decision, admission.Rejected):
-        raise _rejection(decision)
-    group = fleet.group(decision.group)
-    refused: Refused | None = None
-    for name in decision.workers:
-        worker = fleet.worker(name)
-        answer = await reserve(attempt, worker, wish)
-        if isinstance(answer, Reserved):
-            fleet.charge(Charge(group.name, plan.read_tokens, name, answer.pages))
-            mark("admission")
-            return group, worker
-        refused = answer
-        if answer.reason not in (RefusalReason.PAGES, RefusalReason.TOO_LARGE):
-            break  # every worker would say the same
-    assert refused is not None, "admission names at least one worker"
-    raise refusal(refused, admission.retry_after(view.groups[decision.group]))
-
-
-async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Reserved | Refused:
-    """Take pages, or be told why not."""
-    attempt.add(worker)
-    answer = await worker.reserve(wish)
-    if isinstance(answer, Refused):
-        attempt.settle(worker)
-    return answer
-
-
-async def read(
-    attempt: Attempt, group: Group, worker: DecodeWorker, plan: Plan, method: MethodSpec,
-    deadline: float | None, emit: Emit,
-) -> PrefillReport:  # fmt: skip
-    """Have a prefill group read the prompt; its K/V goes to `worker` meanwhile."""
-    job = PrefillJob(attempt.request_id, plan.read_ids, method, worker.name, deadline, plan.max_tokens > 0)
-    attempt.add(group)
-    async for event in group.prefill(job):
-        if isinstance(event, Progress):
-            emit(event)
-        elif isinstance(event, PrefillDone):
-            attempt.settle(group)
-            return event.report
-        else:
-            attempt.settle(group)
-            raise refusal(event, _BUSY_RETRY_S)
-    raise WorkerFailed(group.name, f"{group.name} ended without a result")
-
-
 async def with_replays(
     resources: Resources,
     clock: TtftClock,
     once: Callable[[], Awaitable[None]],
     streaming: Callable[[], bool],
 ) -> None:
-    """Try again after a worker failed. Raises Unavailable when that does not help.
+    """Try again after a worker failed: at once on others, if there are any of its kind. Raises Unavailable
+    when that does not help.
 
     streaming: whether the first token is out, so that lost time no longer belongs to TTFT.
     """
@@ -210,35 +130,14 @@ async def with_replays(
         try:
             return await once()
         except WorkerError as error:
-            if isinstance(error, WorkerLost):
-                fleet.forget(error.worker)
+            fleet.forget(error.worker)
             if number + 1 == tries:
                 raise Unavailable(
-                    f"{error.message}; gave up after {tries} tries", retry_after_s=_BUSY_RETRY_S
+                    f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
                 ) from error
         resources.metrics.replayed()
-        await asyncio.sleep(_FIRST_PAUSE_S * 4**number)
-        await fleet.refresh()
+        if not fleet.view.ready:
+            await asyncio.sleep(_FIRST_PAUSE_S * 4**number)
+            await fleet.refresh()
         if not streaming():
             clock.lap(REPLAY)
-
-
-def refusal(refused: Refused, retry_after_s: float | None = _BUSY_RETRY_S) -> DeltafrontError:
-    """A worker's no as the client's error."""
-    if refused.reason is RefusalReason.PAGES:
-        return Overloaded(f"no room now: {refused.message}", retry_after_s=retry_after_s)
-    fixed: dict[RefusalReason, DeltafrontError] = {
-        RefusalReason.TOO_LARGE: Overloaded(f"too large for this server: {refused.message}"),
-        RefusalReason.NO_SESSION: NotFound(NO_SESSION),
-        RefusalReason.POSITIONS: TooLong("append", refused.message),
-        RefusalReason.SELECTION: InvalidArgument("page_selection", refused.message),
-        RefusalReason.DEADLINE: DeadlineExceeded("the deadline passed while the prompt was being read"),
-        RefusalReason.DUPLICATE: Internal(f"a worker knows this request already: {refused.message}"),
-    }
-    return fixed[refused.reason]
-
-
-def _rejection(rejected: admission.Rejected) -> DeltafrontError:
-    if rejected.reason is admission.Reason.TOO_SLOW:
-        return DeadlineExceeded(rejected.message)
-    return Overloaded(rejected.message, retry_after_s=rejected.retry_after_s)

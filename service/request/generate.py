@@ -24,9 +24,10 @@ from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import GenerateFinished, RequestEvent, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, place, read, refusal, reserve, tokenize, with_replays
+from .attempt import Attempt, Emit, Resources, tokenize, with_replays
 from .calls import GenerateCall
 from .detokenize import AnswerText
+from .placement import place, read, refusal, reserve
 from .plan import ID_BYTES, Plan, plan_answer
 from .timings import TtftClock, decode_parts, prefill_parts
 
@@ -82,12 +83,12 @@ class Generation:
         self._forget_session()
         with Attempt(self._resources.fleet) as attempt:
             wish = self._reservation(attempt, plan)
-            group, worker = await place(self._resources, attempt, plan, wish, call.deadline, self._mark)
-            report = await read(attempt, group, worker, plan, call.method, call.deadline, self._progress)
+            placed = await place(self._resources, attempt, plan, wish, self._mark)
+            report = await read(self._resources, attempt, placed, plan, call.method, self._progress)
             if not self._streamed:
                 self._prefill = report
                 self._clock.span(prefill_parts(report))
-            await self._decode(attempt, worker, self._job(attempt, plan))
+            await self._decode(attempt, placed.worker, self._job(attempt, plan))
 
     async def _answer_session(self) -> None:
         plan = self._plan()
@@ -116,6 +117,8 @@ class Generation:
             call.session_id,
             plan.keep_tokens,
             call.page_selection,
+            wait=True,
+            deadline=call.deadline,
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:

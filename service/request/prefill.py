@@ -9,8 +9,9 @@ from ...workers.messages import KeepSession, RefusalReason, Refused, Reserve, Se
 from ...workers.roles import DecodeWorker
 from ..errors import WorkerError, WorkerFailed
 from .answers import PrefillFinished, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, place, read, refusal, tokenize, with_replays
+from .attempt import Attempt, Emit, Resources, tokenize, with_replays
 from .calls import PrefillCall
+from .placement import place, read, refusal
 from .plan import plan_session
 from .timings import TtftClock, decode_parts, prefill_parts
 
@@ -35,9 +36,12 @@ class Prefilling:
         call, clock, metrics = self._call, self._clock, self._resources.metrics
         plan = plan_session(self._prompt, self._resources.positions)
         with Attempt(self._resources.fleet) as attempt:
-            wish = Reserve(attempt.request_id, call.owner, plan.read_tokens, plan.max_tokens)
-            group, worker = await place(self._resources, attempt, plan, wish, call.deadline, clock.lap)
-            report = await read(attempt, group, worker, plan, call.method, call.deadline, self._emit)
+            wish = Reserve(
+                attempt.request_id, call.owner, plan.read_tokens, plan.max_tokens, deadline=call.deadline
+            )
+            placed = await place(self._resources, attempt, plan, wish, clock.lap)
+            report = await read(self._resources, attempt, placed, plan, call.method, self._emit)
+            worker = placed.worker
             clock.span(prefill_parts(report))
             kept = await self._keep(worker, KeepSession(attempt.request_id, call.ttl_s, call.deadline))
             if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:

@@ -78,7 +78,8 @@ class Pausing:
 class FakeGroup(Pausing):
     """`Group`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
 
-    fail_after: raise PrefillFailed after so many chunks (once per entry); lost: set to act dead.
+    fail_after: raise PrefillFailed after so many chunks (once per entry). busy: what to refuse the next jobs
+    with, once per entry.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class FakeGroup(Pausing):
         self.total = total
         self.speed = speed or Speed()
         self.fail_after: list[int] = []
+        self.busy: list[Refused] = []
         self.chunk_tokens = 128
         self.rate = 0.0
         self.waiting_tokens = 0
@@ -104,6 +106,9 @@ class FakeGroup(Pausing):
 
     async def prefill(self, job: PrefillJob) -> AsyncIterator[Progress | PrefillDone | Refused]:
         self.jobs.append(job)
+        if self.busy:
+            yield self.busy.pop(0)
+            return
         self._open[job.request_id] = pages(job.tokens)
         started = time.monotonic()
         failing = self.fail_after.pop(0) if self.fail_after else None
@@ -162,7 +167,8 @@ class _Request:
 
 class FakeDecode(Pausing):
     """`DecodeWorker`. script: ids to answer with instead of the checksum's. die_after: tokens until it acts
-    dead (`on_death` is called); fail_after: tokens until it reports FAILED, once per entry."""
+    dead (`on_death` is called); fail_after: tokens until it reports FAILED, once per entry. busy: what to
+    refuse the next reservations with, once per entry."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
         super().__init__()
@@ -174,6 +180,8 @@ class FakeDecode(Pausing):
         self.renewed: list[tuple[str, ...]] = []
         self.cancelled: list[str] = []
         self.jobs: list[GenerateJob] = []
+        self.busy: list[Refused] = []
+        self.orders: list[Reserve] = []
         self._requests: dict[str, _Request] = {}
         self._sessions: dict[str, tuple[str, bytes, float]] = {}
         self._serial = 0
@@ -189,6 +197,9 @@ class FakeDecode(Pausing):
         return running + sum(pages(len(ids) // 4) for _owner, ids, _expires in self._sessions.values())
 
     async def reserve(self, reserve: Reserve) -> Reserved | Refused:
+        self.orders.append(reserve)
+        if self.busy:
+            return self.busy.pop(0)
         need, free, before = pages(reserve.prompt_tokens + reserve.max_tokens), self.total - self.used(), 0
         if reserve.session_id is not None:
             session = self._sessions.get(reserve.session_id)

@@ -81,6 +81,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("decode", {"delta_layers": [1, 5]}, "full_layers and delta_layers share [1]"),
         ("decode", {"max_session_ttl_s": 60}, "door.default_session_ttl_s: must not exceed"),
         ("decode", {"stream_lease_s": 8}, "door.renew_s: must be at most half"),
+        ("prefill", {"stall_s": 60}, "prefill.stall_s: must be above handoff.ack_timeout_s"),
         ("door", {"metrics_port": 9000}, "must differ"),
         ("door", {"default_method": "flex"}, "door.default_method: flex reads whole prompts only"),
         ("door", {"default_method": "nope"}, "door.default_method: unknown attention method 'nope'"),

@@ -13,7 +13,7 @@ from deltafront.service.request import attempt
 from deltafront.workers.messages import FinishReason, RefusalReason, Refused
 
 from .fakes import EOS, FakeDecode
-from .inprocess import House, wait_until
+from .inprocess import HANG_S, House, wait_until
 from .test_requests import collect, expected, ids, nothing_left
 
 PROMPT = "p" * 700
@@ -50,6 +50,30 @@ def test_a_dying_group_is_replaced_unnoticed(house: House, client: DeltafrontCli
     assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
     assert counter(house, "deltafront_replays_total") == 1
     nothing_left(house)
+
+
+@pytest.mark.parametrize("kind", ["dead group", "failing group", "decode"])
+def test_spare_capacity_is_used_at_once(
+    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nobody pauses, and nobody waits for the next poll: with either the test would not end."""
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 3600.0)
+    house = make_house(refresh_s=3600)
+    first = house.cut("decode" if kind == "decode" else "group")
+    if kind == "decode":
+        house.add_decode("decode:d1").total = 2000
+    else:
+        house.add_group("prefill:g1")
+    house.loop.run(house.fleet.refresh())
+    if kind == "failing group":
+        first.worker.fail_after = [2]
+    else:
+        first.cut_after = 2
+    with DeltafrontClient(house.address) as client:
+        text, *_ = collect(client.generate(PROMPT, max_tokens=9))
+    assert text == expected(ids(PROMPT), 9)
+    assert counter(house, "deltafront_replays_total") == 1
+    wait_until(lambda: not house.fleet.in_progress, "requests are left")
 
 
 def test_a_stage_failure_is_replayed(house: House, client: DeltafrontClient) -> None:
@@ -212,6 +236,53 @@ def test_a_full_pool_is_refused_with_a_time(house: House, client: DeltafrontClie
     with pytest.raises(Overloaded, match="more than any worker") as never:
         list(client.generate("b" * 600, max_tokens=2000))
     assert never.value.retry_after_s is None
+
+
+def busy(seconds: float | None) -> Refused:
+    return Refused(RefusalReason.BUSY, "64 prompts wait already", retry_after_s=seconds)
+
+
+def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: DeltafrontClient) -> None:
+    """With the same reservation; a refusal is the soonest of all groups'."""
+    first, second = house.group, house.add_group("prefill:g1")
+    house.loop.run(house.fleet.refresh())
+    first.busy, second.busy = [busy(7.0)], []
+    text, *_ = collect(client.generate(PROMPT, max_tokens=4))
+    assert text == expected(ids(PROMPT), 4)
+    assert [len(group.jobs) for group in (first, second)] == [1, 1]
+    assert first.jobs[0] == second.jobs[0] and len(house.decode.orders) == 1
+    nothing_left(house)
+    first.busy, second.busy = [busy(7.0)], [busy(3.0)]
+    with pytest.raises(Overloaded, match="64 prompts wait already") as caught:
+        list(client.generate(PROMPT))
+    assert caught.value.retry_after_s == 3.0
+    first.busy, second.busy = [busy(None)], [busy(None)]
+    with pytest.raises(Overloaded) as caught:
+        list(client.generate(PROMPT))
+    assert caught.value.retry_after_s == 5.0, "nobody knows"
+    nothing_left(house)
+
+
+def test_where_all_are_full_it_waits_at_the_worker_that_has_room_first(
+    house: House, client: DeltafrontClient
+) -> None:
+    first, second = house.decode, house.add_decode("decode:d1")
+    house.loop.run(house.fleet.refresh())
+
+    def full(seconds: float) -> Refused:
+        return Refused(RefusalReason.PAGES, "just taken", 40, 0, seconds)
+
+    first.busy, second.busy = [full(9.0)], [full(2.0)]
+    text, *_ = collect(client.generate(PROMPT, max_tokens=4, timeout_s=HANG_S))
+    assert text == expected(ids(PROMPT), 4)
+    assert [order.wait for order in first.orders] == [False]
+    assert [order.wait for order in second.orders] == [False, True]
+    assert all(order.deadline is not None for order in first.orders + second.orders)
+    first.busy, second.busy = [full(9.0)], [full(4.0), full(4.0)]
+    with pytest.raises(Overloaded, match="no room now: just taken") as caught:
+        list(client.generate(PROMPT))
+    assert caught.value.retry_after_s == 4.0
+    nothing_left(house)
 
 
 def test_what_a_worker_has_room_for_is_never_refused_by_an_old_view(

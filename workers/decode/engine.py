@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -43,6 +43,7 @@ from .page_selection import PageSelectionError, plan_layers
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeEvent, DecodeRequest, DecodeScheduler
 from .sessions import DecodePages, SessionsTable, appended_ids
+from .waiting import HoldTime, ReserveQueue, seconds_until_room
 
 _TICK_S = 0.1
 """How often deadlines and leases are looked at."""
@@ -75,7 +76,7 @@ class DecodeEngine:
         self._wall = wall
         self._clock = clock
         self._plan = plan_layers(config, model.layers)
-        pool = PagePool(config.cache_tokens // PAGE_TOKENS)
+        pool = PagePool(config.cache_tokens // PAGE_TOKENS, on_free=self._pages_came_back)
         sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
         self._pages = DecodePages(pool, sessions, model.positions)
         longest = min(pool.total, pages_for(model.positions))
@@ -91,6 +92,8 @@ class DecodeEngine:
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
         self._requests: dict[str, DecodeRequest] = {}
+        self._queue = ReserveQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
+        self._holds = HoldTime()
         self._serials = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
         self._receiving: set[asyncio.Task[int]] = set()
@@ -110,6 +113,7 @@ class DecodeEngine:
     async def close(self) -> None:
         """End every request and session, wait for what is being computed, and stop."""
         self._unavailable = _CLOSING
+        self._queue.clear(_CLOSING)
         for request in list(self._requests.values()):
             request.close(FinishReason.CANCELLED, _CLOSING)
         self._pages.sessions.clear()
@@ -138,33 +142,64 @@ class DecodeEngine:
         self._check_available()
         pool, running = self._pages.pool, self._scheduler.running
         waiting = max(0, sum(request.ended is None for request in self._requests.values()) - running)
+        waiting += len(self._queue)
         return DecodeStats(self.name, pool.total, pool.free, running, waiting, len(self._pages.sessions))
 
     async def reserve(self, order: Reserve) -> Reserved | Refused:
-        """Take pages for a request. ValueError for counts that make no sense (the door checks them), and
-        DecodeFailed while the worker takes no requests."""
+        """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no
+        sense (the door checks them), and DecodeFailed while the worker takes no requests or when it is
+        cancelled while it waits."""
         self._check_available()
-        if self._live(order.request_id) is not None:
+        if self._live(order.request_id) is not None or order.request_id in self._queue:
             return Refused(RefusalReason.DUPLICATE, f"a request {order.request_id} is already here")
         if order.page_selection:
             try:
                 self._plan.selects_pages(order.page_selection, self._config.page_selection)
             except PageSelectionError as error:
                 return Refused(RefusalReason.SELECTION, str(error))
-        holding = self._pages.reserve(order, self._wall())
+        return await self._queue.reserve(order)
+
+    def _take(self, order: Reserve, behind: int) -> Reserved | Refused:
+        """The request is here from now on, if its pages are."""
+        holding = self._pages.reserve(order, self._wall(), behind)
         if isinstance(holding, Refused):
             return holding
-        holding.on_free = lambda: self._receiver.release(order.request_id)
+        began = self._clock()
+
+        def freed() -> None:
+            self._receiver.release(order.request_id)
+            self._holds.ended(self._clock() - began)
+
+        holding.on_free = freed
         expected = order.prompt_tokens if order.session_id is None else 0
         self._requests[order.request_id] = DecodeRequest(
             serial=next(self._serials),
             order=order,
             holding=holding,
             arrival=KVArrival(self._model.layers, expected),
-            renewed=self._clock(),
+            reserved=began,
+            renewed=began,
             length=holding.session_tokens + expected,
         )
         return Reserved(len(holding.table) + len(holding.spare), holding.session_tokens)
+
+    def _pages_came_back(self) -> None:
+        """Not in the middle of whatever gave them back."""
+        if self._queue:
+            asyncio.get_running_loop().call_soon(self._queue.serve)
+
+    def _expected_wait(self, pages: int, ahead: Sequence[int]) -> float | None:
+        """Seconds until so many pages are there behind those `ahead`; None until a request has ended here."""
+        hold = self._holds.mean
+        if hold is None:
+            return None
+        now, free = self._clock(), self._pages.pool.free
+        holders = self._pages.sessions.leases(self._wall())
+        for request in self._requests.values():
+            own = len(request.holding.table) + len(request.holding.spare)
+            own -= request.holding.session_tokens // PAGE_TOKENS
+            holders.append((self._holds.left(now - request.reserved), own))
+        return seconds_until_room(pages, free, holders, ahead, hold)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
         """Receive K/V into pages. Ignored for requests that are not here and for exact repetitions.
@@ -296,6 +331,7 @@ class DecodeEngine:
 
     async def cancel(self, request_id: str) -> None:
         """End a request; returns when its pages are free (a session that was kept from it stays)."""
+        self._queue.cancel(request_id)
         request = self._requests.get(request_id)
         if request is not None:
             request.close(FinishReason.CANCELLED, "cancelled")
@@ -309,6 +345,7 @@ class DecodeEngine:
         for request_id in request_ids:
             if request_id in self._requests:
                 self._requests[request_id].renewed = self._clock()
+        self._queue.renew(request_ids)
 
     async def _watch(self) -> None:
         while True:
@@ -319,6 +356,7 @@ class DecodeEngine:
         """End sessions past their lease, and requests past their deadline or not renewed."""
         wall, now = self._wall(), self._clock()
         self._pages.sessions.expire(wall)
+        self._queue.expire(self._config.stream_lease_s)
         for request in list(self._requests.values()):
             if now - request.renewed > self._config.stream_lease_s:
                 request.close(FinishReason.CANCELLED, "nobody renewed the request")

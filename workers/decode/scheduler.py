@@ -82,14 +82,16 @@ class DecodeRequest:
     """All that is known of one request, from reservation to the end. The engine makes and keeps it, the
     scheduler moves it on. `serial` is unique for ever, unlike the request's id.
 
-    length: tokens whose K/V is in the pages. token: the last token chosen, not in the pages yet. logits: of
-    the position before the first token, until that is sampled.
+    reserved, renewed: seconds of the engine's clock. length: tokens whose K/V is in the pages. token: the
+    last token chosen, not in the pages yet. logits: of the position before the first token, until that is
+    sampled.
     """
 
     serial: int
     order: Reserve
     holding: Holding
     arrival: KVArrival
+    reserved: float
     renewed: float
     length: int
     times: Times = field(default_factory=Times)

@@ -81,6 +81,10 @@ class SessionsTable:
             return None
         return session
 
+    def leases(self, now: float) -> list[tuple[float, int]]:
+        """Seconds that each session's lease has left, and how many pages it holds."""
+        return [(session.expires - now, len(session.pages)) for session in self._sessions.values()]
+
     def release(self, session_id: str, owner: str, now: float) -> bool:
         """Drop a session and its page references. False if there is none for this owner."""
         session = self.find(session_id, owner, now)
@@ -165,9 +169,9 @@ class DecodePages:
         self.sessions = sessions
         self._positions = positions
 
-    def reserve(self, order: Reserve, now: float) -> Holding | Refused:
-        """Take everything that `order` will ever need, or nothing. ValueError for counts that make no sense
-        (the door checks them)."""
+    def reserve(self, order: Reserve, now: float, behind: int = 0) -> Holding | Refused:
+        """Take everything that `order` will ever need, or nothing; nothing either while others, `behind` in
+        number, have waited for longer. ValueError for counts that make no sense (the door checks them)."""
         _check_counts(order)
         self.sessions.expire(now)
         session = None
@@ -184,9 +188,11 @@ class DecodePages:
                 f"{before} session tokens, {order.prompt_tokens} prompt tokens and {order.max_tokens} new "
                 f"tokens exceed the model's {self._positions} positions",
             )
-        return self._take(order, session, total)
+        return self._take(order, session, total, behind)
 
-    def _take(self, order: Reserve, session: KeptSession | None, total: int) -> Holding | Refused:
+    def _take(
+        self, order: Reserve, session: KeptSession | None, total: int, behind: int
+    ) -> Holding | Refused:
         size = self.pool.page_tokens
         before = 0 if session is None else session.tokens
         shared = () if session is None else session.pages[: before // size]
@@ -197,6 +203,9 @@ class DecodePages:
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
             return Refused(RefusalReason.TOO_LARGE, message, least, self.pool.free)
+        if behind:
+            message = f"{behind} reservations wait for KV pages already"
+            return Refused(RefusalReason.PAGES, message, fresh + spare, self.pool.free)
         try:
             taken = self.pool.allocate(fresh + spare)
         except OutOfPages as error:

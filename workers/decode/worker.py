@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import ray
 
 from ..messages import DECODE_PREFIX
-from ..remote import REPLICA_CPUS, Replica, hosts, placement_of
+from ..remote import REPLICA_CPUS, hosts, placement_of
+from ..replica import Replica
 from ..roles import DecodeWorker
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 
@@ -58,5 +59,10 @@ class DecodeReplica(Replica):
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
     ) -> None:
         super().__init__(DECODE_PREFIX)
-        self._start_head(DecodeActor, 1, config.cpus, config.gpus, model, config, handoff)
+        self._what = model, config, handoff
+        self._build()
+
+    def _build(self) -> None:
+        _model, config, _handoff = self._what
+        self._start_head(DecodeActor, 1, config.cpus, config.gpus, *self._what)
         ray.get(self.head.start.remote())

@@ -60,7 +60,11 @@ class ObjectStorePost:
         if self._dead(announcement.request_id):
             return
         size = sum(x_TGD.nbytes for x_TGD in announcement.payload)
-        reference = self._ray.put(announcement.payload)
+        try:
+            reference = self._ray.put(announcement.payload)
+        except Exception as error:  # the store may be full: this request's trouble, not the group's
+            self._fail(announcement.request_id, f"the object store did not take K/V: {_plain(error)}")
+            return
         self._call("announce", decode_worker, replace(announcement, payload=reference), size)
 
     def logits(self, decode_worker: str, message: FirstLogits) -> None:
@@ -92,7 +96,7 @@ class ObjectStorePost:
                 self._actors[decode_worker] = self._ray.get_actor(decode_worker, namespace=NAMESPACE)
             reply = getattr(self._actors[decode_worker], method).remote(message)
         except Exception as error:
-            self._fail(message.request_id, decode_worker, error)
+            self._not_taken(message.request_id, decode_worker, error)
             return
         self._pending.append(_Ack(reply, message.request_id, decode_worker, size))
         self._pending_bytes += size
@@ -104,12 +108,15 @@ class ObjectStorePost:
         try:
             self._ray.get(ack.reply, timeout=self._ack_timeout_s)
         except Exception as error:
-            self._fail(ack.request_id, ack.decode_worker, error)
+            self._not_taken(ack.request_id, ack.decode_worker, error)
 
-    def _fail(self, request_id: str, decode_worker: str, error: Exception) -> None:
+    def _not_taken(self, request_id: str, decode_worker: str, error: Exception) -> None:
         self._actors.pop(decode_worker, None)
+        self._fail(request_id, f"{decode_worker} did not take K/V: {_plain(error)}")
+
+    def _fail(self, request_id: str, reason: str) -> None:
         if request_id in self._failed and self._failed[request_id] is None:
-            self._failed[request_id] = f"{decode_worker} did not take K/V: {_plain(error)}"
+            self._failed[request_id] = reason
 
 
 def _plain(error: Exception) -> str:

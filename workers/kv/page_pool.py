@@ -7,7 +7,7 @@ which share a prefix, or a session and the request that questions it, can hold t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ...kernels.constants import PAGE_TOKENS
 
@@ -41,12 +41,16 @@ def first_of_run(pages: Sequence[int]) -> int | None:
 
 
 class PagePool:
-    """Hands out pages 0 .. pages-1, lowest first: what is taken at once is one run where it can be."""
+    """Hands out pages 0 .. pages-1, lowest first: what is taken at once is one run where it can be. on_free:
+    told when pages have become free."""
 
-    def __init__(self, pages: int, page_tokens: int = PAGE_TOKENS) -> None:
+    def __init__(
+        self, pages: int, page_tokens: int = PAGE_TOKENS, on_free: Callable[[], None] = lambda: None
+    ) -> None:
         if pages < 1 or page_tokens < 1:
             raise ValueError(f"a pool needs pages and tokens per page, got {pages} and {page_tokens}")
         self.page_tokens = page_tokens
+        self._on_free = on_free
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))  # highest first: pages are taken from the end
 
@@ -105,6 +109,7 @@ class PagePool:
         if freed:
             self._free += freed
             self._free.sort(reverse=True)  # a merge: both parts are mostly in order
+            self._on_free()
 
     def _checked(self, page: int) -> int:
         if not 0 <= page < len(self._references):

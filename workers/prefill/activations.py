@@ -34,6 +34,9 @@ class Activations(Protocol):
 
     def close(self) -> None: ...
 
+    def abort(self) -> None:
+        """Close at once: what is still on its way is lost, and whoever waits for it gets an error."""
+
 
 class NoActivations:
     """For a group of one stage: nothing before it, nothing after it."""
@@ -45,6 +48,8 @@ class NoActivations:
         raise LinkClosed(f"a single stage has nobody to send {hidden_TC.shape[0]} rows to")
 
     def close(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 class QueueActivations:
@@ -76,6 +81,9 @@ class QueueActivations:
         for link in (self._before, self._after):
             if link is not None:
                 link.put(None)
+
+    def abort(self) -> None:
+        self.close()
 
 
 class GroupActivations:
@@ -127,6 +135,10 @@ class GroupActivations:
         """Wait until everything sent has been taken, then leave the group."""
         while self._sending:
             self._sending.popleft()[1].wait()
+        dist.destroy_process_group()
+
+    def abort(self) -> None:
+        self._sending.clear()
         dist.destroy_process_group()
 
 

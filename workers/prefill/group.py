@@ -1,19 +1,22 @@
 """Ray's side of a prefill group: its actors, and the Serve deployment that owns them.
 
-Importing this loads no torch; the stage actors do, in their own processes. Stages are never restarted
-singly: their peers would be out of step.
+Importing this loads no torch; the stage actors do, in their own processes. A stage is never replaced while
+its peers go on, for they would be out of step: they leave the group, keep their weights, and meet again.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from ..messages import PREFILL_PREFIX, RequestFailed
-from ..remote import COMMANDS, REPLICA_CPUS, Failure, Replica, hosts, in_lane, placement_of, remote
+from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
+from ..replica import Replica
 from ..roles import Group, Stage
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from .activations import GroupActivations
     from .controller import PrefillController
     from .stage import PrefillStage
+
+_LEAVE_S = 10.0
+"""For a stage to end what it computes and leave a group that is lost."""
 
 __all__ = ["REPLICA_CPUS", "PrefillGroup", "placement"]
 
@@ -48,8 +54,10 @@ class StageActor:
         self._store = host_store(address, self._config.stages)
         return address, int(self._store.port)
 
-    def load(self, rendezvous: tuple[str, int] | None) -> None:
-        """Load the model's share, then meet the other stages (None: there are none)."""
+    def load(self) -> None:
+        """Load the model's share, unless it is here."""
+        if self._stage is not None:
+            return
         import torch
 
         from ..kv.transports import sender
@@ -57,16 +65,25 @@ class StageActor:
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
         ends = sender(self._handoff, self._config.device)
-        stage = load_stage(self._model, self._config, self._number, None, ends)
-        if rendezvous is not None:
-            stage.connect(self._activations(rendezvous, stage))
-        self._stage = stage
+        self._stage = load_stage(self._model, self._config, self._number, None, ends)
+
+    def join(self, rendezvous: tuple[str, int]) -> None:
+        """Meet the other stages. All must be asked at the same time."""
+        self.hosted.connect(self._activations(rendezvous, self.hosted))
+
+    def leave(self) -> None:
+        """Part from the other stages, forget all requests, keep the model."""
+        self.hosted.leave()
 
     @property
     def hosted(self) -> PrefillStage:
         if self._stage is None:
             raise RuntimeError(f"stage {self._number} has not loaded its model")
         return self._stage
+
+    def pulse(self) -> int:
+        """A sign of life, answered beside whatever the stage computes: its process's id."""
+        return os.getpid()
 
     def _activations(self, rendezvous: tuple[str, int], stage: PrefillStage) -> GroupActivations:
         from .activations import GroupActivations, join_store
@@ -83,12 +100,17 @@ class ControllerActor:
     def __init__(self, name: str, stages: Sequence[Any], config: PrefillConfig) -> None:
         from .controller import PrefillController
 
-        def end_stages() -> None:
-            for actor in stages:
-                ray.kill(actor)
+        def end_stage(hanging: int | None) -> None:
+            """The links of its peers break, so that they answer what they owe, with errors. Those that live
+            are the replica's to keep or to end."""
+            if hanging is not None:
+                ray.kill(stages[hanging])
+
+        async def pulse(number: int) -> None:
+            await in_lane(stages[number].pulse, NOTICES)()
 
         self.hosted: PrefillController = PrefillController(
-            name, [remote_stage(actor, number) for number, actor in enumerate(stages)], config, end_stages
+            name, [remote_stage(actor, n) for n, actor in enumerate(stages)], config, end_stage, pulse
         )
 
     async def check(self) -> str:
@@ -129,14 +151,40 @@ class PrefillGroup(Replica):
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
     ) -> None:
         super().__init__(PREFILL_PREFIX)
-        cpus, gpus = config.cpus_per_stage, config.gpus_per_stage
-        self._stages = [
-            self._start(StageActor, stage + 1, cpus, gpus, model, config, handoff, stage)
-            for stage in range(config.stages)
-        ]
-        rendezvous = None
+        self._what = model, config, handoff
+        self._stages: dict[int, Any] = {}
+        self._build()
+
+    def _build(self) -> None:
+        """Stages that let go of a group that is lost stay, with what they have loaded; others are started."""
+        _model, config, _handoff = self._what
+        for number in self._lost():
+            self._end(self._stages.pop(number))
+        for number in range(config.stages):
+            if number not in self._stages:
+                cpus, gpus = config.cpus_per_stage, config.gpus_per_stage
+                self._stages[number] = self._start(StageActor, number + 1, cpus, gpus, *self._what, number)
+        stages = [self._stages[number] for number in range(config.stages)]
+        ray.get([in_lane(stage.load, COMMANDS)() for stage in stages])
         if config.stages > 1:
-            rendezvous = ray.get(in_lane(self._stages[0].host, COMMANDS)())
-        ray.get([in_lane(stage.load, COMMANDS)(rendezvous) for stage in self._stages])
-        self._start_head(ControllerActor, 0, 0, 0, self._stages, config)
+            rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
+            ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
+        self._start_head(ControllerActor, 0, 0, 0, stages, config)
         ray.get(self.head.stats.remote())
+
+    def _lost(self) -> list[int]:
+        """Stages that are dead or do not let go in time. One that waits for a peer is freed by that peer's
+        death or leaving, at once over gloo; over NCCL it may not be, and is then given up as well."""
+        leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
+        if leaving:
+            ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
+        return [number for number, left in leaving.items() if not _came(left)]
+
+
+def _came(answer: Any) -> bool:
+    """Whether a call has ended, and well."""
+    try:
+        ray.get(answer, timeout=0)
+    except RayError:
+        return False
+    return True

@@ -89,11 +89,14 @@ def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> Pre
         stage = load_stage(model, config, number, activations, sender(handoff, config.device, sink))
         threads.append(StageThread(stage, config.threads, activations.close))
 
-    def end_stages() -> None:
+    def end_stages(_hanging: int | None) -> None:
         for thread in threads:
             thread.stop()
 
-    return PrefillController("local", [thread.stage for thread in threads], config, end_stages)
+    async def pulse(_stage: int) -> None:
+        """A thread of this process lives."""
+
+    return PrefillController("local", [thread.stage for thread in threads], config, end_stages, pulse)
 
 
 def run_in_process(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
-from ..kv.page_pool import PagePool, pages_for
-from ..messages import ChunkCommand, OpenRequest, PrefillFailed, PrefillJob, RefusalReason, Refused
+from ..kv.page_pool import pages_for
+from ..messages import ChunkCommand, OpenRequest, PrefillFailed, PrefillJob
 from ..roles import PrefillEvent
 from . import schedule
 from .account import Account
@@ -16,20 +15,19 @@ from .account import Account
 class Request:
     """A request from admission until its pages are free. `arrived`: seconds of the controller's clock."""
 
-    def __init__(
-        self, job: PrefillJob, pages: tuple[int, ...], stages: int, arrived: float, serial: int
-    ) -> None:
+    def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
         self.job = job
         self.serial = serial
-        self.pages = pages
-        self.waiting = schedule.arrival(job.request_id, job.tokens, arrived)
+        self.pages: tuple[int, ...] = ()
+        """On every stage; its first chunk takes them."""
+        self.waiting = schedule.arrival(job.request_id, job.tokens, arrived, pages_for(job.tokens))
         self.account = Account(stages, job.method, arrived)
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
-        self.opened = False
-        """Stages know of it."""
         self.sent = 0
         self.done = 0
         """Tokens sent to, and through, the pipeline."""
+        self.pace: float | None = None
+        """Seconds a token of its last chunk, on the slowest stage."""
         self.in_flight = 0
         """Chunks of it in the pipeline."""
         self.closing: asyncio.Task[None] | None = None
@@ -38,6 +36,11 @@ class Request:
     @property
     def ended(self) -> bool:
         return self.closing is not None
+
+    @property
+    def opened(self) -> bool:
+        """Stages know of it."""
+        return self.waiting.opened
 
     @property
     def unsent(self) -> bool:
@@ -75,19 +78,3 @@ class Request:
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
-
-
-def refusal(job: PrefillJob, known: bool, pool: PagePool) -> Refused | None:
-    """Why a job cannot be taken now, if it cannot. known: a request of its id is here."""
-    needed, free = pages_for(job.tokens), pool.free
-    if known:
-        return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")
-    if job.deadline is not None and job.deadline <= time.time():
-        return Refused(RefusalReason.DEADLINE, "the deadline has passed")
-    if needed > pool.total:
-        message = f"a prompt of {job.tokens} tokens needs {needed} pages; a stage has {pool.total}"
-        return Refused(RefusalReason.TOO_LARGE, message, needed, free)
-    if needed > free:
-        message = f"{needed} prefill pages are needed, {free} are free now"
-        return Refused(RefusalReason.PAGES, message, needed, free)
-    return None

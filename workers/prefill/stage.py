@@ -75,6 +75,17 @@ class PrefillStage:
         """Take these ends of the links to the neighbours; before the first chunk."""
         self._activations = activations
 
+    def leave(self) -> None:
+        """The group is lost: forget its requests and let go of the links. What was loaded stays. Raises what
+        the device raises, if that is what broke."""
+        if self.stack.device.type == "cuda":
+            torch.cuda.synchronize(self.stack.device)
+        for request_id in list(self._open):
+            self.close(request_id)
+        self._abandoned.clear()
+        links, self._activations = self._activations, NoActivations()
+        links.abort()
+
     # --- the role ----------------------------------------------------------------------------------------
 
     def open(self, request: OpenRequest) -> None:

@@ -106,16 +106,41 @@ async def test_cancelling_a_stream_frees_its_pages(cluster: Any, replica: Any, b
     assert seen[-1].completion_tokens < 900
 
 
-async def test_a_replica_whose_actor_died_is_unhealthy(cluster: Any, tiny_llama: Path) -> None:
+async def test_an_actor_that_died_is_replaced_in_place(cluster: Any, tiny_llama: Path) -> None:
     from deltafront.workers.decode.worker import DecodeReplica
 
-    replica = await asyncio.to_thread(
-        DecodeReplica, ModelSpec(str(tiny_llama), dtype="float32"), DecodeConfig(cache_tokens=256)
-    )
+    config = DecodeConfig(cache_tokens=256, page_selection="full")
+    replica = await asyncio.to_thread(DecodeReplica, ModelSpec(str(tiny_llama), dtype="float32"), config)
     await replica.check_health()
+    lost, head = replica.name, replica.head
+    cluster.kill(head)
+    async with asyncio.timeout(120):
+        while replica.name == lost or not replica._rebuilding.done():
+            await replica.check_health()
+            await asyncio.sleep(0.05)
+    await replica.check_health()
+    actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
+    assert await actor.reserve.remote(Reserve("r", "me", 70, NEW)) == Reserved(6)
     replica.stop()
-    with pytest.raises(cluster.exceptions.RayActorError):
-        async with asyncio.timeout(20):  # Ray kills in its own time: a call may still be answered
+
+
+async def test_a_replica_that_cannot_replace_its_actor_is_unhealthy_for_good(
+    cluster: Any, tiny_llama: Path
+) -> None:
+    from deltafront.workers.decode.worker import DecodeReplica
+
+    config = DecodeConfig(cache_tokens=256, page_selection="full")
+    replica = await asyncio.to_thread(DecodeReplica, ModelSpec(str(tiny_llama), dtype="float32"), config)
+
+    def broken() -> None:
+        raise RuntimeError("no GPU is left")
+
+    replica._build = broken
+    cluster.kill(replica.head)
+    with pytest.raises(RuntimeError, match="no GPU is left"):
+        async with asyncio.timeout(120):
             while True:
                 await replica.check_health()
                 await asyncio.sleep(0.05)
+    with pytest.raises(RuntimeError, match="no GPU is left"):
+        await replica.check_health()

@@ -300,6 +300,24 @@ def test_a_failed_answer_fails_its_request_once_and_only_it() -> None:
     post.check("a")
 
 
+def test_a_full_object_store_is_its_requests_trouble_alone() -> None:
+    fake = FakeRay()
+    post = post_on(fake, max_bytes=1 << 20)
+    put = fake.put
+
+    def full(_value: Any) -> Any:
+        raise MemoryError("no room for 4096 bytes\ntraceback")
+
+    fake.put = full  # type: ignore[method-assign]
+    post.kv("decode:x", announcement("a"))
+    with pytest.raises(HandoffError, match=r"the object store did not take K/V: MemoryError: no room .*s$"):
+        post.check("a")
+    fake.put = put  # type: ignore[method-assign]
+    post.kv("decode:x", announcement("b"))
+    post.check("b")
+    assert [message.request_id for message in fake.sent] == ["b"]
+
+
 def test_an_unknown_decode_worker_is_reported_and_late_answers_are_ignored() -> None:
     fake = FakeRay()
     post = post_on(fake, max_bytes=1 << 20)

@@ -42,6 +42,7 @@ class FakeStage:
         self.opened: dict[str, OpenRequest] = {}
         self.wrong: list[str] = []
         self.stopped = False
+        self.stuck = False
         self._tail: asyncio.Future[Any] | None = None
         self._owed: set[asyncio.Future[Any]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -81,6 +82,8 @@ class FakeStage:
             if before is not None:
                 await asyncio.wait([before])
             await asyncio.sleep(self.pause())
+            while self.stuck and not self.stopped:
+                await asyncio.sleep(0.01)
             try:
                 result = work()
                 if not owed.done():
@@ -109,6 +112,10 @@ class FakeStage:
         )
 
 
+async def no_pulse(_stage: int) -> None:
+    return None
+
+
 def no_trouble(_request_id: str) -> None:
     return None
 
@@ -126,12 +133,16 @@ def make(
 
 
 def controller_of(fakes: list[FakeStage], config: PrefillConfig) -> PrefillController:
-    def end_stages() -> None:
+    def end_stages(_hanging: int | None) -> None:
         for fake in fakes:
             fake.stop()
 
+    async def pulse(stage: int) -> None:
+        while fakes[stage].stuck:
+            await asyncio.sleep(1.0)
+
     clock = asyncio.get_running_loop().time
-    return PrefillController("prefill:test", fakes, config, end_stages, clock)
+    return PrefillController("prefill:test", fakes, config, end_stages, pulse, clock)
 
 
 def job(name: str, tokens: int, **more: Any) -> PrefillJob:
@@ -210,7 +221,6 @@ async def test_refusals_take_nothing() -> None:
     await anext(running)
     refused = {
         RefusalReason.TOO_LARGE: job("b", 2000),
-        RefusalReason.PAGES: job("c", 200),
         RefusalReason.DUPLICATE: job("a", 16),
         RefusalReason.DEADLINE: job("d", 16, deadline=time.time() - 1),
     }
@@ -228,7 +238,7 @@ async def test_refusals_take_nothing() -> None:
 @pytest.mark.parametrize("chunk_tokens", [0, 64, 200])
 def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
-        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda: None)
+        PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda _: None, no_pulse)
 
 
 @timeless
@@ -240,10 +250,11 @@ async def test_pages_are_free_only_when_every_stage_has_closed() -> None:
     closing = asyncio.create_task(controller.cancel("a"))
     await asyncio.sleep(0.02)
     assert (await controller.stats()).pages_free == 0, "stage 1 has not confirmed"
-    (event,) = await collect(controller, job("b", 128))
-    assert event.reason is RefusalReason.PAGES
+    behind = asyncio.create_task(collect(controller, job("b", 128)))
+    await asyncio.sleep(0.02)
+    assert (await controller.stats()).waiting == 1 and not behind.done()
     await closing
-    assert (await controller.stats()).pages_free == 8
+    assert isinstance((await behind)[-1], PrefillDone)
     await stream.aclose()
     await assert_clean(controller, fakes)
 
@@ -306,7 +317,8 @@ async def test_a_dead_stage_ends_everything_with_one_plain_message() -> None:
     assert all(isinstance(error, PrefillFailed) for error in outcomes[:3])
     assert outcomes[3] is None
     assert fakes[0].stopped and controller.failure == message
-    assert controller._pool.used == 0
+    assert "abandon" in [kind for kind, _, _ in fakes[0].log], "what still runs ends soon"
+    assert controller._requests._pool.used == 0
     for late in (collect(controller, job("d", 16)), controller.stats()):
         with pytest.raises(PrefillFailed, match="is lost"):
             await late
@@ -398,10 +410,10 @@ async def abuse(seed: int, fatal: bool) -> None:
     if any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes):
         # A reader that is cancelled while it waits for its pages does not see them come back.
         async with asyncio.timeout(1):
-            while controller._pool.used:
+            while controller._requests._pool.used:
                 await asyncio.sleep(1e-3)
     if fatal and controller.failure:
-        assert controller._pool.used == 0
+        assert controller._requests._pool.used == 0
         return
     await assert_clean(controller, fakes)
 

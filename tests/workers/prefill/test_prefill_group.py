@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from deltafront.workers.messages import (
     method_spec,
 )
 from deltafront.workers.prefill.group import PrefillGroup, placement, remote_stage
-from deltafront.workers.remote import hosts, start_actor
+from deltafront.workers.remote import NOTICES, hosts, in_lane, start_actor
 from deltafront.workers.roles import Stage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
@@ -221,26 +224,92 @@ async def test_a_prompt_that_can_never_fit_is_refused(group: PrefillGroup) -> No
     assert (refused.reason, refused.needed) == (RefusalReason.TOO_LARGE, 313)
 
 
-async def test_a_killed_stage_ends_the_whole_group(cluster: None, decode: Any, model: ModelSpec) -> None:
+async def pid_of(group: PrefillGroup, stage: int) -> int:
+    return int(await in_lane(group._stages[stage].pulse, NOTICES)())
+
+
+async def healed(group: PrefillGroup) -> None:
+    """As Serve does it: health checks, none of which fails, until the head is another one."""
+    lost = group.name
+    async with asyncio.timeout(120):
+        while group.name == lost or group._rebuilding is None or not group._rebuilding.done():
+            await group.check_health()
+            await asyncio.sleep(0.05)
+    await group.check_health()
+
+
+async def assert_reads_rightly(group: PrefillGroup, decode: Any, model: ModelSpec, name: str) -> None:
+    ids = random_ids(600)
+    seen = [e async for e in events_of(group, PrefillJob(name, ids, DENSE, decode[0]))]
+    assert isinstance(seen[-1], PrefillDone)
+    logits_V, _kv = await decode[1].result.remote(name, LAYERS, 600)
+    wanted_V, _wanted = whole_prompt(Path(model.path), ids, DENSE)
+    assert_rows_close(torch.from_numpy(logits_V.copy())[None], wanted_V[None])
+    assert await drained(group)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_killed_stage_ends_the_group_and_only_it_is_loaded_again(
+    cluster: None, decode: Any, model: ModelSpec, victim: int
+) -> None:
     doomed = PrefillGroup(model, CONFIG)
     await doomed.check_health()
+    pids, head = [await pid_of(doomed, stage) for stage in range(2)], doomed.head
 
     async def run(name: str) -> str:
         with pytest.raises(PrefillFailed) as failure:
             async for event in events_of(doomed, PrefillJob(name, random_ids(1800, 3), DENSE, decode[0])):
                 if isinstance(event, Progress) and event.tokens_done == 256:
-                    ray.kill(doomed._stages[1])
+                    ray.kill(doomed._stages[victim])
         return str(failure.value.cause)
 
     messages = await asyncio.gather(run("a"), run("b"))
     assert len(set(messages)) == 1
     assert "prefill:" in messages[0] and "\n" not in messages[0] and "stage" in messages[0]
-    with pytest.raises(RuntimeError, match="is lost"):
-        await doomed.check_health()
     with pytest.raises(PrefillFailed, match="is lost"):
-        await doomed.head.stats.remote()
+        await head.stats.remote()
+    await healed(doomed)
+    same = [await pid_of(doomed, stage) == pid for stage, pid in enumerate(pids)]
+    assert same == [stage != victim for stage in range(2)], "the other one kept its process and its weights"
+    await assert_reads_rightly(doomed, decode, model, "after")
+    doomed.stop()
+
+
+async def test_a_stopped_stage_is_noticed_ended_and_replaced(
+    cluster: None, decode: Any, model: ModelSpec
+) -> None:
+    """SIGSTOP: it does not die, and it does not answer."""
+    doomed = PrefillGroup(model, replace(CONFIG, chunk_slack_s=1.0))
+    first, pid = await pid_of(doomed, 0), await pid_of(doomed, 1)
+    with pytest.raises(PrefillFailed) as failure:
+        async for event in events_of(doomed, PrefillJob("a", random_ids(3900), DENSE, decode[0])):
+            if isinstance(event, Progress) and event.tokens_done == 512:
+                os.kill(pid, signal.SIGSTOP)
+    assert "stage 1 does not answer: the chunk of a at token" in str(failure.value.cause)
+    await healed(doomed)
+    assert await pid_of(doomed, 0) == first
+    await assert_reads_rightly(doomed, decode, model, "after")
+    async with asyncio.timeout(60):
+        while Path(f"/proc/{pid}").exists() and "(zombie)" not in Path(f"/proc/{pid}/status").read_text():
+            await asyncio.sleep(0.05)
+    doomed.stop()
+
+
+async def test_a_lost_controller_is_replaced_and_all_stages_stay(
+    cluster: None, decode: Any, model: ModelSpec
+) -> None:
+    doomed = PrefillGroup(model, CONFIG)
+    pids, head = [await pid_of(doomed, stage) for stage in range(2)], doomed.head
+    reading = events_of(doomed, PrefillJob("a", random_ids(3900), DENSE, decode[0]))
+    await anext(reading)
+    ray.kill(head)
     with pytest.raises(ray.exceptions.RayActorError):
-        await doomed._stages[0].pages_used.remote()
+        async for _ in reading:
+            pass
+    await healed(doomed)
+    assert [await pid_of(doomed, stage) for stage in range(2)] == pids
+    assert not any(await doomed.head.stage_pages.remote()), "the lost prompt's pages are free"
+    await assert_reads_rightly(doomed, decode, model, "after")
     doomed.stop()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -40,18 +40,19 @@ def test_next_request_by_brute_force(waiting: list[Waiting], now: float, ageing:
         idle = 0.0 if w.idle_since is None else max(0.0, now - w.idle_since)
         return w.remaining - w.credit - ageing * idle
 
-    chosen = schedule.next_request(waiting, now, ageing)
+    waiting = [replace(w, opened=True) for w in waiting]
+    chosen = schedule.next_request(waiting, now, ageing, 0)
     (picked,) = [w for w in waiting if w.request_id == chosen]
     for other in waiting:
         assert rank(picked) <= rank(other) or rank(picked) == pytest.approx(rank(other))
         if rank(other) == rank(picked):
             assert (picked.arrived, picked.request_id) <= (other.arrived, other.request_id)
-    assert schedule.next_request(list(reversed(waiting)), now, ageing) == chosen
+    assert schedule.next_request(list(reversed(waiting)), now, ageing, 0) == chosen
 
 
-def test_nobody_waiting_is_an_error() -> None:
-    with pytest.raises(ValueError):
-        schedule.next_request([], 0.0, AGEING)
+def test_nobody_runs_where_nobody_waits_or_has_room() -> None:
+    assert schedule.next_request([], 0.0, AGEING, 8) is None
+    assert schedule.next_request([schedule.arrival("a", 256, 0.0, pages=16)], 0.0, AGEING, 15) is None
 
 
 def test_credit_grows_while_idle_only_and_a_chunk_costs_twice_its_tokens() -> None:
@@ -91,7 +92,8 @@ def simulate(
         free_entry = all(passed > 0 for _, passed in pipeline)
         ready = [w for w in waiting.values() if w.remaining > 0]
         if ready and free_entry and len(pipeline) < stages:
-            name = schedule.next_request(ready, now, AGEING)
+            name = schedule.next_request(ready, now, AGEING, 0)
+            assert name is not None
             tokens = min(CHUNK, waiting[name].remaining)
             waiting[name] = schedule.chunk_sent(waiting[name], tokens, now, AGEING)
             pipeline.append((name, 0))

@@ -1,0 +1,161 @@
+"""Where an attempt runs: admitted, its pages reserved on a decode worker, its prompt read by a prefill group.
+
+A worker's no is passed on to the next one; only when all have said it does the client hear of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...workers.messages import (
+    MethodSpec,
+    PrefillDone,
+    PrefillJob,
+    PrefillReport,
+    Progress,
+    RefusalReason,
+    Refused,
+    Reserve,
+    Reserved,
+)
+from ...workers.roles import DecodeWorker, Group
+from ..errors import (
+    DeadlineExceeded,
+    DeltafrontError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    TooLong,
+    WorkerFailed,
+)
+from ..fleet import admission
+from ..fleet.sessions import NO_SESSION
+from ..fleet.view import Charge
+from .attempt import BUSY_RETRY_S, Attempt, Emit, Mark, Resources
+from .plan import Plan
+
+_ASK_ANOTHER = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
+"""What one worker refuses for, and another may not."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a prompt goes: groups to ask to read it, in order, and the decode worker that has its pages."""
+
+    groups: tuple[str, ...]
+    worker: DecodeWorker
+    deadline: float | None
+
+
+async def place(resources: Resources, attempt: Attempt, plan: Plan, wish: Reserve, mark: Mark) -> Placed:
+    """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
+
+    mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
+    """
+    settings, fleet = resources.settings, resources.fleet
+    view = await fleet.ready(settings.worker_wait_s)
+    mark("worker_wait")
+    left = None if wish.deadline is None else wish.deadline - time.time()
+    need = admission.Need(plan.read_tokens, plan.max_tokens, left)
+    groups, workers = tuple(view.groups.values()), tuple(view.workers.values())
+    decision = admission.admit(need, groups, workers)
+    if isinstance(decision, admission.Rejected):
+        raise _rejection(decision)
+    worker, pages = await _reserve_somewhere(resources, attempt, decision.workers, wish)
+    fleet.charge(Charge(decision.groups[0], plan.read_tokens, worker.name, pages))
+    mark("admission")
+    return Placed(decision.groups, worker, wish.deadline)
+
+
+async def _reserve_somewhere(
+    resources: Resources, attempt: Attempt, names: Sequence[str], wish: Reserve
+) -> tuple[DecodeWorker, int]:
+    """The first worker that has the pages, and how many; only their answers count, since what the door knows
+    of them is up to a second old. If all are full, waits at the one that expects to have them first."""
+    soonest, best = resources.fleet.worker(names[0]), (True, math.inf)
+    for name in names if len(names) > 1 else ():
+        worker = resources.fleet.worker(name)
+        answer = await reserve(attempt, worker, replace(wish, wait=False))
+        if isinstance(answer, Reserved):
+            return worker, answer.pages
+        if answer.reason not in _ASK_ANOTHER:
+            raise refusal(answer)
+        if _comes_back(answer) < best:
+            soonest, best = worker, _comes_back(answer)
+    answer = await reserve(attempt, soonest, replace(wish, wait=True))
+    if isinstance(answer, Refused):
+        raise refusal(answer)
+    return soonest, answer.pages
+
+
+def _comes_back(refused: Refused) -> tuple[bool, float]:
+    """To sort by: who may say yes soonest; who never will last."""
+    never = refused.reason is RefusalReason.TOO_LARGE
+    return never, math.inf if refused.retry_after_s is None else refused.retry_after_s
+
+
+async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Reserved | Refused:
+    """Take pages, or be told why not."""
+    attempt.add(worker)
+    answer = await worker.reserve(wish)
+    if isinstance(answer, Refused):
+        attempt.settle(worker)
+    return answer
+
+
+async def read(
+    resources: Resources, attempt: Attempt, placed: Placed, plan: Plan, method: MethodSpec, emit: Emit
+) -> PrefillReport:
+    """Have a prefill group read the prompt; its K/V goes to the decode worker meanwhile. A group whose queue
+    is full passes it on to the next. Raises what the soonest of their refusals says if all are."""
+    fleet, worker = resources.fleet, placed.worker
+    wants_logits = plan.max_tokens > 0
+    job = PrefillJob(attempt.request_id, plan.read_ids, method, worker.name, placed.deadline, wants_logits)
+    refused: list[Refused] = []
+    for name in placed.groups:
+        if refused:
+            fleet.charge(Charge(name, plan.read_tokens, worker.name, 0))
+        outcome = await _read_on(attempt, fleet.group(name), job, emit)
+        if isinstance(outcome, PrefillReport):
+            return outcome
+        refused.append(outcome)
+        if outcome.reason not in _ASK_ANOTHER:
+            break  # every group would say the same
+    raise refusal(min(refused, key=_comes_back) if refused[-1].reason in _ASK_ANOTHER else refused[-1])
+
+
+async def _read_on(attempt: Attempt, group: Group, job: PrefillJob, emit: Emit) -> PrefillReport | Refused:
+    attempt.add(group)
+    async for event in group.prefill(job):
+        if isinstance(event, Progress):
+            emit(event)
+        else:
+            attempt.settle(group)
+            return event.report if isinstance(event, PrefillDone) else event
+    raise WorkerFailed(group.name, f"{group.name} ended without a result")
+
+
+def refusal(refused: Refused) -> DeltafrontError:
+    """A worker's no as the client's error."""
+    if refused.reason in (RefusalReason.PAGES, RefusalReason.BUSY):
+        seconds = BUSY_RETRY_S if refused.retry_after_s is None else refused.retry_after_s
+        return Overloaded(f"no room now: {refused.message}", retry_after_s=seconds)
+    fixed: dict[RefusalReason, DeltafrontError] = {
+        RefusalReason.TOO_LARGE: Overloaded(f"too large for this server: {refused.message}"),
+        RefusalReason.NO_SESSION: NotFound(NO_SESSION),
+        RefusalReason.POSITIONS: TooLong("append", refused.message),
+        RefusalReason.SELECTION: InvalidArgument("page_selection", refused.message),
+        RefusalReason.DEADLINE: DeadlineExceeded("the deadline passed while the prompt was being read"),
+        RefusalReason.DUPLICATE: Internal(f"a worker knows this request already: {refused.message}"),
+    }
+    return fixed[refused.reason]
+
+
+def _rejection(rejected: admission.Rejected) -> DeltafrontError:
+    if rejected.reason is admission.Reason.TOO_SLOW:
+        return DeadlineExceeded(rejected.message)
+    return Overloaded(rejected.message, retry_after_s=rejected.retry_after_s)

@@ -1,0 +1,185 @@
+"""Reservations that wait for pages: who gets them, when, and what is left of who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.workers.decode.waiting import HoldTime, seconds_until_room
+from deltafront.workers.messages import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
+
+from .test_decode_faults import SHORT, Clock, ids_of
+
+# --- when there is room -----------------------------------------------------------------------------------
+
+small = st.integers(1, 6)
+
+
+@given(
+    small,
+    st.integers(0, 6),
+    st.lists(st.tuples(st.integers(0, 9), small), max_size=6),
+    st.lists(small, max_size=4),
+    st.integers(1, 9),
+)
+def test_room_comes_when_a_clock_that_ticks_says(
+    pages: int, free: int, holders: list[tuple[int, int]], ahead: list[int], hold: int
+) -> None:
+    """Second by second: what ends gives its pages back, then whoever is first takes what it needs."""
+    found = seconds_until_room(pages, free, holders, ahead, hold)
+    ends, line = list(holders), [*ahead, pages]
+    for second in itertools.count():
+        free += sum(n for end, n in ends if end == second)
+        ends = [(end, n) for end, n in ends if end > second]
+        while line and line[0] <= free:
+            free -= line[0]
+            ends.append((second + hold, line.pop(0)))
+        if not line or not ends:
+            assert found == (None if line else second)
+            return
+
+
+def test_who_holds_pages_longer_than_others_did_may_do_so_for_a_while() -> None:
+    hold = HoldTime()
+    assert hold.mean is None
+    hold.ended(8.0)
+    assert (hold.mean, hold.left(3.0), hold.left(100.0)) == (8.0, 5.0, 2.0)
+    for _ in range(100):
+        hold.ended(20.0)
+    assert hold.mean == pytest.approx(20.0, rel=1e-3)
+
+
+# --- on a worker ------------------------------------------------------------------------------------------
+
+
+def order(name: str, tokens: int, **more: Any) -> Reserve:
+    return Reserve(name, "me", tokens, 0, **{"wait": True, **more})
+
+
+async def reserving(run: Any, *orders: Reserve) -> list[asyncio.Task[Any]]:
+    """Asked for one after the other."""
+    tasks = []
+    for one in orders:
+        tasks.append(asyncio.create_task(run.engine.reserve(one)))
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_first_come_first_served_and_nobody_passes(bench: Any) -> None:
+    run = await bench(cache_tokens=640)
+    await run.reserve("half", 320, 0)
+    await run.reserve("most", 256, 0)
+    big, small = await reserving(run, order("big", 480), order("small", 16))
+    now = await run.engine.reserve(order("now", 16, wait=False))
+    assert isinstance(now, Refused) and now.reason is RefusalReason.PAGES
+    assert "2 reservations wait" in now.message
+    assert (await run.engine.stats()).waiting == 4
+    await run.engine.cancel("most")
+    await asyncio.sleep(0.3)
+    assert not big.done() and not small.done(), "there is room for the small one, but not its turn"
+    await run.engine.cancel("half")
+    assert await big == Reserved(30) and await small == Reserved(1)
+    for name in ("big", "small"):
+        await run.engine.cancel(name)
+    assert run.used == 0
+
+
+async def test_what_can_never_be_is_refused_at_once(bench: Any) -> None:
+    run = await bench(cache_tokens=640)
+    await run.reserve("all", 640, 0)
+    (waiting,) = await reserving(run, order("waiting", 16))
+    for wish, reason in (
+        (order("large", 656), RefusalReason.TOO_LARGE),
+        (order("session", 16, session_id="test.none"), RefusalReason.NO_SESSION),
+        (order("waiting", 16), RefusalReason.DUPLICATE),
+    ):
+        answer = await run.engine.reserve(wish)
+        assert isinstance(answer, Refused) and answer.reason is reason
+    await run.engine.cancel("all")
+    assert isinstance(await waiting, Reserved)
+    await run.engine.cancel("waiting")
+
+
+async def test_a_place_is_given_up_by_cancel_deadline_lease_and_bound(bench: Any) -> None:
+    clock = Clock()
+    run = await bench(cache_tokens=640, wall=clock, clock=clock, stream_lease_s=10.0, max_wait_s=20.0)
+    await run.reserve("all", 640, 0)
+    names = ("cancelled", "late", "lost", "patient", "last")
+    wishes = [order(name, 480, deadline=1005.0 if name == "late" else None) for name in names]
+    cancelled, late, lost, patient, last = await reserving(run, *wishes)
+    await run.engine.cancel("cancelled")
+    with pytest.raises(DecodeFailed, match="cancelled"):
+        await cancelled
+    for moment in (5.0, 5.0, 6.0):
+        clock.now += moment
+        await run.engine.renew(["all", "patient", "last"])
+        await asyncio.sleep(0.25)
+    assert (await late).reason is RefusalReason.DEADLINE
+    with pytest.raises(DecodeFailed, match="nobody renewed"):
+        await lost  # once it was looked at a few times
+    assert not patient.done() and not last.done()
+    await run.engine.cancel("all")
+    assert isinstance(await patient, Reserved)
+    clock.now += 5.0
+    await run.engine.renew(["patient"])
+    refused = await last
+    assert refused.reason is RefusalReason.PAGES and "did not become free in 20 s" in refused.message
+    assert refused.retry_after_s is not None, "a request has ended, so it is known how long they take"
+    await run.engine.cancel("patient")
+    assert run.used == 0
+
+
+async def test_who_would_wait_too_long_is_refused_at_once_with_the_time(bench: Any) -> None:
+    clock = Clock()
+    run = await bench(cache_tokens=640, clock=clock, stream_lease_s=1e6, max_wait_s=20.0)
+    await run.reserve("a", 640, 0)
+    clock.now += 30.0
+    await run.engine.cancel("a")
+    await run.reserve("b", 640, 0)
+    clock.now += 5.0
+    refused = await run.engine.reserve(order("c", 16))
+    assert isinstance(refused, Refused) and refused.retry_after_s == pytest.approx(25.0)
+    clock.now += 6.0
+    (waiting,) = await reserving(run, order("d", 640))
+    second = await run.engine.reserve(order("e", 16))
+    assert second.retry_after_s == pytest.approx(19.0 + 30.0), "behind d, which will hold all pages"
+    await run.engine.cancel("b")
+    assert isinstance(await waiting, Reserved)
+    await run.engine.cancel("d")
+
+
+async def test_a_caller_that_leaves_gives_its_place_up(bench: Any) -> None:
+    run = await bench(cache_tokens=640)
+    await run.reserve("all", 640, 0)
+    first, second = await reserving(run, order("first", 640), order("second", 640))
+    first.cancel()
+    await run.engine.cancel("all")
+    assert isinstance(await second, Reserved)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await run.engine.cancel("second")
+    assert run.used == 0
+
+
+async def test_closing_ends_what_waits(bench: Any) -> None:
+    run = await bench(cache_tokens=640)
+    await run.reserve("all", 640, 0)
+    (waiting,) = await reserving(run, order("waiting", 16))
+    run.may_fault = True  # a closed engine's loops have stopped
+    await run.engine.close()
+    with pytest.raises(DecodeFailed, match="shutting down"):
+        await waiting
+
+
+async def test_an_ending_session_makes_room(bench: Any) -> None:
+    run = await bench(cache_tokens=640)
+    first = await run.ask("a", ids_of(300), SHORT, keep_tokens=300, keep_ttl_s=5.0)
+    (waiting,) = await reserving(run, order("waiting", 600))
+    assert await run.engine.release_session(first.first.session.session_id, "me")
+    assert isinstance(await waiting, Reserved)
+    await run.engine.cancel("waiting")

@@ -1,0 +1,146 @@
+"""When a refused request is told to come back, against a pipeline that is played chunk by chunk."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from deltafront.workers.prefill import backlog, schedule
+from deltafront.workers.prefill.schedule import Waiting
+
+AGEING = 256.0
+PAGE = 16
+
+
+@dataclass
+class Group:
+    """A prefill group as time passes: one chunk after the other enters, and is through `stages` chunk times
+    later. A chunk takes its tokens over the rate, give or take a third."""
+
+    rng: random.Random
+    chunk: int
+    rate: float
+    pages: int
+    stages: int = 2
+    now: float = 0.0
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    through: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    opened_at: dict[str, float] = field(default_factory=dict)
+    in_flight: list[tuple[float, str, int]] = field(default_factory=list)
+
+    def arrive(self, name: str, tokens: int) -> None:
+        self.waiting[name] = schedule.arrival(name, tokens, self.now, -(-tokens // PAGE))
+        self.through[name], self.tokens[name] = 0, tokens
+
+    @property
+    def unopened(self) -> int:
+        return sum(not one.opened for one in self.waiting.values())
+
+    @property
+    def free(self) -> int:
+        return self.pages - sum(one.pages for one in self.waiting.values() if one.opened)
+
+    def play(self) -> backlog.Play:
+        """What is under test, as the controller makes it."""
+        entries = [replace(w, remaining=self.tokens[n] - self.through[n]) for n, w in self.waiting.items()]
+        return backlog.Play(entries, self.now, AGEING, self.rate, self.free, self.chunk)
+
+    def step(self) -> None:
+        """One chunk enters, or one leaves."""
+        ready = [one for one in self.waiting.values() if one.remaining]
+        chosen = schedule.next_request(ready, self.now, AGEING, self.free)
+        if chosen is not None and len(self.in_flight) < self.stages:
+            one = self.waiting[chosen]
+            if not one.opened:
+                self.opened_at[chosen] = self.now
+            size = min(self.chunk, one.remaining)
+            self.waiting[chosen] = schedule.chunk_sent(one, size, self.now, AGEING)
+            seconds = size / self.rate * self.rng.uniform(0.67, 1.33)
+            self.in_flight.append((self.now + self.stages * seconds, chosen, size))
+            self.now += seconds
+        elif self.in_flight:
+            self.now = max(self.now, self.in_flight[0][0])
+        while self.in_flight and self.in_flight[0][0] <= self.now:
+            _, name, size = self.in_flight.pop(0)
+            self.through[name] += size
+            if not any(other == name for _, other, _ in self.in_flight):
+                self.waiting[name] = schedule.became_idle(self.waiting[name], self.now)
+            if self.through[name] == self.tokens[name]:
+                del self.waiting[name]
+
+
+def random_group(seed: int) -> Group:
+    """In the middle of its work, with up to 24 prompts of any length."""
+    rng = random.Random(seed)
+    chunk = rng.choice([512, 2048, 16_384])
+    group = Group(rng, chunk, rng.choice([250.0, 4000.0, 40_000.0]), pages=131_072 // PAGE)
+    for number in range(rng.randint(2, 24)):
+        group.arrive(f"r{number}", int(128 * 2 ** rng.uniform(0, 10)))
+    for _ in range(rng.randint(1, 40)):
+        group.step()
+    return group
+
+
+def right(told: float, true: float, chunk_s: float) -> bool:
+    """Within a factor of two, or within the chunk that nothing can interrupt."""
+    return abs(told - true) <= chunk_s or true / 2 <= told <= 2 * true
+
+
+def test_a_place_becomes_free_when_the_backlog_says() -> None:
+    """Every place: a queue of n-1 is asked about for each n that wait."""
+    verdicts = []
+    for seed in range(200):
+        group = random_group(seed)
+        waiting = {name for name, one in group.waiting.items() if not one.opened}
+        told = [group.play().places([128], group.unopened - n)[0] for n in range(len(waiting))]
+        began = group.now
+        while group.waiting:
+            group.step()
+        true = sorted(group.opened_at[name] - began for name in waiting)
+        verdicts += [right(a, b, group.chunk / group.rate) for a, b in zip(told, true, strict=True)]
+    assert len(verdicts) > 1000
+    assert sum(verdicts) / len(verdicts) >= 0.9
+
+
+@pytest.mark.parametrize("chunk", [512, 4096])
+@pytest.mark.parametrize("rate", [250.0, 40_000.0])
+@pytest.mark.parametrize("longest", [8192, 65_536])
+def test_in_a_crowd_each_comes_back_when_there_is_a_place(chunk: int, rate: float, longest: int) -> None:
+    """Ten times as many prompts as the queue holds, at once. Those that are refused come back when they are
+    told to, and are in within twice that time, not after half of it."""
+    rng = random.Random(5)
+    group, max_waiting, promises = Group(rng, chunk, rate, pages=131_072 // PAGE), 12, backlog.Promises()
+    group.arrive("first", 20_000)
+    group.step()
+    tokens = {f"{n}": longest if longest == 8192 else int(128 * 2 ** rng.uniform(0, 9)) for n in range(120)}
+    due = [(group.now, name) for name in tokens]
+    told_first: dict[str, tuple[float, float]] = {}
+    verdicts: list[bool] = []
+    while due or group.waiting:
+        due.sort()
+        while due and due[0][0] <= group.now:
+            _, name = due.pop(0)
+            if group.unopened < max_waiting:
+                group.arrive(name, tokens[name])
+                if name in told_first:
+                    at, told = told_first[name]
+                    verdicts.append(right(told, group.now - at, chunk / rate))
+                continue
+            seconds = promises.give(group.play(), tokens[name], max_waiting, group.now)
+            assert seconds is not None
+            told_first.setdefault(name, (group.now, seconds))
+            due.append((group.now + seconds, name))
+        group.step()
+        if not group.waiting and due:
+            group.now = max(group.now, min(due)[0])
+    assert len(verdicts) > 100
+    assert sum(verdicts) / len(verdicts) >= 0.8
+
+
+def test_what_nobody_runs_for_has_no_time() -> None:
+    """All pages are held by a request whose chunks are all through but that has not ended."""
+    big = schedule.arrival("big", 1024, 0.0, pages=64)
+    assert backlog.Play([big], 0.0, AGEING, 100.0, 10, 512).places([128], 1) == []

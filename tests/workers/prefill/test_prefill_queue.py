@@ -1,0 +1,114 @@
+"""Requests that wait in a prefill group for their turn and their pages, and what is left of them: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from deltafront.workers.messages import PrefillCancelled, PrefillDone, RefusalReason, Refused
+from deltafront.workers.settings import PrefillConfig
+
+from ..timeless import timeless
+from .test_prefill_control import FakeStage, assert_clean, collect, controller_of, job, make, no_trouble
+
+
+@timeless
+async def test_prompts_that_do_not_fit_together_wait_for_each_other() -> None:
+    """Three that hold over half of the pages each: none is refused."""
+    controller, fakes = make(pages=64)
+    outcomes = await asyncio.gather(*(collect(controller, job(name, 600)) for name in "abc"))
+    assert all(isinstance(events[-1], PrefillDone) for events in outcomes)
+    assert [name for kind, name, _ in fakes[0].log if kind in ("open", "close")] == list("aabbcc")
+    assert outcomes[2][-1].report.queue > outcomes[1][-1].report.queue > 0
+    await assert_clean(controller, fakes)
+
+
+async def ways_to_go(controller: Any, name: str) -> list[Any]:
+    """A request of 600 tokens that ends while it waits, and how."""
+    if name == "late":
+        return await collect(controller, job(name, 600, deadline=time.time() + 0.02))
+    if name == "closed":
+        stream = controller.prefill(job(name, 600))
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.02)
+        reading.cancel()
+        return list(await asyncio.gather(reading, return_exceptions=True))
+    reading = asyncio.ensure_future(collect(controller, job(name, 600)))
+    await asyncio.sleep(0.02)
+    if name == "cancelled":
+        await controller.cancel(name)
+    return list(await asyncio.gather(reading, return_exceptions=True))
+
+
+@pytest.mark.parametrize("name", ["late", "closed", "cancelled", "lost"])
+@timeless
+async def test_whoever_ends_while_waiting_was_never_on_a_stage(name: str) -> None:
+    controller, fakes = make(pages=64, pause=lambda: 0.05, lease=0.08)
+    running = asyncio.create_task(collect(controller, job("running", 900)))
+    await asyncio.sleep(0)
+    leaving = asyncio.create_task(ways_to_go(controller, name))
+    while not running.done():
+        await asyncio.sleep(0.02)
+        await controller.renew(["running"])
+    (event,) = await leaving
+    if name == "late":
+        assert isinstance(event, Refused) and event.reason is RefusalReason.DEADLINE
+    elif name == "closed":
+        assert isinstance(event, asyncio.CancelledError)
+    else:
+        assert isinstance(event, PrefillCancelled)
+    assert {other for _, other, _ in fakes[0].log} == {"running"}
+    await assert_clean(controller, fakes)
+
+
+@timeless
+async def test_a_full_queue_refuses_with_the_time_at_which_it_has_a_place() -> None:
+    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, max_waiting=2)
+    fake = FakeStage(0, lambda: 0.5, no_trouble)
+    controller, now = controller_of([fake], config), asyncio.get_running_loop().time
+    first = asyncio.create_task(collect(controller, job("first", 1024)))
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(collect(controller, job(name, 1024))) for name in "ab"]
+    await asyncio.sleep(0)
+    (unknown,) = await collect(controller, job("unknown", 128))
+    assert unknown.reason is RefusalReason.BUSY and unknown.retry_after_s is None, "no chunk was seen yet"
+    await asyncio.sleep(2.2)
+    told, refused_at = [], now()
+    for number in range(2):
+        (refused,) = await collect(controller, job(f"refused{number}", 1024))
+        assert refused.reason is RefusalReason.BUSY and "2 prompts wait already" in refused.message
+        told.append(refused.retry_after_s)
+    for one in (first, others[0]):
+        await one
+        waited = now() - refused_at
+        assert waited / 2 <= told.pop(0) <= 2 * waited
+    assert isinstance((await others[1])[-1], PrefillDone)
+    assert isinstance((await collect(controller, job("again", 128)))[-1], PrefillDone)
+    await assert_clean(controller, [fake])
+
+
+@timeless
+async def test_a_big_prompt_is_not_starved_by_small_ones_that_hold_the_pages() -> None:
+    """A stream of small prompts, always enough of them to fill the stage."""
+    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, ageing_tokens_per_second=2000.0)
+    fake = FakeStage(0, lambda: 0.01, no_trouble)
+    controller = controller_of([fake], config)
+    crowd: list[asyncio.Task[Any]] = []
+
+    async def keep_coming() -> None:
+        for number in range(400):
+            crowd.append(asyncio.create_task(collect(controller, job(f"small{number}", 256))))
+            await asyncio.sleep(0.02)
+
+    coming = asyncio.create_task(keep_coming())
+    await asyncio.sleep(0.1)
+    assert isinstance((await collect(controller, job("big", 1024)))[-1], PrefillDone)
+    assert not coming.done(), "it was served in the middle of the stream"
+    await coming
+    for one in crowd:
+        last = (await one)[-1]
+        assert isinstance(last, PrefillDone) or last.reason is RefusalReason.BUSY
+    await assert_clean(controller, [fake])

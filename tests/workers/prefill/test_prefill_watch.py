@@ -1,0 +1,136 @@
+"""Stages that hang: noticed in time, named, and not confused with ones that are only slow."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from deltafront.workers.messages import ChunkReport, PrefillDone, PrefillFailed, Progress
+from deltafront.workers.prefill.account import Pace
+from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.prefill.watch import LOOK_S, PULSE_S, StageWatch
+from deltafront.workers.settings import PrefillConfig
+
+from ..timeless import timeless
+from .test_prefill_control import FakeStage, assert_clean, controller_of, job, no_trouble
+
+
+class SlowStage(FakeStage):
+    """Whose reports say how long it took."""
+
+    def _chunk(self, command: Any) -> ChunkReport:
+        report = super()._chunk(command)
+        return ChunkReport(**{**vars(report), "wall": self.pause(), "phases": {}})
+
+
+def slow(stages: int, seconds: float, **config: Any) -> tuple[PrefillController, list[FakeStage]]:
+    """Chunks of 128 tokens that take so long on each stage."""
+    fakes: list[FakeStage] = [SlowStage(n, lambda: seconds, no_trouble) for n in range(stages)]
+    chosen = PrefillConfig(stages=stages, chunk_tokens=128, cache_tokens=4096, **config)
+    return controller_of(fakes, chosen), fakes
+
+
+@pytest.mark.parametrize("stuck", [0, 1, 2])
+@pytest.mark.parametrize("chunk_s", [0.05, 4.0])
+@timeless
+async def test_a_stage_that_hangs_is_noticed_within_two_chunk_times_and_five_seconds(
+    stuck: int, chunk_s: float
+) -> None:
+    """And named, although those after it wait as long."""
+    controller, fakes = slow(3, chunk_s, stream_lease_s=1e6)
+    stream, now = controller.prefill(job("a", 2048)), asyncio.get_running_loop().time
+    while not (isinstance(event := await anext(stream), Progress) and event.tokens_done == 512):
+        pass
+    fakes[stuck].stuck, began = True, now()
+    with pytest.raises(PrefillFailed, match=f"is lost: stage {stuck} does not answer: the chunk of a at"):
+        async for _ in stream:
+            pass
+    in_pipeline = 2 * chunk_s  # until the last stage has worked off what was before it
+    assert now() - began <= 2 * chunk_s + 5.0 + 2 * LOOK_S + in_pipeline
+    assert all(fake.stopped for fake in fakes)
+    assert f"stage {stuck} does not answer" in await controller.check()
+
+
+@timeless
+async def test_a_first_chunk_may_take_long_and_a_slow_one_that_lives_too() -> None:
+    """A compiler, then a decode worker that takes its time."""
+    controller, fakes = slow(2, 200.0, stream_lease_s=1e6)
+    stream = controller.prefill(job("a", 384))
+    await anext(stream)
+    for fake in fakes:
+        fake.pause = lambda: 0.1
+    assert isinstance([event async for event in stream][-1], PrefillDone)
+    stream = controller.prefill(job("b", 384))
+    await anext(stream)
+    fakes[1].pause = lambda: 250.0
+    assert isinstance([event async for event in stream][-1], PrefillDone)
+    await assert_clean(controller, fakes)
+
+
+@timeless
+async def test_a_stage_that_lives_but_gets_nowhere_is_given_up_at_last() -> None:
+    controller, fakes = slow(2, 0.1, stream_lease_s=1e6, stall_s=100.0)
+    stream, now = controller.prefill(job("a", 512)), asyncio.get_running_loop().time
+    await anext(stream)
+    fakes[1].pause, began = lambda: 1e5, now()
+    with pytest.raises(PrefillFailed, match=r"stage 1 has not finished: the chunk of a at .* has taken 100"):
+        async for _ in stream:
+            pass
+    assert 100.0 <= now() - began <= 102.0
+
+
+@timeless
+async def test_a_stage_that_hangs_while_idle_or_while_it_closes_is_noticed() -> None:
+    controller, fakes = slow(2, 0.1)
+    fakes[1].stuck = True
+    assert "stage 1 does not answer: counting its pages" in await controller.check()
+    controller, fakes = slow(2, 0.1)
+    stream = controller.prefill(job("a", 384))
+    await anext(stream)
+    closing = asyncio.ensure_future(controller.cancel("a"))
+    await asyncio.sleep(0.15)
+    fakes[0].stuck = True
+    await closing
+    assert "stage 0 does not answer" in controller.failure
+    await stream.aclose()
+
+
+@timeless
+async def test_whoever_was_stopped_itself_does_not_blame_the_stages() -> None:
+    """The process of the controller stands still for a minute: its clock jumps, and answers come late."""
+    loop = asyncio.get_running_loop()
+    lost, asked, skipped = list[str](), list[int](), [0.0]
+
+    async def pulse(stage: int) -> None:
+        asked.append(stage)
+
+    watch = StageWatch(1, pulse, lambda _, what: lost.append(what), lambda: loop.time() + skipped[0], 50.0)
+    answer: asyncio.Future[None] = loop.create_future()
+    watch.expect(0, "a chunk", lambda: 3.0, answer)
+    await asyncio.sleep(1.0)
+    skipped[0] = 60.0
+    await asyncio.sleep(1.0)
+    assert not asked and not lost
+    await asyncio.sleep(PULSE_S)
+    assert asked == [0] and not lost
+    answer.set_result(None)
+    await asyncio.sleep(100.0)
+    assert asked == [0] and not lost
+
+
+def test_a_chunk_is_measured_by_the_one_before_it() -> None:
+    def reports(*walls: float) -> list[ChunkReport]:
+        waits = {"activation_wait": 5.0}
+        return [ChunkReport("a", n, 0, wall + 5.0, waits, (), 0, 0) for n, wall in enumerate(walls)]
+
+    pace = Pace(slack_s=3.0, unknown_s=300.0)
+    assert pace.allowed("dense", None, 128) == 300.0
+    first = pace.chunk("dense", 0, 128, reports(1.28, 2.56))
+    assert first == pytest.approx(0.02)
+    assert pace.allowed("dense", first, 64) == pytest.approx(3.0 + 2 * 0.02 * 64)
+    later = pace.chunk("dense", 128, 128, reports(3.84, 2.56))
+    assert pace.allowed("dense", later, 128) == pytest.approx(3.0 + 2 * 3.84)
+    assert pace.allowed("dense", None, 128) == pytest.approx(3.0 + 2 * 2.56), "another prompt's first"
+    assert pace.allowed("dpxa", None, 128) == 300.0

@@ -1,0 +1,103 @@
+"""How a replica looks after its actors, with actors that only say how they are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from deltafront.workers import replica as module
+from deltafront.workers.replica import Replica
+
+
+class Head:
+    """check.remote() gives what `says` gives."""
+
+    def __init__(self, says: Callable[[], Any]) -> None:
+        self.check = self
+        self._says = says
+
+    async def remote(self) -> str:
+        return str(await self._says())
+
+
+async def well() -> str:
+    return ""
+
+
+async def lost() -> str:
+    return "the group is lost: stage 1 died"
+
+
+async def silent() -> str:
+    await asyncio.Event().wait()
+    return "never"
+
+
+async def dead() -> str:
+    raise ActorDiedError()
+
+
+class Owner(Replica):
+    def __init__(self, says: Callable[[], Any], build: Callable[[], None]) -> None:
+        super().__init__("prefill:")
+        self.name = "prefill:x"
+        self.build = build
+        self.head = Head(says)
+        self._actors = [self.head]
+
+    def _build(self) -> None:
+        self.build()
+        self.head = Head(well)
+        self._actors.append(self.head)
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    actors: list[Any] = []
+    monkeypatch.setattr(module.ray, "kill", actors.append)
+    monkeypatch.setattr(module, "get_current_placement_group", lambda: None)  # it would start a Ray
+    monkeypatch.setattr(module, "HEAD_PATIENCE_S", 0.01)
+    return actors
+
+
+@pytest.mark.parametrize("says", [lost, silent, dead])
+async def test_a_head_that_is_lost_silent_or_dead_is_ended_and_replaced(
+    says: Callable[[], Any], killed: list[Any]
+) -> None:
+    built: list[str] = []
+    owner = Owner(says, lambda: built.append("again"))
+    head = owner.head
+    await owner.check_health()
+    assert owner._rebuilding is not None
+    await owner._rebuilding
+    await owner.check_health()
+    assert killed == [head] and built == ["again"] and owner.head is not head
+    await owner.check_health()
+    assert built == ["again"], "a head that is well is left alone"
+
+
+async def test_a_replica_is_healthy_while_it_replaces_and_not_for_ever(
+    killed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    owner = Owner(lost, lambda: go_on.wait() and None)
+    try:
+        await owner.check_health()
+        while not killed:
+            await asyncio.sleep(0.005)
+        for _ in range(3):
+            await owner.check_health()
+        assert len(killed) == 1, "it is replaced once"
+        monkeypatch.setattr(module, "REBUILD_PATIENCE_S", -1.0)
+        with pytest.raises(RuntimeError, match="prefill:x could not be replaced"):
+            await owner.check_health()
+    finally:
+        go_on.set()
+    assert owner._rebuilding is not None
+    await owner._rebuilding
+    await owner.check_health()

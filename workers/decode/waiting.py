@@ -1,0 +1,182 @@
+"""Reservations that wait until pages come back: first come, first served, for a bounded time.
+
+Nobody passes anybody, so a big reservation is not starved by small ones: what it waits for is kept for it.
+Used from the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..messages import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
+
+_OVERDUE_LOOKS = 5
+"""So often in a row a lease must be found run out: where this process itself stood still, renewals that have
+come meanwhile are heard only now."""
+Holder = tuple[float, int]
+"""Seconds until it is expected to give its pages back, and how many."""
+
+
+def seconds_until_room(
+    pages: int, free: int, holders: Iterable[Holder], ahead: Sequence[int], hold_s: float
+) -> float | None:
+    """Seconds until `pages` pages can be taken behind reservations `ahead` (pages of each, in order). Pure.
+
+    Each of those is taken to hold its pages for hold_s. None if that much never comes back.
+    """
+    ends, now = list(holders), 0.0
+    heapq.heapify(ends)
+    for wanted in (*ahead, pages):
+        while free < wanted:
+            if not ends:
+                return None
+            end, returned = heapq.heappop(ends)
+            now, free = max(now, end), free + returned
+        free -= wanted
+        heapq.heappush(ends, (now + hold_s, wanted))
+    return now
+
+
+class HoldTime:
+    """How long reservations keep their pages: a mean in which older ones fade by a tenth each. Seconds."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def ended(self, seconds: float) -> None:
+        self._sum = 0.9 * self._sum + seconds
+        self._weight = 0.9 * self._weight + 1.0
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._weight if self._weight else None
+
+    def left(self, held: float) -> float:
+        """Seconds that a reservation still keeps its pages; of one that is late, a quarter of the mean."""
+        mean = self.mean or 0.0
+        return max(mean - held, mean / 4)
+
+
+@dataclass(eq=False)
+class _Waiter:
+    order: Reserve
+    answer: asyncio.Future[Reserved | Refused]
+    pages: int
+    until: float
+    renewed: float
+    overdue: int = 0
+
+
+class ReserveQueue:
+    """Reservations that wait.
+
+    take: reserves for an order behind so many others, or says why not. expected: seconds until so many pages
+    are there, behind reservations of so many each; None while that is unknown. wall: seconds since the epoch.
+    clock: seconds. max_wait_s: nobody waits longer, and nobody who is expected to wait longer begins to.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[Reserve, int], Reserved | Refused],
+        expected: Callable[[int, Sequence[int]], float | None],
+        max_wait_s: float,
+        wall: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._take = take
+        self._expected = expected
+        self._max_wait_s = max_wait_s
+        self._wall = wall
+        self._clock = clock
+        self._waiters: deque[_Waiter] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(waiter.order.request_id == request_id for waiter in self._waiters)
+
+    async def reserve(self, order: Reserve) -> Reserved | Refused:
+        """At once where there is room, and where there never will be. Raises DecodeFailed if it is cancelled
+        or forgotten while it waits."""
+        answer = self._take(order, len(self._waiters))
+        if not isinstance(answer, Refused) or answer.reason is not RefusalReason.PAGES:
+            return answer
+        seconds = self._expected(answer.needed, [waiter.pages for waiter in self._waiters])
+        answer = replace(answer, retry_after_s=seconds)
+        if not order.wait or (seconds is not None and seconds > self._max_wait_s):
+            return answer
+        now = self._clock()
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(order, loop.create_future(), answer.needed, now + self._max_wait_s, now)
+        self._waiters.append(waiter)
+        try:
+            return await waiter.answer
+        finally:
+            self._leave(waiter)
+
+    def serve(self) -> None:
+        """Pages may have come back."""
+        while self._waiters:
+            if self._waiters[0].answer.done():  # whoever asked has been cancelled, and is about to leave
+                self._waiters.popleft()
+                continue
+            answer = self._take(self._waiters[0].order, 0)
+            if isinstance(answer, Refused) and answer.reason is RefusalReason.PAGES:
+                return
+            self._answer(self._waiters[0], answer)
+
+    def renew(self, request_ids: Iterable[str]) -> None:
+        ids = set(request_ids)
+        for waiter in self._waiters:
+            if waiter.order.request_id in ids:
+                waiter.renewed = self._clock()
+
+    def cancel(self, request_id: str) -> None:
+        self._fail([w for w in self._waiters if w.order.request_id == request_id], "cancelled")
+
+    def clear(self, message: str) -> None:
+        self._fail(list(self._waiters), message)
+
+    def expire(self, lease_s: float) -> None:
+        """End the waits that are over: by their bound, their deadline, or because nobody renews them."""
+        now, wall = self._clock(), self._wall()
+        for waiter in self._waiters:
+            waiter.overdue = waiter.overdue + 1 if now - waiter.renewed > lease_s else 0
+        lost = [waiter for waiter in self._waiters if waiter.overdue > _OVERDUE_LOOKS]
+        self._fail(lost, "nobody renewed the request")
+        for waiter in list(self._waiters):
+            deadline = waiter.order.deadline
+            if deadline is not None and wall >= deadline:
+                text = "the deadline passed while it waited for pages"
+                self._answer(waiter, Refused(RefusalReason.DEADLINE, text))
+            elif now >= waiter.until:
+                self._answer(waiter, self._still_full(waiter))
+        self.serve()
+
+    def _still_full(self, waiter: _Waiter) -> Refused:
+        text = f"{waiter.pages} KV pages did not become free in {self._max_wait_s:g} s"
+        ahead = [w.pages for w in self._waiters if w is not waiter]
+        return Refused(
+            RefusalReason.PAGES, text, waiter.pages, retry_after_s=self._expected(waiter.pages, ahead)
+        )
+
+    def _answer(self, waiter: _Waiter, answer: Reserved | Refused) -> None:
+        self._leave(waiter)
+        if not waiter.answer.done():
+            waiter.answer.set_result(answer)
+
+    def _fail(self, waiters: Iterable[_Waiter], message: str) -> None:
+        for waiter in waiters:
+            self._leave(waiter)
+            if not waiter.answer.done():
+                waiter.answer.set_exception(DecodeFailed(message))
+
+    def _leave(self, waiter: _Waiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)

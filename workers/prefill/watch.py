@@ -1,0 +1,113 @@
+"""Which stage hangs: it owes an answer for longer than its command may take, and gives no sign of life.
+
+A stage works through its commands in order, so of all that it owes only the first can be late; and of a
+chunk it can do nothing before the stage before it has passed the chunk on. A late stage is asked for a sign
+of life, which it gives while it computes, compiles or waits for somebody else. One that gives none hangs
+and is named; one that does may go on for `stall_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+LOOK_S = 0.25
+"""Between two looks. A look counts no more than twice that: where this process itself was stopped or
+starved, its answers are late as well, and stages are not blamed for it."""
+PULSE_S = 2.0
+"""For a sign of life."""
+
+
+@dataclass(eq=False)
+class Owed:
+    """A command that a stage has to answer. allowed: seconds from when it can work on it. after: the same
+    chunk on the stage before. waited: seconds so far, of those. asked: for a sign of life."""
+
+    stage: int
+    what: str
+    allowed: Callable[[], float]
+    after: Owed | None = None
+    waited: float = 0.0
+    answered: bool = False
+    asked: bool = False
+
+
+class StageWatch:
+    """Looks after stages while they owe anything.
+
+    pulse: asks a stage for a sign of life. hangs: told a stage's number and what is the matter with it.
+    clock: seconds. stall_s: the most that a command may take.
+    """
+
+    def __init__(
+        self,
+        stages: int,
+        pulse: Callable[[int], Awaitable[object]],
+        hangs: Callable[[int, str], None],
+        clock: Callable[[], float],
+        stall_s: float,
+    ) -> None:
+        self._pulse, self._hangs, self._clock = pulse, hangs, clock
+        self._stall_s = stall_s
+        self._owed: list[deque[Owed]] = [deque() for _ in range(stages)]
+        self._looked = 0.0
+        self._next: asyncio.TimerHandle | None = None
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def expect(
+        self,
+        stage: int,
+        what: str,
+        allowed: Callable[[], float],
+        answer: asyncio.Future[Any],
+        after: Owed | None = None,
+    ) -> Owed:
+        """Watch over a command until it is answered, well or badly."""
+        owed = Owed(stage, what, allowed, after)
+        self._owed[stage].append(owed)
+        answer.add_done_callback(lambda _: self._answered(owed))
+        if self._next is None:
+            self._looked = self._clock()
+            self._arm()
+        return owed
+
+    def _arm(self) -> None:
+        self._next = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _answered(self, owed: Owed) -> None:
+        owed.answered = True
+        self._owed[owed.stage].remove(owed)
+
+    def _look(self) -> None:
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
+        for waiting in self._owed:
+            first = waiting[0] if waiting else None
+            if first is not None and (first.after is None or first.after.answered):
+                first.waited += passed
+                if first.waited >= self._stall_s:
+                    self._blame(first, "has not finished")
+                elif first.waited >= first.allowed() and not first.asked:
+                    first.asked = True
+                    asking = asyncio.get_running_loop().create_task(self._ask(first))
+                    self._asking.add(asking)
+                    asking.add_done_callback(self._asking.discard)
+        self._next = None
+        if any(self._owed):
+            self._arm()
+
+    async def _ask(self, owed: Owed) -> None:
+        try:
+            async with asyncio.timeout(PULSE_S):
+                await self._pulse(owed.stage)
+        except TimeoutError:
+            if not owed.answered:
+                self._blame(owed, "does not answer")
+        except Exception:
+            return  # it is dead, not hanging: what it owes says so
+
+    def _blame(self, owed: Owed, what: str) -> None:
+        self._hangs(owed.stage, f"stage {owed.stage} {what}: {owed.what} has taken {owed.waited:.1f} s")

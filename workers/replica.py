@@ -1,0 +1,104 @@
+"""Serve deployments that own actors, look after them, and replace those that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .messages import NAMESPACE
+from .remote import failure_of, start_actor
+
+log = logging.getLogger(__name__)
+
+HEAD_PATIENCE_S = 10.0
+"""A head that takes longer to say how it is counts as lost."""
+REBUILD_PATIENCE_S = 600.0
+"""For replacing what was lost; then Serve builds a new replica."""
+
+
+class Replica:
+    """Base of the Serve deployments that own actors. Nothing is served through them but health: the door
+    calls the actors, which it finds by name. They die with their replica.
+
+    When `head` is lost, the health check replaces in place what died (`_build`), which keeps what the others
+    have loaded; only if that fails does the check fail, so that Serve builds a new replica. Outside Serve it
+    works the same, without a placement group; `stop()` it then.
+    """
+
+    head: Any
+    """The actor under the replica's name; its `check()` says why it is lost, if it is."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._bundles = get_current_placement_group()
+        self._actors: list[Any] = []
+        self._rebuilding: asyncio.Future[None] | None = None
+        self._began = 0.0
+
+    def _build(self) -> None:
+        """Bring every actor that is missing to life, `head` last. Runs on a thread of its own; raises what
+        loading raises, inside Ray's error."""
+        raise NotImplementedError
+
+    async def check_health(self) -> None:
+        """Serve calls this every second. Raises from when what was lost could not be replaced. Returns while
+        it is being replaced: a model takes longer to load than Serve waits for an answer."""
+        if self._rebuilding is not None and not self._rebuilding.done():
+            if time.monotonic() - self._began > REBUILD_PATIENCE_S:
+                raise RuntimeError(f"{self.name} could not be replaced in {REBUILD_PATIENCE_S:g} s")
+            return
+        if self._rebuilding is not None:
+            self._rebuilding.result()
+        fault = await self._fault()
+        if fault:
+            log.warning("%s: %s; replacing what is lost", self.name, fault)
+            self._began = time.monotonic()
+            self._rebuilding = asyncio.ensure_future(asyncio.to_thread(self._rebuild))
+
+    async def _fault(self) -> str:
+        """Why the head is lost; empty while it is well."""
+        try:
+            async with asyncio.timeout(HEAD_PATIENCE_S):
+                return str(await self.head.check.remote())
+        except TimeoutError:
+            return f"it has not answered for {HEAD_PATIENCE_S:g} s"
+        except RayError as error:
+            return f"it {failure_of(error).what}"
+
+    def _rebuild(self) -> None:
+        self._end(self.head)
+        self._build()
+
+    def stop(self) -> None:
+        """End all actors at once (outside Serve; a replica's actors die with it)."""
+        for actor in list(self._actors):
+            self._end(actor)
+
+    def _end(self, actor: Any) -> None:
+        self._actors.remove(actor)
+        ray.kill(actor)
+
+    def _start(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> Any:
+        """An actor in a bundle of the replica's placement group."""
+        self._actors.append(start_actor(actor_class, cpus, gpus, self._where(bundle), *arguments))
+        return self._actors[-1]
+
+    def _start_head(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> None:
+        """The actor that the door finds: under a new name each time, as Ray may still know the old one."""
+        self.name = self._prefix + secrets.token_hex(4)
+        options = {"name": self.name, "namespace": NAMESPACE, **self._where(bundle)}
+        self.head = start_actor(actor_class, cpus, gpus, options, self.name, *arguments)
+        self._actors.append(self.head)
+
+    def _where(self, bundle: int) -> dict[str, Any]:
+        if self._bundles is None:
+            return {}
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle)}
