@@ -184,6 +184,25 @@ def accuracy(result: Result) -> str:
     return markdown(header, rows) + provenance(result, "")
 
 
+def levels(result: Result) -> str:
+    header = ("case", "method", "tokens", "density", "ms", "KL", "exact", "of dense's", "logp − dense's")
+    rows = [
+        [
+            row["case"],
+            f"`{row['method']}`",
+            row["tokens"],
+            f"{row['density']:.3f}",
+            f"{row['ms']:.0f}" if "ms" in row else None,
+            f"{row['kl']:.3f}" if "kl" in row else None,
+            f"{row['exact']} of {row['questions']}",
+            f"{row['exact'] / row['exact_dense']:.3f}",
+            f"{row['logp_difference']:+.3f}" + (f" ± {row['logp_error']:.3f}" if "logp_error" in row else ""),
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(header, rows) + provenance(result, "")
+
+
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "headline": (headline, ("kernels_h200", "long_context_h200")),
     "kernels_h200": (kernels, ("kernels_h200",)),
@@ -191,6 +210,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "recall_prose_h200": (recall, ("recall_prose_h200",)),
     "long_context_h200": (long_context, ("long_context_h200",)),
     "accuracy_rules_h200": (accuracy, ("accuracy_rules_h200",)),
+    "accuracy_h200": (levels, ("accuracy_h200",)),
     "precision_h200": (precision, ("precision_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),
 }
