@@ -109,17 +109,8 @@ class Generation:
 
     def _reservation(self, attempt: Attempt, plan: Plan) -> Reserve:
         call = self._call
-        return Reserve(
-            attempt.request_id,
-            call.owner,
-            plan.read_tokens,
-            plan.max_tokens,
-            call.session_id,
-            plan.keep_tokens,
-            call.page_selection,
-            wait=True,
-            deadline=call.deadline,
-        )
+        sizes = plan.read_tokens, plan.max_tokens, call.session_id, plan.keep_tokens, call.page_selection
+        return Reserve(attempt.request_id, call.owner, *sizes, wait=True, deadline=call.deadline)
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
         """A prompt's K/V comes from a prefill group; what is appended to a session goes with the job."""
