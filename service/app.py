@@ -6,6 +6,8 @@ torch; worker classes are imported when the application is built, and load torch
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
 import tempfile
@@ -39,6 +41,8 @@ _HEALTH_PERIOD_S = 1.0
 """How often Serve asks a replica, which then looks after its actors (docs/recovery.md)."""
 
 _CONSTRUCTOR_TRIES = 3
+_OTHER_DOORS_S = 5.0
+"""How long a door waits for the others to end a request."""
 
 
 class DoorReplica(FrontDoor):
@@ -47,17 +51,33 @@ class DoorReplica(FrontDoor):
     async def __init__(self, config: dict[str, Any], metrics_directory: str) -> None:  # type: ignore[misc]
         logging.basicConfig(level=logging.INFO)
         settings = parse(config)
+        self._id = secrets.token_hex(4)
         metrics = Metrics(Path(metrics_directory))
         fleet = Fleet(RayDirectory(), observer(metrics), settings.door.refresh_s, settings.door.renew_s)
         host = settings.door.metrics_host
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = f"{shown}:{settings.door.metrics_port}"
-        super().__init__(requests(settings, fleet, metrics, address))
+        super().__init__(requests(settings, fleet, metrics, address, self._end_elsewhere))
         self._fleet = fleet
         fleet.start()
         self._http = HttpDoor(self._requests, settings.door.max_message_bytes)
         self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
         self._exporter.start()
+
+    async def end_requests(self, door: str, owner: str, request_id: str) -> int:
+        """Another door asks; `door` names it, since Serve asks all."""
+        return 0 if door == self._id else self._requests.end(owner, request_id)
+
+    async def _end_elsewhere(self, owner: str, request_id: str) -> int:
+        """A door that dies or hangs meanwhile has ended its requests, or is about to."""
+        context = serve.get_replica_context()
+        doors = serve.get_deployment_handle(context.deployment, context.app_name)
+        asked = doors.broadcast("end_requests", self._id, owner, request_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OTHER_DOORS_S):
+                answers = await asked.results_async(return_exceptions=True)
+                return sum(answer for answer in answers if isinstance(answer, int))
+        return 0
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica."""

@@ -48,7 +48,8 @@ class DoorConfig:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    replicas: Count = 1
+    replicas: Count = 2
+    """Doors: with two, one that dies costs its clients a pause and nothing else."""
     cpus: Amount = 0.1
     max_requests: Count = 256
     """Requests that one replica works on at once; more get RESOURCE_EXHAUSTED."""
@@ -70,7 +71,10 @@ class DoorConfig:
     worker_wait_s: Positive = 60.0
     """How long a request waits for a worker when there is none (one is being rebuilt)."""
     refresh_s: Positive = 1.0
-    renew_s: Positive = 5.0
+    """How often a door asks the workers how they are."""
+    renew_s: Positive = 1.0
+    """How often a door tells the workers that it is there, for each request. Who has not heard of one for
+    their `stream_lease_s` drops it."""
 
 
 class ServiceConfig(BaseModel):

@@ -20,7 +20,7 @@ from .metrics import Metrics
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.attempt import Resources
 from .request.check import Limits
-from .request.run import Requests
+from .request.run import EndElsewhere, Requests, nowhere_else
 from .request.tokenizer import TextTokenizer
 
 
@@ -45,7 +45,13 @@ def shown_name(spec: ModelSpec) -> str:
     return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
 
 
-def requests(settings: ServiceConfig, fleet: Fleet, metrics: Metrics, metrics_address: str) -> Requests:
+def requests(
+    settings: ServiceConfig,
+    fleet: Fleet,
+    metrics: Metrics,
+    metrics_address: str,
+    end_elsewhere: EndElsewhere = nowhere_else,
+) -> Requests:
     """What an edge hands requests to. Raises ModelError, FileNotFoundError or ConfigError."""
     directory, door, decode = Path(settings.model.path), settings.door, settings.decode
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
@@ -78,7 +84,7 @@ def requests(settings: ServiceConfig, fleet: Fleet, metrics: Metrics, metrics_ad
         recency=decode.recency,
         profile=None if profile is None else _profile(profile),
     )
-    return Requests(resources, limits, authenticator(door).owner, about)
+    return Requests(resources, limits, authenticator(door).owner, about, end_elsewhere)
 
 
 def _methods(prefill: PrefillConfig) -> list[MethodInfo]:

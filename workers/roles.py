@@ -79,7 +79,8 @@ class Leased(Protocol):
         """Returns when the request's pages are free; unknown ids are fine."""
 
     async def renew(self, request_ids: Sequence[str]) -> None:
-        """The door is still there; unknown ids are fine."""
+        """The door is still there; unknown ids are fine. Said of a request that has ended: the door knows of
+        the session that was kept on the way, which until then lives no longer than an unheard request."""
 
 
 class Group(Leased, Protocol):

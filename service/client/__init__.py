@@ -4,6 +4,7 @@ from ...workers.messages import FinishReason, Progress, Session, Token, Usage
 from ..errors import (
     Cancelled,
     Code,
+    ConnectionLost,
     DeadlineExceeded,
     DeltafrontError,
     Internal,
@@ -20,6 +21,7 @@ from .client import DeltafrontClient
 __all__ = [
     "Cancelled",
     "Code",
+    "ConnectionLost",
     "DeadlineExceeded",
     "DeltafrontClient",
     "DeltafrontError",

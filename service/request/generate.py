@@ -26,7 +26,7 @@ from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import GenerateFinished, RequestEvent, density_of, timings_of
 from .attempt import Attempt, Emit, Resources, tokenize, with_replays
 from .calls import GenerateCall
-from .detokenize import AnswerText
+from .detokenize import AnswerText, Match
 from .placement import place, read, refusal, reserve
 from .plan import ID_BYTES, Plan, plan_answer
 from .timings import TtftClock, decode_parts, prefill_parts
@@ -64,12 +64,30 @@ class Generation:
         if call.append is not None:
             self._append = await tokenize(self._resources, call.append, follows=True, answer=True)
         self._clock.lap("tokenize")
+        if self._resume():
+            return
         once = self._answer_prompt if call.session_id is None else self._answer_session
         try:
             await with_replays(self._resources, self._clock, once, lambda: bool(self._streamed))
         except BaseException:
             self._forget_session()
             raise
+
+    def _resume(self) -> bool:
+        """Go on after what another door has streamed already. True if nothing is missing but the finish."""
+        stopped, self._last_token_at = False, time.monotonic()
+        for token in self._call.answered:
+            stopped = self._read_token(token).stopped
+            self._streamed.append(token)
+        if stopped:
+            self._finish(FinishReason.STOP_STRING, "", DecodeReport())
+        return stopped
+
+    def _read_token(self, token: int) -> Match:
+        """A token's part of the text: an end-of-sequence token has none."""
+        if token in self._resources.eos_ids and not self._call.sampling.ignore_eos:
+            return Match("")
+        return self._text.push(token)
 
     def _plan(self) -> Plan:
         keep = self._call.keep_ttl_s > 0
@@ -149,6 +167,8 @@ class Generation:
                     return
             else:
                 attempt.settle(worker)
+                if self._session is not None:
+                    self._resources.fleet.confirm(worker, attempt.request_id)
                 self._end(worker, event)
                 return
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
@@ -161,13 +181,10 @@ class Generation:
         else:
             self._resources.metrics.next_token(now - self._last_token_at)
         self._last_token_at = now
-        shown, stopped = "", False
-        if event.token_id not in self._resources.eos_ids or self._call.sampling.ignore_eos:
-            match = self._text.push(event.token_id)
-            shown, stopped = match.text, match.stopped
-        self._emit(replace(event, index=len(self._streamed), text=shown))
+        match = self._read_token(event.token_id)
+        self._emit(replace(event, index=len(self._streamed), text=match.text))
         self._streamed.append(event.token_id)
-        return stopped
+        return match.stopped
 
     def _first_token(self, report: DecodeReport) -> None:
         """A request is measured once, by the attempt that got this far."""

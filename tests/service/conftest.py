@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
     """make_house(**door settings), or make_house(config) → a running door with one fake group and one fake
-    decode worker."""
+    decode worker; with others=[…] another door to theirs."""
     loop, servers = Loop(), []
 
-    def make(config: ServiceConfig | None = None, **door: Any) -> House:
+    def make(config: ServiceConfig | None = None, others: Sequence[House] = (), **door: Any) -> House:
         metrics = Metrics(tmp_path / f"metrics{len(servers)}")
-        house, server = loop.run(open_house(config or settings(model, **door), metrics, loop))
+        house, server = loop.run(open_house(config or settings(model, **door), metrics, loop, others))
         servers.append((house, server))
         return house
 

@@ -166,9 +166,10 @@ class _Request:
 
 
 class FakeDecode(Pausing):
-    """`DecodeWorker`. script: ids to answer with instead of the checksum's. die_after: tokens until it acts
-    dead (`on_death` is called); fail_after: tokens until it reports FAILED, once per entry. busy: what to
-    refuse the next reservations with, once per entry."""
+    """`DecodeWorker`. script: ids to answer with instead of the checksum's. script_from: tokens of the prompt
+    after which the script begins, for answers that are continued; 0: where the job begins. fail_after: tokens
+    until it reports FAILED, once per entry. busy: what to refuse the next reservations with, once per
+    entry."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
         super().__init__()
@@ -176,6 +177,7 @@ class FakeDecode(Pausing):
         self.total = total
         self.speed = speed or Speed()
         self.script: list[int] = []
+        self.script_from = 0
         self.fail_after: list[int] = []
         self.renewed: list[tuple[str, ...]] = []
         self.cancelled: list[str] = []
@@ -238,7 +240,8 @@ class FakeDecode(Pausing):
                 break
             if count == 0:
                 yield self._first(request, job)
-            token = self.script[count] if count < len(self.script) else next_token(ids)
+            place = len(ids) // 4 - self.script_from if self.script_from else count
+            token = self.script[place] if place < len(self.script) else next_token(ids)
             ids += token.to_bytes(4, "little")
             yield Token(count, token, -0.5)
             count += 1

@@ -57,7 +57,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
             "prefill.cache_tokens = 256: must be at least prefill.chunk_tokens",
         ),
         ("prefill", {"device": "gpu"}, "prefill.device = 'gpu'"),
-        ("prefill", {"stream_lease_s": 8}, "door.renew_s: must be at most half of prefill.stream_lease_s"),
+        ("prefill", {"stream_lease_s": 1.5}, "door.renew_s: must be at most half of prefill.stream_lease_s"),
         ("model", {"dtype": "int8"}, "model.dtype = 'int8': must be 'bfloat16', 'float16' or 'float32'"),
         ("handoff", {"ack_timeout_s": 0}, "handoff.ack_timeout_s = 0: must be greater than 0"),
         (
@@ -80,7 +80,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("decode", {"recency": 65}, "decode.recency"),
         ("decode", {"delta_layers": [1, 5]}, "full_layers and delta_layers share [1]"),
         ("decode", {"max_session_ttl_s": 60}, "door.default_session_ttl_s: must not exceed"),
-        ("decode", {"stream_lease_s": 8}, "door.renew_s: must be at most half"),
+        ("decode", {"stream_lease_s": 1.5}, "door.renew_s: must be at most half"),
         ("prefill", {"stall_s": 60}, "prefill.stall_s: must be above handoff.ack_timeout_s"),
         ("door", {"metrics_port": 9000}, "must differ"),
         ("door", {"default_method": "flex"}, "door.default_method: flex reads whole prompts only"),

@@ -19,6 +19,7 @@ from deltafront.service.door import status
 from deltafront.service.door.auth import ANYONE, Authenticator, TokenFile, digest
 from deltafront.service.errors import (
     Code,
+    ConnectionLost,
     DeltafrontError,
     InvalidArgument,
     NotFound,
@@ -118,9 +119,10 @@ def test_an_invalid_argument_keeps_its_field() -> None:
 
 
 def test_never_is_said_to_grpc_too() -> None:
-    assert status.trailers(Overloaded("too large")) == [(status.PUSHBACK, "-1")]
+    ours = {status.OURS: "resource_exhausted"}
+    assert dict(status.trailers(Overloaded("too large"))) == {**ours, status.PUSHBACK: "-1"}
     assert dict(status.trailers(Overloaded("full", retry_after_s=1.5))) == {
-        "retry-after": "2", "grpc-retry-pushback-ms": "1500",
+        **ours, "retry-after": "2", "grpc-retry-pushback-ms": "1500",
     }  # fmt: skip
     assert len(status.details(NotFound("x" * 5000))) == 1000
 
@@ -129,6 +131,10 @@ def test_every_error_has_a_status_of_its_own() -> None:
     assert {kind.code for kind in KINDS} == set(Code) - {Code.UNKNOWN}
     assert len({status.STATUS[kind.code] for kind in KINDS}) == len(KINDS)
     assert {code: found.name.lower() for code, found in status.STATUS.items()} == {c: c.value for c in Code}
+    for between in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL"):
+        lost = status.from_status(grpc.StatusCode[between], "The actor died unexpectedly")
+        assert isinstance(lost, ConnectionLost)
+        assert "actor" not in lost.message
     other = status.from_status(grpc.StatusCode.UNIMPLEMENTED, "no")
     assert isinstance(other, RemoteError)
     assert (other.code, other.status) == (Code.UNKNOWN, "UNIMPLEMENTED")

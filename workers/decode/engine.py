@@ -47,6 +47,9 @@ from .waiting import HoldTime, ReserveQueue, seconds_until_room
 
 _TICK_S = 0.1
 """How often deadlines and leases are looked at."""
+_OVERDUE_TICKS = 5
+"""A lease must be found run out so often: where this process itself stood still, renewals that have come
+meanwhile are heard only now."""
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
 
@@ -271,7 +274,8 @@ class DecodeEngine:
                 yield event
         finally:
             request.close(FinishReason.CANCELLED, "the caller stopped reading")
-            self._forget(request)
+            if request.kept is None:  # otherwise its door must say first that it has heard of the session
+                self._forget(request)
 
     def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
         request.job, request.renewed = job, self._clock()
@@ -300,7 +304,7 @@ class DecodeEngine:
         if job is not None and job.keep_tokens > 0:
             owner = request.order.owner
             kept = self._pages.keep(request.holding, job.keep_tokens, owner, job.keep_ttl_s, self._wall())
-            session = kept.told
+            request.kept, session = kept, kept.told
         request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
@@ -342,9 +346,14 @@ class DecodeEngine:
         return self._pages.sessions.release(session_id, owner, self._wall())
 
     async def renew(self, request_ids: Iterable[str]) -> None:
+        """Their door is still there; unknown ids are fine. It knows of a session whose request has ended."""
         for request_id in request_ids:
-            if request_id in self._requests:
-                self._requests[request_id].renewed = self._clock()
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            request.renewed = self._clock()
+            if request.kept is not None and request.ended is not None:
+                self._forget(request)
         self._queue.renew(request_ids)
 
     async def _watch(self) -> None:
@@ -358,11 +367,19 @@ class DecodeEngine:
         self._pages.sessions.expire(wall)
         self._queue.expire(self._config.stream_lease_s)
         for request in list(self._requests.values()):
-            if now - request.renewed > self._config.stream_lease_s:
-                request.close(FinishReason.CANCELLED, "nobody renewed the request")
-                self._forget(request)
+            late = now - request.renewed > self._config.stream_lease_s
+            request.overdue = request.overdue + 1 if late else 0
+            if request.overdue > _OVERDUE_TICKS:
+                self._abandon(request)
             elif request.deadline is not None and wall >= request.deadline:
                 request.close(FinishReason.DEADLINE, "the deadline passed")
+
+    def _abandon(self, request: DecodeRequest) -> None:
+        """End what no door waits for any more, the session that its client was to be told of included."""
+        request.close(FinishReason.CANCELLED, "nobody renewed the request")
+        if request.kept is not None:
+            self._pages.sessions.release(request.kept.session_id, request.kept.owner, self._wall())
+        self._forget(request)
 
     def _live(self, request_id: str) -> DecodeRequest | None:
         """A request that is here and has not ended."""
