@@ -16,7 +16,7 @@ from ..workers.settings import ModelSpec, PrefillConfig
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
 from .fleet.view import Fleet, View
-from .metrics import Metrics
+from .metrics import Metrics, WorkerState
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.attempt import Resources
 from .request.check import Limits
@@ -132,12 +132,12 @@ def observer(metrics: Metrics) -> Callable[[View], None]:
 
     def observe(view: View) -> None:
         every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
-        usage = {one.name: 1 - one.pages_free / one.pages_total for one in every if one.pages_total}
-        metrics.state(
-            usage,
-            running=sum(one.running for one in every),
-            waiting=sum(one.waiting for one in every),
-            sessions=sum(one.sessions for one in view.workers.values()),
-        )
+        metrics.state({one.name: _state(one) for one in every})
 
     return observe
+
+
+def _state(one: GroupStats | DecodeStats) -> WorkerState:
+    usage = 1 - one.pages_free / one.pages_total if one.pages_total else 0.0
+    sessions = one.sessions if isinstance(one, DecodeStats) else 0
+    return WorkerState(usage, one.running, one.waiting, sessions)

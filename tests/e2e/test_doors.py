@@ -115,7 +115,7 @@ def test_a_dead_doors_requests_and_sessions_are_dropped(
     found = wait_for_two_doors(service, client)
     before = {pid: sum(psutil.Process(pid).cpu_times()[:2]) for pid in found}
     request = pb.GenerateRequest(
-        prompt=text("Call me Ishmael. " * 20), sampling=pb.SamplingOptions(max_tokens=20_000, ignore_eos=True)
+        prompt=text("Call me Ishmael. " * 20), sampling=pb.SamplingOptions(max_tokens=10_000, ignore_eos=True)
     )
     request.session_ttl.FromSeconds(500)
     streams = [wire.start(request) for _ in range(4)]

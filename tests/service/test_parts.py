@@ -29,7 +29,7 @@ from deltafront.service.errors import (
 )
 from deltafront.service.exporter import Exporter
 from deltafront.service.fleet.sessions import worker_of
-from deltafront.service.metrics import Metrics
+from deltafront.service.metrics import Metrics, WorkerState
 from deltafront.service.request.plan import packed, plan_answer, plan_session
 from deltafront.service.request.timings import TtftClock
 
@@ -211,7 +211,7 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     if child == 0:
         dying = Metrics(tmp_path)
         dying.replayed()
-        dying.state({"decode:x": 0.75}, running=3, waiting=2, sessions=1)
+        dying.state({"decode:x": WorkerState(0.75, running=3, waiting=2, sessions=1)})
         os._exit(0)
     os.waitpid(child, 0)
     metrics = Metrics(tmp_path)
@@ -219,11 +219,37 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     seen = samples(metrics)
     assert seen["deltafront_replays_total"] == 2
     assert 'deltafront_kv_cache_usage_ratio{worker="decode:x"}' not in seen
-    metrics.state({"decode:x": 0.5}, 1, 0, 0)
-    metrics.state({"decode:y": 0.25}, 1, 0, 0)
+    metrics.state({"decode:x": WorkerState(0.5, 1, 0, 0)})
+    metrics.state({"decode:y": WorkerState(0.25, 1, 0, 0)})
     seen = samples(metrics)
+    assert seen['deltafront_num_requests_running{worker="decode:x"}'] == 0
+    assert seen['deltafront_num_requests_running{worker="decode:y"}'] == 1
     assert seen['deltafront_kv_cache_usage_ratio{worker="decode:x"}'] == 0
     assert seen['deltafront_kv_cache_usage_ratio{worker="decode:y"}'] == 0.25
+
+
+def test_two_doors_tell_of_a_worker_once(tmp_path: Path) -> None:
+    """Beside each other on one node: the gauges are the worker's, not the sum of what the doors say."""
+    states = {
+        "decode:x": WorkerState(0.5, running=3, waiting=2, sessions=4),
+        "prefill:y": WorkerState(0.1, running=1),
+    }
+    metrics = Metrics(tmp_path)
+    metrics.state(states)
+    told, kept = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        Metrics(tmp_path).state(states)
+        os.write(told[1], b".")
+        os.read(kept[0], 1)
+        os._exit(0)
+    os.read(told[0], 1)
+    seen = samples(metrics)
+    os.write(kept[1], b".")
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.glob("gauge_livemostrecent_*.db"))) == 2
+    for gauge, wanted in (("num_requests_running", 4), ("num_requests_waiting", 2), ("sessions", 4)):
+        assert sum(v for k, v in seen.items() if k.startswith(f"deltafront_{gauge}{{")) == wanted
 
 
 def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
