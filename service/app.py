@@ -57,7 +57,7 @@ class DoorReplica(FrontDoor):
         host = settings.door.metrics_host
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = f"{shown}:{settings.door.metrics_port}"
-        super().__init__(requests(settings, fleet, metrics, address, self._end_elsewhere))
+        super().__init__(requests(settings, fleet, metrics, address, self._id, self._end_elsewhere))
         self._fleet = fleet
         fleet.start()
         self._http = HttpDoor(self._requests, settings.door.max_message_bytes)

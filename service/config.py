@@ -60,7 +60,13 @@ class DoorConfig:
     metrics_host: str = "0.0.0.0"
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 64 << 20
     tokens_file: Path | None = None
-    """Bearer tokens, one a line. None: everybody may call, and sessions belong to nobody."""
+    """Bearer tokens, one a line (`service/door/auth.py`). None: everybody may call, and sessions belong to
+    nobody."""
+    token_requests: Count | None = None
+    """Prompts and answers that one token may have running at once, where its line does not say otherwise."""
+    token_tokens: Count | None = None
+    """Tokens of K/V that one token may hold at once, sessions included, where its line does not say
+    otherwise."""
     model_name: str = ""
     """Shown by GetServerInfo; empty: model.path."""
     default_method: str = "dpxa"
@@ -143,6 +149,8 @@ class ServiceConfig(BaseModel):
         for key, lease in (("prefill", prefill.stream_lease_s), ("decode", decode.stream_lease_s)):
             if door.renew_s * 2 > lease:
                 yield f"door.renew_s: must be at most half of {key}.stream_lease_s"
+        if door.tokens_file is None and (door.token_requests or door.token_tokens):
+            yield "door.tokens_file: missing, and without it there is no token to limit"
         if len({door.grpc_port, door.http_port, door.metrics_port}) < 3:
             yield "door: grpc_port, http_port and metrics_port must differ"
 

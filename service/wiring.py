@@ -19,6 +19,7 @@ from .fleet.view import Fleet, View
 from .metrics import Metrics, WorkerState
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.attempt import Resources
+from .request.callers import Allowance
 from .request.check import Limits
 from .request.run import EndElsewhere, Requests, nowhere_else
 from .request.tokenizer import TextTokenizer
@@ -50,13 +51,17 @@ def requests(
     fleet: Fleet,
     metrics: Metrics,
     metrics_address: str,
+    door_id: str = "",
     end_elsewhere: EndElsewhere = nowhere_else,
 ) -> Requests:
-    """What an edge hands requests to. Raises ModelError, FileNotFoundError or ConfigError."""
+    """What an edge hands requests to. door_id: tells this door from others. Raises ModelError,
+    FileNotFoundError or ConfigError."""
     directory, door, decode = Path(settings.model.path), settings.door, settings.decode
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = TextTokenizer.load(directory)
-    resources = Resources(fleet, tokenizer, metrics, door, model.vocab, model.positions, model.eos_ids)
+    resources = Resources(
+        door_id, fleet, tokenizer, metrics, door, model.vocab, model.positions, model.eos_ids
+    )
     limits = Limits(
         vocabulary=model.vocab,
         positions=model.positions,
@@ -84,7 +89,7 @@ def requests(
         recency=decode.recency,
         profile=None if profile is None else _profile(profile),
     )
-    return Requests(resources, limits, authenticator(door).owner, about, end_elsewhere)
+    return Requests(resources, limits, authenticator(door).caller, about, end_elsewhere)
 
 
 def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
@@ -113,7 +118,7 @@ def authenticator(door: DoorConfig) -> Authenticator:
     if door.tokens_file is None:
         return Authenticator(None)
     try:
-        return Authenticator(TokenFile(door.tokens_file))
+        return Authenticator(TokenFile(door.tokens_file, Allowance(door.token_requests, door.token_tokens)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"door.tokens_file: {error}") from None
 

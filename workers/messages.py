@@ -64,6 +64,7 @@ class Reserve:
     keep_tokens, page_selection: as the GenerateJob will say, so that the page that a kept session needs for
     itself is taken now and a selection that is not available is refused before any prefill. wait: for pages,
     where there are too few, as long as the worker's configuration says and until the deadline at most.
+    door: who asks.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class Reserve:
     page_selection: PageSelection = PageSelection.DEFAULT
     wait: bool = False
     deadline: float | None = None
+    door: str = ""
 
 
 class RefusalReason(StrEnum):
@@ -397,8 +399,19 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
+class OwnerUse:
+    """What an owner's requests through one door hold on a decode worker, in tokens of K/V; or, with no door,
+    what the owner's sessions hold."""
+
+    owner: str
+    door: str
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class DecodeStats:
-    """A decode worker as admission sees it."""
+    """A decode worker as admission sees it. uses: by owner and door."""
 
     name: str
     pages_total: int
@@ -407,6 +420,7 @@ class DecodeStats:
     waiting: int
     sessions: int
     page_tokens: int = PAGE_TOKENS
+    uses: tuple[OwnerUse, ...] = ()
 
 
 NAMESPACE = "deltafront"

@@ -24,7 +24,7 @@ from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import GenerateFinished, RequestEvent, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, tokenize, with_replays
+from .attempt import Attempt, Emit, Resources, Take, tokenize, with_replays
 from .calls import GenerateCall
 from .detokenize import AnswerText, Match
 from .placement import place, read, refusal, reserve
@@ -40,7 +40,10 @@ _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 class Generation:
     """State that outlives an attempt: what was streamed, so that a replay goes on from there."""
 
-    def __init__(self, resources: Resources, call: GenerateCall, clock: TtftClock, emit: Emit) -> None:
+    def __init__(
+        self, resources: Resources, call: GenerateCall, clock: TtftClock, emit: Emit, take: Take
+    ) -> None:
+        self._take = take
         self._resources = resources
         self._call = call
         self._clock = clock
@@ -99,6 +102,7 @@ class Generation:
         if self._is_complete(plan):
             return
         self._forget_session()
+        self._take(plan.read_tokens + plan.max_tokens)
         with Attempt(self._resources.fleet) as attempt:
             wish = self._reservation(attempt, plan)
             placed = await place(self._resources, attempt, plan, wish, self._mark)
@@ -112,6 +116,7 @@ class Generation:
         plan = self._plan()
         if self._is_complete(plan):
             return
+        self._take(plan.read_tokens + plan.max_tokens)
         with Attempt(self._resources.fleet) as attempt:
             worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
             try:
@@ -137,6 +142,7 @@ class Generation:
             call.page_selection,
             wait=True,
             deadline=call.deadline,
+            door=self._resources.door,
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:

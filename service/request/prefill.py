@@ -9,7 +9,7 @@ from ...workers.messages import KeepSession, RefusalReason, Refused, Reserve, Se
 from ...workers.roles import DecodeWorker
 from ..errors import WorkerError, WorkerFailed
 from .answers import PrefillFinished, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, tokenize, with_replays
+from .attempt import Attempt, Emit, Resources, Take, tokenize, with_replays
 from .calls import PrefillCall
 from .placement import place, read, refusal
 from .plan import plan_session
@@ -19,7 +19,10 @@ from .timings import TtftClock, decode_parts, prefill_parts
 class Prefilling:
     """Reads a prompt and keeps its K/V on a decode worker."""
 
-    def __init__(self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit) -> None:
+    def __init__(
+        self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit, take: Take
+    ) -> None:
+        self._take = take
         self._resources = resources
         self._call = call
         self._clock = clock
@@ -35,9 +38,15 @@ class Prefilling:
     async def _once(self) -> None:
         call, clock, metrics = self._call, self._clock, self._resources.metrics
         plan = plan_session(self._prompt, self._resources.positions)
+        self._take(plan.read_tokens)
         with Attempt(self._resources.fleet) as attempt:
             wish = Reserve(
-                attempt.request_id, call.owner, plan.read_tokens, plan.max_tokens, deadline=call.deadline
+                attempt.request_id,
+                call.owner,
+                plan.read_tokens,
+                plan.max_tokens,
+                door=self._resources.door,
+                deadline=call.deadline,
             )
             placed = await place(self._resources, attempt, plan, wish, clock.lap)
             report = await read(self._resources, attempt, placed, plan, call.method, self._emit)

@@ -1,4 +1,5 @@
-"""Requests as every edge runs them: authenticate, check, run, and end with exactly one outcome.
+"""Requests as every edge runs them: authenticate, check, count, run, and end with exactly one outcome and one
+line in the audit log.
 
 A request runs as a task that puts its events into a queue, so that whoever reads the stream may vanish at
 any moment: closing the stream cancels the task, wherever it is.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,8 @@ from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotF
 from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import RequestEvent, ServerInfo
 from .attempt import Emit, Resources, within
+from .audit import Audit
+from .callers import Caller, Callers, Share
 from .calls import GenerateRequest, PrefillRequest
 from .check import Limits, generate_call, prefill_call
 from .generate import Generation
@@ -31,8 +35,8 @@ log = logging.getLogger(__name__)
 
 Headers = Iterable[tuple[str, str | bytes]]
 """What came beside a request: gRPC's metadata, HTTP's headers."""
-Authenticate = Callable[[Headers], str]
-"""Headers → the caller's name as an owner of sessions. Raises Unauthenticated."""
+Authenticate = Callable[[Headers], Caller]
+"""Raises Unauthenticated."""
 EndElsewhere = Callable[[str, str], Awaitable[int]]
 """Owner, request id → has the other doors `end` such requests; how many they had."""
 
@@ -41,11 +45,16 @@ EndElsewhere = Callable[[str, str], Awaitable[int]]
 class Running:
     """A request from its arrival to its outcome. request_id: the client's; empty until it has been read."""
 
-    owner: str
+    caller: Caller
     clock: TtftClock
     emit: Emit
     task: asyncio.Task[None]
+    audit: Audit
     request_id: str = ""
+
+    @property
+    def owner(self) -> str:
+        return self.caller.owner
 
 
 _Work = Callable[[Running], Coroutine[Any, Any, None]]
@@ -73,6 +82,10 @@ class Requests:
         self._about = about
         self._end_elsewhere = end_elsewhere
         self._running: set[Running] = set()
+        fleet = resources.fleet
+        self._callers = Callers(
+            resources.door, lambda: (use for worker in fleet.view.workers.values() for use in worker.uses)
+        )
 
     @property
     def ready(self) -> bool:
@@ -91,9 +104,9 @@ class Requests:
 
         async def work(running: Running) -> None:
             call = prefill_call(read(), running.owner, self._limits)
-            running.request_id = call.request_id
-            async with within(call.deadline):
-                await Prefilling(self._resources, call, running.clock, running.emit).run()
+            with self._counted(running, call.request_id, call.method.name) as share:
+                async with within(call.deadline):
+                    await Prefilling(self._resources, call, running.clock, running.emit, share.take).run()
 
         return self._run("Prefill", headers, work)
 
@@ -104,9 +117,10 @@ class Requests:
 
         async def work(running: Running) -> None:
             call = generate_call(read(), running.owner, self._limits)
-            running.request_id = call.request_id
-            async with within(call.deadline):
-                await Generation(self._resources, call, running.clock, running.emit).run()
+            method = "" if call.prompt is None else call.method.name
+            with self._counted(running, call.request_id, method) as share:
+                async with within(call.deadline):
+                    await Generation(self._resources, call, running.clock, running.emit, share.take).run()
 
         return self._run("Generate", headers, work)
 
@@ -168,16 +182,23 @@ class Requests:
             page_tokens=workers[0].page_tokens if workers else 0,
         )
 
+    def _counted(self, running: Running, request_id: str, method: str) -> AbstractContextManager[Share]:
+        """A request that has been read, among its caller's others."""
+        running.request_id = running.audit.request_id = request_id
+        running.audit.method = method
+        return self._callers.request(running.caller)
+
     async def _run(self, rpc: str, headers: Headers, work: _Work) -> AsyncGenerator[RequestEvent, None]:
         """Events of a request until it ends; rpc: its name in metrics."""
-        clock = TtftClock()
+        clock, audit = TtftClock(), Audit(rpc)
         events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
 
         async def run() -> None:
             me = asyncio.current_task()
             assert me is not None, "it runs as a task"
             try:
-                running = Running(self._authenticate(headers), clock, events.put_nowait, me)
+                running = Running(self._authenticate(headers), clock, events.put_nowait, me, audit)
+                audit.caller = running.caller.name
                 self._running.add(running)
                 try:
                     await work(running)
@@ -190,12 +211,15 @@ class Requests:
         error: DeltafrontError | None = Cancelled("the client went away")
         try:
             while (event := await events.get()) is not None:
+                audit.note(event)
                 yield event
             error = await _outcome(task)
         finally:
             if not task.done():
                 task.cancel()
-            self._resources.metrics.ended(rpc, error.code if error else "finished", clock.elapsed)
+            outcome, seconds = error.code.value if error else "finished", clock.elapsed
+            self._resources.metrics.ended(rpc, outcome, seconds)
+            audit.write(outcome, seconds)
         if error is not None:
             raise error
 

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from deltafront.workers.messages import (
     GroupStats,
     KeepSession,
     LayerDensity,
+    OwnerUse,
     PrefillDone,
     PrefillFailed,
     PrefillJob,
@@ -291,10 +292,19 @@ class FakeDecode(Pausing):
         self.renewed.append(tuple(request_ids))
 
     async def stats(self) -> DecodeStats:
-        sessions = len(self._sessions)
+        free, sessions = self.total - self.used(), len(self._sessions)
         return DecodeStats(
-            self.name, self.total, self.total - self.used(), len(self._requests), 0, sessions, PAGE
+            self.name, self.total, free, len(self._requests), 0, sessions, PAGE, tuple(self._uses())
         )
+
+    def _uses(self) -> Iterator[OwnerUse]:
+        orders = [request.order for request in self._requests.values()]
+        for owner, door in {(order.owner, order.door) for order in orders}:
+            mine = [order for order in orders if (order.owner, order.door) == (owner, door)]
+            tokens = sum(order.prompt_tokens + order.max_tokens for order in mine)
+            yield OwnerUse(owner, door, len(mine), tokens)
+        for owner, ids, _expires in self._sessions.values():
+            yield OwnerUse(owner, "", 0, len(ids) // 4)
 
 
 class GroupProcess(FakeGroup):

@@ -239,7 +239,8 @@ async def open_house(
     async def end_elsewhere(owner: str, request_id: str) -> int:
         return sum(other.door._requests.end(owner, request_id) for other in beside)
 
-    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1", end_elsewhere))
+    name = f"door{len(others)}"
+    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1", name, end_elsewhere))
     house = House(door, fleet, directory, metrics, "", loop, [], beside)
     for other in others:
         other.beside.append(house)

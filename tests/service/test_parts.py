@@ -30,6 +30,7 @@ from deltafront.service.errors import (
 from deltafront.service.exporter import Exporter
 from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.metrics import Metrics, WorkerState
+from deltafront.service.request.callers import Allowance, Caller
 from deltafront.service.request.plan import packed, plan_answer, plan_session
 from deltafront.service.request.timings import TtftClock
 
@@ -153,10 +154,10 @@ def test_a_session_names_its_worker() -> None:
 def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("# staff\nalpha\n\n  beta  \n")
-    door = Authenticator(TokenFile(path))
+    door = Authenticator(TokenFile(path, Allowance()))
 
     def owner(token: str) -> str:
-        return door.owner([("authorization", f"Bearer {token}")])
+        return door.caller([("authorization", f"Bearer {token}")]).owner
 
     assert owner("alpha") == digest("alpha") != owner("beta")
     for wrong in ("gamma", "", "# staff", "alpha beta"):
@@ -164,7 +165,7 @@ def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
             owner(wrong)
     for metadata in ([], [("authorization", "Basic alpha")], [("authorization", "Bearer alpha")] * 2):
         with pytest.raises(Unauthenticated):
-            door.owner(metadata)
+            door.caller(metadata)
     path.write_text("gamma\n")
     assert owner("gamma") == digest("gamma")
     with pytest.raises(Unauthenticated):
@@ -177,8 +178,25 @@ def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
 def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("# nothing\n")
     with pytest.raises(ValueError, match="holds no token"):
-        TokenFile(tmp_path / "tokens")
-    assert Authenticator(None).owner([]) == ANYONE
+        TokenFile(tmp_path / "tokens", Allowance())
+    assert Authenticator(None).caller([]) == ANYONE
+
+
+def test_a_tokens_line_may_say_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alpha name=ann requests=3\nbeta tokens=500 requests=0\ngamma\n")
+    tokens = TokenFile(path, Allowance(requests=2))
+    ann = Caller(digest("alpha"), "ann", Allowance(3, None))
+    assert tokens.caller("alpha") == ann
+    assert tokens.caller("beta") == Caller(digest("beta"), digest("beta")[:12], Allowance(None, 500))
+    assert tokens.caller("gamma") == Caller(digest("gamma"), digest("gamma")[:12], Allowance(2, None))
+    path.write_text("alpha name=ann requests=3\nbeta requests=many\n")
+    assert tokens.caller("alpha") == ann
+    assert tokens.caller("beta") is None
+    assert "line 2: after a token only" in caplog.text
+    assert "beta" not in caplog.text
+    with pytest.raises(ValueError, match=r"line 2: after a token only name=…, requests=N and tokens=N"):
+        TokenFile(path, Allowance())
 
 
 # --- metrics ---------------------------------------------------------------------------------------------

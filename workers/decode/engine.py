@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,6 +32,7 @@ from ..messages import (
     GenerateJob,
     KeepSession,
     KVAnnouncement,
+    OwnerUse,
     RefusalReason,
     Refused,
     Reserve,
@@ -146,7 +148,23 @@ class DecodeEngine:
         pool, running = self._pages.pool, self._scheduler.running
         waiting = max(0, sum(request.ended is None for request in self._requests.values()) - running)
         waiting += len(self._queue)
-        return DecodeStats(self.name, pool.total, pool.free, running, waiting, len(self._pages.sessions))
+        sessions = len(self._pages.sessions)
+        return DecodeStats(
+            self.name, pool.total, pool.free, running, waiting, sessions, uses=tuple(self._uses())
+        )
+
+    def _uses(self) -> Iterator[OwnerUse]:
+        requests: Counter[tuple[str, str]] = Counter()
+        tokens: Counter[tuple[str, str]] = Counter()
+        for request in self._requests.values():
+            if request.ended is None:
+                order = request.order
+                requests[order.owner, order.door] += 1
+                tokens[order.owner, order.door] += order.prompt_tokens + order.max_tokens
+        for owner, held in self._pages.sessions.held():
+            tokens[owner, ""] += held
+        for (owner, door), held in tokens.items():
+            yield OwnerUse(owner, door, requests[owner, door], held)
 
     async def reserve(self, order: Reserve) -> Reserved | Refused:
         """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no

@@ -100,6 +100,10 @@ class SessionsTable:
             self._drop(session)
         return len(gone)
 
+    def held(self) -> list[tuple[str, int]]:
+        """Owner and tokens of every session."""
+        return [(session.owner, session.tokens) for session in self._sessions.values()]
+
     def clear(self) -> None:
         for session in list(self._sessions.values()):
             self._drop(session)

@@ -19,6 +19,7 @@ from deltafront.workers.messages import (
     FinishReason,
     FirstLogits,
     GenerateJob,
+    OwnerUse,
     RefusalReason,
     Refused,
     Reserve,
@@ -249,6 +250,26 @@ async def test_a_continuation_samples_as_the_whole_answer_did(bench: Any) -> Non
             left = replace(sampling, max_tokens=8 - streamed, ignore_eos=True)
             rest = await run.ask(f"rest{seed}.{streamed}", ids + whole.ids[:streamed], left)
             assert whole.ids[:streamed] + rest.ids == whole.ids
+
+
+async def test_it_tells_what_each_owner_holds_through_each_door(bench: Any) -> None:
+    run = await bench()
+    await run.ask("kept", ids_of(40), SHORT, keep_tokens=30, keep_ttl_s=60.0)
+    await run.engine.renew(["kept"])
+    await run.reserve("a", 40, 8, door="one")
+    await run.reserve("b", 20, 0, door="one")
+    await run.reserve("c", 10, 5, door="two")
+    await run.reserve("d", 10, 5, owner="you", door="two")
+    wanted = {
+        OwnerUse("me", "", 0, 30),
+        OwnerUse("me", "one", 2, 68),
+        OwnerUse("me", "two", 1, 15),
+        OwnerUse("you", "two", 1, 15),
+    }
+    assert set((await run.engine.stats()).uses) == wanted
+    for name in "abcd":
+        await run.engine.cancel(name)
+    assert (await run.engine.stats()).uses == (OwnerUse("me", "", 0, 30),)
 
 
 async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:
