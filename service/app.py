@@ -19,14 +19,15 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
-from .config import ServiceConfig, parse
+from .config import DoorConfig, ServiceConfig, parse
 from .door.grpc_door import FrontDoor
 from .door.http_door import HttpDoor
+from .door.tls import Gate, TlsPort
 from .exporter import Exporter
 from .fleet.dispatch import RayDirectory
 from .fleet.view import Fleet
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import local_model, observer, requests
+from .wiring import local_model, observer, requests, tls_files
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -57,12 +58,23 @@ class DoorReplica(FrontDoor):
         host = settings.door.metrics_host
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = f"{shown}:{settings.door.metrics_port}"
-        super().__init__(requests(settings, fleet, metrics, address, self._id, self._end_elsewhere))
+        gate = Gate(settings.door.tls_port) if settings.door.tls_certificate else None
+        super().__init__(requests(settings, fleet, metrics, address, self._id, self._end_elsewhere, gate))
         self._fleet = fleet
         fleet.start()
         self._http = HttpDoor(self._requests, settings.door.max_message_bytes)
         self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
         self._exporter.start()
+        self._tls = self._tls_port(settings.door, gate)
+        if self._tls is not None:
+            await self._tls.start()
+
+    def _tls_port(self, door: DoorConfig, gate: Gate | None) -> TlsPort | None:
+        files = tls_files(door)
+        if files is None or gate is None:
+            return None
+        address = f"[::]:{door.tls_port}"
+        return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests)
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
         """Another door asks; `door` names it, since Serve asks all."""
@@ -82,6 +94,8 @@ class DoorReplica(FrontDoor):
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica."""
         self._exporter.stop()
+        if self._tls is not None:
+            await self._tls.stop()
         await self._fleet.stop()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

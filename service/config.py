@@ -35,6 +35,8 @@ from ..workers.settings import (
 _WARM_UP_TOKENS = 256
 """A decode worker's warm-up needs room for, and positions of, this many tokens."""
 
+_DOOR_FILES = ("tokens_file", "tls_certificate", "tls_key", "tls_client_ca")
+
 Port = Annotated[int, Field(ge=1, le=65_535)]
 
 
@@ -67,6 +69,15 @@ class DoorConfig:
     token_tokens: Count | None = None
     """Tokens of K/V that one token may hold at once, sessions included, where its line does not say
     otherwise."""
+    tls_certificate: Path | None = None
+    """PEM. With it every door speaks TLS on tls_port; None: nobody does. Read again when the file changes."""
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """Who must have signed the certificates of clients (mutual TLS). None: they need none."""
+    tls_port: Port = 9443
+    tls_only: bool = True
+    """Whether requests on the ports that Ray Serve opens, which cannot be encrypted, are refused where there
+    is TLS. Health is always told there."""
     model_name: str = ""
     """Shown by GetServerInfo; empty: model.path."""
     default_method: str = "dpxa"
@@ -149,8 +160,18 @@ class ServiceConfig(BaseModel):
         for key, lease in (("prefill", prefill.stream_lease_s), ("decode", decode.stream_lease_s)):
             if door.renew_s * 2 > lease:
                 yield f"door.renew_s: must be at most half of {key}.stream_lease_s"
+        yield from self._door_contradictions()
+
+    def _door_contradictions(self) -> Iterator[str]:
+        door = self.door
         if door.tokens_file is None and (door.token_requests or door.token_tokens):
             yield "door.tokens_file: missing, and without it there is no token to limit"
+        if (door.tls_certificate is None) != (door.tls_key is None):
+            yield "door.tls_certificate and door.tls_key: both are needed, or none"
+        if door.tls_client_ca is not None and door.tls_certificate is None:
+            yield "door.tls_client_ca: needs door.tls_certificate"
+        if door.tls_certificate and door.tls_port in (door.grpc_port, door.http_port, door.metrics_port):
+            yield "door.tls_port: must differ from the other ports"
         if len({door.grpc_port, door.http_port, door.metrics_port}) < 3:
             yield "door: grpc_port, http_port and metrics_port must differ"
 
@@ -202,11 +223,9 @@ def load(path: Path) -> ServiceConfig:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys {', '.join(_keys(()))}")
     config = parse(content, str(path), path.parent.resolve())
-    tokens = config.door.tokens_file
-    if tokens is None or tokens.is_absolute():
-        return config
-    door = dataclasses.replace(config.door, tokens_file=path.parent.resolve() / tokens)
-    return config.model_copy(update={"door": door})
+    files = {key: getattr(config.door, key) for key in _DOOR_FILES}
+    found = {key: path.parent.resolve() / file for key, file in files.items() if file is not None}
+    return config.model_copy(update={"door": dataclasses.replace(config.door, **found)})
 
 
 def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:

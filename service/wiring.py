@@ -15,6 +15,7 @@ from ..workers.model.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec, PrefillConfig
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
+from .door.tls import Gate, TlsFiles
 from .fleet.view import Fleet, View
 from .metrics import Metrics, WorkerState
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
@@ -53,6 +54,7 @@ def requests(
     metrics_address: str,
     door_id: str = "",
     end_elsewhere: EndElsewhere = nowhere_else,
+    gate: Gate | None = None,
 ) -> Requests:
     """What an edge hands requests to. door_id: tells this door from others. Raises ModelError,
     FileNotFoundError or ConfigError."""
@@ -89,7 +91,7 @@ def requests(
         recency=decode.recency,
         profile=None if profile is None else _profile(profile),
     )
-    return Requests(resources, limits, authenticator(door).caller, about, end_elsewhere)
+    return Requests(resources, limits, authenticator(door, gate).caller, about, end_elsewhere)
 
 
 def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
@@ -113,20 +115,36 @@ def _profile(profile: Profile) -> ProfileInfo:
     return ProfileInfo(profile.model.name, levels, json.dumps(profile.figures) if profile.figures else "")
 
 
-def authenticator(door: DoorConfig) -> Authenticator:
-    """Raises ConfigError for a token file that cannot be used."""
+def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
+    """gate: of the door's TLS port, if it has one. Raises ConfigError for a token file that cannot be
+    used."""
+    gate = gate if door.tls_only else None
     if door.tokens_file is None:
-        return Authenticator(None)
+        return Authenticator(None, gate)
     try:
-        return Authenticator(TokenFile(door.tokens_file, Allowance(door.token_requests, door.token_tokens)))
+        tokens = TokenFile(door.tokens_file, Allowance(door.token_requests, door.token_tokens))
     except (OSError, ValueError) as error:
         raise ConfigError(f"door.tokens_file: {error}") from None
+    return Authenticator(tokens, gate)
+
+
+def tls_files(door: DoorConfig) -> TlsFiles | None:
+    """None: no TLS. Raises ConfigError for files that cannot be used."""
+    if door.tls_certificate is None or door.tls_key is None:
+        return None
+    files = TlsFiles(door.tls_certificate, door.tls_key, door.tls_client_ca)
+    try:
+        files.check()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"door.tls_certificate: {error}") from None
+    return files
 
 
 def check_start(settings: ServiceConfig) -> None:
-    """What would otherwise fail in a replica, over and over: the token file, the model's files, its profile,
-    the split."""
+    """What would otherwise fail in a replica, over and over: the token file, certificates, the model's files,
+    its profile, the split."""
     authenticator(settings.door)
+    tls_files(settings.door)
     directory = Path(settings.model.path)
     settings.check_against(read_config(directory, settings.model.overrides), load_profile(settings.model))
     TextTokenizer.load(directory)

@@ -17,6 +17,7 @@ from ..errors import (
 )
 from ..request.answers import Density, GenerateFinished, MethodInfo, PrefillFinished, ServerInfo, Timings
 from .client import DeltafrontClient
+from .tls import Tls
 
 __all__ = [
     "Cancelled",
@@ -39,6 +40,7 @@ __all__ = [
     "ServerInfo",
     "Session",
     "Timings",
+    "Tls",
     "Token",
     "Unauthenticated",
     "Unavailable",

@@ -27,6 +27,7 @@ from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
 from ..request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
 from ..request.plan import packed
 from .losses import Losses
+from .tls import Tls
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages ({"role": …, "content": …})."""
@@ -45,8 +46,8 @@ _NOBODY = ("failed to connect", "name resolution", "dns resolution")
 class DeltafrontClient:
     """Raises subclasses of DeltafrontError with code, message and retry_after_s.
 
-    token: a bearer token; default: the environment's DELTAFRONT_TOKEN. tls: for an address whose TLS ends
-    at a proxy. Closing an iterator early cancels its request on the server.
+    token: a bearer token; default: the environment's DELTAFRONT_TOKEN. tls: the address speaks TLS;
+    True: with the environment's files. Closing an iterator early cancels its request on the server.
 
     When the connection is lost (a door died), a request is sent again, with what its answer has brought so
     far, and goes on where it stopped: for up to retry_s seconds in which nothing is heard, and within
@@ -58,17 +59,17 @@ class DeltafrontClient:
         address: str = "127.0.0.1:9000",
         token: str | None = None,
         *,
-        tls: bool = False,
+        tls: bool | Tls = False,
         retry_s: float = 30.0,
     ) -> None:
         self._address, self._retry_s = address, retry_s
         self._heard = self._closed = False
         token = os.environ.get("DELTAFRONT_TOKEN") if token is None else token
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
-        credentials = grpc.ssl_channel_credentials() if tls else None
+        files = Tls.from_environment() if tls is True else tls
         self._channel = (
-            grpc.secure_channel(address, credentials, _CHANNEL)
-            if credentials is not None
+            grpc.secure_channel(address, files.credentials(), _CHANNEL)
+            if files
             else grpc.insecure_channel(address, _CHANNEL)
         )
         self._stub: Any = pb_grpc.DeltafrontServiceStub(self._channel)  # type: ignore[no-untyped-call]

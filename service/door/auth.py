@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..errors import Unauthenticated
 from ..request.callers import Allowance, Caller
+from .tls import Gate
 
 ANYONE = Caller("", "anyone")
 """Everybody, and the owner of everything, when no token file is configured."""
@@ -86,12 +87,17 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Authenticator:
-    """Finds the caller of a request; everybody is ANYONE when there is no token file."""
+    """Finds the caller of a request; everybody is ANYONE when there is no token file. gate: lets only
+    encrypted requests in; None: all."""
 
     tokens: TokenFile | None
+    gate: Gate | None = None
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
         """Raises Unauthenticated."""
+        metadata = list(metadata)
+        if self.gate is not None:
+            self.gate.check(metadata)
         if self.tokens is None:
             return ANYONE
         given = [value for key, value in metadata if key.lower() == "authorization"]

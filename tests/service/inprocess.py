@@ -21,6 +21,7 @@ from deltafront.service import wiring
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
 from deltafront.service.door.registration import add_deltafront_to_server
+from deltafront.service.door.tls import Gate
 from deltafront.service.errors import WorkerFailed, WorkerLost
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
@@ -147,6 +148,8 @@ class House:
     """Streams that break, in turn: after so many events, with this status, which is none of the door's."""
     beside: list[House]
     """The service's other doors."""
+    config: ServiceConfig
+    gate: Gate | None
 
     @property
     def group(self) -> FakeGroup:
@@ -240,8 +243,9 @@ async def open_house(
         return sum(other.door._requests.end(owner, request_id) for other in beside)
 
     name = f"door{len(others)}"
-    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1", name, end_elsewhere))
-    house = House(door, fleet, directory, metrics, "", loop, [], beside)
+    gate = Gate(config.door.tls_port) if config.door.tls_certificate else None
+    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1", name, end_elsewhere, gate))
+    house = House(door, fleet, directory, metrics, "", loop, [], beside, config, gate)
     for other in others:
         other.beside.append(house)
     if not others:

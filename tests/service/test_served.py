@@ -18,8 +18,11 @@ from deltafront.service.client import (
     GenerateFinished,
     PrefillFinished,
     Progress,
+    Tls,
+    Token,
 )
 from deltafront.service.errors import (
+    Cancelled,
     Code,
     DeadlineExceeded,
     DeltafrontError,
@@ -96,6 +99,39 @@ def test_tokens(served: Served, token: str, client: DeltafrontClient) -> None:
         for call in (stranger.info, lambda: list(stranger.generate("x")), lambda: stranger.release("a.b")):
             with pytest.raises(Unauthenticated):
                 call()
+
+
+def test_tls_at_the_doors_own_port(served: Served, client: DeltafrontClient) -> None:
+    """Both doors listen there: a new connection each time, to whichever gets it."""
+    *_, result = client.prefill("document", session_ttl_s=60)
+    assert isinstance(result, PrefillFinished)
+    session = result.session.session_id
+    for number in range(8):
+        with DeltafrontClient(served.encrypted, served.token, tls=Tls(served.ca)) as secure:
+            text, *_ = collect(secure.generate(session_id=session, append="?", max_tokens=3))
+            assert text == expected(ids("document") + ids("?", bos=False), 3)
+            if number == 7:
+                secure.release(session)
+    tls = Tls(served.ca)
+    with DeltafrontClient(served.encrypted, "wrong", tls=tls) as stranger, pytest.raises(Unauthenticated):
+        stranger.info()
+    nothing_left(served)
+
+
+def test_any_door_cancels(served: Served, client: DeltafrontClient) -> None:
+    """Each door asks the others through Serve."""
+    served.configure(served.decode, pause_at=2)
+    for number in range(4):
+        stream = client.generate("x" * 300, request_id=f"endless-{number}")
+        while not isinstance(next(stream), Token):
+            pass
+        with DeltafrontClient(served.address, served.other) as stranger:
+            assert stranger.cancel(f"endless-{number}") == 0
+        with DeltafrontClient(served.address, served.token) as canceller:
+            assert canceller.cancel(f"endless-{number}") == 1
+        with pytest.raises(Cancelled):
+            list(stream)
+    nothing_left(served)
 
 
 def test_a_session_belongs_to_its_token(served: Served, client: DeltafrontClient) -> None:
