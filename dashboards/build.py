@@ -107,7 +107,14 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
         "Decode and hand-off",
         (
             Panel("Between two tokens", "s", quantiles("inter_token_latency_seconds")),
-            Panel("Tokens", "short", [(rate("generation_tokens_total"), "generated per second")]),
+            Panel(
+                "Tokens",
+                "short",
+                [
+                    (rate("generation_tokens_total"), "generated per second"),
+                    (rate("cached_tokens_total"), "of prompts, held by sessions, per second"),
+                ],
+            ),
             Panel("K/V handed over", "Bps", [(rate("handoff_bytes_total"), "bytes per second")]),
             Panel("Pulling one prompt's K/V", "s", quantiles("handoff_seconds")),
         ),

@@ -83,6 +83,11 @@ class DoorConfig:
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     default_session_ttl_s: Positive = 600.0
+    prefix_reuse: bool = True
+    """Whether a prompt that begins with what a live session of the same owner holds, read by the same method
+    with the same options, continues from it without being told. Without tokens_file all are one owner."""
+    prefix_rest_tokens: Count = 2048
+    """At most so many tokens beyond such a prefix: a decode worker reads them, densely."""
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """How often a request is tried again after a worker died under it."""
     worker_wait_s: Positive = 60.0

@@ -85,6 +85,7 @@ class Metrics:
         self._prefill = self._histogram("request_prefill_time_seconds", "Reading the prompt", _SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._cached = self._counter("cached_tokens_total", "Prompt tokens that a session held")
         self._generated = self._counter("generation_tokens_total", "Tokens generated")
 
     def _declare_attention(self) -> None:
@@ -132,8 +133,10 @@ class Metrics:
     def next_token(self, seconds: float) -> None:
         self._between.observe(seconds)
 
-    def tokens(self, prompt: int, generated: int) -> None:
+    def tokens(self, prompt: int, generated: int, cached: int = 0) -> None:
+        """Of a request that ended well. cached: those of the prompt that were not read again."""
         self._prompt.observe(prompt)
+        self._cached.inc(cached)
         self._generated.inc(generated)
 
     def prefilled(self, report: PrefillReport) -> None:

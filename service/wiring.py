@@ -62,7 +62,15 @@ def requests(
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = TextTokenizer.load(directory)
     resources = Resources(
-        door_id, fleet, tokenizer, metrics, door, model.vocab, model.positions, model.eos_ids
+        door_id,
+        repr(settings.model),
+        fleet,
+        tokenizer,
+        metrics,
+        door,
+        model.vocab,
+        model.positions,
+        model.eos_ids,
     )
     limits = Limits(
         vocabulary=model.vocab,

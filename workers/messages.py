@@ -64,7 +64,8 @@ class Reserve:
     keep_tokens, page_selection: as the GenerateJob will say, so that the page that a kept session needs for
     itself is taken now and a selection that is not available is refused before any prefill. wait: for pages,
     where there are too few, as long as the worker's configuration says and until the deadline at most.
-    door: who asks.
+    door: who asks. prefix_tokens: build on so many tokens of the session alone (whole pages);
+    0: on all of them.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class Reserve:
     wait: bool = False
     deadline: float | None = None
     door: str = ""
+    prefix_tokens: int = 0
 
 
 class RefusalReason(StrEnum):
@@ -138,7 +140,7 @@ class GenerateJob:
     """Decode from a request's prefilled K/V (session_id None) or from a session plus appended tokens.
 
     keep_tokens: if positive, the first
-    keep_tokens of prompt K/V become a session of ttl seconds when the first token is out.
+    keep_tokens of prompt K/V become a session of ttl seconds when the first token is out, found by `chain`.
     """
 
     request_id: str
@@ -149,15 +151,17 @@ class GenerateJob:
     keep_tokens: int = 0
     keep_ttl_s: float = 0.0
     deadline: float | None = None
+    chain: bytes = field(repr=False, default=b"")
 
 
 @dataclass(frozen=True)
 class KeepSession:
-    """Turn a finished prefill into a session; waits until the last page has been pulled."""
+    """Turn a finished prefill into a session, found by `chain`; waits until the last page has been pulled."""
 
     request_id: str
     ttl_s: float
     deadline: float | None = None
+    chain: bytes = field(repr=False, default=b"")
 
 
 class PrefillFailed(Exception):
@@ -323,6 +327,19 @@ class Session:
 
     session_id: str
     expires: float
+    tokens: int
+
+
+LINK_BYTES = 16
+"""Of a chain: one link for each full page of a prompt, from the link before and the page's token ids. Two
+chains that agree at a link agree in everything before it."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a session holds of a prompt: its first `tokens`, which are whole pages."""
+
+    session_id: str
     tokens: int
 
 

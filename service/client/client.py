@@ -36,7 +36,7 @@ _CHANNEL = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # in fact how long a connection may take to come about
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
 _NOBODY = ("failed to connect", "name resolution", "dns resolution")

@@ -41,9 +41,11 @@ BUSY_RETRY_S = 5.0
 
 @dataclass(frozen=True)
 class Resources:
-    """What every request needs; made once by the door, whose name among doors is `door`."""
+    """What every request needs; made once by the door, whose name among doors is `door`. model: tells it from
+    every other."""
 
     door: str
+    model: str
     fleet: Fleet
     tokenizer: TextTokenizer
     metrics: Metrics

@@ -29,6 +29,7 @@ from .calls import GenerateCall
 from .detokenize import AnswerText, Match
 from .placement import place, read, refusal, reserve
 from .plan import ID_BYTES, Plan, plan_answer
+from .prefix import chain_of, find, links_of
 from .timings import TtftClock, decode_parts, prefill_parts
 
 _STOPPING_S = 5.0
@@ -53,6 +54,8 @@ class Generation:
         self._append = b""
         self._streamed: list[int] = []
         self._last_token_at = 0.0
+        self._chain = b""
+        self._before = 0
         self._cached = 0
         self._session: tuple[DecodeWorker, Session] | None = None
         self._prefill: PrefillReport | None = None
@@ -69,6 +72,9 @@ class Generation:
         self._clock.lap("tokenize")
         if self._resume():
             return
+        if call.prompt is not None and self._resources.settings.prefix_reuse:
+            whole, model = self._prompt + self._append, self._resources.model
+            self._chain = await asyncio.to_thread(chain_of, whole, call.owner, model, call.method)
         once = self._answer_prompt if call.session_id is None else self._answer_session
         try:
             await with_replays(self._resources, self._clock, once, lambda: bool(self._streamed))
@@ -103,6 +109,9 @@ class Generation:
             return
         self._forget_session()
         self._take(plan.read_tokens + plan.max_tokens)
+        if await self._answer_prefix(plan):
+            return
+        self._cached = 0
         with Attempt(self._resources.fleet) as attempt:
             wish = self._reservation(attempt, plan)
             placed = await place(self._resources, attempt, plan, wish, self._mark)
@@ -111,6 +120,22 @@ class Generation:
                 self._prefill = report
                 self._clock.span(prefill_parts(report))
             await self._decode(attempt, placed.worker, self._job(attempt, plan))
+
+    async def _answer_prefix(self, plan: Plan) -> bool:
+        """Continue from a session that holds the prompt's beginning. False if there is none, or no more: then
+        the prompt is read like any other."""
+        call, resources = self._call, self._resources
+        found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
+        if found is None:
+            return False
+        with Attempt(resources.fleet) as attempt:
+            wish = found.reservation(self._reservation(attempt, plan))
+            if isinstance(await reserve(attempt, found.worker, wish), Refused):
+                return False
+            self._cached = found.tokens
+            self._mark("admission")
+            await self._decode(attempt, found.worker, found.job(self._job(attempt, plan), plan.read_ids))
+        return True
 
     async def _answer_session(self) -> None:
         plan = self._plan()
@@ -123,7 +148,7 @@ class Generation:
                 answer = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(answer, Refused):
                     raise refusal(answer)
-                self._cached = answer.session_tokens
+                self._before = self._cached = answer.session_tokens
                 self._mark("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan))
             except WorkerLost as error:
@@ -157,6 +182,7 @@ class Generation:
             keep_tokens=plan.keep_tokens,
             keep_ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
+            chain=links_of(self._chain, plan.keep_tokens),
         )
 
     async def _decode(self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob) -> None:
@@ -236,8 +262,8 @@ class Generation:
     def _finish(self, reason: FinishReason, text: str, report: DecodeReport) -> None:
         self._count_pages(report)
         attended, held = self._pages
-        tokens = self._cached + (len(self._prompt) + len(self._append)) // ID_BYTES
-        self._resources.metrics.tokens(tokens, len(self._streamed))
+        tokens = self._before + (len(self._prompt) + len(self._append)) // ID_BYTES
+        self._resources.metrics.tokens(tokens, len(self._streamed), self._cached)
         self._resources.metrics.decoded(attended, held)
         finished = GenerateFinished(
             reason=reason,

@@ -7,6 +7,7 @@ that lost or repeated a token would show. Pages are counted as the real workers 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import zlib
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltafront.workers.messages import (
+    LINK_BYTES,
     NAMESPACE,
     DecodeReport,
     DecodeStats,
@@ -30,6 +32,7 @@ from deltafront.workers.messages import (
     PrefillFailed,
     PrefillJob,
     PrefillReport,
+    Prefix,
     Progress,
     RefusalReason,
     Refused,
@@ -52,6 +55,10 @@ def next_token(ids: bytes) -> int:
 
 def pages(tokens: int) -> int:
     return -(-tokens // PAGE)
+
+
+def batched(chain: bytes) -> list[bytes]:
+    return [chain[place : place + LINK_BYTES] for place in range(0, len(chain), LINK_BYTES)]
 
 
 @dataclass
@@ -187,6 +194,7 @@ class FakeDecode(Pausing):
         self.orders: list[Reserve] = []
         self._requests: dict[str, _Request] = {}
         self._sessions: dict[str, tuple[str, bytes, float]] = {}
+        self._chains: dict[str, bytes] = {}
         self._serial = 0
 
     async def deliver(self, request_id: str, ids: bytes) -> None:
@@ -208,7 +216,7 @@ class FakeDecode(Pausing):
             session = self._sessions.get(reserve.session_id)
             if session is None or session[0] != reserve.owner:
                 return Refused(RefusalReason.NO_SESSION, "no such session")
-            before = len(session[1]) // 4
+            before = reserve.prefix_tokens or len(session[1]) // 4
         if need > free:
             return Refused(RefusalReason.PAGES, f"{need} pages needed, {free} free", need, free)
         self._requests[reserve.request_id] = _Request(reserve)
@@ -224,7 +232,10 @@ class FakeDecode(Pausing):
             await request.arrived.wait()
             ids = request.ids
         else:
-            ids = self._sessions[job.session_id][1] + job.append_ids
+            held = self._sessions[job.session_id][1]
+            prefix = request.order.prefix_tokens
+            ids = (held[: 4 * prefix] if prefix else held) + job.append_ids
+            request.ids = ids
         failing = self.fail_after.pop(0) if self.fail_after else None
         reason, count, message = FinishReason.LENGTH, 0, ""
         while count < job.sampling.max_tokens:
@@ -257,22 +268,33 @@ class FakeDecode(Pausing):
         report = DecodeReport(decode_wait=0.0001, first_step=0.0002, handoff_seconds=0.001)
         if not job.keep_tokens:
             return FirstTokenTimings(job.request_id, report)
-        return FirstTokenTimings(job.request_id, report, self._keep(request, job.keep_tokens, job.keep_ttl_s))
+        session = self._keep(request, job.keep_tokens, job.keep_ttl_s, job.chain)
+        return FirstTokenTimings(job.request_id, report, session)
 
-    def _keep(self, request: _Request, tokens: int, ttl_s: float) -> Session:
+    def _keep(self, request: _Request, tokens: int, ttl_s: float, chain: bytes) -> Session:
         self._serial += 1
         session_id = f"{self.name.removeprefix('decode:')}.s{self._serial}"
         expires = time.time() + ttl_s
         self._sessions[session_id] = (request.order.owner, request.ids[: 4 * tokens], expires)
+        self._chains[session_id] = chain[: tokens // PAGE * LINK_BYTES]
         return Session(session_id, expires, tokens)
 
     async def keep(self, keep: KeepSession) -> SessionKept | Refused:
         request = self._requests[keep.request_id]
         await request.arrived.wait()
         tokens = len(request.ids) // 4
-        session = self._keep(request, tokens, keep.ttl_s)
+        session = self._keep(request, tokens, keep.ttl_s, keep.chain)
         self._requests.pop(keep.request_id, None)
         return SessionKept(keep.request_id, session, DecodeReport(handoff_exposed=0.0001))
+
+    async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
+        def links(session_id: str) -> int:
+            pairs = zip(*(batched(one) for one in (self._chains[session_id], chain)), strict=False)
+            return sum(itertools.takewhile(bool, (one == other for one, other in pairs)))
+
+        mine = [name for name, (whose, _ids, _expires) in self._sessions.items() if whose == owner]
+        best = max(mine, key=links, default=None)
+        return Prefix(best, PAGE * links(best)) if best is not None and links(best) else None
 
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)

@@ -33,6 +33,7 @@ from ..messages import (
     KeepSession,
     KVAnnouncement,
     OwnerUse,
+    Prefix,
     RefusalReason,
     Refused,
     Reserve,
@@ -321,7 +322,9 @@ class DecodeEngine:
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
             owner = request.order.owner
-            kept = self._pages.keep(request.holding, job.keep_tokens, owner, job.keep_ttl_s, self._wall())
+            kept = self._pages.keep(
+                request.holding, job.keep_tokens, owner, job.keep_ttl_s, self._wall(), job.chain
+            )
             request.kept, session = kept, kept.told
         request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
 
@@ -346,7 +349,7 @@ class DecodeEngine:
             expired = reason is FinishReason.DEADLINE
             return Refused(RefusalReason.DEADLINE, message) if expired else missing
         tokens, owner = request.order.prompt_tokens, request.order.owner
-        session = self._pages.hand_over(request.holding, tokens, owner, job.ttl_s, self._wall())
+        session = self._pages.hand_over(request.holding, tokens, owner, job.ttl_s, self._wall(), job.chain)
         request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(job.request_id, session.told, report)
@@ -359,6 +362,9 @@ class DecodeEngine:
             request.close(FinishReason.CANCELLED, "cancelled")
             self._forget(request)
             await request.holding.freed.wait()
+
+    async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
+        return self._pages.sessions.longest_prefix(owner, chain, self._wall())
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         return self._pages.sessions.release(session_id, owner, self._wall())
