@@ -56,9 +56,9 @@ class Prefilling:
     async def _once(self) -> None:
         call, clock, metrics = self._call, self._clock, self._resources.metrics
         plan = plan_session(self._prompt, self._resources.positions)
-        self._take(plan.read_tokens)
         if await self._from_prefix(plan):
             return
+        self._take(plan.read_tokens)
         with Attempt(self._resources.fleet) as attempt:
             wish = Reserve(
                 attempt.request_id,
@@ -95,6 +95,7 @@ class Prefilling:
         found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
         if found is None:
             return False
+        self._take(plan.read_tokens - found.tokens + 1)
         with Attempt(resources.fleet) as attempt:
             tokens, one = plan.read_tokens, Sampling(max_tokens=1)
             whole = Reserve(
