@@ -60,9 +60,11 @@ def run_method(
     client: DeltafrontClient, document: str, method: str, asked: Sequence[hay.Needle], repeats: int
 ) -> dict[str, object]:
     """One row: `repeats` reads of the document, then the questions with full and with delta decode."""
-    results = [read(client, document, method) for _ in range(repeats)]
-    for spare in results[:-1]:
-        client.release(spare.session.session_id)
+    results: list[PrefillFinished] = []
+    for _ in range(repeats):
+        if results:  # the next would continue from it instead of reading
+            client.release(results[-1].session.session_id)
+        results.append(read(client, document, method))
     result = results[-1]
     session = result.session.session_id
     right = {"full": 0, "delta": 0}

@@ -32,6 +32,11 @@ def rate(metric: str, by: str = "") -> str:
     return f"sum{grouped} (rate({_PREFIX}{metric}[$__rate_interval]))"
 
 
+def by_worker(gauge: str) -> str:
+    """One value for each worker, however many doors tell of it."""
+    return f"max by (worker) ({_PREFIX}{gauge})"
+
+
 def quantiles(metric: str, by: str = "") -> list[tuple[str, str]]:
     """Median and 95th percentile of a histogram, one line for each value of `by`."""
     labels = ", ".join(filter(None, ("le", by)))
@@ -102,7 +107,14 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
         "Decode and hand-off",
         (
             Panel("Between two tokens", "s", quantiles("inter_token_latency_seconds")),
-            Panel("Tokens", "short", [(rate("generation_tokens_total"), "generated per second")]),
+            Panel(
+                "Tokens",
+                "short",
+                [
+                    (rate("generation_tokens_total"), "generated per second"),
+                    (rate("cached_tokens_total"), "of prompts, held by sessions, per second"),
+                ],
+            ),
             Panel("K/V handed over", "Bps", [(rate("handoff_bytes_total"), "bytes per second")]),
             Panel("Pulling one prompt's K/V", "s", quantiles("handoff_seconds")),
         ),
@@ -115,17 +127,17 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 "Running and waiting",
                 "short",
                 [
-                    (f"sum({_PREFIX}num_requests_running)", "running"),
-                    (f"sum({_PREFIX}num_requests_waiting)", "waiting"),
+                    (f"sum({by_worker('num_requests_running')})", "running"),
+                    (f"sum({by_worker('num_requests_waiting')})", "waiting"),
                 ],
             ),
-            Panel("K/V pages in use", "percentunit", [(f"{_PREFIX}kv_cache_usage_ratio", "{{worker}}")]),
+            Panel("K/V pages in use", "percentunit", [(by_worker("kv_cache_usage_ratio"), "{{worker}}")]),
             Panel(
                 "Sessions held, replays",
                 "short",
                 [
-                    (f"sum({_PREFIX}sessions)", "sessions"),
-                    (f"increase({_PREFIX}replays_total[1h])", "replays in an hour"),
+                    (f"sum({by_worker('sessions')})", "sessions"),
+                    (f"sum(increase({_PREFIX}replays_total[1h]))", "replays in an hour"),
                 ],
             ),
         ),

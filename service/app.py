@@ -6,6 +6,8 @@ torch; worker classes are imported when the application is built, and load torch
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import secrets
 import tempfile
@@ -17,14 +19,15 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
-from .config import ServiceConfig, parse
+from .config import DoorConfig, ServiceConfig, parse
 from .door.grpc_door import FrontDoor
 from .door.http_door import HttpDoor
+from .door.tls import Gate, TlsPort
 from .exporter import Exporter
 from .fleet.dispatch import RayDirectory
 from .fleet.view import Fleet
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import local_model, observer, requests
+from .wiring import local_model, observer, requests, tls_files
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -39,6 +42,8 @@ _HEALTH_PERIOD_S = 1.0
 """How often Serve asks a replica, which then looks after its actors (docs/recovery.md)."""
 
 _CONSTRUCTOR_TRIES = 3
+_OTHER_DOORS_S = 5.0
+"""How long a door waits for the others to end a request."""
 
 
 class DoorReplica(FrontDoor):
@@ -47,21 +52,50 @@ class DoorReplica(FrontDoor):
     async def __init__(self, config: dict[str, Any], metrics_directory: str) -> None:  # type: ignore[misc]
         logging.basicConfig(level=logging.INFO)
         settings = parse(config)
+        self._id = secrets.token_hex(4)
         metrics = Metrics(Path(metrics_directory))
         fleet = Fleet(RayDirectory(), observer(metrics), settings.door.refresh_s, settings.door.renew_s)
         host = settings.door.metrics_host
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = f"{shown}:{settings.door.metrics_port}"
-        super().__init__(requests(settings, fleet, metrics, address))
+        gate = Gate(settings.door.tls_port) if settings.door.tls_certificate else None
+        super().__init__(requests(settings, fleet, metrics, address, self._id, self._end_elsewhere, gate))
         self._fleet = fleet
         fleet.start()
         self._http = HttpDoor(self._requests, settings.door.max_message_bytes)
         self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
         self._exporter.start()
+        self._tls = self._tls_port(settings.door, gate)
+        if self._tls is not None:
+            await self._tls.start()
+
+    def _tls_port(self, door: DoorConfig, gate: Gate | None) -> TlsPort | None:
+        files = tls_files(door)
+        if files is None or gate is None:
+            return None
+        address = f"[::]:{door.tls_port}"
+        return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests)
+
+    async def end_requests(self, door: str, owner: str, request_id: str) -> int:
+        """Another door asks; `door` names it, since Serve asks all."""
+        return 0 if door == self._id else self._requests.end(owner, request_id)
+
+    async def _end_elsewhere(self, owner: str, request_id: str) -> int:
+        """A door that dies or hangs meanwhile has ended its requests, or is about to."""
+        context = serve.get_replica_context()
+        doors = serve.get_deployment_handle(context.deployment, context.app_name)
+        asked = doors.broadcast("end_requests", self._id, owner, request_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OTHER_DOORS_S):
+                answers = await asked.results_async(return_exceptions=True)
+                return sum(answer for answer in answers if isinstance(answer, int))
+        return 0
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica."""
         self._exporter.stop()
+        if self._tls is not None:
+            await self._tls.stop()
         await self._fleet.stop()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -35,6 +35,8 @@ from ..workers.settings import (
 _WARM_UP_TOKENS = 256
 """A decode worker's warm-up needs room for, and positions of, this many tokens."""
 
+_DOOR_FILES = ("tokens_file", "tls_certificate", "tls_key", "tls_client_ca")
+
 Port = Annotated[int, Field(ge=1, le=65_535)]
 
 
@@ -48,7 +50,8 @@ class DoorConfig:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    replicas: Count = 1
+    replicas: Count = 2
+    """Doors: with two, one that dies costs its clients a pause and nothing else."""
     cpus: Amount = 0.1
     max_requests: Count = 256
     """Requests that one replica works on at once; more get RESOURCE_EXHAUSTED."""
@@ -59,18 +62,41 @@ class DoorConfig:
     metrics_host: str = "0.0.0.0"
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 64 << 20
     tokens_file: Path | None = None
-    """Bearer tokens, one a line. None: everybody may call, and sessions belong to nobody."""
+    """Bearer tokens, one a line (`service/door/auth.py`). None: everybody may call, and sessions belong to
+    nobody."""
+    token_requests: Count | None = None
+    """Prompts and answers that one token may have running at once, where its line does not say otherwise."""
+    token_tokens: Count | None = None
+    """Tokens of K/V that one token may hold at once, sessions included, where its line does not say
+    otherwise."""
+    tls_certificate: Path | None = None
+    """PEM. With it every door speaks TLS on tls_port; None: nobody does. Read again when the file changes."""
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """Who must have signed the certificates of clients (mutual TLS). None: they need none."""
+    tls_port: Port = 9443
+    tls_only: bool = True
+    """Whether requests on the ports that Ray Serve opens, which cannot be encrypted, are refused where there
+    is TLS. Health is always told there."""
     model_name: str = ""
     """Shown by GetServerInfo; empty: model.path."""
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     default_session_ttl_s: Positive = 600.0
+    prefix_reuse: bool = True
+    """Whether a prompt that begins with what a live session of the same owner holds, read by the same method
+    with the same options, continues from it without being told. Without tokens_file all are one owner."""
+    prefix_rest_tokens: Count = 2048
+    """At most so many tokens beyond such a prefix: a decode worker reads them, densely."""
     replays: Annotated[int, Field(ge=0, le=10)] = 2
     """How often a request is tried again after a worker died under it."""
     worker_wait_s: Positive = 60.0
     """How long a request waits for a worker when there is none (one is being rebuilt)."""
     refresh_s: Positive = 1.0
-    renew_s: Positive = 5.0
+    """How often a door asks the workers how they are."""
+    renew_s: Positive = 1.0
+    """How often a door tells the workers that it is there, for each request. Who has not heard of one for
+    their `stream_lease_s` drops it."""
 
 
 class ServiceConfig(BaseModel):
@@ -139,6 +165,18 @@ class ServiceConfig(BaseModel):
         for key, lease in (("prefill", prefill.stream_lease_s), ("decode", decode.stream_lease_s)):
             if door.renew_s * 2 > lease:
                 yield f"door.renew_s: must be at most half of {key}.stream_lease_s"
+        yield from self._door_contradictions()
+
+    def _door_contradictions(self) -> Iterator[str]:
+        door = self.door
+        if door.tokens_file is None and (door.token_requests or door.token_tokens):
+            yield "door.tokens_file: missing, and without it there is no token to limit"
+        if (door.tls_certificate is None) != (door.tls_key is None):
+            yield "door.tls_certificate and door.tls_key: both are needed, or none"
+        if door.tls_client_ca is not None and door.tls_certificate is None:
+            yield "door.tls_client_ca: needs door.tls_certificate"
+        if door.tls_certificate and door.tls_port in (door.grpc_port, door.http_port, door.metrics_port):
+            yield "door.tls_port: must differ from the other ports"
         if len({door.grpc_port, door.http_port, door.metrics_port}) < 3:
             yield "door: grpc_port, http_port and metrics_port must differ"
 
@@ -190,11 +228,9 @@ def load(path: Path) -> ServiceConfig:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys {', '.join(_keys(()))}")
     config = parse(content, str(path), path.parent.resolve())
-    tokens = config.door.tokens_file
-    if tokens is None or tokens.is_absolute():
-        return config
-    door = dataclasses.replace(config.door, tokens_file=path.parent.resolve() / tokens)
-    return config.model_copy(update={"door": door})
+    files = {key: getattr(config.door, key) for key in _DOOR_FILES}
+    found = {key: path.parent.resolve() / file for key, file in files.items() if file is not None}
+    return config.model_copy(update={"door": dataclasses.replace(config.door, **found)})
 
 
 def _with_profile(content: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:

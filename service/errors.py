@@ -79,6 +79,11 @@ class Unavailable(DeltafrontError):
     code = Code.UNAVAILABLE
 
 
+class ConnectionLost(Unavailable):
+    """Client side only: no status of the service's own ended the call. Its door died, or a proxy let go of
+    it."""
+
+
 class Cancelled(DeltafrontError):
     """The client went away."""
 

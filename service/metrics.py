@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..workers.messages import DecodeReport, LayerDensity, PrefillReport
 
@@ -26,6 +26,15 @@ _TOKEN_SECONDS = (
 _TOKENS = tuple(1 << power for power in range(4, 21))
 _RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SCORING = ("anchors", "scoring", "selection")
+
+
+class WorkerState(NamedTuple):
+    """A worker's gauges. usage: pages in use over all pages."""
+
+    usage: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    sessions: int = 0
 
 
 class Metrics:
@@ -76,6 +85,7 @@ class Metrics:
         self._prefill = self._histogram("request_prefill_time_seconds", "Reading the prompt", _SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._cached = self._counter("cached_tokens_total", "Prompt tokens that a session held")
         self._generated = self._counter("generation_tokens_total", "Tokens generated")
 
     def _declare_attention(self) -> None:
@@ -94,10 +104,12 @@ class Metrics:
         self._held = self._counter("pages_held_total", "Pages that full attention would have read there")
 
     def _declare_state(self) -> None:
-        self._usage = self._gauge("kv_cache_usage_ratio", "K/V pages in use", ("worker",))
-        self._running = self._gauge("num_requests_running", "Requests that workers compute")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait in workers")
-        self._sessions = self._gauge("sessions", "Sessions held by decode workers")
+        self._states = [
+            self._gauge("kv_cache_usage_ratio", "K/V pages in use", ("worker",)),
+            self._gauge("num_requests_running", "Requests that a worker computes", ("worker",)),
+            self._gauge("num_requests_waiting", "Requests that wait in a worker", ("worker",)),
+            self._gauge("sessions", "Sessions that a decode worker holds", ("worker",)),
+        ]
         self._requests = self._counter(
             "requests_total", "Requests by how they ended", ("outcome", "method_rpc")
         )
@@ -121,8 +133,10 @@ class Metrics:
     def next_token(self, seconds: float) -> None:
         self._between.observe(seconds)
 
-    def tokens(self, prompt: int, generated: int) -> None:
+    def tokens(self, prompt: int, generated: int, cached: int = 0) -> None:
+        """Of a request that ended well. cached: those of the prompt that were not read again."""
         self._prompt.observe(prompt)
+        self._cached.inc(cached)
         self._generated.inc(generated)
 
     def prefilled(self, report: PrefillReport) -> None:
@@ -142,14 +156,14 @@ class Metrics:
         self._attended.inc(pages_attended)
         self._held.inc(pages_held)
 
-    def state(self, usage: dict[str, float], running: int, waiting: int, sessions: int) -> None:
-        gone = dict.fromkeys(self._workers - usage.keys(), 0.0)  # series cannot be removed in this mode
-        for worker, ratio in {**gone, **usage}.items():
-            self._usage.labels(worker).set(ratio)
-        self._workers = set(usage)
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._sessions.set(sessions)
+    def state(self, workers: Mapping[str, WorkerState]) -> None:
+        """What every worker says of itself, by name. Each door tells of all of them, so whoever adds up takes
+        `max by (worker)` first."""
+        gone = dict.fromkeys(self._workers - workers.keys(), WorkerState())  # series cannot be removed
+        for worker, state in {**gone, **workers}.items():
+            for gauge, value in zip(self._states, state, strict=True):
+                gauge.labels(worker).set(value)
+        self._workers = set(workers)
 
     # --- what a scrape sees ----------------------------------------------------------------------------
 

@@ -15,12 +15,14 @@ from ..workers.model.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec, PrefillConfig
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
+from .door.tls import Gate, TlsFiles
 from .fleet.view import Fleet, View
-from .metrics import Metrics
+from .metrics import Metrics, WorkerState
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.attempt import Resources
+from .request.callers import Allowance
 from .request.check import Limits
-from .request.run import Requests
+from .request.run import EndElsewhere, Requests, nowhere_else
 from .request.tokenizer import TextTokenizer
 
 
@@ -45,12 +47,31 @@ def shown_name(spec: ModelSpec) -> str:
     return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
 
 
-def requests(settings: ServiceConfig, fleet: Fleet, metrics: Metrics, metrics_address: str) -> Requests:
-    """What an edge hands requests to. Raises ModelError, FileNotFoundError or ConfigError."""
+def requests(
+    settings: ServiceConfig,
+    fleet: Fleet,
+    metrics: Metrics,
+    metrics_address: str,
+    door_id: str = "",
+    end_elsewhere: EndElsewhere = nowhere_else,
+    gate: Gate | None = None,
+) -> Requests:
+    """What an edge hands requests to. door_id: tells this door from others. Raises ModelError,
+    FileNotFoundError or ConfigError."""
     directory, door, decode = Path(settings.model.path), settings.door, settings.decode
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = TextTokenizer.load(directory)
-    resources = Resources(fleet, tokenizer, metrics, door, model.vocab, model.positions, model.eos_ids)
+    resources = Resources(
+        door_id,
+        repr(settings.model),
+        fleet,
+        tokenizer,
+        metrics,
+        door,
+        model.vocab,
+        model.positions,
+        model.eos_ids,
+    )
     limits = Limits(
         vocabulary=model.vocab,
         positions=model.positions,
@@ -78,7 +99,7 @@ def requests(settings: ServiceConfig, fleet: Fleet, metrics: Metrics, metrics_ad
         recency=decode.recency,
         profile=None if profile is None else _profile(profile),
     )
-    return Requests(resources, limits, authenticator(door).owner, about)
+    return Requests(resources, limits, authenticator(door, gate).caller, about, end_elsewhere)
 
 
 def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
@@ -102,20 +123,36 @@ def _profile(profile: Profile) -> ProfileInfo:
     return ProfileInfo(profile.model.name, levels, json.dumps(profile.figures) if profile.figures else "")
 
 
-def authenticator(door: DoorConfig) -> Authenticator:
-    """Raises ConfigError for a token file that cannot be used."""
+def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
+    """gate: of the door's TLS port, if it has one. Raises ConfigError for a token file that cannot be
+    used."""
+    gate = gate if door.tls_only else None
     if door.tokens_file is None:
-        return Authenticator(None)
+        return Authenticator(None, gate)
     try:
-        return Authenticator(TokenFile(door.tokens_file))
+        tokens = TokenFile(door.tokens_file, Allowance(door.token_requests, door.token_tokens))
     except (OSError, ValueError) as error:
         raise ConfigError(f"door.tokens_file: {error}") from None
+    return Authenticator(tokens, gate)
+
+
+def tls_files(door: DoorConfig) -> TlsFiles | None:
+    """None: no TLS. Raises ConfigError for files that cannot be used."""
+    if door.tls_certificate is None or door.tls_key is None:
+        return None
+    files = TlsFiles(door.tls_certificate, door.tls_key, door.tls_client_ca)
+    try:
+        files.check()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"door.tls_certificate: {error}") from None
+    return files
 
 
 def check_start(settings: ServiceConfig) -> None:
-    """What would otherwise fail in a replica, over and over: the token file, the model's files, its profile,
-    the split."""
+    """What would otherwise fail in a replica, over and over: the token file, certificates, the model's files,
+    its profile, the split."""
     authenticator(settings.door)
+    tls_files(settings.door)
     directory = Path(settings.model.path)
     settings.check_against(read_config(directory, settings.model.overrides), load_profile(settings.model))
     TextTokenizer.load(directory)
@@ -126,12 +163,12 @@ def observer(metrics: Metrics) -> Callable[[View], None]:
 
     def observe(view: View) -> None:
         every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
-        usage = {one.name: 1 - one.pages_free / one.pages_total for one in every if one.pages_total}
-        metrics.state(
-            usage,
-            running=sum(one.running for one in every),
-            waiting=sum(one.waiting for one in every),
-            sessions=sum(one.sessions for one in view.workers.values()),
-        )
+        metrics.state({one.name: _state(one) for one in every})
 
     return observe
+
+
+def _state(one: GroupStats | DecodeStats) -> WorkerState:
+    usage = 1 - one.pages_free / one.pages_total if one.pages_total else 0.0
+    sessions = one.sessions if isinstance(one, DecodeStats) else 0
+    return WorkerState(usage, one.running, one.waiting, sessions)

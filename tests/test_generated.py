@@ -72,6 +72,12 @@ def test_the_dashboard_is_built_and_asks_only_for_metrics_that_exist() -> None:
     sys.modules["dashboard"] = build
     spec.loader.exec_module(build)
     assert build.TARGET.read_text() == build.render(), "run make dashboards"
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio", "sessions")
+    for gauge in gauges:
+        every = re.findall(rf".*deltafront_{gauge}\b.*", build.render())
+        assert every and all(f"max by (worker) (deltafront_{gauge})" in line for line in every), (
+            f"{gauge}: every door tells of every worker"
+        )
     declared = re.findall(
         r'self\._(histogram|counter|summary|gauge)\(\s*"(\w+)"', (ROOT / "service" / "metrics.py").read_text()
     )

@@ -64,6 +64,8 @@ class Reserve:
     keep_tokens, page_selection: as the GenerateJob will say, so that the page that a kept session needs for
     itself is taken now and a selection that is not available is refused before any prefill. wait: for pages,
     where there are too few, as long as the worker's configuration says and until the deadline at most.
+    door: who asks. prefix_tokens: build on so many tokens of the session alone (whole pages);
+    0: on all of them.
     """
 
     request_id: str
@@ -75,6 +77,8 @@ class Reserve:
     page_selection: PageSelection = PageSelection.DEFAULT
     wait: bool = False
     deadline: float | None = None
+    door: str = ""
+    prefix_tokens: int = 0
 
 
 class RefusalReason(StrEnum):
@@ -136,7 +140,7 @@ class GenerateJob:
     """Decode from a request's prefilled K/V (session_id None) or from a session plus appended tokens.
 
     keep_tokens: if positive, the first
-    keep_tokens of prompt K/V become a session of ttl seconds when the first token is out.
+    keep_tokens of prompt K/V become a session of ttl seconds when the first token is out, found by `chain`.
     """
 
     request_id: str
@@ -147,15 +151,17 @@ class GenerateJob:
     keep_tokens: int = 0
     keep_ttl_s: float = 0.0
     deadline: float | None = None
+    chain: bytes = field(repr=False, default=b"")
 
 
 @dataclass(frozen=True)
 class KeepSession:
-    """Turn a finished prefill into a session; waits until the last page has been pulled."""
+    """Turn a finished prefill into a session, found by `chain`; waits until the last page has been pulled."""
 
     request_id: str
     ttl_s: float
     deadline: float | None = None
+    chain: bytes = field(repr=False, default=b"")
 
 
 class PrefillFailed(Exception):
@@ -324,6 +330,19 @@ class Session:
     tokens: int
 
 
+LINK_BYTES = 16
+"""Of a chain: one link for each full page of a prompt, from the link before and the page's token ids. Two
+chains that agree at a link agree in everything before it."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a session holds of a prompt: its first `tokens`, which are whole pages."""
+
+    session_id: str
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Usage:
     """Tokens of one request. cached_tokens: those of the prompt that were not read again."""
@@ -397,8 +416,19 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
+class OwnerUse:
+    """What an owner's requests through one door hold on a decode worker, in tokens of K/V; or, with no door,
+    what the owner's sessions hold."""
+
+    owner: str
+    door: str
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class DecodeStats:
-    """A decode worker as admission sees it."""
+    """A decode worker as admission sees it. uses: by owner and door."""
 
     name: str
     pages_total: int
@@ -407,6 +437,7 @@ class DecodeStats:
     waiting: int
     sessions: int
     page_tokens: int = PAGE_TOKENS
+    uses: tuple[OwnerUse, ...] = ()
 
 
 NAMESPACE = "deltafront"

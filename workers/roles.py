@@ -32,6 +32,7 @@ from .messages import (
     OpenRequest,
     PrefillDone,
     PrefillJob,
+    Prefix,
     Progress,
     Refused,
     Reserve,
@@ -79,7 +80,8 @@ class Leased(Protocol):
         """Returns when the request's pages are free; unknown ids are fine."""
 
     async def renew(self, request_ids: Sequence[str]) -> None:
-        """The door is still there; unknown ids are fine."""
+        """The door is still there; unknown ids are fine. Said of a request that has ended: the door knows of
+        the session that was kept on the way, which until then lives no longer than an unheard request."""
 
 
 class Group(Leased, Protocol):
@@ -111,6 +113,9 @@ class DecodeWorker(Leased, KVTaker, Protocol):
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
         """Answers once every page is there. Raises DecodeFailed when the hand-off failed."""
+
+    async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
+        """The most that one of the owner's sessions holds of a prompt with this chain; None: not a page."""
 
     async def release_session(self, session_id: str, owner: str) -> bool:
         """False if there is none for this owner."""

@@ -73,8 +73,8 @@ class PrefillConfig:
     """Prompts that may wait in a group for their turn and their pages before more are refused."""
     ageing_tokens_per_second: Amount = 256.0
     """A waiting request counts as this many tokens shorter for each second it has waited."""
-    stream_lease_s: Positive = 60.0
-    """A request whose door has not renewed it for this long is cancelled."""
+    stream_lease_s: Positive = 5.0
+    """A request whose door has not renewed it for this long is cancelled: the door is dead."""
     chunk_slack_s: Positive = 3.0
     """A stage whose chunk takes so much longer than twice the request's chunk before is asked for a sign of
     life, and replaced if it gives none in 2 s."""
@@ -119,8 +119,8 @@ class DecodeConfig:
     full_layers: tuple[Layer, ...] = (0, 1)
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
-    stream_lease_s: Positive = 60.0
-    """A running request whose door has not renewed it for this long is cancelled."""
+    stream_lease_s: Positive = 5.0
+    """A request whose door has not renewed it for this long is cancelled: the door is dead."""
     device: Device = "cpu"
     threads: Count = 1
     cpus: Amount = 0.5

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class DeltafrontServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """A status that the server itself gives has `deltafront-status` in its trailing metadata. One without it comes
+    from between: the connection to a server was lost, and the request may be sent again.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -44,6 +46,11 @@ class DeltafrontServiceStub:
                 request_serializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.CancelRequest = channel.unary_unary(
+                '/deltafront.v1.DeltafrontService/CancelRequest',
+                request_serializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.CancelRequestRequest.SerializeToString,
+                response_deserializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.CancelRequestResponse.FromString,
+                _registered_method=True)
         self.ReleaseSession = channel.unary_unary(
                 '/deltafront.v1.DeltafrontService/ReleaseSession',
                 request_serializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.ReleaseSessionRequest.SerializeToString,
@@ -57,7 +64,9 @@ class DeltafrontServiceStub:
 
 
 class DeltafrontServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """A status that the server itself gives has `deltafront-status` in its trailing metadata. One without it comes
+    from between: the connection to a server was lost, and the request may be sent again.
+    """
 
     def Prefill(self, request, context):
         """Reads a prompt and keeps its K/V as a session: zero or more `progress`, then one `result`.
@@ -68,6 +77,13 @@ class DeltafrontServiceServicer:
 
     def Generate(self, request, context):
         """Answers a prompt or a session: `progress` while it is read, `token` by token, then one `finish`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequest(self, request, context):
+        """Ends the running requests of this id, at whichever server they run. Only their owner can.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +116,11 @@ def add_DeltafrontServiceServicer_to_server(servicer, server):
                     request_deserializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.GenerateRequest.FromString,
                     response_serializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.GenerateResponse.SerializeToString,
             ),
+            'CancelRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequest,
+                    request_deserializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.CancelRequestRequest.FromString,
+                    response_serializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.CancelRequestResponse.SerializeToString,
+            ),
             'ReleaseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseSession,
                     request_deserializer=deltafront_dot_protos_dot_v1_dot_deltafront__pb2.ReleaseSessionRequest.FromString,
@@ -119,7 +140,9 @@ def add_DeltafrontServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DeltafrontService:
-    """Missing associated documentation comment in .proto file."""
+    """A status that the server itself gives has `deltafront-status` in its trailing metadata. One without it comes
+    from between: the connection to a server was lost, and the request may be sent again.
+    """
 
     @staticmethod
     def Prefill(request,
@@ -165,6 +188,33 @@ class DeltafrontService:
             '/deltafront.v1.DeltafrontService/Generate',
             deltafront_dot_protos_dot_v1_dot_deltafront__pb2.GenerateRequest.SerializeToString,
             deltafront_dot_protos_dot_v1_dot_deltafront__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltafront.v1.DeltafrontService/CancelRequest',
+            deltafront_dot_protos_dot_v1_dot_deltafront__pb2.CancelRequestRequest.SerializeToString,
+            deltafront_dot_protos_dot_v1_dot_deltafront__pb2.CancelRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

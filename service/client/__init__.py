@@ -4,6 +4,7 @@ from ...workers.messages import FinishReason, Progress, Session, Token, Usage
 from ..errors import (
     Cancelled,
     Code,
+    ConnectionLost,
     DeadlineExceeded,
     DeltafrontError,
     Internal,
@@ -16,10 +17,12 @@ from ..errors import (
 )
 from ..request.answers import Density, GenerateFinished, MethodInfo, PrefillFinished, ServerInfo, Timings
 from .client import DeltafrontClient
+from .tls import Tls
 
 __all__ = [
     "Cancelled",
     "Code",
+    "ConnectionLost",
     "DeadlineExceeded",
     "DeltafrontClient",
     "DeltafrontError",
@@ -37,6 +40,7 @@ __all__ = [
     "ServerInfo",
     "Session",
     "Timings",
+    "Tls",
     "Token",
     "Unauthenticated",
     "Unavailable",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -20,33 +22,54 @@ from ...protos.v1 import deltafront_pb2_grpc as pb_grpc
 from ...workers.messages import PageSelection, Progress, Token
 from ..door import wire
 from ..door.status import from_status
-from ..errors import InvalidArgument
+from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
 from ..request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
 from ..request.plan import packed
+from .losses import Losses
+from .tls import Tls
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages ({"role": …, "content": …})."""
 
-_CHANNEL = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+_CHANNEL = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # in fact how long a connection may take to come about
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+_NOBODY = ("failed to connect", "name resolution", "dns resolution")
+"""In gRPC's words: nothing listens at the address."""
 
 
 class DeltafrontClient:
     """Raises subclasses of DeltafrontError with code, message and retry_after_s.
 
-    token: a bearer token; default: the environment's DELTAFRONT_TOKEN. tls: for an address whose TLS ends
-    at a proxy. Closing an iterator early cancels its request on the server.
+    token: a bearer token; default: the environment's DELTAFRONT_TOKEN. tls: the address speaks TLS;
+    True: with the environment's files. Closing an iterator early cancels its request on the server.
+
+    When the connection is lost (a door died), a request is sent again, with what its answer has brought so
+    far, and goes on where it stopped: for up to retry_s seconds in which nothing is heard, and within
+    timeout_s. 0 raises ConnectionLost at once. An address where nobody ever answered is Unavailable at once.
     """
 
     def __init__(
-        self, address: str = "127.0.0.1:9000", token: str | None = None, *, tls: bool = False
+        self,
+        address: str = "127.0.0.1:9000",
+        token: str | None = None,
+        *,
+        tls: bool | Tls = False,
+        retry_s: float = 30.0,
     ) -> None:
+        self._address, self._retry_s = address, retry_s
+        self._heard = self._closed = False
         token = os.environ.get("DELTAFRONT_TOKEN") if token is None else token
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
-        credentials = grpc.ssl_channel_credentials() if tls else None
+        files = Tls.from_environment() if tls is True else tls
         self._channel = (
-            grpc.secure_channel(address, credentials, _CHANNEL)
-            if credentials is not None
+            grpc.secure_channel(address, files.credentials(), _CHANNEL)
+            if files
             else grpc.insecure_channel(address, _CHANNEL)
         )
         self._stub: Any = pb_grpc.DeltafrontServiceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -60,6 +83,8 @@ class DeltafrontClient:
         self.close()
 
     def close(self) -> None:
+        """Running requests end as Cancelled."""
+        self._closed = True
         self._channel.close()
 
     def prefill(
@@ -79,11 +104,11 @@ class DeltafrontClient:
             options=options or {},
             session_ttl_s=session_ttl_s,
             deadline=_deadline(timeout_s),
-            request_id=request_id,
+            request_id=request_id or uuid.uuid4().hex,
         )
-        for response in self._receive(self._stub.Prefill, wire.prefill_request(request), timeout_s):
-            if (event := wire.read_prefill_response(response)) is not None:
-                yield event
+        sent = wire.prefill_request(request)
+        read = wire.read_prefill_response
+        yield from self._stream(self._stub.Prefill, lambda _: sent, read, request.deadline)
 
     def generate(
         self,
@@ -118,39 +143,94 @@ class DeltafrontClient:
             page_selection=PageSelection(page_selection),
             session_ttl_s=session_ttl_s,
             deadline=_deadline(timeout_s),
-            request_id=request_id,
+            request_id=request_id or uuid.uuid4().hex,
         )
-        for response in self._receive(self._stub.Generate, wire.generate_request(request), timeout_s):
-            if (event := wire.read_generate_response(response)) is not None:
-                yield event
+
+        def sent(answered: list[int]) -> pb.GenerateRequest:
+            return wire.generate_request(replace(request, answered_ids=packed(answered)))
+
+        yield from self._stream(self._stub.Generate, sent, wire.read_generate_response, request.deadline)
 
     def release(self, session_id: str) -> None:
         """Free a session's pages now. Raises NotFound."""
-        self._ask(self._stub.ReleaseSession, pb.ReleaseSessionRequest(session_id=session_id))
+        losses = Losses(self._retry_s, None)
+        try:
+            self._ask(self._stub.ReleaseSession, pb.ReleaseSessionRequest(session_id=session_id), losses)
+        except NotFound:
+            if not losses.any:  # otherwise the call that got no answer may have done it
+                raise
+
+    def cancel(self, request_id: str) -> int:
+        """End the running requests of this id, whoever started them with this token; how many there were."""
+        answer = self._ask(self._stub.CancelRequest, pb.CancelRequestRequest(request_id=request_id))
+        return int(answer.requests)
 
     def info(self) -> ServerInfo:
         return wire.read_server_info(self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
 
-    def _ask(self, call: Any, request: Any) -> Any:
-        try:
-            return call(request, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise _translated(error) from None
+    def _ask(self, call: Any, request: Any, losses: Losses | None = None) -> Any:
+        """A call that may be made twice."""
+        losses = losses or Losses(self._retry_s, None)
+        while True:
+            try:
+                answer = call(request, metadata=self._metadata)
+                self._heard = True
+                return answer
+            except grpc.RpcError as error:
+                losses.pause(self._translated(error))
 
-    def _receive(self, call: Any, request: Any, timeout_s: float | None) -> Iterator[Any]:
+    def _stream(
+        self,
+        call: Any,
+        request: Callable[[list[int]], Any],
+        read: Callable[[Any], Any],
+        deadline: float | None,
+    ) -> Iterator[Any]:
+        """The events of a request, however often its connection is lost. request: the message, given the
+        tokens that have arrived."""
+        losses, answered = Losses(self._retry_s, deadline), list[int]()
+        while True:
+            try:
+                for event in self._once(call, request(answered), read, deadline):
+                    losses.heard()
+                    if isinstance(event, Token):
+                        answered.append(event.token_id)
+                    yield event
+                return
+            except DeltafrontError as error:
+                losses.pause(error)
+
+    def _once(
+        self, call: Any, request: Any, read: Callable[[Any], Any], deadline: float | None
+    ) -> Iterator[Any]:
+        """The events of one try. Raises ConnectionLost if it ends without its last one."""
         # The server enforces the deadline and says which phase it hit; gRPC's own is only a safety net.
-        patience = None if timeout_s is None else timeout_s + 5.0
-        stream = call(request, metadata=self._metadata, timeout=patience)
+        patience = None if deadline is None else max(deadline - time.time(), 0.0) + 5.0
+        stream, complete = call(request, metadata=self._metadata, timeout=patience), False
         try:
-            yield from stream
+            for response in stream:
+                self._heard = True
+                if (event := read(response)) is not None:
+                    complete = isinstance(event, PrefillFinished | GenerateFinished)
+                    yield event
         except grpc.RpcError as error:
-            raise _translated(error) from None
+            if not complete:
+                raise self._translated(error) from None
         finally:
             stream.cancel()
+        if not complete:
+            raise ConnectionLost("the stream ended before its last event")
 
-
-def _translated(error: Any) -> Exception:
-    return from_status(error.code(), error.details() or "", error.trailing_metadata() or ())
+    def _translated(self, error: Any) -> DeltafrontError:
+        details = error.details() or ""
+        if self._closed:
+            return Cancelled("the client was closed")
+        found = from_status(error.code(), details, error.trailing_metadata() or ())
+        if not isinstance(found, ConnectionLost):
+            self._heard = True
+        elif not self._heard and any(words in details.lower() for words in _NOBODY):
+            return Unavailable(f"{self._address} cannot be reached: {details}")
+        return found
 
 
 def _prompt(prompt: PromptLike) -> Prompt:

@@ -67,7 +67,8 @@ def running(
 def check_ports(settings: ServiceConfig) -> None:
     """HAProxy listens with SO_REUSEPORT: a second service on the same port would get half the requests
     instead of an error. So look first. Raises ConfigError naming the key."""
-    for key in ("grpc_port", "http_port", "metrics_port"):
+    keys = ["grpc_port", "http_port", "metrics_port"]
+    for key in keys + ["tls_port"] * (settings.door.tls_certificate is not None):
         port = getattr(settings.door, key)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle

@@ -70,6 +70,15 @@ class FrontDoor:
                 async for event in events:
                     yield generate_response(event)
 
+    async def CancelRequest(
+        self, request: pb.CancelRequestRequest, grpc_context: Context
+    ) -> pb.CancelRequestResponse:
+        ended = 0
+        read = _reader(request, lambda readable: readable.request_id)
+        with _status_on(grpc_context):
+            ended = await self._requests.cancel_request(grpc_context.invocation_metadata(), read)
+        return pb.CancelRequestResponse(requests=ended)
+
     async def ReleaseSession(
         self, request: pb.ReleaseSessionRequest, grpc_context: Context
     ) -> pb.ReleaseSessionResponse:

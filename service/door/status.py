@@ -13,6 +13,7 @@ import grpc
 from ..errors import (
     Cancelled,
     Code,
+    ConnectionLost,
     DeadlineExceeded,
     DeltafrontError,
     Internal,
@@ -28,6 +29,15 @@ RETRY_AFTER = "retry-after"
 """Trailing metadata: whole seconds to wait before trying again."""
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata that gRPC's own retries obey; negative means: do not retry."""
+OURS = "deltafront-status"
+"""Trailing metadata: the status is the service's own word, and does not come from a proxy or from gRPC."""
+_BETWEEN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
+"""What a lost connection looks like, depending on who notices."""
 _LONGEST_DETAILS = 1000
 """Characters of details sent: gRPC's default limit for all trailers together is 8 KiB."""
 
@@ -48,23 +58,37 @@ def details(error: DeltafrontError) -> str:
 
 
 def trailers(error: DeltafrontError) -> list[tuple[str, str]]:
-    """Trailing metadata: when to come back, for people's scripts and for gRPC's own retries."""
+    """Trailing metadata: whose word it is, and when to come back, for people's scripts and for gRPC's own
+    retries."""
+    ours = (OURS, error.code.value)
     if error.retry_after_s is not None:
         seconds = max(error.retry_after_s, 0.0)
-        return [(RETRY_AFTER, str(math.ceil(seconds))), (PUSHBACK, str(round(seconds * 1000)))]
+        return [ours, (RETRY_AFTER, str(math.ceil(seconds))), (PUSHBACK, str(round(seconds * 1000)))]
     if isinstance(error, Overloaded):
-        return [(PUSHBACK, "-1")]
-    return []
+        return [ours, (PUSHBACK, "-1")]
+    return [ours]
+
+
+def is_ours(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    return any(key == OURS for key, _value in metadata)
+
+
+def not_ours(code: grpc.StatusCode | int) -> tuple[grpc.StatusCode, str]:
+    """What a status of Serve's or Ray's is shown as. code: as gRPC keeps it, a member or its number."""
+    exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
+    if code in (exhausted, exhausted.value[0]):
+        return exhausted, "this server works on as many requests as it may: try again"
+    return grpc.StatusCode.UNAVAILABLE, "the server that had the request is gone: send it again"
 
 
 def from_status(
     code: grpc.StatusCode, message: str, metadata: Iterable[tuple[str, str | bytes]] = ()
 ) -> DeltafrontError:
     """The client's side of the table: the error that a status stands for."""
-    retry_after_s = None
-    for key, value in metadata:
-        if key == RETRY_AFTER:
-            retry_after_s = float(value)
+    sent = dict(metadata)
+    if code in _BETWEEN and OURS not in sent:
+        return ConnectionLost(f"the connection to the service was lost ({code.name.lower()})")
+    retry_after_s = float(sent[RETRY_AFTER]) if RETRY_AFTER in sent else None
     if code is STATUS[Code.INVALID_ARGUMENT]:
         field, colon, rest = message.partition(": ")
         return InvalidArgument(field, rest) if colon and " " not in field else InvalidArgument("", message)

@@ -67,6 +67,7 @@ def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
         append=_prompt(request.append),
         sampling=pb.SamplingOptions(**vars(request.sampling)),
         page_selection=_PAGE_SELECTIONS[request.page_selection],
+        answered_ids=request.answered_ids,
     )
 
 
@@ -80,6 +81,7 @@ def read_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
         append=_read_prompt(message.append) if message.HasField("append") else None,
         sampling=_read_sampling(message.sampling),
         page_selection=selection,
+        answered_ids=message.answered_ids,
     )
 
 

@@ -69,7 +69,7 @@ class Fleet:
         directory: Directory,
         observe: Callable[[View], None],
         refresh_s: float = 1.0,
-        renew_s: float = 5.0,
+        renew_s: float = 1.0,
     ) -> None:
         self._directory = directory
         self._observe = observe
@@ -184,6 +184,10 @@ class Fleet:
         self.drop(link, request_id)
         self.spawn(self._quietly(link.cancel(request_id), f"cancel {request_id} on {link.name}"))
 
+    def confirm(self, link: Leased, request_id: str) -> None:
+        """The door has heard how the request ended, so that a session kept on the way may stay."""
+        self.spawn(self._quietly(link.renew((request_id,)), f"confirm {request_id} on {link.name}"))
+
     def release(self, link: DecodeWorker, session_id: str, owner: str) -> None:
         """Drop a session that nobody was told of."""
         self.spawn(
@@ -197,11 +201,17 @@ class Fleet:
     async def _renew(self) -> None:
         links: dict[str, Leased] = {**self._found.groups, **self._found.workers}
         calls = [
-            self._quietly(links[name].renew(tuple(ids)), f"renew on {name}")
+            self._quietly(self._in_time(links[name].renew(tuple(ids))), f"renew on {name}")
             for name, ids in self._held.items()
             if name in links
         ]
         await asyncio.gather(*calls)
+
+    async def _in_time(self, renewal: Awaitable[None]) -> None:
+        """One worker that hangs must not keep the others' leases from being renewed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._renew_s):
+                await renewal
 
     async def _states(
         self, asks: Mapping[str, Callable[[], Awaitable[_S]]], last: Mapping[str, _S]

@@ -29,6 +29,8 @@ from .tokenizer import TemplateError, TextTokenizer
 
 Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
+Take = Callable[[int], None]
+"""How many tokens of K/V the request is going to hold. Raises Overloaded where its caller may not."""
 
 _FIRST_PAUSE_S = 0.25
 """Before a replay, where no other worker is left; four times as long before each next one, because a worker
@@ -39,8 +41,11 @@ BUSY_RETRY_S = 5.0
 
 @dataclass(frozen=True)
 class Resources:
-    """What every request needs; made once by the door."""
+    """What every request needs; made once by the door, whose name among doors is `door`. model: tells it from
+    every other."""
 
+    door: str
+    model: str
     fleet: Fleet
     tokenizer: TextTokenizer
     metrics: Metrics

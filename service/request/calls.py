@@ -48,12 +48,14 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest(PrefillRequest):
-    """Unchecked: a prompt or a session_id. append: follows either."""
+    """Unchecked: a prompt or a session_id. append: follows either. answered_ids: little-endian uint32, what
+    of this answer arrived before a connection was lost; the rest is asked for."""
 
     session_id: str | None = None
     append: Prompt | None = None
     sampling: Wishes = field(default_factory=Wishes)
     page_selection: PageSelection = PageSelection.DEFAULT
+    answered_ids: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -84,3 +86,4 @@ class GenerateCall:
     page_selection: PageSelection
     keep_ttl_s: float
     deadline: float | None
+    answered: tuple[int, ...] = ()

@@ -75,6 +75,7 @@ def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Gener
         page_selection=_page_selection(request.page_selection, limits),
         keep_ttl_s=0.0 if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
         deadline=_deadline(request.deadline),
+        answered=_answered(request, limits),
     )
 
 
@@ -120,6 +121,17 @@ def _check_messages(name: str, messages: tuple[Mapping[str, str], ...]) -> None:
             raise InvalidArgument(
                 f"{name}.messages[{place}].role", "is empty or too long: user, assistant, …"
             )
+
+
+def _answered(request: GenerateRequest, limits: Limits) -> tuple[int, ...]:
+    if not request.answered_ids:
+        return ()
+    _check_token_ids("answered_ids", request.answered_ids, limits)
+    ids = tuple(np.frombuffer(request.answered_ids, dtype="<u4").tolist())
+    most = _sampling(request.sampling, limits).max_tokens
+    if len(ids) > most:
+        raise InvalidArgument("answered_ids", f"{len(ids)} tokens are more than max_tokens, {most}")
+    return ids
 
 
 def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:

@@ -24,11 +24,13 @@ from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import GenerateFinished, RequestEvent, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, tokenize, with_replays
+from .attempt import Attempt, Emit, Resources, Take, tokenize, with_replays
 from .calls import GenerateCall
-from .detokenize import AnswerText
+from .detokenize import Match
 from .placement import place, read, refusal, reserve
 from .plan import ID_BYTES, Plan, plan_answer
+from .prefix import chain_of, find, links_of
+from .streamed import Streamed
 from .timings import TtftClock, decode_parts, prefill_parts
 
 _STOPPING_S = 5.0
@@ -38,18 +40,22 @@ _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
 
 class Generation:
-    """State that outlives an attempt: what was streamed, so that a replay goes on from there."""
+    """State that outlives an attempt, so that a replay goes on from what was streamed."""
 
-    def __init__(self, resources: Resources, call: GenerateCall, clock: TtftClock, emit: Emit) -> None:
+    def __init__(
+        self, resources: Resources, call: GenerateCall, clock: TtftClock, emit: Emit, take: Take
+    ) -> None:
+        self._take = take
         self._resources = resources
         self._call = call
         self._clock = clock
         self._emit = emit
-        self._text = AnswerText(resources.tokenizer.decode, call.stop)
+        self._streamed = Streamed(resources.tokenizer.decode, call, resources.eos_ids)
         self._prompt = b""
         self._append = b""
-        self._streamed: list[int] = []
-        self._last_token_at = 0.0
+        self._last_token_at = time.monotonic()
+        self._chain = b""
+        self._before = 0
         self._cached = 0
         self._session: tuple[DecodeWorker, Session] | None = None
         self._prefill: PrefillReport | None = None
@@ -64,9 +70,12 @@ class Generation:
         if call.append is not None:
             self._append = await tokenize(self._resources, call.append, follows=True, answer=True)
         self._clock.lap("tokenize")
+        if call.prompt is not None and self._resources.settings.prefix_reuse:
+            whole, model = self._prompt + self._append, self._resources.model
+            self._chain = await asyncio.to_thread(chain_of, whole, call.owner, model, call.method)
         once = self._answer_prompt if call.session_id is None else self._answer_session
         try:
-            await with_replays(self._resources, self._clock, once, lambda: bool(self._streamed))
+            await with_replays(self._resources, self._clock, once, lambda: bool(self._streamed.ids))
         except BaseException:
             self._forget_session()
             raise
@@ -74,33 +83,55 @@ class Generation:
     def _plan(self) -> Plan:
         keep = self._call.keep_ttl_s > 0
         wanted, positions = self._call.sampling.max_tokens, self._resources.positions
-        return plan_answer(self._prompt, self._append, wanted, positions, self._streamed, keep)
+        return plan_answer(self._prompt, self._append, wanted, positions, self._streamed.ids, keep)
 
     async def _answer_prompt(self) -> None:
         plan, call = self._plan(), self._call
         if self._is_complete(plan):
             return
         self._forget_session()
+        if await self._answer_prefix(plan):
+            return
+        self._cached = 0
+        self._take(plan.read_tokens + plan.max_tokens)
         with Attempt(self._resources.fleet) as attempt:
             wish = self._reservation(attempt, plan)
             placed = await place(self._resources, attempt, plan, wish, self._mark)
             report = await read(self._resources, attempt, placed, plan, call.method, self._progress)
-            if not self._streamed:
+            if not self._streamed.ids:
                 self._prefill = report
                 self._clock.span(prefill_parts(report))
             await self._decode(attempt, placed.worker, self._job(attempt, plan))
+
+    async def _answer_prefix(self, plan: Plan) -> bool:
+        """Continue from a session that holds the prompt's beginning. False if there is none, or no more: then
+        the prompt is read like any other."""
+        call, resources = self._call, self._resources
+        found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
+        if found is None:
+            return False
+        self._take(plan.read_tokens - found.tokens + plan.max_tokens)
+        with Attempt(resources.fleet) as attempt:
+            wish = found.reservation(self._reservation(attempt, plan))
+            if isinstance(await reserve(attempt, found.worker, wish), Refused):
+                return False
+            self._cached = found.tokens
+            self._mark("admission")
+            await self._decode(attempt, found.worker, found.job(self._job(attempt, plan), plan.read_ids))
+        return True
 
     async def _answer_session(self) -> None:
         plan = self._plan()
         if self._is_complete(plan):
             return
+        self._take(plan.read_tokens + plan.max_tokens)
         with Attempt(self._resources.fleet) as attempt:
             worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
             try:
                 answer = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(answer, Refused):
                     raise refusal(answer)
-                self._cached = answer.session_tokens
+                self._before = self._cached = answer.session_tokens
                 self._mark("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan))
             except WorkerLost as error:
@@ -109,8 +140,18 @@ class Generation:
 
     def _reservation(self, attempt: Attempt, plan: Plan) -> Reserve:
         call = self._call
-        sizes = plan.read_tokens, plan.max_tokens, call.session_id, plan.keep_tokens, call.page_selection
-        return Reserve(attempt.request_id, call.owner, *sizes, wait=True, deadline=call.deadline)
+        return Reserve(
+            attempt.request_id,
+            call.owner,
+            plan.read_tokens,
+            plan.max_tokens,
+            call.session_id,
+            plan.keep_tokens,
+            call.page_selection,
+            wait=True,
+            deadline=call.deadline,
+            door=self._resources.door,
+        )
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
         """A prompt's K/V comes from a prefill group; what is appended to a session goes with the job."""
@@ -124,6 +165,7 @@ class Generation:
             keep_tokens=plan.keep_tokens,
             keep_ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
+            chain=links_of(self._chain, plan.keep_tokens),
         )
 
     async def _decode(self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob) -> None:
@@ -136,29 +178,27 @@ class Generation:
             elif isinstance(event, Token):
                 if self._token(event, first.report if first is not None else DecodeReport()):
                     last = await self._stop(attempt, worker, stream)
-                    self._finish(FinishReason.STOP_STRING, "", last)
+                    self._finish(FinishReason.STOP_STRING, last)
                     return
             else:
                 attempt.settle(worker)
+                if self._session is not None:
+                    self._resources.fleet.confirm(worker, attempt.request_id)
                 self._end(worker, event)
                 return
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
 
     def _token(self, event: Token, report: DecodeReport) -> bool:
         """Stream one token; True if a stop string ended the answer."""
-        now = time.monotonic()
-        if not self._streamed:
+        now, index = time.monotonic(), len(self._streamed.ids)
+        if not index:
             self._first_token(report)
         else:
             self._resources.metrics.next_token(now - self._last_token_at)
         self._last_token_at = now
-        shown, stopped = "", False
-        if event.token_id not in self._resources.eos_ids or self._call.sampling.ignore_eos:
-            match = self._text.push(event.token_id)
-            shown, stopped = match.text, match.stopped
-        self._emit(replace(event, index=len(self._streamed), text=shown))
-        self._streamed.append(event.token_id)
-        return stopped
+        match = self._streamed.push(event.token_id)
+        self._emit(replace(event, index=index, text=match.text))
+        return match.stopped
 
     def _first_token(self, report: DecodeReport) -> None:
         """A request is measured once, by the attempt that got this far."""
@@ -188,29 +228,28 @@ class Generation:
         if event.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
             self._count_pages(event.report)
             raise WorkerFailed(worker.name, event.message or f"{worker.name} gave the request up")
-        rest = self._text.flush()
-        self._finish(FinishReason.STOP_STRING if rest.stopped else event.reason, rest.text, event.report)
+        self._finish(event.reason, event.report)
 
     def _is_complete(self, plan: Plan) -> bool:
-        """A worker may die between the last token and its finish event: nothing is left to replay."""
-        ended = bool(self._streamed) and self._streamed[-1] in self._resources.eos_ids
-        if self._streamed and (plan.max_tokens <= 0 or (ended and not self._call.sampling.ignore_eos)):
-            rest = self._text.flush()
-            reason = FinishReason.STOP if ended else FinishReason.LENGTH
-            self._finish(FinishReason.STOP_STRING if rest.stopped else reason, rest.text, DecodeReport())
-            return True
-        return False
+        """A worker or a door may die between the last token and the finish event: nothing is left to do."""
+        reason = self._streamed.ended(plan.max_tokens)
+        if reason is not None:
+            self._finish(reason, DecodeReport())
+        return reason is not None
 
-    def _finish(self, reason: FinishReason, text: str, report: DecodeReport) -> None:
+    def _finish(self, reason: FinishReason, report: DecodeReport) -> None:
+        """Text that was held back comes with it, up to a stop string that it may complete."""
+        rest = Match("") if reason is FinishReason.STOP_STRING else self._streamed.flush()
         self._count_pages(report)
         attended, held = self._pages
-        tokens = self._cached + (len(self._prompt) + len(self._append)) // ID_BYTES
-        self._resources.metrics.tokens(tokens, len(self._streamed))
+        answered = len(self._streamed.ids)
+        tokens = self._before + (len(self._prompt) + len(self._append)) // ID_BYTES
+        self._resources.metrics.tokens(tokens, answered, self._cached)
         self._resources.metrics.decoded(attended, held)
         finished = GenerateFinished(
-            reason=reason,
-            text=text,
-            usage=Usage(tokens, len(self._streamed), self._cached),
+            reason=FinishReason.STOP_STRING if rest.stopped else reason,
+            text=rest.text,
+            usage=Usage(tokens, answered, self._cached),
             timings=timings_of(self._clock, self._prefill),
             density=density_of(self._prefill),
             session=None if self._session is None else self._session[1],
@@ -221,11 +260,11 @@ class Generation:
 
     def _progress(self, event: RequestEvent) -> None:
         """A replay in the middle of the answer reads again, but that is not the client's concern."""
-        if not self._streamed:
+        if not self._streamed.ids:
             self._emit(event)
 
     def _mark(self, part: str) -> None:
-        if not self._streamed:
+        if not self._streamed.ids:
             self._clock.lap(part)
 
     def _count_pages(self, report: DecodeReport) -> None:

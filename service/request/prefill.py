@@ -5,45 +5,74 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from ...workers.messages import KeepSession, RefusalReason, Refused, Reserve, SessionKept, Usage
+from ...workers.messages import (
+    DecodeReport,
+    FinishEvent,
+    FinishReason,
+    FirstTokenTimings,
+    GenerateJob,
+    KeepSession,
+    RefusalReason,
+    Refused,
+    Reserve,
+    Sampling,
+    Session,
+    SessionKept,
+    Usage,
+)
 from ...workers.roles import DecodeWorker
-from ..errors import WorkerError, WorkerFailed
+from ..errors import DeadlineExceeded, WorkerError, WorkerFailed
 from .answers import PrefillFinished, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, tokenize, with_replays
+from .attempt import Attempt, Emit, Resources, Take, tokenize, with_replays
 from .calls import PrefillCall
-from .placement import place, read, refusal
-from .plan import plan_session
+from .placement import place, read, refusal, reserve
+from .plan import Plan, plan_session
+from .prefix import Found, chain_of, find
 from .timings import TtftClock, decode_parts, prefill_parts
 
 
 class Prefilling:
     """Reads a prompt and keeps its K/V on a decode worker."""
 
-    def __init__(self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit) -> None:
+    def __init__(
+        self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit, take: Take
+    ) -> None:
+        self._take = take
         self._resources = resources
         self._call = call
         self._clock = clock
         self._emit = emit
-        self._prompt = b""
+        self._prompt = self._chain = b""
 
     async def run(self) -> None:
         """Emit Progress …, PrefillFinished. Raises DeltafrontError."""
         self._prompt = await tokenize(self._resources, self._call.prompt, follows=False, answer=False)
         self._clock.lap("tokenize")
+        call, model = self._call, self._resources.model
+        if self._resources.settings.prefix_reuse:
+            self._chain = await asyncio.to_thread(chain_of, self._prompt, call.owner, model, call.method)
         await with_replays(self._resources, self._clock, self._once, lambda: False)
 
     async def _once(self) -> None:
         call, clock, metrics = self._call, self._clock, self._resources.metrics
         plan = plan_session(self._prompt, self._resources.positions)
+        if await self._from_prefix(plan):
+            return
+        self._take(plan.read_tokens)
         with Attempt(self._resources.fleet) as attempt:
             wish = Reserve(
-                attempt.request_id, call.owner, plan.read_tokens, plan.max_tokens, deadline=call.deadline
+                attempt.request_id,
+                call.owner,
+                plan.read_tokens,
+                plan.max_tokens,
+                door=self._resources.door,
+                deadline=call.deadline,
             )
             placed = await place(self._resources, attempt, plan, wish, clock.lap)
             report = await read(self._resources, attempt, placed, plan, call.method, self._emit)
             worker = placed.worker
             clock.span(prefill_parts(report))
-            kept = await self._keep(worker, KeepSession(attempt.request_id, call.ttl_s, call.deadline))
+            kept = await self._keep(worker, self._order(attempt))
             if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:
                 raise WorkerFailed(worker.name, kept.message)
             if isinstance(kept, Refused):
@@ -55,6 +84,66 @@ class Prefilling:
         metrics.tokens(plan.read_tokens, 0)
         usage, timings = Usage(plan.read_tokens), timings_of(clock, report)
         self._emit(PrefillFinished(kept.session, usage, timings, density_of(report), call.request_id))
+
+    def _order(self, attempt: Attempt) -> KeepSession:
+        return KeepSession(attempt.request_id, self._call.ttl_s, self._call.deadline, self._chain)
+
+    async def _from_prefix(self, plan: Plan) -> bool:
+        """Continue from a session that holds the prompt's beginning, and keep the whole. False if there is
+        none, or no more. A worker keeps what it appends on the way to an answer: there is one of a token."""
+        call, resources, clock = self._call, self._resources, self._clock
+        found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
+        if found is None:
+            return False
+        self._take(plan.read_tokens - found.tokens + 1)
+        with Attempt(resources.fleet) as attempt:
+            tokens, one = plan.read_tokens, Sampling(max_tokens=1)
+            whole = Reserve(
+                attempt.request_id, call.owner, tokens, 1, keep_tokens=tokens, door=resources.door
+            )
+            if isinstance(await reserve(attempt, found.worker, found.reservation(whole)), Refused):
+                return False
+            clock.lap("admission")
+            job = GenerateJob(
+                attempt.request_id,
+                one,
+                keep_tokens=tokens,
+                keep_ttl_s=call.ttl_s,
+                deadline=call.deadline,
+                chain=self._chain,
+            )
+            session, report = await self._appended(attempt, found, found.job(job, plan.read_ids))
+        clock.span(decode_parts(report))
+        resources.metrics.tokens(tokens, 0, found.tokens)
+        usage = Usage(tokens, cached_tokens=found.tokens)
+        self._emit(
+            PrefillFinished(session, usage, timings_of(clock, None), density_of(None), call.request_id)
+        )
+        return True
+
+    async def _appended(
+        self, attempt: Attempt, found: Found, job: GenerateJob
+    ) -> tuple[Session, DecodeReport]:
+        """The session that a job keeps; none is left of one that fails."""
+        session: Session | None = None
+        fleet, worker = self._resources.fleet, found.worker
+        try:
+            async for event in worker.generate(job):
+                if isinstance(event, FirstTokenTimings):
+                    session = event.session
+                elif isinstance(event, FinishEvent):
+                    attempt.settle(worker)
+                    if event.reason is FinishReason.DEADLINE:
+                        raise DeadlineExceeded("the deadline passed while the prompt was being read")
+                    if session is None or event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                        raise WorkerFailed(worker.name, event.message or f"{worker.name} gave the request up")
+                    fleet.confirm(worker, attempt.request_id)
+                    return session, event.report
+            raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
+        except BaseException:
+            if session is not None:
+                fleet.release(worker, session.session_id, self._call.owner)
+            raise
 
     async def _keep(self, worker: DecodeWorker, order: KeepSession) -> SessionKept | Refused:
         """A session that comes into being while its client leaves is released again."""

@@ -1,4 +1,5 @@
-"""Requests as every edge runs them: authenticate, check, run, and end with exactly one outcome.
+"""Requests as every edge runs them: authenticate, check, count, run, and end with exactly one outcome and one
+line in the audit log.
 
 A request runs as a task that puts its events into a queue, so that whoever reads the stream may vanish at
 any moment: closing the stream cancels the task, wherever it is.
@@ -13,14 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound
 from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import RequestEvent, ServerInfo
 from .attempt import Emit, Resources, within
+from .audit import Audit
+from .callers import Caller, Callers, Share
 from .calls import GenerateRequest, PrefillRequest
 from .check import Limits, generate_call, prefill_call
 from .generate import Generation
@@ -31,22 +35,57 @@ log = logging.getLogger(__name__)
 
 Headers = Iterable[tuple[str, str | bytes]]
 """What came beside a request: gRPC's metadata, HTTP's headers."""
-Authenticate = Callable[[Headers], str]
-"""Headers → the caller's name as an owner of sessions. Raises Unauthenticated."""
-_Work = Callable[[str, TtftClock, Emit], Coroutine[Any, Any, None]]
-"""owner, clock, emit → runs the request."""
+Authenticate = Callable[[Headers], Caller]
+"""Raises Unauthenticated."""
+EndElsewhere = Callable[[str, str], Awaitable[int]]
+"""Owner, request id → has the other doors `end` such requests; how many they had."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A request from its arrival to its outcome. request_id: the client's; empty until it has been read."""
+
+    caller: Caller
+    clock: TtftClock
+    emit: Emit
+    task: asyncio.Task[None]
+    audit: Audit
+    request_id: str = ""
+
+    @property
+    def owner(self) -> str:
+        return self.caller.owner
+
+
+_Work = Callable[[Running], Coroutine[Any, Any, None]]
+
+
+async def nowhere_else(_owner: str, _request_id: str) -> int:
+    """For a door that is alone."""
+    return 0
 
 
 class Requests:
     """What an edge may ask. about: the server without its workers."""
 
     def __init__(
-        self, resources: Resources, limits: Limits, authenticate: Authenticate, about: ServerInfo
+        self,
+        resources: Resources,
+        limits: Limits,
+        authenticate: Authenticate,
+        about: ServerInfo,
+        end_elsewhere: EndElsewhere = nowhere_else,
     ) -> None:
         self._resources = resources
         self._limits = limits
         self._authenticate = authenticate
         self._about = about
+        self._end_elsewhere = end_elsewhere
+        self._running: set[Running] = set()
+        fleet = resources.fleet
+        self._callers = Callers(
+            resources.door, lambda: (use for worker in fleet.view.workers.values() for use in worker.uses)
+        )
 
     @property
     def ready(self) -> bool:
@@ -63,10 +102,11 @@ class Requests:
     ) -> AsyncGenerator[RequestEvent, None]:
         """Progress …, PrefillFinished. Raises DeltafrontError."""
 
-        async def work(owner: str, clock: TtftClock, emit: Emit) -> None:
-            call = prefill_call(read(), owner, self._limits)
-            async with within(call.deadline):
-                await Prefilling(self._resources, call, clock, emit).run()
+        async def work(running: Running) -> None:
+            call = prefill_call(read(), running.owner, self._limits)
+            with self._counted(running, call.request_id, call.method.name) as share:
+                async with within(call.deadline):
+                    await Prefilling(self._resources, call, running.clock, running.emit, share.take).run()
 
         return self._run("Prefill", headers, work)
 
@@ -75,22 +115,46 @@ class Requests:
     ) -> AsyncGenerator[RequestEvent, None]:
         """Progress …, Token …, GenerateFinished. Raises DeltafrontError."""
 
-        async def work(owner: str, clock: TtftClock, emit: Emit) -> None:
-            call = generate_call(read(), owner, self._limits)
-            async with within(call.deadline):
-                await Generation(self._resources, call, clock, emit).run()
+        async def work(running: Running) -> None:
+            call = generate_call(read(), running.owner, self._limits)
+            method = "" if call.prompt is None else call.method.name
+            with self._counted(running, call.request_id, method) as share:
+                async with within(call.deadline):
+                    await Generation(self._resources, call, running.clock, running.emit, share.take).run()
 
         return self._run("Generate", headers, work)
+
+    async def cancel_request(self, headers: Headers, read: Callable[[], str]) -> int:
+        """End the caller's requests of the id that `read` gives, at every door; how many there were. Raises
+        DeltafrontError."""
+        ended = 0
+
+        async def work(running: Running) -> None:
+            nonlocal ended
+            request_id = read()
+            if not request_id:
+                raise InvalidArgument("request_id", "is empty")
+            ended = self.end(running.owner, request_id)
+            ended += await self._end_elsewhere(running.owner, request_id)
+
+        async for _event in self._run("CancelRequest", headers, work):
+            pass
+        return ended
+
+    def end(self, owner: str, request_id: str) -> int:
+        """Cancel this door's requests of an owner's id; how many there were."""
+        named = [one for one in self._running if (one.owner, one.request_id) == (owner, request_id)]
+        return sum(one.task.cancel() for one in named)
 
     async def release_session(self, headers: Headers, read: Callable[[], str]) -> None:
         """Free a session's pages now; `read` gives its id. Raises DeltafrontError."""
 
-        async def work(owner: str, _clock: TtftClock, _emit: Emit) -> None:
+        async def work(running: Running) -> None:
             session_id = read()
             if not session_id:
                 raise InvalidArgument("session_id", "is empty")
             worker = await self._resources.fleet.session_worker(worker_of(session_id))
-            if not await worker.release_session(session_id, owner):
+            if not await worker.release_session(session_id, running.owner):
                 raise NotFound(NO_SESSION)
 
         async for _event in self._run("ReleaseSession", headers, work):
@@ -99,7 +163,7 @@ class Requests:
     async def server_info(self, headers: Headers, read: Callable[[], object]) -> ServerInfo:
         """The server and its workers now. Raises DeltafrontError."""
 
-        async def work(_owner: str, _clock: TtftClock, _emit: Emit) -> None:
+        async def work(_running: Running) -> None:
             read()
             await self._resources.fleet.poll()
 
@@ -118,14 +182,28 @@ class Requests:
             page_tokens=workers[0].page_tokens if workers else 0,
         )
 
+    def _counted(self, running: Running, request_id: str, method: str) -> AbstractContextManager[Share]:
+        """A request that has been read, among its caller's others."""
+        running.request_id = running.audit.request_id = request_id
+        running.audit.method = method
+        return self._callers.request(running.caller)
+
     async def _run(self, rpc: str, headers: Headers, work: _Work) -> AsyncGenerator[RequestEvent, None]:
         """Events of a request until it ends; rpc: its name in metrics."""
-        clock = TtftClock()
+        clock, audit = TtftClock(), Audit(rpc)
         events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
 
         async def run() -> None:
+            me = asyncio.current_task()
+            assert me is not None, "it runs as a task"
             try:
-                await work(self._authenticate(headers), clock, events.put_nowait)
+                running = Running(self._authenticate(headers), clock, events.put_nowait, me, audit)
+                audit.caller = running.caller.name
+                self._running.add(running)
+                try:
+                    await work(running)
+                finally:
+                    self._running.discard(running)
             finally:
                 events.put_nowait(None)
 
@@ -133,12 +211,15 @@ class Requests:
         error: DeltafrontError | None = Cancelled("the client went away")
         try:
             while (event := await events.get()) is not None:
+                audit.note(event)
                 yield event
             error = await _outcome(task)
         finally:
             if not task.done():
                 task.cancel()
-            self._resources.metrics.ended(rpc, error.code if error else "finished", clock.elapsed)
+            outcome, seconds = error.code.value if error else "finished", clock.elapsed
+            self._resources.metrics.ended(rpc, outcome, seconds)
+            audit.write(outcome, seconds)
         if error is not None:
             raise error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from deltafront.service.metrics import Metrics
 
 from . import fakes
 from .inprocess import House, Loop, open_house, settings, write_model
+from .pki import Authority
 
 hypothesis_settings.register_profile("any speed", deadline=None)
 hypothesis_settings.load_profile("any speed")
@@ -28,12 +29,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
     """make_house(**door settings), or make_house(config) → a running door with one fake group and one fake
-    decode worker."""
+    decode worker; with others=[…] another door to theirs."""
     loop, servers = Loop(), []
 
-    def make(config: ServiceConfig | None = None, **door: Any) -> House:
+    def make(config: ServiceConfig | None = None, others: Sequence[House] = (), **door: Any) -> House:
         metrics = Metrics(tmp_path / f"metrics{len(servers)}")
-        house, server = loop.run(open_house(config or settings(model, **door), metrics, loop))
+        house, server = loop.run(open_house(config or settings(model, **door), metrics, loop, others))
         servers.append((house, server))
         return house
 
@@ -56,16 +57,18 @@ def client(house: House) -> Iterator[DeltafrontClient]:
 
 
 class Served:
-    """The door under Ray Serve with HAProxy, and fake workers as named Ray actors."""
+    """Two doors under Ray Serve with HAProxy, and fake workers as named Ray actors."""
 
     address = "127.0.0.1:9000"
     http = "http://127.0.0.1:8000"
     metrics = "http://127.0.0.1:9464/metrics"
+    encrypted = "localhost:9443"
     token, other = "alpha", "beta"
 
-    def __init__(self, group: Any, decode: Any) -> None:
+    def __init__(self, group: Any, decode: Any, ca: Path) -> None:
         self.group = group
         self.decode = decode
+        self.ca = ca
 
     def configure(self, actor: Any, **attributes: Any) -> None:
         import ray
@@ -87,11 +90,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     tokens = folder / "tokens"
     tokens.write_text(f"# two people\n{Served.token}\n{Served.other}\n")
+    authority = Authority(folder / "pki")
+    certificate, key = authority.sign("server")
     config = settings(
-        write_model(folder / "model", positions=1 << 20), tokens_file=str(tokens), metrics_host="127.0.0.1"
+        write_model(folder / "model", positions=1 << 20),
+        tokens_file=str(tokens),
+        metrics_host="127.0.0.1",
+        tls_certificate=str(certificate),
+        tls_key=str(key),
+        tls_only=False,
     )
     with running(config, _door_alone):
-        yield Served(_actor(fakes.GroupProcess, "prefill:g0"), _actor(fakes.DecodeProcess, "decode:d0"))
+        group, decode = _actor(fakes.GroupProcess, "prefill:g0"), _actor(fakes.DecodeProcess, "decode:d0")
+        yield Served(group, decode, authority.ca)
 
 
 def _door_alone(config: Any, scratch: Path) -> Any:

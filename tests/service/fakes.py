@@ -7,14 +7,16 @@ that lost or repeated a token would show. Pages are counted as the real workers 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltafront.workers.messages import (
+    LINK_BYTES,
     NAMESPACE,
     DecodeReport,
     DecodeStats,
@@ -25,10 +27,12 @@ from deltafront.workers.messages import (
     GroupStats,
     KeepSession,
     LayerDensity,
+    OwnerUse,
     PrefillDone,
     PrefillFailed,
     PrefillJob,
     PrefillReport,
+    Prefix,
     Progress,
     RefusalReason,
     Refused,
@@ -51,6 +55,10 @@ def next_token(ids: bytes) -> int:
 
 def pages(tokens: int) -> int:
     return -(-tokens // PAGE)
+
+
+def batched(chain: bytes) -> list[bytes]:
+    return [chain[place : place + LINK_BYTES] for place in range(0, len(chain), LINK_BYTES)]
 
 
 @dataclass
@@ -166,9 +174,10 @@ class _Request:
 
 
 class FakeDecode(Pausing):
-    """`DecodeWorker`. script: ids to answer with instead of the checksum's. die_after: tokens until it acts
-    dead (`on_death` is called); fail_after: tokens until it reports FAILED, once per entry. busy: what to
-    refuse the next reservations with, once per entry."""
+    """`DecodeWorker`. script: ids to answer with instead of the checksum's. script_from: tokens of the prompt
+    after which the script begins, for answers that are continued; 0: where the job begins. fail_after: tokens
+    until it reports FAILED, once per entry. busy: what to refuse the next reservations with, once per
+    entry."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
         super().__init__()
@@ -176,6 +185,7 @@ class FakeDecode(Pausing):
         self.total = total
         self.speed = speed or Speed()
         self.script: list[int] = []
+        self.script_from = 0
         self.fail_after: list[int] = []
         self.renewed: list[tuple[str, ...]] = []
         self.cancelled: list[str] = []
@@ -184,6 +194,7 @@ class FakeDecode(Pausing):
         self.orders: list[Reserve] = []
         self._requests: dict[str, _Request] = {}
         self._sessions: dict[str, tuple[str, bytes, float]] = {}
+        self._chains: dict[str, bytes] = {}
         self._serial = 0
 
     async def deliver(self, request_id: str, ids: bytes) -> None:
@@ -205,7 +216,7 @@ class FakeDecode(Pausing):
             session = self._sessions.get(reserve.session_id)
             if session is None or session[0] != reserve.owner:
                 return Refused(RefusalReason.NO_SESSION, "no such session")
-            before = len(session[1]) // 4
+            before = reserve.prefix_tokens or len(session[1]) // 4
         if need > free:
             return Refused(RefusalReason.PAGES, f"{need} pages needed, {free} free", need, free)
         self._requests[reserve.request_id] = _Request(reserve)
@@ -221,7 +232,10 @@ class FakeDecode(Pausing):
             await request.arrived.wait()
             ids = request.ids
         else:
-            ids = self._sessions[job.session_id][1] + job.append_ids
+            held = self._sessions[job.session_id][1]
+            prefix = request.order.prefix_tokens
+            ids = (held[: 4 * prefix] if prefix else held) + job.append_ids
+            request.ids = ids
         failing = self.fail_after.pop(0) if self.fail_after else None
         reason, count, message = FinishReason.LENGTH, 0, ""
         while count < job.sampling.max_tokens:
@@ -238,7 +252,8 @@ class FakeDecode(Pausing):
                 break
             if count == 0:
                 yield self._first(request, job)
-            token = self.script[count] if count < len(self.script) else next_token(ids)
+            place = len(ids) // 4 - self.script_from if self.script_from else count
+            token = self.script[place] if place < len(self.script) else next_token(ids)
             ids += token.to_bytes(4, "little")
             yield Token(count, token, -0.5)
             count += 1
@@ -253,22 +268,33 @@ class FakeDecode(Pausing):
         report = DecodeReport(decode_wait=0.0001, first_step=0.0002, handoff_seconds=0.001)
         if not job.keep_tokens:
             return FirstTokenTimings(job.request_id, report)
-        return FirstTokenTimings(job.request_id, report, self._keep(request, job.keep_tokens, job.keep_ttl_s))
+        session = self._keep(request, job.keep_tokens, job.keep_ttl_s, job.chain)
+        return FirstTokenTimings(job.request_id, report, session)
 
-    def _keep(self, request: _Request, tokens: int, ttl_s: float) -> Session:
+    def _keep(self, request: _Request, tokens: int, ttl_s: float, chain: bytes) -> Session:
         self._serial += 1
         session_id = f"{self.name.removeprefix('decode:')}.s{self._serial}"
         expires = time.time() + ttl_s
         self._sessions[session_id] = (request.order.owner, request.ids[: 4 * tokens], expires)
+        self._chains[session_id] = chain[: tokens // PAGE * LINK_BYTES]
         return Session(session_id, expires, tokens)
 
     async def keep(self, keep: KeepSession) -> SessionKept | Refused:
         request = self._requests[keep.request_id]
         await request.arrived.wait()
         tokens = len(request.ids) // 4
-        session = self._keep(request, tokens, keep.ttl_s)
+        session = self._keep(request, tokens, keep.ttl_s, keep.chain)
         self._requests.pop(keep.request_id, None)
         return SessionKept(keep.request_id, session, DecodeReport(handoff_exposed=0.0001))
+
+    async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
+        def links(session_id: str) -> int:
+            pairs = zip(*(batched(one) for one in (self._chains[session_id], chain)), strict=False)
+            return sum(itertools.takewhile(bool, (one == other for one, other in pairs)))
+
+        mine = [name for name, (whose, _ids, _expires) in self._sessions.items() if whose == owner]
+        best = max(mine, key=links, default=None)
+        return Prefix(best, PAGE * links(best)) if best is not None and links(best) else None
 
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -288,10 +314,19 @@ class FakeDecode(Pausing):
         self.renewed.append(tuple(request_ids))
 
     async def stats(self) -> DecodeStats:
-        sessions = len(self._sessions)
+        free, sessions = self.total - self.used(), len(self._sessions)
         return DecodeStats(
-            self.name, self.total, self.total - self.used(), len(self._requests), 0, sessions, PAGE
+            self.name, self.total, free, len(self._requests), 0, sessions, PAGE, tuple(self._uses())
         )
+
+    def _uses(self) -> Iterator[OwnerUse]:
+        orders = [request.order for request in self._requests.values()]
+        for owner, door in {(order.owner, order.door) for order in orders}:
+            mine = [order for order in orders if (order.owner, order.door) == (owner, door)]
+            tokens = sum(order.prompt_tokens + order.max_tokens for order in mine)
+            yield OwnerUse(owner, door, len(mine), tokens)
+        for owner, ids, _expires in self._sessions.values():
+            yield OwnerUse(owner, "", 0, len(ids) // 4)
 
 
 class GroupProcess(FakeGroup):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from deltafront.service import wiring
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
 from deltafront.service.door.registration import add_deltafront_to_server
+from deltafront.service.door.tls import Gate
 from deltafront.service.errors import WorkerFailed, WorkerLost
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
@@ -142,6 +144,12 @@ class House:
     metrics: Metrics
     address: str
     loop: Loop
+    losses: list[tuple[int, grpc.StatusCode]]
+    """Streams that break, in turn: after so many events, with this status, which is none of the door's."""
+    beside: list[House]
+    """The service's other doors."""
+    config: ServiceConfig
+    gate: Gate | None
 
     @property
     def group(self) -> FakeGroup:
@@ -197,16 +205,23 @@ class Loop:
 class _Servicer:
     """What Serve does: dispatch by method name, hand the context on as grpc_context."""
 
-    def __init__(self, door: FrontDoor) -> None:
-        self._door = door
+    def __init__(self, house: House) -> None:
+        self._house = house
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._door, name)
+        method = getattr(self._house.door, name)
         if name in ("Prefill", "Generate", "Watch"):
 
             async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                async for message in method(request, grpc_context=context):
-                    yield message
+                left, code = self._house.losses.pop(0) if self._house.losses else (-1, None)
+                async with contextlib.aclosing(method(request, grpc_context=context)) as messages:
+                    async for message in messages:
+                        if left == 0:
+                            context.set_code(code)
+                            context.set_details("The actor died unexpectedly")
+                            return
+                        yield message
+                        left -= 1
 
             return stream
 
@@ -216,16 +231,29 @@ class _Servicer:
         return unary
 
 
-async def open_house(config: ServiceConfig, metrics: Metrics, loop: Loop) -> tuple[House, grpc.aio.Server]:
-    directory = LocalDirectory([], [])
+async def open_house(
+    config: ServiceConfig, metrics: Metrics, loop: Loop, others: Sequence[House] = ()
+) -> tuple[House, grpc.aio.Server]:
+    """A door; others: doors of the same service that are open already. Each is told of the other."""
+    directory = others[0].directory if others else LocalDirectory([], [])
     fleet = Fleet(directory, wiring.observer(metrics), config.door.refresh_s, config.door.renew_s)
-    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1"))
-    house = House(door, fleet, directory, metrics, "", loop)
-    house.add_group("prefill:g0")
-    house.add_decode("decode:d0")
+    beside = list(others)
+
+    async def end_elsewhere(owner: str, request_id: str) -> int:
+        return sum(other.door._requests.end(owner, request_id) for other in beside)
+
+    name = f"door{len(others)}"
+    gate = Gate(config.door.tls_port) if config.door.tls_certificate else None
+    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1", name, end_elsewhere, gate))
+    house = House(door, fleet, directory, metrics, "", loop, [], beside, config, gate)
+    for other in others:
+        other.beside.append(house)
+    if not others:
+        house.add_group("prefill:g0")
+        house.add_decode("decode:d0")
     fleet.start()
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", config.door.max_message_bytes)])
-    servicer = _Servicer(door)
+    servicer = _Servicer(house)
     add_deltafront_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     house.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -19,6 +19,7 @@ from deltafront.service.door import status
 from deltafront.service.door.auth import ANYONE, Authenticator, TokenFile, digest
 from deltafront.service.errors import (
     Code,
+    ConnectionLost,
     DeltafrontError,
     InvalidArgument,
     NotFound,
@@ -28,7 +29,8 @@ from deltafront.service.errors import (
 )
 from deltafront.service.exporter import Exporter
 from deltafront.service.fleet.sessions import worker_of
-from deltafront.service.metrics import Metrics
+from deltafront.service.metrics import Metrics, WorkerState
+from deltafront.service.request.callers import Allowance, Caller
 from deltafront.service.request.plan import packed, plan_answer, plan_session
 from deltafront.service.request.timings import TtftClock
 
@@ -118,9 +120,10 @@ def test_an_invalid_argument_keeps_its_field() -> None:
 
 
 def test_never_is_said_to_grpc_too() -> None:
-    assert status.trailers(Overloaded("too large")) == [(status.PUSHBACK, "-1")]
+    ours = {status.OURS: "resource_exhausted"}
+    assert dict(status.trailers(Overloaded("too large"))) == {**ours, status.PUSHBACK: "-1"}
     assert dict(status.trailers(Overloaded("full", retry_after_s=1.5))) == {
-        "retry-after": "2", "grpc-retry-pushback-ms": "1500",
+        **ours, "retry-after": "2", "grpc-retry-pushback-ms": "1500",
     }  # fmt: skip
     assert len(status.details(NotFound("x" * 5000))) == 1000
 
@@ -129,6 +132,10 @@ def test_every_error_has_a_status_of_its_own() -> None:
     assert {kind.code for kind in KINDS} == set(Code) - {Code.UNKNOWN}
     assert len({status.STATUS[kind.code] for kind in KINDS}) == len(KINDS)
     assert {code: found.name.lower() for code, found in status.STATUS.items()} == {c: c.value for c in Code}
+    for between in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL"):
+        lost = status.from_status(grpc.StatusCode[between], "The actor died unexpectedly")
+        assert isinstance(lost, ConnectionLost)
+        assert "actor" not in lost.message
     other = status.from_status(grpc.StatusCode.UNIMPLEMENTED, "no")
     assert isinstance(other, RemoteError)
     assert (other.code, other.status) == (Code.UNKNOWN, "UNIMPLEMENTED")
@@ -147,10 +154,10 @@ def test_a_session_names_its_worker() -> None:
 def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("# staff\nalpha\n\n  beta  \n")
-    door = Authenticator(TokenFile(path))
+    door = Authenticator(TokenFile(path, Allowance()))
 
     def owner(token: str) -> str:
-        return door.owner([("authorization", f"Bearer {token}")])
+        return door.caller([("authorization", f"Bearer {token}")]).owner
 
     assert owner("alpha") == digest("alpha") != owner("beta")
     for wrong in ("gamma", "", "# staff", "alpha beta"):
@@ -158,7 +165,7 @@ def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
             owner(wrong)
     for metadata in ([], [("authorization", "Basic alpha")], [("authorization", "Bearer alpha")] * 2):
         with pytest.raises(Unauthenticated):
-            door.owner(metadata)
+            door.caller(metadata)
     path.write_text("gamma\n")
     assert owner("gamma") == digest("gamma")
     with pytest.raises(Unauthenticated):
@@ -171,8 +178,25 @@ def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
 def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("# nothing\n")
     with pytest.raises(ValueError, match="holds no token"):
-        TokenFile(tmp_path / "tokens")
-    assert Authenticator(None).owner([]) == ANYONE
+        TokenFile(tmp_path / "tokens", Allowance())
+    assert Authenticator(None).caller([]) == ANYONE
+
+
+def test_a_tokens_line_may_say_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alpha name=ann requests=3\nbeta tokens=500 requests=0\ngamma\n")
+    tokens = TokenFile(path, Allowance(requests=2))
+    ann = Caller(digest("alpha"), "ann", Allowance(3, None))
+    assert tokens.caller("alpha") == ann
+    assert tokens.caller("beta") == Caller(digest("beta"), digest("beta")[:12], Allowance(None, 500))
+    assert tokens.caller("gamma") == Caller(digest("gamma"), digest("gamma")[:12], Allowance(2, None))
+    path.write_text("alpha name=ann requests=3\nbeta requests=many\n")
+    assert tokens.caller("alpha") == ann
+    assert tokens.caller("beta") is None
+    assert "line 2: after a token only" in caplog.text
+    assert "beta" not in caplog.text
+    with pytest.raises(ValueError, match=r"line 2: after a token only name=…, requests=N and tokens=N"):
+        TokenFile(path, Allowance())
 
 
 # --- metrics ---------------------------------------------------------------------------------------------
@@ -205,7 +229,7 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     if child == 0:
         dying = Metrics(tmp_path)
         dying.replayed()
-        dying.state({"decode:x": 0.75}, running=3, waiting=2, sessions=1)
+        dying.state({"decode:x": WorkerState(0.75, running=3, waiting=2, sessions=1)})
         os._exit(0)
     os.waitpid(child, 0)
     metrics = Metrics(tmp_path)
@@ -213,11 +237,37 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     seen = samples(metrics)
     assert seen["deltafront_replays_total"] == 2
     assert 'deltafront_kv_cache_usage_ratio{worker="decode:x"}' not in seen
-    metrics.state({"decode:x": 0.5}, 1, 0, 0)
-    metrics.state({"decode:y": 0.25}, 1, 0, 0)
+    metrics.state({"decode:x": WorkerState(0.5, 1, 0, 0)})
+    metrics.state({"decode:y": WorkerState(0.25, 1, 0, 0)})
     seen = samples(metrics)
+    assert seen['deltafront_num_requests_running{worker="decode:x"}'] == 0
+    assert seen['deltafront_num_requests_running{worker="decode:y"}'] == 1
     assert seen['deltafront_kv_cache_usage_ratio{worker="decode:x"}'] == 0
     assert seen['deltafront_kv_cache_usage_ratio{worker="decode:y"}'] == 0.25
+
+
+def test_two_doors_tell_of_a_worker_once(tmp_path: Path) -> None:
+    """Beside each other on one node: the gauges are the worker's, not the sum of what the doors say."""
+    states = {
+        "decode:x": WorkerState(0.5, running=3, waiting=2, sessions=4),
+        "prefill:y": WorkerState(0.1, running=1),
+    }
+    metrics = Metrics(tmp_path)
+    metrics.state(states)
+    told, kept = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        Metrics(tmp_path).state(states)
+        os.write(told[1], b".")
+        os.read(kept[0], 1)
+        os._exit(0)
+    os.read(told[0], 1)
+    seen = samples(metrics)
+    os.write(kept[1], b".")
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.glob("gauge_livemostrecent_*.db"))) == 2
+    for gauge, wanted in (("num_requests_running", 4), ("num_requests_waiting", 2), ("sessions", 4)):
+        assert sum(v for k, v in seen.items() if k.startswith(f"deltafront_{gauge}{{")) == wanted
 
 
 def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,12 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
         transport: str = "object_store",
         **config: Any,
     ) -> Bench:
-        defaults = {"cache_tokens": 8192, "page_selection": "full", "append_chunk_tokens": 48}
+        defaults = {
+            "cache_tokens": 8192,
+            "page_selection": "full",
+            "append_chunk_tokens": 48,
+            "stream_lease_s": 600.0,
+        }
         chosen, handoff = DecodeConfig(**(defaults | config)), HandoffConfig(transport=transport)
         engine = DecodeEngine("decode:test", tiny_stack, chosen, handoff, wall=wall, clock=clock)
         await engine.start()

@@ -29,7 +29,8 @@ def test_a_method_travels_as_its_form_says() -> None:
     assert forms(Stage) == {**commands, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
     assert forms(Group) == {**calls, "prefill": Form.STREAM}
-    more = dict.fromkeys(("announce", "first_logits", "reserve", "keep", "release_session"), Form.CALL)
+    names = ("announce", "first_logits", "reserve", "keep", "find_prefix", "release_session")
+    more = dict.fromkeys(names, Form.CALL)
     assert forms(DecodeWorker) == {**calls, **more, "generate": Form.STREAM}
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,6 +32,8 @@ from ..messages import (
     GenerateJob,
     KeepSession,
     KVAnnouncement,
+    OwnerUse,
+    Prefix,
     RefusalReason,
     Refused,
     Reserve,
@@ -47,6 +50,9 @@ from .waiting import HoldTime, ReserveQueue, seconds_until_room
 
 _TICK_S = 0.1
 """How often deadlines and leases are looked at."""
+_OVERDUE_TICKS = 5
+"""A lease must be found run out so often: where this process itself stood still, renewals that have come
+meanwhile are heard only now."""
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
 
@@ -143,7 +149,23 @@ class DecodeEngine:
         pool, running = self._pages.pool, self._scheduler.running
         waiting = max(0, sum(request.ended is None for request in self._requests.values()) - running)
         waiting += len(self._queue)
-        return DecodeStats(self.name, pool.total, pool.free, running, waiting, len(self._pages.sessions))
+        sessions = len(self._pages.sessions)
+        return DecodeStats(
+            self.name, pool.total, pool.free, running, waiting, sessions, uses=tuple(self._uses())
+        )
+
+    def _uses(self) -> Iterator[OwnerUse]:
+        requests: Counter[tuple[str, str]] = Counter()
+        tokens: Counter[tuple[str, str]] = Counter()
+        for request in self._requests.values():
+            if request.ended is None:
+                order = request.order
+                requests[order.owner, order.door] += 1
+                tokens[order.owner, order.door] += order.prompt_tokens + order.max_tokens
+        for owner, held in self._pages.sessions.held():
+            tokens[owner, ""] += held
+        for (owner, door), held in tokens.items():
+            yield OwnerUse(owner, door, requests[owner, door], held)
 
     async def reserve(self, order: Reserve) -> Reserved | Refused:
         """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no
@@ -271,7 +293,8 @@ class DecodeEngine:
                 yield event
         finally:
             request.close(FinishReason.CANCELLED, "the caller stopped reading")
-            self._forget(request)
+            if request.kept is None:  # otherwise its door must say first that it has heard of the session
+                self._forget(request)
 
     def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
         request.job, request.renewed = job, self._clock()
@@ -299,8 +322,10 @@ class DecodeEngine:
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
             owner = request.order.owner
-            kept = self._pages.keep(request.holding, job.keep_tokens, owner, job.keep_ttl_s, self._wall())
-            session = kept.told
+            kept = self._pages.keep(
+                request.holding, job.keep_tokens, owner, job.keep_ttl_s, self._wall(), job.chain
+            )
+            request.kept, session = kept, kept.told
         request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
@@ -324,7 +349,7 @@ class DecodeEngine:
             expired = reason is FinishReason.DEADLINE
             return Refused(RefusalReason.DEADLINE, message) if expired else missing
         tokens, owner = request.order.prompt_tokens, request.order.owner
-        session = self._pages.hand_over(request.holding, tokens, owner, job.ttl_s, self._wall())
+        session = self._pages.hand_over(request.holding, tokens, owner, job.ttl_s, self._wall(), job.chain)
         request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(job.request_id, session.told, report)
@@ -338,13 +363,21 @@ class DecodeEngine:
             self._forget(request)
             await request.holding.freed.wait()
 
+    async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
+        return self._pages.sessions.longest_prefix(owner, chain, self._wall())
+
     async def release_session(self, session_id: str, owner: str) -> bool:
         return self._pages.sessions.release(session_id, owner, self._wall())
 
     async def renew(self, request_ids: Iterable[str]) -> None:
+        """Their door is still there; unknown ids are fine. It knows of a session whose request has ended."""
         for request_id in request_ids:
-            if request_id in self._requests:
-                self._requests[request_id].renewed = self._clock()
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            request.renewed = self._clock()
+            if request.kept is not None and request.ended is not None:
+                self._forget(request)
         self._queue.renew(request_ids)
 
     async def _watch(self) -> None:
@@ -358,11 +391,19 @@ class DecodeEngine:
         self._pages.sessions.expire(wall)
         self._queue.expire(self._config.stream_lease_s)
         for request in list(self._requests.values()):
-            if now - request.renewed > self._config.stream_lease_s:
-                request.close(FinishReason.CANCELLED, "nobody renewed the request")
-                self._forget(request)
+            late = now - request.renewed > self._config.stream_lease_s
+            request.overdue = request.overdue + 1 if late else 0
+            if request.overdue > _OVERDUE_TICKS:
+                self._abandon(request)
             elif request.deadline is not None and wall >= request.deadline:
                 request.close(FinishReason.DEADLINE, "the deadline passed")
+
+    def _abandon(self, request: DecodeRequest) -> None:
+        """End what no door waits for any more, the session that its client was to be told of included."""
+        request.close(FinishReason.CANCELLED, "nobody renewed the request")
+        if request.kept is not None:
+            self._pages.sessions.release(request.kept.session_id, request.kept.owner, self._wall())
+        self._forget(request)
 
     def _live(self, request_id: str) -> DecodeRequest | None:
         """A request that is here and has not ended."""

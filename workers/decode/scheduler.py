@@ -29,7 +29,7 @@ from ..messages import (
 )
 from ..settings import DecodeConfig
 from .runner import Chosen, DecodeRunner, Row
-from .sessions import Holding
+from .sessions import Holding, KeptSession
 
 T = TypeVar("T")
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
@@ -106,6 +106,10 @@ class DecodeRequest:
     token: int = 0
     produced: int = 0
     ended: tuple[FinishReason, str] | None = None
+    overdue: int = 0
+    """How often in a row its lease was found to have run out."""
+    kept: KeptSession | None = None
+    """The session that was made of its prompt."""
 
     @property
     def request_id(self) -> str:

@@ -14,12 +14,12 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..kv.page_pool import OutOfPages, PagePool, pages_for
-from ..messages import GenerateJob, RefusalReason, Refused, Reserve, Session
+from ..messages import LINK_BYTES, GenerateJob, Prefix, RefusalReason, Refused, Reserve, Session
 
 PageCopy = tuple[int, int]
 """Source and target."""
@@ -34,6 +34,7 @@ class KeptSession:
     pages: tuple[int, ...]
     tokens: int
     expires: float
+    chain: bytes = b""
 
     @property
     def told(self) -> Session:
@@ -62,15 +63,20 @@ class SessionsTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def adopt(self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float) -> KeptSession:
+    def adopt(
+        self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float, chain: bytes = b""
+    ) -> KeptSession:
         """Make a session of pages whose references the caller hands over (exactly pages_for(tokens)).
 
-        ttl_s is capped by the configured maximum; 0 or less asks for that maximum.
+        ttl_s is capped by the configured maximum; 0 or less asks for that maximum. chain: links of its full
+        pages; empty where nobody is to find it by what it holds.
         """
         if tokens < 1 or len(pages) != pages_for(tokens, self._pool.page_tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
         lease = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
         session = KeptSession(f"{self._worker}.{self._token()}", owner, pages, tokens, now + lease)
+        full = tokens // self._pool.page_tokens
+        session = replace(session, chain=chain[: full * LINK_BYTES])
         self._sessions[session.session_id] = session
         return session
 
@@ -84,6 +90,16 @@ class SessionsTable:
     def leases(self, now: float) -> list[tuple[float, int]]:
         """Seconds that each session's lease has left, and how many pages it holds."""
         return [(session.expires - now, len(session.pages)) for session in self._sessions.values()]
+
+    def longest_prefix(self, owner: str, chain: bytes, now: float) -> Prefix | None:
+        """The most that one of the owner's sessions holds of a prompt with this chain."""
+        best = None
+        for session in self._sessions.values():
+            if session.owner == owner and session.expires > now:
+                tokens = self._pool.page_tokens * shared_links(session.chain, chain)
+                if tokens > (best.tokens if best else 0):
+                    best = Prefix(session.session_id, tokens)
+        return best
 
     def release(self, session_id: str, owner: str, now: float) -> bool:
         """Drop a session and its page references. False if there is none for this owner."""
@@ -99,6 +115,10 @@ class SessionsTable:
         for session in gone:
             self._drop(session)
         return len(gone)
+
+    def held(self) -> list[tuple[str, int]]:
+        """Owner and tokens of every session."""
+        return [(session.owner, session.tokens) for session in self._sessions.values()]
 
     def clear(self) -> None:
         for session in list(self._sessions.values()):
@@ -180,7 +200,7 @@ class DecodePages:
             if session is None:
                 message = f"session {order.session_id} does not exist or has expired"
                 return Refused(RefusalReason.NO_SESSION, message)
-        before = 0 if session is None else session.tokens
+        before = self._before(order, session)
         total = before + order.prompt_tokens + order.max_tokens
         if total > self._positions:
             return Refused(
@@ -190,11 +210,19 @@ class DecodePages:
             )
         return self._take(order, session, total, behind)
 
+    def _before(self, order: Reserve, session: KeptSession | None) -> int:
+        """Tokens of the session that the request builds on. Raises ValueError for those it does not have."""
+        if session is None or not order.prefix_tokens:
+            return 0 if session is None else session.tokens
+        if order.prefix_tokens > session.tokens or order.prefix_tokens % self.pool.page_tokens:
+            raise ValueError(f"a session of {session.tokens} tokens has no prefix of {order.prefix_tokens}")
+        return order.prefix_tokens
+
     def _take(
         self, order: Reserve, session: KeptSession | None, total: int, behind: int
     ) -> Holding | Refused:
         size = self.pool.page_tokens
-        before = 0 if session is None else session.tokens
+        before = self._before(order, session)
         shared = () if session is None else session.pages[: before // size]
         spare = 1 if order.keep_tokens % size else 0
         fresh = pages_for(total, size) - len(shared)
@@ -225,22 +253,37 @@ class DecodePages:
             holding.spare = holding.spare or self.pool.allocate(1)
             holding.copy_out = (holding.table[full], holding.spare[0])
 
-    def keep(self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float) -> KeptSession:
+    def keep(
+        self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float, chain: bytes = b""
+    ) -> KeptSession:
         """A session of the first `tokens` tokens of a request that goes on, prepared and copied: full pages
         are shared, and the copy changes hands."""
         shared = holding.table[: tokens // self.pool.page_tokens]
         copied = () if holding.copy_out is None else holding.copy_out[1:]
-        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now)
+        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain)
         self.pool.share(shared)
         if copied:
             holding.spare, holding.copy_out = (), None
         return session
 
-    def hand_over(self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float) -> KeptSession:
+    def hand_over(
+        self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float, chain: bytes = b""
+    ) -> KeptSession:
         """A session of the first `tokens` tokens of a request that ends here."""
         pages = holding.table[: pages_for(tokens, self.pool.page_tokens)]
         self.pool.share(pages)
-        return self.sessions.adopt(owner, pages, tokens, ttl_s, now)
+        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain)
+
+
+def shared_links(one: bytes, other: bytes) -> int:
+    """How many links two chains have in common, from their beginning. Where a link is the same, all before it
+    are, so the end of what they share is found by halving."""
+    low, high = 0, min(len(one), len(other)) // LINK_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        link = slice((middle - 1) * LINK_BYTES, middle * LINK_BYTES)
+        low, high = (middle, high) if one[link] == other[link] else (low, middle - 1)
+    return low
 
 
 def _check_counts(order: Reserve) -> None:

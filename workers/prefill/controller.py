@@ -39,6 +39,9 @@ from .request import Request
 from .requests import Requests
 from .watch import StageWatch
 
+_LEASE_GRACE = 0.1
+"""Of a lease, between its end and the request's."""
+
 
 class PrefillController:
     """Runs prompts through a group's stages, chunk by chunk.
@@ -146,9 +149,13 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
+        """A lease that has run out is looked at once more: where this process itself stood still, renewals
+        that have come meanwhile are heard only now."""
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
-        request.after(lease, "lease", lambda: self._end(request, lost))
+        grace = _LEASE_GRACE * lease
+        last_look = partial(request.after, grace, "lease", lambda: self._end(request, lost))
+        request.after(lease, "lease", last_look)
 
     # --- the pipeline ---------------------------------------------------------------------------------
 

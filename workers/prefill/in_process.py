@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ from .stage import PrefillStage, load_stage
 
 T = TypeVar("T")
 _WORKER = "in-process"
+_NO_DOOR_S = 86_400.0
+"""A lease for where no door renews one."""
 
 
 class StageThread:
@@ -107,7 +110,7 @@ def run_in_process(
     Loading the model is not part of the report. Raises PrefillFailed.
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec(str(model))
-    sink = LogitsSink()
+    config, sink = replace(config, stream_lease_s=_NO_DOOR_S), LogitsSink()
 
     async def run() -> PrefillReport:
         controller = local_controller(spec, config, sink)

@@ -19,6 +19,7 @@ from deltafront.workers.messages import (
     FinishReason,
     FirstLogits,
     GenerateJob,
+    OwnerUse,
     RefusalReason,
     Refused,
     Reserve,
@@ -205,6 +206,70 @@ async def test_what_nobody_renews_is_cancelled(bench: Any) -> None:
     assert run.used == 3
     await run.deliver("renewed", ids_of(40))
     assert len((await run.collect(GenerateJob("renewed", SHORT))).tokens) == 8
+
+
+async def test_a_lease_that_ran_out_while_the_worker_stood_still_may_still_be_renewed(bench: Any) -> None:
+    """The clock jumps, as after a pause of the whole process; the door's renewals come right after."""
+    clock = Clock()
+    run = await bench(clock=clock, stream_lease_s=5.0)
+    await run.reserve("renewed", 40, 8)
+    await run.reserve("not", 40, 8)
+    for _ in range(3):
+        clock.now += 60.0
+        run.engine._expire()
+        await run.engine.renew(["renewed"])
+        for _tick in range(10):
+            run.engine._expire()
+    assert run.used == 3
+    await run.engine.cancel("renewed")
+
+
+async def test_a_session_lives_on_only_if_its_door_has_heard_of_it(bench: Any) -> None:
+    """A door that dies before its request ends never told its client of the session."""
+    clock = Clock()
+    run = await bench(clock=clock, stream_lease_s=5.0)
+    for name in ("heard", "unheard"):
+        answer = await run.ask(name, ids_of(40), SHORT, keep_tokens=40, keep_ttl_s=60.0)
+        assert answer.first.session is not None
+    assert run.used == 6
+    await run.engine.renew(["heard"])
+    clock.now += 6.0
+    for _tick in range(10):
+        run.engine._expire()
+    assert run.used == 3
+    assert (await run.engine.stats()).sessions == 1
+
+
+async def test_a_continuation_samples_as_the_whole_answer_did(bench: Any) -> None:
+    """Prompt plus what was streamed, with the same seed: randomness is of the position alone."""
+    run = await bench()
+    ids = ids_of(70)
+    for seed, sampling in enumerate((SHORT, Sampling(1.2, top_k=40, top_p=0.9, seed=5, max_tokens=8))):
+        whole = await run.ask(f"whole{seed}", ids, replace(sampling, ignore_eos=True))
+        for streamed in (1, 4, 7):
+            left = replace(sampling, max_tokens=8 - streamed, ignore_eos=True)
+            rest = await run.ask(f"rest{seed}.{streamed}", ids + whole.ids[:streamed], left)
+            assert whole.ids[:streamed] + rest.ids == whole.ids
+
+
+async def test_it_tells_what_each_owner_holds_through_each_door(bench: Any) -> None:
+    run = await bench()
+    await run.ask("kept", ids_of(40), SHORT, keep_tokens=30, keep_ttl_s=60.0)
+    await run.engine.renew(["kept"])
+    await run.reserve("a", 40, 8, door="one")
+    await run.reserve("b", 20, 0, door="one")
+    await run.reserve("c", 10, 5, door="two")
+    await run.reserve("d", 10, 5, owner="you", door="two")
+    wanted = {
+        OwnerUse("me", "", 0, 30),
+        OwnerUse("me", "one", 2, 68),
+        OwnerUse("me", "two", 1, 15),
+        OwnerUse("you", "two", 1, 15),
+    }
+    assert set((await run.engine.stats()).uses) == wanted
+    for name in "abcd":
+        await run.engine.cancel(name)
+    assert (await run.engine.stats()).uses == (OwnerUse("me", "", 0, 30),)
 
 
 async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:

@@ -45,7 +45,7 @@ def cluster() -> Iterator[Any]:
 def replica(cluster: Any, tiny_llama: Path) -> Iterator[Any]:
     from deltafront.workers.decode.worker import DecodeReplica
 
-    config = DecodeConfig(cache_tokens=2048, page_selection="full")
+    config = DecodeConfig(cache_tokens=2048, page_selection="full", stream_lease_s=600.0)
     replica = DecodeReplica(ModelSpec(str(tiny_llama), dtype="float32"), config)
     yield replica
     replica.stop()

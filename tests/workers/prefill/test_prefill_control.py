@@ -289,6 +289,20 @@ async def test_deadline_and_lease_end_a_request() -> None:
 
 
 @timeless
+async def test_a_lease_is_looked_at_again_before_it_ends_a_request() -> None:
+    """So that renewals which wait while the process stands still are heard."""
+    controller, fakes = make(pages=320, pause=lambda: 0.5, lease=5.0)
+    reading = asyncio.create_task(collect(controller, job("a", 128 * 40)))
+    await asyncio.sleep(5.25)
+    await controller.renew(["a"])
+    await asyncio.sleep(5.25)
+    assert not reading.done()
+    with pytest.raises(PrefillCancelled, match="for 5 s"):
+        await reading
+    await assert_clean(controller, fakes)
+
+
+@timeless
 async def test_trouble_with_one_request_leaves_the_others_alone() -> None:
     def trouble(request_id: str) -> None:
         if request_id == "bad":

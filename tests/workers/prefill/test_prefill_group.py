@@ -35,7 +35,9 @@ from deltafront.workers.settings import ModelSpec, PrefillConfig
 from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model, random_ids, whole_prompt
 
 DENSE = method_spec("dense")
-CONFIG = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=4096, cpus_per_stage=0.5)
+CONFIG = PrefillConfig(
+    stages=2, chunk_tokens=128, cache_tokens=4096, cpus_per_stage=0.5, stream_lease_s=600.0
+)
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @asynccontextmanager
 async def pipeline(model: ModelSpec, sink: Collector, **options: Any) -> AsyncIterator[PrefillController]:
-    config = PrefillConfig(**{"chunk_tokens": 128, "cache_tokens": 2048, **options})
+    config = PrefillConfig(**{"chunk_tokens": 128, "cache_tokens": 2048, "stream_lease_s": 600.0, **options})
     controller = local_controller(model, config, sink)
     try:
         yield controller

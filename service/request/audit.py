@@ -1,0 +1,49 @@
+"""One line for each request that ended: who asked how much of what, and how it went; never any content."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from ...workers.messages import Progress, Token
+from .answers import GenerateFinished, PrefillFinished, RequestEvent
+
+log = logging.getLogger("deltafront.audit")
+
+
+class Audit:
+    """Notes a request's events. rpc: its name. What is not known of a request stays empty."""
+
+    def __init__(self, rpc: str) -> None:
+        self._rpc = rpc
+        self.caller = ""
+        self.request_id = ""
+        self.method = ""
+        self._prompt = self._cached = self._completion = 0
+        self._finish = ""
+
+    def note(self, event: RequestEvent) -> None:
+        if isinstance(event, Progress):
+            self._prompt = event.tokens_total
+        elif isinstance(event, Token):
+            self._completion = event.index + 1
+        elif isinstance(event, PrefillFinished | GenerateFinished):
+            self._prompt, self._cached = event.usage.prompt_tokens, event.usage.cached_tokens
+            self._completion = event.usage.completion_tokens
+            if isinstance(event, GenerateFinished):
+                self._finish = event.reason.value
+
+    def write(self, outcome: str, seconds: float) -> None:
+        """outcome: finished, or the code of what went wrong."""
+        line = {
+            "request_id": self.request_id,
+            "token": self.caller,
+            "rpc": self._rpc,
+            "method": self.method,
+            "prompt_tokens": self._prompt,
+            "cached_tokens": self._cached,
+            "completion_tokens": self._completion,
+            "finish": self._finish if outcome == "finished" and self._finish else outcome,
+            "seconds": round(seconds, 3),
+        }
+        log.info("%s", json.dumps(line))

@@ -1,0 +1,184 @@
+"""Two doors: what one begins another goes on with, and a dead one leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import psutil
+import pytest
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.client import (
+    Cancelled,
+    DeltafrontClient,
+    GenerateFinished,
+    PrefillFinished,
+    Progress,
+    Token,
+)
+from deltafront.service.client.server_process import LocalService
+
+from .conftest import Haystack, Sizes, Table
+from .wire import PATIENCE_S, Wire, text
+
+RAYS_WORDS = ("actor", "ray", "traceback", "replica")
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 48, "ignore_eos": True}
+GREEDY = {"max_tokens": 48, "ignore_eos": True}
+
+
+@pytest.fixture
+def client(service: LocalService) -> Iterator[DeltafrontClient]:
+    with DeltafrontClient(service.address) as client:
+        yield client
+
+
+def doors(service: LocalService) -> list[int]:
+    """Process ids of the doors."""
+    found = []
+    for process in psutil.Process(service.pid).children(recursive=True):
+        try:
+            if "ServeReplica:deltafront:FrontDoor" in " ".join(process.cmdline()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for_two_doors(service: LocalService, client: DeltafrontClient) -> list[int]:
+    until = time.monotonic() + PATIENCE_S
+    while len(found := doors(service)) != 2 or not client.info().decode_workers:
+        assert time.monotonic() < until, f"{len(found)} doors"
+        time.sleep(0.2)
+    return found
+
+
+def busiest(found: list[int], before: dict[int, float]) -> int:
+    """The door that has worked most since `before`."""
+    return max(found, key=lambda pid: sum(psutil.Process(pid).cpu_times()[:2]) - before[pid])
+
+
+def seconds_to_no_page(client: DeltafrontClient) -> float:
+    started = time.monotonic()
+    while True:
+        info = client.info()
+        held = info.decode_pages_total + info.prefill_pages_total
+        held -= info.decode_pages_free + info.prefill_pages_free
+        if not held:
+            return time.monotonic() - started
+        assert time.monotonic() - started < PATIENCE_S, f"{held} pages are still held"
+        time.sleep(0.1)
+
+
+def test_answers_go_on_when_their_door_is_killed(
+    service: LocalService, client: DeltafrontClient, haystack: Haystack, sizes: Sizes, table: Table
+) -> None:
+    """Each door has requests: some read their prompt, some answer, greedy and sampled."""
+    prompts = [haystack.text[: 1200 + 40 * number] for number in range(6)]
+    options = [GREEDY if number % 2 else SAMPLED for number in range(6)]
+
+    def answer(number: int, on_token: threading.Event | None = None) -> list[int]:
+        ids: list[int] = []
+        finishes = 0
+        for event in client.generate(prompts[number], method="dense", **options[number]):  # type: ignore[arg-type]
+            if isinstance(event, Token):
+                assert event.index == len(ids)
+                ids.append(event.token_id)
+                if on_token is not None and len(ids) == 3:
+                    on_token.set()
+            finishes += isinstance(event, GenerateFinished)
+        assert finishes == 1
+        return ids
+
+    alone = [answer(number) for number in range(6)]
+    found = wait_for_two_doors(service, client)
+    started = [threading.Event() for _ in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(answer, number, started[number]) for number in range(6)]
+        assert started[0].wait(PATIENCE_S)
+        os.kill(found[0], signal.SIGKILL)
+        answers = [one.result(PATIENCE_S) for one in running]
+    assert answers == alone
+    table.add("to zero pages after answers through a killed door, s", round(seconds_to_no_page(client), 2))
+    wait_for_two_doors(service, client)
+
+
+def test_a_dead_doors_requests_and_sessions_are_dropped(
+    service: LocalService, client: DeltafrontClient, wire: Wire, sizes: Sizes, table: Table
+) -> None:
+    """Nobody goes on with these. What their clients see has none of Ray's words."""
+    found = wait_for_two_doors(service, client)
+    before = {pid: sum(psutil.Process(pid).cpu_times()[:2]) for pid in found}
+    request = pb.GenerateRequest(
+        prompt=text("Call me Ishmael. " * 20), sampling=pb.SamplingOptions(max_tokens=10_000, ignore_eos=True)
+    )
+    request.session_ttl.FromSeconds(500)
+    streams = [wire.start(request) for _ in range(4)]
+    for stream in streams:
+        while next(stream).WhichOneof("event") != "token":
+            pass
+    victim = busiest(found, before)
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    with ThreadPoolExecutor(len(streams)) as pool:
+        lost = [error for error in pool.map(end_of, streams) if error is not None]
+    assert lost, "the door had no stream"
+    for error in lost:
+        assert not any(word in (error.details() or "").lower() for word in RAYS_WORDS), error.details()
+    seconds_to_no_page(client)
+    took = time.monotonic() - killed
+    table.add("to zero pages after a door's death, s", round(took, 2))
+    assert took < 10 or not sizes.timed
+    wait_for_two_doors(service, client)
+
+
+def end_of(stream: grpc.Call) -> grpc.RpcError | None:
+    """How a stream ends that its door's death breaks; None for one of the other door, which is cancelled."""
+    cancelling = threading.Timer(2.0, stream.cancel)
+    cancelling.start()
+    try:
+        for _response in stream:
+            pass
+    except grpc.RpcError as error:
+        ours = error.code() is grpc.StatusCode.CANCELLED and "locally" in (error.details() or "").lower()
+        return None if ours else error
+    finally:
+        cancelling.cancel()
+    raise AssertionError("an endless answer ended")
+
+
+def test_sessions_and_cancels_through_any_door(service: LocalService) -> None:
+    """A new channel each time, so that the proxy chooses a door each time."""
+
+    def fresh() -> DeltafrontClient:
+        return DeltafrontClient(service.address)
+
+    with fresh() as reader:
+        wait_for_two_doors(service, reader)
+        *_, made = reader.prefill("Call me Ishmael. " * 20, session_ttl_s=60)
+        assert isinstance(made, PrefillFinished)
+        answers = []
+        for _ in range(4):
+            with fresh() as client:
+                question = client.generate(session_id=made.session.session_id, append="Who?", max_tokens=4)
+                answers.append([event.token_id for event in question if isinstance(event, Token)])
+        assert answers == answers[:1] * 4
+        with fresh() as client:
+            client.release(made.session.session_id)
+        for number in range(4):
+            stream = reader.generate(
+                "Call me", max_tokens=5000, ignore_eos=True, request_id=f"endless-{number}"
+            )
+            while isinstance(next(stream), Progress):
+                pass
+            with fresh() as canceller:
+                assert canceller.cancel(f"endless-{number}") == 1
+                assert canceller.cancel(f"endless-{number}") == 0
+            with pytest.raises(Cancelled):
+                list(stream)
+        seconds_to_no_page(reader)

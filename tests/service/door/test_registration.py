@@ -1,0 +1,129 @@
+"""What Serve's own gRPC server says when it cannot call a door: plain words, and a code for trying again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from ray.serve._private.grpc_util import gRPCGenericServer
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
+from deltafront.service.door.registration import add_deltafront_to_server
+from deltafront.service.door.status import OURS
+
+from ..inprocess import HANG_S
+
+GONE = "The actor died unexpectedly before finishing this task. class_name: ServeReplica"
+
+
+class Nobody:
+    """A servicer as Serve's proxy has it: its methods are never called."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def serve_that(end: Callable[[Any], None]) -> Callable[..., Any]:
+    """Serve's functions for a call: one message where it streams, then `end`."""
+
+    def factory(service_method: str, streaming_type: Any) -> Callable[..., Any]:
+        async def unary(_request: Any, context: Any) -> bytes:
+            end(context)
+            return b""
+
+        async def stream(_request: Any, context: Any) -> AsyncIterator[bytes]:
+            yield pb.GenerateResponse(token=pb.Token(index=0)).SerializeToString()
+            end(context)
+
+        return stream if "STREAM" in streaming_type.name.split("_")[1] else unary
+
+    return factory
+
+
+def ends_with(code: grpc.StatusCode, metadata: tuple[tuple[str, str], ...] = ()) -> Callable[[Any], None]:
+    def end(context: Any) -> None:
+        context.set_code(code)
+        context.set_details(GONE)
+        context.set_trailing_metadata(metadata)
+
+    return end
+
+
+def raises(context: Any) -> None:
+    context.set_code(grpc.StatusCode.INTERNAL)
+    context.set_details(GONE)
+    raise RuntimeError(GONE)
+
+
+async def _ask(stub: Any) -> None:
+    await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=HANG_S)
+
+
+async def _read(stub: Any) -> None:
+    async for _message in stub.Generate(pb.GenerateRequest(), timeout=HANG_S):
+        pass
+
+
+async def statuses(end: Callable[[Any], None]) -> list[tuple[grpc.StatusCode, str]]:
+    """Of a unary call and of a stream."""
+    server = gRPCGenericServer(serve_that(end))
+    add_deltafront_to_server(Nobody(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    found = []
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = pb_grpc.DeltafrontServiceStub(channel)  # type: ignore[no-untyped-call]
+        for work in (_ask(stub), _read(stub)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await work
+            found.append((caught.value.code(), caught.value.details() or ""))
+    await server.stop(None)
+    return found
+
+
+def test_rays_words_and_codes_stay_inside() -> None:
+    for end in (raises, *(ends_with(grpc.StatusCode[name]) for name in ("INTERNAL", "UNKNOWN", "NOT_FOUND"))):
+        for code, details in asyncio.run(statuses(end)):
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert details == "the server that had the request is gone: send it again"
+
+
+def test_too_many_requests_is_said_plainly() -> None:
+    for code, details in asyncio.run(statuses(ends_with(grpc.StatusCode.RESOURCE_EXHAUSTED))):
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "as many requests as it may" in details
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND])
+def test_what_the_door_says_stays(code: grpc.StatusCode) -> None:
+    found = asyncio.run(statuses(ends_with(code, ((OURS, "x"),))))
+    assert found == [(code, GONE)] * 2
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.OK, None])
+def test_what_ends_well_stays_so(code: grpc.StatusCode | None) -> None:
+    """Serve says OK in so many words."""
+
+    def end(context: Any) -> None:
+        if code is not None:
+            context.set_code(code)
+
+    async def both() -> tuple[Any, list[Any]]:
+        server = gRPCGenericServer(serve_that(end))
+        add_deltafront_to_server(Nobody(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = pb_grpc.DeltafrontServiceStub(channel)  # type: ignore[no-untyped-call]
+            answer = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=HANG_S)
+            events = [event async for event in stub.Generate(pb.GenerateRequest(), timeout=HANG_S)]
+        await server.stop(None)
+        return answer, events
+
+    answer, events = asyncio.run(both())
+    assert answer == pb.GetServerInfoResponse()
+    assert len(events) == 1

@@ -1,0 +1,194 @@
+"""TLS and mutual TLS at a port of the door's own, certificates that change, and nothing in the clear."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deltafront.service.client import DeltafrontClient, Tls
+from deltafront.service.config import ConfigError
+from deltafront.service.door.tls import Gate, TlsPort
+from deltafront.service.errors import InvalidArgument, Overloaded, Unauthenticated, Unavailable
+from deltafront.service.wiring import authenticator, tls_files
+
+from ..inprocess import HANG_S, House, settings
+from ..pki import Authority
+from ..test_requests import collect, expected, ids, nothing_left
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "pki")
+
+
+@pytest.fixture
+def secure(
+    make_house: Callable[..., House], authority: Authority, tmp_path: Path
+) -> Iterator[Callable[..., tuple[House, str]]]:
+    """secure(client_ca=…, **door settings) → a door with a TLS port, and that port's address."""
+    opened: list[tuple[House, TlsPort]] = []
+
+    def make(client_ca: Path | None = None, most: int = 8, **door: object) -> tuple[House, str]:
+        certificate, key = authority.sign("server")
+        files = {"tls_certificate": str(certificate), "tls_key": str(key)}
+        if client_ca is not None:
+            files["tls_client_ca"] = str(client_ca)
+        house = make_house(**files, **door)
+        found = tls_files(house.config.door)
+        assert found is not None
+
+        async def start() -> TlsPort:
+            port = TlsPort(house.door, found, house.gate, "localhost:0", 1 << 24, most)
+            await port.start()
+            return port
+
+        port = house.loop.run(start())
+        opened.append((house, port))
+        return house, f"localhost:{port.port}"
+
+    yield make
+    for house, port in opened:
+        house.loop.run(port.stop())
+
+
+def test_requests_are_answered_over_tls(
+    secure: Callable[..., tuple[House, str]], authority: Authority
+) -> None:
+    house, address = secure()
+    with DeltafrontClient(address, tls=Tls(authority.ca)) as client:
+        text, *_ = collect(client.generate("hello", max_tokens=5))
+        assert text == expected(ids("hello"), 5)
+        assert client.info().vocabulary == 258
+    nothing_left(house)
+    credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes())
+    with grpc.secure_channel(address, credentials) as channel:
+        health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=HANG_S).status == serving
+        assert next(health.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_S)).status == serving
+
+
+def test_who_does_not_know_the_authority_is_not_served(
+    secure: Callable[..., tuple[House, str]], tmp_path: Path
+) -> None:
+    _, address = secure()
+    stranger = Authority(tmp_path / "other")
+    for tls in (Tls(stranger.ca), False):
+        with DeltafrontClient(address, tls=tls, retry_s=0) as client, pytest.raises(Unavailable):
+            client.info()
+
+
+def test_mutual_tls_asks_clients_for_a_certificate(
+    secure: Callable[..., tuple[House, str]], authority: Authority, tmp_path: Path
+) -> None:
+    stranger = Authority(tmp_path / "other")
+    _, address = secure(client_ca=authority.ca)
+    with DeltafrontClient(address, tls=Tls(authority.ca, *authority.sign("ann"))) as client:
+        assert client.info().vocabulary == 258
+    for tls in (Tls(authority.ca), Tls(authority.ca, *stranger.sign("ann"))):
+        with DeltafrontClient(address, tls=tls, retry_s=0) as client, pytest.raises(Unavailable):
+            client.info()
+
+
+def test_nothing_is_taken_in_the_clear(
+    secure: Callable[..., tuple[House, str]], authority: Authority
+) -> None:
+    house, _ = secure()
+    forged = [("deltafront-encrypted", "0" * 32)]
+    with DeltafrontClient(house.address) as client:
+        client._metadata = forged
+        for call in (client.info, lambda: list(client.generate("x")), lambda: client.cancel("x")):
+            with pytest.raises(Unauthenticated, match="not encrypted: use TLS, on port 9443"):
+                call()
+    with grpc.insecure_channel(house.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        reply = health.Check(health_pb2.HealthCheckRequest(), timeout=HANG_S)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    lenient, _ = secure(tls_only=False)
+    with DeltafrontClient(lenient.address) as client:
+        assert client.info().vocabulary == 258
+
+
+def test_tokens_are_asked_for_over_tls_too(
+    secure: Callable[..., tuple[House, str]], authority: Authority, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("alpha\n")
+    _, address = secure(tokens_file=str(tmp_path / "tokens"))
+    with DeltafrontClient(address, "alpha", tls=Tls(authority.ca)) as client:
+        assert client.info().vocabulary == 258
+    with DeltafrontClient(address, "beta", tls=Tls(authority.ca)) as client, pytest.raises(Unauthenticated):
+        client.info()
+
+
+def test_new_certificates_need_no_restart(
+    secure: Callable[..., tuple[House, str]], authority: Authority, tmp_path: Path
+) -> None:
+    _, address = secure()
+    successor = Authority(tmp_path / "successor")
+    certificate, key = successor.sign("server")
+    with DeltafrontClient(address, tls=Tls(authority.ca)) as before:
+        before.info()
+        os.replace(key, authority.folder / "server.key")  # does not fit the old certificate
+        with DeltafrontClient(address, tls=Tls(authority.ca)) as client:
+            assert client.info().vocabulary == 258
+        os.replace(certificate, authority.folder / "server.pem")
+        with DeltafrontClient(address, tls=Tls(successor.ca)) as client:
+            assert client.info().vocabulary == 258
+        with (
+            DeltafrontClient(address, tls=Tls(authority.ca), retry_s=0) as client,
+            pytest.raises(Unavailable),
+        ):
+            client.info()
+        assert before.info().vocabulary == 258
+
+
+def test_more_than_it_may_work_on_are_refused(
+    secure: Callable[..., tuple[House, str]], authority: Authority
+) -> None:
+    house, address = secure(most=1)
+    house.decode.pause_at = 1
+    with DeltafrontClient(address, tls=Tls(authority.ca)) as client:
+        stream = client.generate("x", max_tokens=5)
+        next(stream)
+        with pytest.raises(Overloaded):
+            client.info()
+        house.decode.pause_at = -1
+        list(stream)
+
+
+def test_the_environment_names_the_clients_files(
+    secure: Callable[..., tuple[House, str]], authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, address = secure(client_ca=authority.ca)
+    certificate, key = authority.sign("ann")
+    monkeypatch.setenv("DELTAFRONT_TLS_CA", str(authority.ca))
+    monkeypatch.setenv("DELTAFRONT_TLS_CERTIFICATE", str(certificate))
+    with pytest.raises(InvalidArgument, match="are needed together"):
+        DeltafrontClient(address, tls=True)
+    monkeypatch.setenv("DELTAFRONT_TLS_KEY", str(key))
+    with DeltafrontClient(address, tls=True) as client:
+        assert client.info().vocabulary == 258
+    monkeypatch.setenv("DELTAFRONT_TLS_CA", "/nowhere.pem")
+    with pytest.raises(InvalidArgument, match=r"/nowhere\.pem cannot be read"):
+        DeltafrontClient(address, tls=True)
+
+
+def test_files_that_cannot_be_used_stop_the_start(authority: Authority, model: Path) -> None:
+    certificate, key = authority.sign("server")
+    other, _ = authority.sign("other")
+    assert tls_files(settings(model).door) is None
+    for files, says in (
+        ((other, key), "cannot be used"),
+        ((Path("/nowhere.pem"), key), "No such file"),
+        ((key, key), "cannot be used"),
+    ):
+        door = settings(model, tls_certificate=str(files[0]), tls_key=str(files[1])).door
+        with pytest.raises(ConfigError, match=rf"door\.tls_certificate: .*{says}"):
+            tls_files(door)
+    door = settings(model, tls_certificate=str(certificate), tls_key=str(key)).door
+    assert authenticator(door, Gate(1)).gate is not None

@@ -1,0 +1,182 @@
+"""A connection that breaks under a request: the client goes on, and nobody can tell from the answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from deltafront.service.client import DeltafrontClient, PrefillFinished
+from deltafront.service.client import losses as client_losses
+from deltafront.service.errors import (
+    Cancelled,
+    ConnectionLost,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+
+from .fakes import EOS
+from .inprocess import House
+from .test_faults import PROMPT, counter, outcomes
+from .test_requests import collect, expected, ids, nothing_left
+
+CODES = [grpc.StatusCode[name] for name in ("CANCELLED", "UNKNOWN", "INTERNAL", "UNAVAILABLE")]
+READ = 6
+"""Progress events of PROMPT."""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_losses, "_FIRST_PAUSE_S", 0.01)
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+@pytest.mark.parametrize("events", [0, 2, READ, READ + 1, READ + 9, READ + 20])
+def test_an_answer_goes_on_where_it_stopped(
+    house: House, client: DeltafrontClient, events: int, code: grpc.StatusCode
+) -> None:
+    """Before and while the prompt is read, after the first token, in the middle, and before the finish."""
+    house.losses = [(events, code), (2, code)]
+    answer = list(client.generate(PROMPT, max_tokens=20, request_id="mine"))
+    tokens = [event for event in answer if hasattr(event, "token_id")]
+    assert [token.index for token in tokens] == list(range(20))
+    assert "".join(token.text for token in tokens) == expected(ids(PROMPT), 20)
+    assert (answer[-1].reason, answer[-1].request_id) == ("length", "mine")  # type: ignore[union-attr]
+    assert answer[-1].usage.completion_tokens == 20  # type: ignore[union-attr]
+    assert not house.losses
+    nothing_left(house)
+
+
+def test_what_was_streamed_is_read_and_not_generated_again(house: House, client: DeltafrontClient) -> None:
+    house.losses = [(READ + 5, CODES[0])]
+    collect(client.generate(PROMPT, max_tokens=9, seed=7, temperature=1.0))
+    first, second = house.group.jobs
+    assert len(second.token_ids) == len(first.token_ids) + 4 * 5
+    assert [job.sampling.max_tokens for job in house.decode.jobs] == [9, 4]
+    assert {job.sampling.seed for job in house.decode.jobs} == {7}
+    assert counter(house, "deltafront_time_to_first_token_seconds_count") == 1
+
+
+@pytest.mark.parametrize("kept", range(1, 11))
+def test_text_that_was_held_back_is_not_lost(house: House, client: DeltafrontClient, kept: int) -> None:
+    """A connection may break inside a character and inside a stop string."""
+    house.decode.script, house.decode.script_from = [*"aé€🙂STOPx".encode()], len("p") + 1
+    house.losses = [(1 + kept, CODES[1])]
+    text, _, finish, _ = collect(client.generate("p", max_tokens=16, stop=["STOP"]))
+    assert (text, finish.reason) == ("aé€🙂", "stop_string")
+    assert len(house.decode.jobs) == 2
+    nothing_left(house)
+
+
+def test_a_finish_that_was_lost_is_told_again(house: House, client: DeltafrontClient) -> None:
+    for script, reason in (([*b"all of it", EOS], "stop"), ([*b"all STOP"], "stop_string")):
+        house.decode.script = list(script)
+        house.losses = [(1 + len(script), CODES[2])]
+        text, tokens, finish, _ = collect(client.generate("p", max_tokens=40, stop=["STOP"]))
+        assert (finish.reason, len(tokens)) == (reason, len(script))
+        assert text == ("all of it" if reason == "stop" else "all ")
+    assert len(house.decode.jobs) == 2, "nothing is generated again"
+
+
+def test_a_session_goes_on_too(house: House, client: DeltafrontClient) -> None:
+    house.losses = [(3, CODES[0])]
+    *_, made = client.prefill(PROMPT)
+    assert isinstance(made, PrefillFinished)
+    house.losses = [(5, CODES[0])]
+    session = made.session.session_id
+    text, _, finish, _ = collect(client.generate(session_id=session, append="q", max_tokens=9))
+    assert text == expected(ids(PROMPT) + ids("q", bos=False), 9)
+    assert finish.usage.cached_tokens == len(PROMPT) + 1
+    client.release(session)
+    with pytest.raises(NotFound):
+        client.release(session)
+    nothing_left(house)
+
+
+def test_the_next_door_goes_on(make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's address is a proxy's: here the channel is pointed elsewhere by hand."""
+    first = make_house()
+    second = make_house(others=[first])
+    with DeltafrontClient(first.address) as client, DeltafrontClient(second.address) as other:
+        first.losses = [(READ + 3, CODES[3])]
+        monkeypatch.setattr(client._stub, "Generate", in_turn(client._stub.Generate, other._stub.Generate))
+        text, tokens, *_ = collect(client.generate(PROMPT, max_tokens=12))
+    assert text == expected(ids(PROMPT), 12)
+    assert len(tokens) == 12
+    assert not first.losses
+
+
+def in_turn(*methods: Callable[..., Any]) -> Callable[..., Any]:
+    """Each call goes to the next method, as a proxy's would."""
+    left = list(methods)
+
+    def call(*given: Any, **more: Any) -> Any:
+        return left.pop(0)(*given, **more)
+
+    return call
+
+
+# --- where it ends -----------------------------------------------------------------------------------------
+
+
+def test_without_patience_a_loss_is_an_error(house: House) -> None:
+    house.losses = [(0, CODES[1])]
+    with DeltafrontClient(house.address, retry_s=0) as client, pytest.raises(ConnectionLost) as caught:
+        list(client.generate(PROMPT))
+    assert caught.value.message == "the connection to the service was lost (unknown)"
+
+
+def test_the_deadline_holds_for_all_tries(house: House, client: DeltafrontClient) -> None:
+    house.decode.pause_at = 3
+    house.losses = [(READ, CODES[0])] * 5
+    with pytest.raises(DeadlineExceeded):
+        list(client.generate(PROMPT, timeout_s=1.0))
+    nothing_left(house)
+
+
+def test_a_server_that_was_never_there_is_said_at_once() -> None:
+    with DeltafrontClient("127.0.0.1:1") as client:
+        for call in (client.info, lambda: list(client.generate("x"))):
+            with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
+                call()
+
+
+def test_what_the_service_itself_says_is_not_asked_again(house: House, client: DeltafrontClient) -> None:
+    house.group.fail_after = [0] * 3
+    with pytest.raises(Unavailable, match="gave up after 3 tries"):
+        list(client.generate(PROMPT))
+    assert outcomes(house) == {("Generate", "unavailable"): 1}
+
+
+def test_closing_the_client_is_no_loss(house: House, client: DeltafrontClient) -> None:
+    house.decode.pause_at = 2
+    stream = client.generate(PROMPT)
+    closing = threading.Timer(0.0, client.close)
+    for event in stream:
+        if getattr(event, "index", -1) == 1:
+            closing.start()
+            break
+    with pytest.raises(Cancelled):
+        list(stream)
+    closing.join()
+    nothing_left(house)
+
+
+@pytest.mark.parametrize(
+    ("answered", "says"),
+    [(b"123", "multiple of 4"), (b"\xff\xff\0\0", "vocabulary"), (bytes(4 * 5), "5 tokens are more than")],
+)
+def test_answered_ids_are_checked(house: House, client: DeltafrontClient, answered: bytes, says: str) -> None:
+    from deltafront.protos.v1 import deltafront_pb2 as pb
+
+    request = pb.GenerateRequest(
+        prompt=pb.Prompt(text="x"), sampling=pb.SamplingOptions(max_tokens=4), answered_ids=answered
+    )
+    with pytest.raises(InvalidArgument, match=says) as caught:
+        client._ask(lambda *given, **more: list(client._stub.Generate(*given, **more)), request)
+    assert caught.value.field == "answered_ids"
