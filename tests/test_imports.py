@@ -51,7 +51,8 @@ ROOMS = {
         service.exporter service.fleet service.door service.wiring""",
     "service.client": """kernels.methods workers.messages workers.settings workers.model.config
         workers.model.decoder workers.model.store
-        workers.calibration workers.model.digest workers.model.profile service.errors
+        workers.calibration workers.model.digest workers.model.profile
+        workers.kv.page_pool service.errors
         service.config service.door.wire service.door.status service.request.answers
         service.request.calls service.request.plan service.request.tokenizer service.wiring service.app
         protos""",
@@ -185,6 +186,7 @@ TORCH_FREE = [
     "service.door.grpc_door",
     "service.door.http_door",
     "service.client.client",
+    "service.client.size",
     "workers.messages",
     "workers.settings",
     "workers.model.config",
