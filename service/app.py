@@ -69,6 +69,28 @@ class DoorReplica(FrontDoor):
         return self._http.app
 
 
+def serve_config(content: Mapping[str, Any], host: str = "0.0.0.0") -> dict[str, Any]:
+    """What `serve deploy`, a RayService (`serveConfigV2`) and `deltafront serve` give to Ray Serve, from a
+    configuration file's content. host: where the HTTP port listens. Raises ConfigError."""
+    door = parse(content).door
+    application = {
+        "name": APP_NAME,
+        "import_path": f"{build.__module__}:{build.__name__}",
+        "route_prefix": "/",
+        "args": dict(content),
+    }
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": host, "port": door.http_port},
+        "grpc_options": {
+            "port": door.grpc_port,
+            "grpc_servicer_functions": list(SERVICERS),
+            "enable_reflection": True,
+        },
+        "applications": [application],
+    }
+
+
 def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
     """The whole application, as Serve's application builder. Raises ConfigError, or ModelError for a model
     that cannot be used."""
@@ -93,12 +115,14 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
 def _owner(name: str, module: Any, config: Any, replicas: int) -> Any:
     """A deployment whose replicas each own the actors of one group or worker."""
     bundles, strategy = module.placement(config)
+    labels = [dict(config.node_labels)] * len(bundles) if config.node_labels else None
     return serve.deployment(
         name=name,
         num_replicas=replicas,
         ray_actor_options={"num_cpus": module.REPLICA_CPUS},
         placement_group_bundles=bundles,
         placement_group_strategy=strategy,
+        placement_group_bundle_label_selector=labels,
         health_check_period_s=_HEALTH_PERIOD_S,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
     )(getattr(module, name))
@@ -111,11 +135,15 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         DIRECTORY_VARIABLE: str(directory),
         MESSAGE_SIZE_VARIABLE: str(settings.door.max_message_bytes),
     }
+    options: dict[str, Any] = {"num_cpus": settings.door.cpus, "runtime_env": {"env_vars": environment}}
+    if settings.door.node_labels:
+        options["label_selector"] = dict(settings.door.node_labels)
     door = serve.deployment(
         name="FrontDoor",
         num_replicas=settings.door.replicas,
+        max_replicas_per_node=settings.door.per_node,
         max_ongoing_requests=settings.door.max_requests,
-        ray_actor_options={"num_cpus": settings.door.cpus, "runtime_env": {"env_vars": environment}},
+        ray_actor_options=options,
         graceful_shutdown_timeout_s=5,
     )(serve.ingress()(Door if workers else DoorReplica))
     return door.bind(settings.model_dump(mode="json"), str(directory), *workers)

