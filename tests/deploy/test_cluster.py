@@ -80,6 +80,15 @@ def test_a_document_is_read_at_one_door_and_questioned_at_another(cluster: Local
         assert (info.prefill_groups, info.prefill_stages, info.decode_workers) == (1, 2, 1)
 
 
+def test_both_doors_answer(cluster: LocalCluster) -> None:
+    """A door says where its metrics are: at its node's address."""
+    answered = set()
+    for number in range(40):
+        with DeltafrontClient(cluster.doors[number % 2], TOKEN) as client:
+            answered.add(client.info().metrics_address)
+    assert answered == {f"{address.split(':')[0]}:9464" for address in cluster.doors}
+
+
 def test_every_door_asks_for_the_token(cluster: LocalCluster) -> None:
     for address in cluster.doors:
         with DeltafrontClient(address, "another") as client, pytest.raises(Unauthenticated):

@@ -150,17 +150,19 @@ def test_doors_are_where_the_service_and_its_ports_say(overlay: str) -> None:
     pod = container(group["template"])
     assert {port["name"]: port["containerPort"] for port in pod["ports"]} == {
         "grpc": door.grpc_port,
+        "http": door.http_port,
         "door-metrics": door.metrics_port,
     }
     assert pod["readinessProbe"]["grpc"]["port"] == door.grpc_port
     (service,) = [one for one in of_kind(objects, "Service") if one["metadata"]["name"] == "deltafront"]
-    (port,) = service["spec"]["ports"]
-    assert (port["targetPort"], port["appProtocol"]) == ("grpc", "kubernetes.io/h2c")
+    grpc, http = service["spec"]["ports"]
+    assert (grpc["targetPort"], grpc["appProtocol"]) == ("grpc", "kubernetes.io/h2c")
+    assert http["targetPort"] == "http"
     labels = group["template"]["metadata"]["labels"] | {"ray.io/group": "door"}
     assert service["spec"]["selector"].items() <= labels.items()
     (route,) = of_kind(rendered("gateway"), "GRPCRoute")
     (backend,) = route["spec"]["rules"][0]["backendRefs"]
-    assert (backend["name"], backend["port"]) == ("deltafront", port["port"])
+    assert (backend["name"], backend["port"]) == ("deltafront", grpc["port"])
     assert group["replicas"] == door.replicas and door.per_node == 1, "every door pod has its door"
     (budget,) = of_kind(objects, "PodDisruptionBudget")
     assert budget["spec"]["minAvailable"] < door.replicas
