@@ -22,6 +22,7 @@ from .door.grpc_door import FrontDoor
 from .door.http_door import HttpDoor
 from .exporter import Exporter
 from .fleet.dispatch import RayDirectory
+from .fleet.scaling import GroupsByBacklog, WorkersByLoad
 from .fleet.view import Fleet
 from .metrics import DIRECTORY_VARIABLE, Metrics
 from .wiring import local_model, observer, requests
@@ -103,22 +104,37 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     from ..workers.decode import worker as decode_worker
     from ..workers.prefill import group as prefill_group
 
-    prefill = _owner("PrefillGroup", prefill_group, settings.prefill, settings.prefill.groups)
-    decode = _owner("DecodeReplica", decode_worker, settings.decode, settings.decode.workers)
+    prefill, decode = settings.prefill, settings.decode
+    groups = _replicas(prefill.groups, prefill.max_groups, GroupsByBacklog, backlog_s=prefill.backlog_s)
+    workers = _replicas(
+        decode.workers, decode.max_workers, WorkersByLoad, usage=decode.usage, max_batch=decode.max_batch
+    )
     owners = (
-        prefill.bind(settings.model, settings.prefill, settings.handoff),
-        decode.bind(settings.model, settings.decode, settings.handoff),
+        _owner("PrefillGroup", prefill_group, prefill, groups).bind(
+            settings.model, prefill, settings.handoff
+        ),
+        _owner("DecodeReplica", decode_worker, decode, workers).bind(
+            settings.model, decode, settings.handoff
+        ),
     )
     return assemble(settings, scratch, *owners)
 
 
-def _owner(name: str, module: Any, config: Any, replicas: int) -> Any:
+def _replicas(least: int, most: int | None, policy: type, **limits: float) -> dict[str, Any]:
+    """A deployment's number of replicas, or the bounds and the policy that it is chosen by."""
+    if most is None:
+        return {"num_replicas": least}
+    by = {"policy_function": f"{policy.__module__}:{policy.__name__}", "policy_kwargs": limits}
+    return {"autoscaling_config": {"min_replicas": least, "max_replicas": most, "policy": by}}
+
+
+def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any:
     """A deployment whose replicas each own the actors of one group or worker."""
     bundles, strategy = module.placement(config)
     labels = [dict(config.node_labels)] * len(bundles) if config.node_labels else None
     return serve.deployment(
         name=name,
-        num_replicas=replicas,
+        **replicas,
         ray_actor_options={"num_cpus": module.REPLICA_CPUS},
         placement_group_bundles=bundles,
         placement_group_strategy=strategy,

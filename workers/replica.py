@@ -77,6 +77,11 @@ class Replica:
         self._end(self.head)
         self._build()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this where it decides how many replicas there are: the worker's state, by name."""
+        state = vars(await self.head.stats.remote())
+        return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
+
     def stop(self) -> None:
         """End all actors at once (outside Serve; a replica's actors die with it)."""
         for actor in list(self._actors):

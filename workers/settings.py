@@ -22,6 +22,7 @@ _STRICT: dict[str, Any] = {"extra": "forbid"}
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Room = Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)]
 """Tokens whose K/V a worker has room for: whole pages."""
 Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
@@ -67,6 +68,10 @@ class PrefillConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     groups: Count = 1
+    max_groups: Count | None = None
+    """On a cluster, between `groups` and so many are kept, as the backlog asks for. None: always `groups`."""
+    backlog_s: Positive = 30.0
+    """With max_groups: seconds in which the groups should be able to read what waits."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     cache_tokens: Room = 32_768
@@ -114,6 +119,11 @@ class DecodeConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     workers: Count = 1
+    max_workers: Count | None = None
+    """On a cluster, between `workers` and so many are kept, as pages and requests ask for. None: always
+    `workers`."""
+    usage: Share = 0.8
+    """With max_workers: how much of their pages workers should have in use at most."""
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: Amount = 10.0
