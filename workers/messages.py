@@ -385,7 +385,8 @@ class SessionKept:
 @dataclass(frozen=True)
 class GroupStats:
     """A prefill group as admission sees it. tokens_per_second: recent prefill rate (0: none seen yet).
-    waiting_tokens: prompt tokens admitted and not yet computed."""
+    waiting_tokens: prompt tokens admitted and not yet computed. nodes: where its stages are (empty:
+    unknown)."""
 
     name: str
     pages_total: int
@@ -394,11 +395,12 @@ class GroupStats:
     waiting: int
     waiting_tokens: int
     tokens_per_second: float
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """A decode worker as admission sees it."""
+    """A decode worker as admission sees it. node: where it is (empty: unknown)."""
 
     name: str
     pages_total: int
@@ -407,6 +409,7 @@ class DecodeStats:
     waiting: int
     sessions: int
     page_tokens: int = PAGE_TOKENS
+    node: str = ""
 
 
 NAMESPACE = "deltafront"

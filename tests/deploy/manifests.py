@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from deltafront.service.config import ServiceConfig, parse
+
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "one-gpu", "pd-8b", "pd-70b")
@@ -60,3 +62,7 @@ def container(template: Object) -> Object:
 def serve_config(overlay: str) -> Object:
     content: Object = yaml.safe_load(ray_service(overlay)["serveConfigV2"])
     return content
+
+
+def settings(overlay: str) -> ServiceConfig:
+    return parse(serve_config(overlay)["applications"][0]["args"], overlay)

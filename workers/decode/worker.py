@@ -5,11 +5,12 @@ Importing this loads no torch; the actor does, in its own process.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
 
-from ..messages import DECODE_PREFIX
+from ..messages import DECODE_PREFIX, DecodeStats
 from ..remote import REPLICA_CPUS, hosts, placement_of
 from ..replica import Replica
 from ..roles import DecodeWorker
@@ -38,6 +39,10 @@ class DecodeActor:
 
     async def start(self) -> None:
         await self.hosted.start()
+
+    async def stats(self) -> DecodeStats:
+        """With what only Ray knows: where the worker is."""
+        return replace(await self.hosted.stats(), node=ray.get_runtime_context().get_node_id())
 
     async def check(self) -> str:
         """Why the worker should be replaced; empty while it is well."""

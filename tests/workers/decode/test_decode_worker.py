@@ -82,6 +82,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     assert session is not None and session.startswith(replica.name.removeprefix("decode:") + ".")
     stats: DecodeStats = await actor.stats.remote()
     assert (stats.pages_free, stats.sessions, stats.running) == (stats.pages_total - 5, 1, 0)
+    assert stats.node == cluster.get_runtime_context().get_node_id()
     refused = await actor.reserve.remote(Reserve("s", "you", 1, 1, session))
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_SESSION
     assert await actor.release_session.remote(session, "me")
