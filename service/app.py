@@ -40,6 +40,8 @@ _HEALTH_PERIOD_S = 1.0
 """How often Serve asks a replica, which then looks after its actors (docs/recovery.md)."""
 
 _CONSTRUCTOR_TRIES = 3
+_SHUTDOWN_S = 20.0
+"""Serve kills a replica that takes longer to stop than this, and than it may drain."""
 
 
 class DoorReplica(FrontDoor):
@@ -141,6 +143,7 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
         placement_group_bundle_label_selector=labels,
         health_check_period_s=_HEALTH_PERIOD_S,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+        graceful_shutdown_timeout_s=_SHUTDOWN_S + config.drain_s,
     )(getattr(module, name))
 
 

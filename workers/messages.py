@@ -386,7 +386,7 @@ class SessionKept:
 class GroupStats:
     """A prefill group as admission sees it. tokens_per_second: recent prefill rate (0: none seen yet).
     waiting_tokens: prompt tokens admitted and not yet computed. nodes: where its stages are (empty:
-    unknown)."""
+    unknown). draining: it ends what it has and wants nothing new."""
 
     name: str
     pages_total: int
@@ -396,11 +396,13 @@ class GroupStats:
     waiting_tokens: int
     tokens_per_second: float
     nodes: tuple[str, ...] = ()
+    draining: bool = False
 
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """A decode worker as admission sees it. node: where it is (empty: unknown)."""
+    """A decode worker as admission sees it. node: where it is (empty: unknown). draining: it ends what it
+    has, sessions included, and wants no new prompts."""
 
     name: str
     pages_total: int
@@ -410,6 +412,7 @@ class DecodeStats:
     sessions: int
     page_tokens: int = PAGE_TOKENS
     node: str = ""
+    draining: bool = False
 
 
 NAMESPACE = "deltafront"

@@ -72,6 +72,8 @@ class PrefillConfig:
     """On a cluster, between `groups` and so many are kept, as the backlog asks for. None: always `groups`."""
     backlog_s: Positive = 30.0
     """With max_groups: seconds in which the groups should be able to read what waits."""
+    drain_s: Amount = 0.0
+    """How long a group that is taken away may take to end what it reads; 0: it ends at once."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     cache_tokens: Room = 32_768
@@ -124,6 +126,8 @@ class DecodeConfig:
     `workers`."""
     usage: Share = 0.8
     """With max_workers: how much of their pages workers should have in use at most."""
+    drain_s: Amount = 0.0
+    """How long a worker that is taken away may take to end its requests and sessions; 0: it ends at once."""
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: Amount = 10.0

@@ -65,9 +65,10 @@ Decision = Admitted | Rejected
 
 
 def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats]) -> Decision:
-    """Decide about one prompt. `groups` and `workers` are not empty."""
-    fitting = [w for w in workers if need.pages(w.page_tokens) <= w.pages_total]
-    able = [g for g in groups if need.read_tokens <= g.pages_total * _page_tokens(workers)]
+    """Decide about one prompt. Some of `groups` and of `workers` are not draining."""
+    fitting = [w for w in workers if not w.draining and need.pages(w.page_tokens) <= w.pages_total]
+    room = _page_tokens(workers)
+    able = [g for g in groups if not g.draining and need.read_tokens <= g.pages_total * room]
     if not fitting or not able:
         return Rejected(
             Reason.TOO_LARGE,

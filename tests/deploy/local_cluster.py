@@ -93,6 +93,16 @@ class LocalCluster:
             applications = json.load(reply)["applications"]
         return next(iter(applications.values()), {"status": "NOT_STARTED"})
 
+    def replicas(self, deployment: str) -> list[str]:
+        """The states of its replicas."""
+        return sorted(one["state"] for one in self.status()["deployments"][deployment]["replicas"])
+
+    def wait_for(self, deployment: str, states: list[str]) -> None:
+        until = time.monotonic() + _START_S
+        while (found := self.replicas(deployment)) != states:
+            assert time.monotonic() < until, f"{deployment} is {found}, not {states}"
+            time.sleep(0.5)
+
     def groups_of(self, kind: str) -> list[str]:
         """The groups of the nodes where the living actors of a class are, one for each actor."""
         from ray.util.state import list_actors, list_nodes

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.config import parse
 from deltafront.service.errors import Unauthenticated
+from deltafront.service.fleet.sessions import worker_of
 from deltafront.workers.model.store import DEFAULT_MODEL, model_directory
 
 from .local_cluster import LocalCluster
@@ -104,3 +106,47 @@ def test_metrics_of_the_doors_are_on_their_nodes_port(cluster: LocalCluster) -> 
     ]
     assert any('method_rpc="Prefill"' in line for line in finished)
     assert any('method_rpc="Generate"' in line and float(line.split()[-1]) >= 2 for line in finished)
+
+
+def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Load rises and falls, decode workers go from one to two and back, and nothing is lost. Serve's own
+    delays are shortened as any deployment's options can be, beside the configuration."""
+    serve = content(tmp_path)
+    serve["applications"][0]["args"]["decode"] |= {"max_workers": 2, "max_batch": 1}
+    policy = {"policy_function": "deltafront.service.fleet.scaling:WorkersByLoad"}
+    policy |= {"policy_kwargs": {"usage": 0.8, "max_batch": 1}}
+    delays = {"upscale_delay_s": 0, "downscale_delay_s": 2, "look_back_period_s": 3, "metrics_interval_s": 1}
+    scaling = {"min_replicas": 1, "max_replicas": 2, "policy": policy, **delays}
+    serve["applications"][0]["deployments"] = [{"name": "DecodeReplica", "autoscaling_config": scaling}]
+    cluster.deploy(serve)
+    cluster.wait_for("DecodeReplica", ["RUNNING"])
+    first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
+    with first, second, ThreadPoolExecutor(3) as threads:
+        sessions = [kept(first)]
+        streams = [threads.submit(answer, second, 150) for _ in range(3)]
+        cluster.wait_for("DecodeReplica", ["RUNNING", "RUNNING"])
+        sessions += [kept(first)]
+        assert len({worker_of(session) for session in sessions}) == 2
+        assert [stream.result() for stream in streams] == [150] * 3
+        cluster.wait_for("DecodeReplica", ["RUNNING", "STOPPING"])
+        for session in sessions:
+            *_, done = second.generate(session_id=session, append="\nWho?", max_tokens=4)
+            assert isinstance(done, GenerateFinished) and done.usage.cached_tokens > 100
+        assert cluster.replicas("DecodeReplica") == ["RUNNING", "STOPPING"], "it waits for its session"
+        for session in sessions:
+            first.release(session)
+        cluster.wait_for("DecodeReplica", ["RUNNING"])
+        assert answer(second, 4) == 4
+
+
+def kept(client: DeltafrontClient) -> str:
+    *_, read = client.prefill(DOCUMENT[:500])
+    assert isinstance(read, PrefillFinished)
+    return read.session.session_id
+
+
+def answer(client: DeltafrontClient, tokens: int) -> int:
+    """How many tokens of an answer came."""
+    *_, done = client.generate(DOCUMENT[:500], max_tokens=tokens)
+    assert isinstance(done, GenerateFinished)
+    return done.usage.completion_tokens

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from ..leaving import Leaving
 from ..messages import DECODE_PREFIX, DecodeStats
 from ..remote import REPLICA_CPUS, hosts, placement_of
 from ..replica import Replica
@@ -29,7 +30,7 @@ def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
 
 
 @hosts(DecodeWorker)
-class DecodeActor:
+class DecodeActor(Leaving):
     """A `DecodeEngine` in a process of its own. Asyncio: calls run side by side, and wait for loading."""
 
     def __init__(self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig) -> None:
@@ -41,8 +42,9 @@ class DecodeActor:
         await self.hosted.start()
 
     async def stats(self) -> DecodeStats:
-        """With what only Ray knows: where the worker is."""
-        return replace(await self.hosted.stats(), node=ray.get_runtime_context().get_node_id())
+        """With what only the actor knows: where it is, and whether it is taken away."""
+        node = ray.get_runtime_context().get_node_id()
+        return replace(await self.hosted.stats(), node=node, draining=self.draining)
 
     async def check(self) -> str:
         """Why the worker should be replaced; empty while it is well."""
@@ -63,7 +65,7 @@ class DecodeReplica(Replica):
         config: DecodeConfig,
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
     ) -> None:
-        super().__init__(DECODE_PREFIX)
+        super().__init__(DECODE_PREFIX, config.drain_s)
         self._what = model, config, handoff
         self._build()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from ..leaving import Leaving
 from ..messages import PREFILL_PREFIX, GroupStats, RequestFailed
 from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ..replica import Replica
@@ -97,7 +98,7 @@ class StageActor:
 
 
 @hosts(Group)
-class ControllerActor:
+class ControllerActor(Leaving):
     """A `PrefillController` under a name that the door finds. Asyncio: calls run side by side."""
 
     def __init__(
@@ -121,8 +122,8 @@ class ControllerActor:
         )
 
     async def stats(self) -> GroupStats:
-        """With what only Ray knows: where the stages are."""
-        return replace(await self.hosted.stats(), nodes=self._nodes)
+        """With what only the actor knows: where the stages are, and whether it is taken away."""
+        return replace(await self.hosted.stats(), nodes=self._nodes, draining=self.draining)
 
     async def check(self) -> str:
         """Why the group is dead; empty while it lives."""
@@ -161,7 +162,7 @@ class PrefillGroup(Replica):
         config: PrefillConfig,
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
     ) -> None:
-        super().__init__(PREFILL_PREFIX)
+        super().__init__(PREFILL_PREFIX, config.drain_s)
         self._what = model, config, handoff
         self._stages: dict[int, Any] = {}
         self._build()

@@ -98,6 +98,14 @@ def test_a_decode_worker_near_the_stages_is_preferred_among_those_with_room() ->
     assert isinstance(unknown, Admitted) and unknown.workers == ("far", "near"), "no node is like no other"
 
 
+def test_who_is_taken_away_gets_nothing_new() -> None:
+    staying, leaving = GroupStats("g", 100, 100, 0, 0, 900, 10.0), GroupStats("h", 100, 100, 0, 0, 0, 10.0)
+    ws = DecodeStats("d", 100, 10, 0, 0, 0), DecodeStats("e", 100, 100, 0, 0, 0, draining=True)
+    decision = admit(Need(160), (staying, replace(leaving, draining=True)), ws, 9)
+    assert isinstance(decision, Admitted)
+    assert (decision.group, decision.workers) == ("g", ("d",))
+
+
 @given(needs, group(), workers)
 def test_with_one_group_it_admits_exactly_what_is_possible(
     need: Need, g: GroupStats, ws: tuple[DecodeStats, ...]
