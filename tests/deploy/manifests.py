@@ -60,7 +60,9 @@ def container(template: Object) -> Object:
 
 
 def serve_config(overlay: str) -> Object:
-    content: Object = yaml.safe_load(ray_service(overlay)["serveConfigV2"])
+    """serveConfigV2, from the overlay's patch, so that kubectl need not be there."""
+    (operation,) = yaml.safe_load((KUBERNETES / "overlays" / overlay / "serve.yaml").read_text())
+    content: Object = yaml.safe_load(operation["value"])
     return content
 
 

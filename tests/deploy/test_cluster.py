@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.config import parse
@@ -21,7 +20,7 @@ from deltafront.service.fleet.sessions import worker_of
 from deltafront.workers.model.store import DEFAULT_MODEL, model_directory
 
 from .local_cluster import LocalCluster
-from .manifests import KUBERNETES, ROOT
+from .manifests import ROOT, serve_config
 
 TOKEN = "a-token"
 DOCUMENT = (ROOT / "deploy" / "demo" / "moby-dick.txt").read_text()[:2000]
@@ -29,8 +28,7 @@ DOCUMENT = (ROOT / "deploy" / "demo" / "moby-dick.txt").read_text()[:2000]
 
 def content(folder: Path) -> Any:
     """As the overlay has it, with this machine's paths."""
-    (operation,) = yaml.safe_load((KUBERNETES / "overlays" / "cpu" / "serve.yaml").read_text())
-    found = yaml.safe_load(operation["value"])
+    found = serve_config("cpu")
     tokens = folder / "tokens"
     tokens.write_text(TOKEN)
     arguments = found["applications"][0]["args"]

@@ -23,7 +23,7 @@ from ray.serve.schema import (
 from deltafront.service.app import build
 from deltafront.service.config import ConfigError, ServiceConfig, parse
 
-from .manifests import KUBERNETES, OVERLAYS, Object, serve_config
+from .manifests import KUBERNETES, OVERLAYS, Object, ray_service, serve_config
 
 
 def generator() -> ModuleType:
@@ -54,6 +54,11 @@ def test_the_patches_are_made_from_the_configurations() -> None:
     assert [path.name for path in build_module.overlays()] == sorted(OVERLAYS)
     for overlay in build_module.overlays():
         assert (overlay / "serve.yaml").read_text() == build_module.patch(overlay), "run make manifests"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_patch_reaches_the_ray_service(overlay: str) -> None:
+    assert yaml.safe_load(ray_service(overlay)["serveConfigV2"]) == serve_config(overlay)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
