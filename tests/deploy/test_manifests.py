@@ -174,6 +174,7 @@ def test_kuberays_own_rules(overlay: str) -> None:
     assert len(service["metadata"]["name"]) <= 47
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     assert f"ray=={cluster['rayVersion']}" in pins
+    assert cluster["authOptions"] == {"mode": "token"}
     redis = cluster["gcsFaultToleranceOptions"]["redisAddress"].split(":")[0]
     assert redis in {one["metadata"]["name"] for one in of_kind(rendered(f"overlays/{overlay}"), "Service")}
     for group in cluster["workerGroupSpecs"]:
