@@ -90,7 +90,7 @@ class ServiceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
-        problems = [*self._method_problems(), *self._contradictions()]
+        problems = [*self._method_problems(), *self._bounds(), *self._contradictions()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -121,6 +121,14 @@ class ServiceConfig(BaseModel):
         named[self.door.default_method] = "door.default_method"
         return named | {name: f"prefill.method_options.{name}" for name in self.prefill.method_options}
 
+    def _bounds(self) -> Iterator[str]:
+        """Of what Serve may choose."""
+        prefill, decode = self.prefill, self.decode
+        if prefill.max_groups is not None and prefill.max_groups < prefill.groups:
+            yield f"prefill.max_groups = {prefill.max_groups}: must be at least prefill.groups"
+        if decode.max_workers is not None and decode.max_workers < decode.workers:
+            yield f"decode.max_workers = {decode.max_workers}: must be at least decode.workers"
+
     def _contradictions(self) -> Iterator[str]:
         """What relates several values."""
         prefill, decode, door = self.prefill, self.decode, self.door
@@ -138,10 +146,6 @@ class ServiceConfig(BaseModel):
             yield f"decode.full_layers and delta_layers share {both}"
         if self.handoff.transport == "in_process":
             yield "handoff.transport: stages and decode workers are processes of their own: use object_store"
-        if prefill.max_groups is not None and prefill.max_groups < prefill.groups:
-            yield f"prefill.max_groups = {prefill.max_groups}: must be at least prefill.groups"
-        if decode.max_workers is not None and decode.max_workers < decode.workers:
-            yield f"decode.max_workers = {decode.max_workers}: must be at least decode.workers"
         if door.default_session_ttl_s > decode.max_session_ttl_s:
             yield "door.default_session_ttl_s: must not exceed decode.max_session_ttl_s"
         for key, lease in (("prefill", prefill.stream_lease_s), ("decode", decode.stream_lease_s)):
