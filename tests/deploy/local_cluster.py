@@ -46,6 +46,7 @@ class LocalCluster:
             self._environment.setenv(name, value)
         self._cluster = Cluster(shutdown_at_exit=True)
         self.doors: list[str] = []
+        self.http_doors: list[str] = []
         try:
             for number, group in enumerate(groups):
                 self._add(number, group)
@@ -69,6 +70,7 @@ class LocalCluster:
         )
         if group == "door":
             self.doors.append(f"{_address(number)}:{door.grpc_port + number}")
+            self.http_doors.append(f"{_address(number)}:{door.http_port + number}")
 
     @property
     def dashboard(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.config import parse
@@ -82,6 +83,14 @@ def test_a_document_is_read_at_one_door_and_questioned_at_another(cluster: Local
         info = second.info()
         assert info.decode_pages_free == info.decode_pages_total
         assert (info.prefill_groups, info.prefill_stages, info.decode_workers) == (1, 2, 1)
+
+
+def test_the_same_document_is_questioned_over_http(cluster: LocalCluster) -> None:
+    for address in cluster.http_doors:
+        with OpenAI(base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0) as client:
+            (model,) = client.models.list()
+            reply = client.completions.create(model=model.id, prompt=DOCUMENT[:500], max_tokens=4)
+            assert reply.usage is not None and reply.usage.completion_tokens == 4
 
 
 def test_both_doors_answer(cluster: LocalCluster) -> None:
