@@ -6,7 +6,7 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test acceptance check proto serve dashboards clean install dev model accuracy
+.PHONY: demo test acceptance check proto serve dashboards manifests clean install dev model accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -58,6 +58,9 @@ proto: dev
 
 dashboards: install
 	$(BIN)/python dashboards/build.py
+
+manifests: install
+	$(BIN)/python deploy/kubernetes/build.py
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis deltafront.egg-info $(VENV)

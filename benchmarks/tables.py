@@ -1,4 +1,4 @@
-"""Write the tables of README and docs/figures.md from benchmarks/results/*.json, between their markers.
+"""Write the tables of README and docs, between their markers: most from benchmarks/results/*.json.
 
     python -m deltafront.benchmarks.tables [--check]
 
@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..service.client import size
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "deploy.md")
 
 Result = dict[str, Any]
 
@@ -203,6 +205,22 @@ def levels(result: Result) -> str:
     return markdown(header, rows) + provenance(result, "")
 
 
+GPUS_GIB = (79.0, 139.0, 267.0)
+"""About what a process can have of an H100's 80 GB, an H200's 141 GB and a B300's 288 GB."""
+
+
+def sizing() -> str:
+    """Computed, not measured: `deltafront size` for 8B and 70B at 128K and 512K."""
+    rows = [
+        size.row(size.sizing(name, shape, tokens, concurrency, gpu))
+        for name, shape in size.SHAPES.items()
+        for tokens in (131_072, 524_288)
+        for gpu in GPUS_GIB
+        for concurrency in (1, 8)
+    ]
+    return markdown(size.HEADER, rows)
+
+
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "headline": (headline, ("kernels_h200", "long_context_h200")),
     "kernels_h200": (kernels, ("kernels_h200",)),
@@ -213,6 +231,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "accuracy_h200": (levels, ("accuracy_h200",)),
     "precision_h200": (precision, ("precision_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),
+    "sizing": (sizing, ()),
 }
 """What makes a table, and from which results."""
 

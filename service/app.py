@@ -25,6 +25,7 @@ from .door.http_door import HttpDoor
 from .door.tls import Gate, TlsPort
 from .exporter import Exporter
 from .fleet.dispatch import RayDirectory
+from .fleet.scaling import GroupsByBacklog, WorkersByLoad
 from .fleet.view import Fleet
 from .metrics import DIRECTORY_VARIABLE, Metrics
 from .wiring import local_model, observer, requests, tls_files
@@ -44,6 +45,8 @@ _HEALTH_PERIOD_S = 1.0
 _CONSTRUCTOR_TRIES = 3
 _OTHER_DOORS_S = 5.0
 """How long a door waits for the others to end a request."""
+_SHUTDOWN_S = 20.0
+"""Serve kills a replica that takes longer to stop than this, and than it may drain."""
 
 
 class DoorReplica(FrontDoor):
@@ -103,6 +106,28 @@ class DoorReplica(FrontDoor):
         return self._http.app
 
 
+def serve_config(content: Mapping[str, Any], host: str = "0.0.0.0") -> dict[str, Any]:
+    """What `serve deploy`, a RayService (`serveConfigV2`) and `deltafront serve` give to Ray Serve, from a
+    configuration file's content. host: where the HTTP port listens. Raises ConfigError."""
+    door = parse(content).door
+    application = {
+        "name": APP_NAME,
+        "import_path": f"{build.__module__}:{build.__name__}",
+        "route_prefix": "/",
+        "args": dict(content),
+    }
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": host, "port": door.http_port},
+        "grpc_options": {
+            "port": door.grpc_port,
+            "grpc_servicer_functions": list(SERVICERS),
+            "enable_reflection": True,
+        },
+        "applications": [application],
+    }
+
+
 def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
     """The whole application, as Serve's application builder. Raises ConfigError, or ModelError for a model
     that cannot be used."""
@@ -115,26 +140,44 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     from ..workers.decode import worker as decode_worker
     from ..workers.prefill import group as prefill_group
 
-    prefill = _owner("PrefillGroup", prefill_group, settings.prefill, settings.prefill.groups)
-    decode = _owner("DecodeReplica", decode_worker, settings.decode, settings.decode.workers)
+    prefill, decode = settings.prefill, settings.decode
+    groups = _replicas(prefill.groups, prefill.max_groups, GroupsByBacklog, backlog_s=prefill.backlog_s)
+    workers = _replicas(
+        decode.workers, decode.max_workers, WorkersByLoad, usage=decode.usage, max_batch=decode.max_batch
+    )
     owners = (
-        prefill.bind(settings.model, settings.prefill, settings.handoff),
-        decode.bind(settings.model, settings.decode, settings.handoff),
+        _owner("PrefillGroup", prefill_group, prefill, groups).bind(
+            settings.model, prefill, settings.handoff
+        ),
+        _owner("DecodeReplica", decode_worker, decode, workers).bind(
+            settings.model, decode, settings.handoff
+        ),
     )
     return assemble(settings, scratch, *owners)
 
 
-def _owner(name: str, module: Any, config: Any, replicas: int) -> Any:
+def _replicas(least: int, most: int | None, policy: type, **limits: float) -> dict[str, Any]:
+    """A deployment's number of replicas, or the bounds and the policy that it is chosen by."""
+    if most is None:
+        return {"num_replicas": least}
+    by = {"policy_function": f"{policy.__module__}:{policy.__name__}", "policy_kwargs": limits}
+    return {"autoscaling_config": {"min_replicas": least, "max_replicas": most, "policy": by}}
+
+
+def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any:
     """A deployment whose replicas each own the actors of one group or worker."""
     bundles, strategy = module.placement(config)
+    labels = [dict(config.node_labels)] * len(bundles) if config.node_labels else None
     return serve.deployment(
         name=name,
-        num_replicas=replicas,
+        **replicas,
         ray_actor_options={"num_cpus": module.REPLICA_CPUS},
         placement_group_bundles=bundles,
         placement_group_strategy=strategy,
+        placement_group_bundle_label_selector=labels,
         health_check_period_s=_HEALTH_PERIOD_S,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+        graceful_shutdown_timeout_s=_SHUTDOWN_S + config.drain_s,
     )(getattr(module, name))
 
 
@@ -145,11 +188,15 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         DIRECTORY_VARIABLE: str(directory),
         MESSAGE_SIZE_VARIABLE: str(settings.door.max_message_bytes),
     }
+    options: dict[str, Any] = {"num_cpus": settings.door.cpus, "runtime_env": {"env_vars": environment}}
+    if settings.door.node_labels:
+        options["label_selector"] = dict(settings.door.node_labels)
     door = serve.deployment(
         name="FrontDoor",
         num_replicas=settings.door.replicas,
+        max_replicas_per_node=settings.door.per_node,
         max_ongoing_requests=settings.door.max_requests,
-        ray_actor_options={"num_cpus": settings.door.cpus, "runtime_env": {"env_vars": environment}},
+        ray_actor_options=options,
         graceful_shutdown_timeout_s=5,
     )(serve.ingress()(Door if workers else DoorReplica))
     return door.bind(settings.model_dump(mode="json"), str(directory), *workers)

@@ -27,6 +27,7 @@ from ..workers.settings import (
     Count,
     DecodeConfig,
     HandoffConfig,
+    Labels,
     ModelSpec,
     Positive,
     PrefillConfig,
@@ -52,6 +53,9 @@ class DoorConfig:
 
     replicas: Count = 2
     """Doors: with two, one that dies costs its clients a pause and nothing else."""
+    per_node: Count | None = None
+    """Replicas on one node at most; None: as Ray places them."""
+    node_labels: Labels = dataclasses.field(default_factory=dict)
     cpus: Amount = 0.1
     max_requests: Count = 256
     """Requests that one replica works on at once; more get RESOURCE_EXHAUSTED."""
@@ -112,7 +116,7 @@ class ServiceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ServiceConfig:
-        problems = [*self._method_problems(), *self._contradictions()]
+        problems = [*self._method_problems(), *self._bounds(), *self._contradictions()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -142,6 +146,14 @@ class ServiceConfig(BaseModel):
         named = dict.fromkeys(self.prefill.warm_up, "prefill.warm_up")
         named[self.door.default_method] = "door.default_method"
         return named | {name: f"prefill.method_options.{name}" for name in self.prefill.method_options}
+
+    def _bounds(self) -> Iterator[str]:
+        """Of what Serve may choose."""
+        prefill, decode = self.prefill, self.decode
+        if prefill.max_groups is not None and prefill.max_groups < prefill.groups:
+            yield f"prefill.max_groups = {prefill.max_groups}: must be at least prefill.groups"
+        if decode.max_workers is not None and decode.max_workers < decode.workers:
+            yield f"decode.max_workers = {decode.max_workers}: must be at least decode.workers"
 
     def _contradictions(self) -> Iterator[str]:
         """What relates several values."""

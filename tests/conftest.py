@@ -22,6 +22,7 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 STARTS_RAY = (
+    "tests/deploy/test_cluster.py",
     "tests/service/test_served.py",
     "tests/workers/decode/test_decode_worker.py",
     "tests/workers/prefill/test_prefill_group.py",

@@ -65,6 +65,15 @@ def test_the_readmes_python_can_be_imported() -> None:
         exec(line, {})
 
 
+def declared_series() -> set[str]:
+    """Every series that the declarations of `service/metrics.py` make."""
+    declared = re.findall(
+        r'self\._(histogram|counter|summary|gauge)\(\s*"(\w+)"', (ROOT / "service" / "metrics.py").read_text()
+    )
+    endings = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+    return {f"deltafront_{name}{end}" for kind, name in declared for end in endings.get(kind, ("",))}
+
+
 def test_the_dashboard_is_built_and_asks_only_for_metrics_that_exist() -> None:
     spec = importlib.util.spec_from_file_location("dashboard", ROOT / "dashboards" / "build.py")
     assert spec is not None and spec.loader is not None
@@ -78,11 +87,7 @@ def test_the_dashboard_is_built_and_asks_only_for_metrics_that_exist() -> None:
         assert every and all(f"max by (worker) (deltafront_{gauge})" in line for line in every), (
             f"{gauge}: every door tells of every worker"
         )
-    declared = re.findall(
-        r'self\._(histogram|counter|summary|gauge)\(\s*"(\w+)"', (ROOT / "service" / "metrics.py").read_text()
-    )
-    endings = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
-    series = {f"deltafront_{name}{end}" for kind, name in declared for end in endings.get(kind, ("",))}
+    series = declared_series()
     asked = set(re.findall(r"deltafront_\w+", build.render()))
     assert asked, "the dashboard asks for nothing"
     assert asked <= series, f"no such metrics: {asked - series}"

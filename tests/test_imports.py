@@ -28,13 +28,14 @@ ROOMS = {
     "workers.roles": "workers.messages",
     "workers.remote": "workers.roles",
     "workers.replica": "workers.messages workers.remote",
+    "workers.leaving": "",
     "workers.model": "workers.settings kernels",
     "workers.calibration": "workers.settings workers.model kernels",
     "workers.kv": "workers.messages workers.settings kernels.constants",
     "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.model workers.kv kernels""",
+        workers.leaving workers.model workers.kv kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.model workers.kv kernels""",
+        workers.leaving workers.model workers.kv kernels""",
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.model.config workers.model.levels
         workers.model.profile workers.model.store""",
@@ -51,7 +52,8 @@ ROOMS = {
         service.exporter service.fleet service.door service.wiring""",
     "service.client": """kernels.methods workers.messages workers.settings workers.model.config
         workers.model.decoder workers.model.store
-        workers.calibration workers.model.digest workers.model.profile service.errors
+        workers.calibration workers.model.digest workers.model.profile
+        workers.kv.page_pool service.errors
         service.config service.door.wire service.door.status service.request.answers
         service.request.calls service.request.plan service.request.tokenizer service.wiring service.app
         protos""",
@@ -185,6 +187,7 @@ TORCH_FREE = [
     "service.door.grpc_door",
     "service.door.http_door",
     "service.client.client",
+    "service.client.size",
     "workers.messages",
     "workers.settings",
     "workers.model.config",

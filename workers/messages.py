@@ -404,7 +404,8 @@ class SessionKept:
 @dataclass(frozen=True)
 class GroupStats:
     """A prefill group as admission sees it. tokens_per_second: recent prefill rate (0: none seen yet).
-    waiting_tokens: prompt tokens admitted and not yet computed."""
+    waiting_tokens: prompt tokens admitted and not yet computed. nodes: where its stages are (empty:
+    unknown). draining: it ends what it has and wants nothing new."""
 
     name: str
     pages_total: int
@@ -413,6 +414,8 @@ class GroupStats:
     waiting: int
     waiting_tokens: int
     tokens_per_second: float
+    nodes: tuple[str, ...] = ()
+    draining: bool = False
 
 
 @dataclass(frozen=True)
@@ -428,7 +431,8 @@ class OwnerUse:
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """A decode worker as admission sees it. uses: by owner and door."""
+    """A decode worker as admission sees it. uses: by owner and door. node: where it is (empty: unknown).
+    draining: it ends what it has, sessions included, and wants no new prompts."""
 
     name: str
     pages_total: int
@@ -438,6 +442,8 @@ class DecodeStats:
     sessions: int
     page_tokens: int = PAGE_TOKENS
     uses: tuple[OwnerUse, ...] = ()
+    node: str = ""
+    draining: bool = False
 
 
 NAMESPACE = "deltafront"

@@ -40,11 +40,12 @@ class Host(Protocol[Role_co]):
 
 
 def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
-    """Gives an actor's class the role's methods, each forwarded to `hosted`."""
+    """Gives an actor's class the role's methods that it does not have itself, each forwarded to `hosted`."""
 
     def complete(actor_class: Any) -> Any:
         for name, form in forms(role).items():
-            setattr(actor_class, name, _forwarding(name, form))
+            if name not in vars(actor_class):
+                setattr(actor_class, name, _forwarding(name, form))
         actor_class.forms = forms(role)
         return actor_class
 

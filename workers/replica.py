@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -36,8 +37,9 @@ class Replica:
     head: Any
     """The actor under the replica's name; its `check()` says why it is lost, if it is."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, drain_s: float = 0.0) -> None:
         self._prefix = prefix
+        self._drain_s = drain_s
         self._bundles = get_current_placement_group()
         self._actors: list[Any] = []
         self._rebuilding: asyncio.Future[None] | None = None
@@ -76,6 +78,20 @@ class Replica:
     def _rebuild(self) -> None:
         self._end(self.head)
         self._build()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this where it decides how many replicas there are: the worker's state, by name."""
+        state = vars(await self.head.stats.remote())
+        return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
+
+    def __del__(self) -> Any:
+        """Serve awaits what this gives when it takes the replica away. Outside Serve there is nothing."""
+        return self._drain() if self._bundles is not None and self._drain_s > 0 else None
+
+    async def _drain(self) -> None:
+        drain_s, self._drain_s = self._drain_s, 0.0  # once: Python will call __del__ again
+        with contextlib.suppress(RayError, AttributeError):  # dead, or never started
+            await self.head.drain.remote(drain_s)
 
     def stop(self) -> None:
         """End all actors at once (outside Serve; a replica's actors die with it)."""

@@ -22,6 +22,7 @@ _STRICT: dict[str, Any] = {"extra": "forbid"}
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Room = Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)]
 """Tokens whose K/V a worker has room for: whole pages."""
 Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
@@ -29,6 +30,11 @@ Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
 Dtype = Literal["bfloat16", "float16", "float32"]
+_NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+Labels = Mapping[
+    Annotated[str, Field(pattern=rf"^([a-z0-9.-]+/)?{_NAME}$")], Annotated[str, Field(pattern=rf"^{_NAME}$")]
+]
+"""Labels that a Ray node must have, key to value, written as Kubernetes writes labels."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,12 @@ class PrefillConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     groups: Count = 1
+    max_groups: Count | None = None
+    """On a cluster, between `groups` and so many are kept, as the backlog asks for. None: always `groups`."""
+    backlog_s: Positive = 30.0
+    """With max_groups: seconds in which the groups should be able to read what waits."""
+    drain_s: Amount = 0.0
+    """How long a group that is taken away may take to end what it reads; 0: it ends at once."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     cache_tokens: Room = 32_768
@@ -69,6 +81,8 @@ class PrefillConfig:
     threads: Count = 1
     cpus_per_stage: Amount = 0.5
     gpus_per_stage: Amount = 0.0
+    node_labels: Labels = field(default_factory=dict)
+    """Where stages may run; none: anywhere."""
     max_waiting: Count = 64
     """Prompts that may wait in a group for their turn and their pages before more are refused."""
     ageing_tokens_per_second: Amount = 256.0
@@ -107,6 +121,13 @@ class DecodeConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     workers: Count = 1
+    max_workers: Count | None = None
+    """On a cluster, between `workers` and so many are kept, as pages and requests ask for. None: always
+    `workers`."""
+    usage: Share = 0.8
+    """With max_workers: how much of their pages workers should have in use at most."""
+    drain_s: Amount = 0.0
+    """How long a worker that is taken away may take to end its requests and sessions; 0: it ends at once."""
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: Amount = 10.0
@@ -125,6 +146,8 @@ class DecodeConfig:
     threads: Count = 1
     cpus: Amount = 0.5
     gpus: Amount = 0.0
+    node_labels: Labels = field(default_factory=dict)
+    """Where the worker may run; none: anywhere."""
     warm_up: bool = False
     """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use."""
 

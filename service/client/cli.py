@@ -1,4 +1,4 @@
-"""`deltafront`: serve, prefill, generate, chat, sessions release, info, calibrate, picture.
+"""`deltafront`: serve, prefill, generate, chat, sessions release, info, calibrate, picture, size.
 
 Answers go to standard output, everything else to standard error. An error is one line, with what to do.
 """
@@ -22,6 +22,7 @@ from . import PrefillFinished, Progress
 from .calibrate import calibrate_command
 from .chat import chat_command
 from .picture import picture_command
+from .size import size_command
 from .terminal import (
     ADDRESS,
     Address,
@@ -49,6 +50,7 @@ app.add_typer(sessions, name="sessions")
 app.command("calibrate")(calibrate_command)
 app.command("chat")(chat_command)
 app.command("picture")(picture_command)
+app.command("size")(size_command)
 
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the server gives up.")]
 ShowTimings = Annotated[bool, typer.Option("--timings", help="Show where the time to first token went.")]

@@ -40,8 +40,9 @@ def running(
     os.environ.update(environment(settings, folder))
     import ray
     from ray import serve
+    from ray.serve.config import gRPCOptions
 
-    from ..app import APP_NAME, application
+    from ..app import APP_NAME, application, serve_config
 
     try:
         ray.init(
@@ -53,7 +54,9 @@ def running(
             _node_ip_address=LOOPBACK,
         )
         try:
-            serve.start(http_options={"host": LOOPBACK, "port": settings.door.http_port}, **grpc(settings))
+            options = serve_config(settings.model_dump(), LOOPBACK)
+            grpc = gRPCOptions(**options["grpc_options"])
+            serve.start(http_options=options["http_options"], grpc_options=grpc)
             serve.run((make or application)(settings, folder), name=APP_NAME, route_prefix="/")
             yield
         finally:
@@ -104,17 +107,6 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
         **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
     }
-
-
-def grpc(settings: ServiceConfig) -> dict[str, Any]:
-    from ray.serve.config import gRPCOptions
-
-    from ..app import SERVICERS
-
-    options = gRPCOptions(
-        port=settings.door.grpc_port, grpc_servicer_functions=list(SERVICERS), enable_reflection=True
-    )
-    return {"grpc_options": options}
 
 
 def cpus(settings: ServiceConfig) -> int:

@@ -16,6 +16,9 @@ from enum import StrEnum
 from ...workers.messages import DecodeStats, GroupStats
 
 _SHORTEST_RETRY_S = 1.0
+_NEAR = 0.25
+"""Being on a node of the prefill group is worth so much of a decode worker's pages: K/V does not leave the
+node, but a much emptier worker elsewhere is still the better one."""
 
 
 class Reason(StrEnum):
@@ -41,8 +44,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Admitted:
-    """groups: where to prefill, shortest wait first. workers: decode workers to ask for pages, roomiest
-    first. ttft_s: predicted for the first group, or None."""
+    """groups: where to prefill, shortest wait first. workers: decode workers to ask for pages, best first.
+    ttft_s: predicted for the first group, or None."""
 
     groups: tuple[str, ...]
     workers: tuple[str, ...]
@@ -62,9 +65,10 @@ Decision = Admitted | Rejected
 
 
 def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats]) -> Decision:
-    """Decide about one prompt. `groups` and `workers` are not empty."""
-    fitting = [w for w in workers if need.pages(w.page_tokens) <= w.pages_total]
-    able = [g for g in groups if need.read_tokens <= g.pages_total * _page_tokens(workers)]
+    """Decide about one prompt. Some of `groups` and of `workers` are not draining."""
+    fitting = [w for w in workers if not w.draining and need.pages(w.page_tokens) <= w.pages_total]
+    room = _page_tokens(workers)
+    able = [g for g in groups if not g.draining and need.read_tokens <= g.pages_total * room]
     if not fitting or not able:
         return Rejected(
             Reason.TOO_LARGE,
@@ -75,7 +79,7 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
     in_time = [g for g, late in judged if late is None]
     if not in_time:
         return min((late for _, late in judged if late is not None), key=_comes_back)
-    fitting.sort(key=lambda w: (-w.pages_free, w.running, w.name))
+    fitting.sort(key=lambda w: _preference(need, in_time[0], w))
     names = tuple(g.name for g in in_time)
     return Admitted(names, tuple(w.name for w in fitting), predicted_ttft(need, in_time[0]))
 
@@ -107,6 +111,13 @@ def _too_late(need: Need, group: GroupStats) -> Rejected | None:
 
 def _comes_back(late: Rejected) -> float:
     return math.inf if late.retry_after_s is None else late.retry_after_s
+
+
+def _preference(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[bool, float, int, str]:
+    """Who has room now comes first, then who has more of it, or is near."""
+    near = worker.node in group.nodes
+    full = need.pages(worker.page_tokens) > worker.pages_free
+    return full, -worker.pages_free - near * _NEAR * worker.pages_total, worker.running, worker.name
 
 
 def _order(group: GroupStats) -> tuple[float, int, int, str]:

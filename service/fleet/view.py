@@ -47,9 +47,10 @@ class View:
 
     @property
     def ready(self) -> bool:
-        """Whether every configured role has a started member: a prefill group, and a decode worker. A
-        worker that is found but still starting fails when it is asked for its state, so it is not here."""
-        return bool(self.groups) and bool(self.workers)
+        """Whether every configured role has a started member that stays: a prefill group, and a decode
+        worker. One that is still starting fails when it is asked for its state, so it is not here."""
+        roles: list[Mapping[str, GroupStats | DecodeStats]] = [self.groups, self.workers]
+        return all(any(not one.draining for one in role.values()) for role in roles)
 
     def charged(self, charge: Charge) -> View:
         groups, workers = dict(self.groups), dict(self.workers)
@@ -133,7 +134,8 @@ class Fleet:
                 while not self.view.ready:
                     await self._changed.wait()
         if not self.view.ready:
-            missing = "prefill group" if not self.view.groups else "decode worker"
+            groups = any(not group.draining for group in self.view.groups.values())
+            missing = "decode worker" if groups else "prefill group"
             raise Unavailable(f"no {missing} is running; they may be starting", retry_after_s=5.0)
         return self.view
 

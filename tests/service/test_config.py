@@ -70,6 +70,17 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
             {"transport": "in_process"},
             "handoff.transport: stages and decode workers are processes",
         ),
+        (
+            "prefill",
+            {"groups": 2, "max_groups": 1},
+            "prefill.max_groups = 1: must be at least prefill.groups",
+        ),
+        (
+            "decode",
+            {"workers": 2, "max_workers": 1},
+            "decode.max_workers = 1: must be at least decode.workers",
+        ),
+        ("decode", {"usage": 1.5}, "decode.usage = 1.5: must be less than or equal to 1"),
         ("handoff", {"acks": 1}, "unknown key 'handoff.acks'; known: transport"),
         ("decode", {"page_selection": "best"}, "decode.page_selection = 'best': must be 'delta' or 'full'"),
         ("decode", {"recency": 0}, "decode.recency = 0: must be greater than or equal to 1"),

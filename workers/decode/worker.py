@@ -5,11 +5,13 @@ Importing this loads no torch; the actor does, in its own process.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
 
-from ..messages import DECODE_PREFIX
+from ..leaving import Leaving
+from ..messages import DECODE_PREFIX, DecodeStats
 from ..remote import REPLICA_CPUS, hosts, placement_of
 from ..replica import Replica
 from ..roles import DecodeWorker
@@ -28,7 +30,7 @@ def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
 
 
 @hosts(DecodeWorker)
-class DecodeActor:
+class DecodeActor(Leaving):
     """A `DecodeEngine` in a process of its own. Asyncio: calls run side by side, and wait for loading."""
 
     def __init__(self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig) -> None:
@@ -38,6 +40,11 @@ class DecodeActor:
 
     async def start(self) -> None:
         await self.hosted.start()
+
+    async def stats(self) -> DecodeStats:
+        """With what only the actor knows: where it is, and whether it is taken away."""
+        node = ray.get_runtime_context().get_node_id()
+        return replace(await self.hosted.stats(), node=node, draining=self.draining)
 
     async def check(self) -> str:
         """Why the worker should be replaced; empty while it is well."""
@@ -58,7 +65,7 @@ class DecodeReplica(Replica):
         config: DecodeConfig,
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
     ) -> None:
-        super().__init__(DECODE_PREFIX)
+        super().__init__(DECODE_PREFIX, config.drain_s)
         self._what = model, config, handoff
         self._build()
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
-from ..messages import PREFILL_PREFIX, RequestFailed
+from ..leaving import Leaving
+from ..messages import PREFILL_PREFIX, GroupStats, RequestFailed
 from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ..replica import Replica
 from ..roles import Group, Stage
@@ -54,10 +56,11 @@ class StageActor:
         self._store = host_store(address, self._config.stages)
         return address, int(self._store.port)
 
-    def load(self) -> None:
-        """Load the model's share, unless it is here."""
+    def load(self) -> str:
+        """Load the model's share, unless it is here. Returns the id of the node."""
+        node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
-            return
+            return node
         import torch
 
         from ..kv.transports import sender
@@ -66,6 +69,7 @@ class StageActor:
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
         ends = sender(self._handoff, self._config.device)
         self._stage = load_stage(self._model, self._config, self._number, None, ends)
+        return node
 
     def join(self, rendezvous: tuple[str, int]) -> None:
         """Meet the other stages. All must be asked at the same time."""
@@ -94,11 +98,15 @@ class StageActor:
 
 
 @hosts(Group)
-class ControllerActor:
+class ControllerActor(Leaving):
     """A `PrefillController` under a name that the door finds. Asyncio: calls run side by side."""
 
-    def __init__(self, name: str, stages: Sequence[Any], config: PrefillConfig) -> None:
+    def __init__(
+        self, name: str, stages: Sequence[Any], config: PrefillConfig, nodes: tuple[str, ...]
+    ) -> None:
         from .controller import PrefillController
+
+        self._nodes = nodes
 
         def end_stage(hanging: int | None) -> None:
             """The links of its peers break, so that they answer what they owe, with errors. Those that live
@@ -112,6 +120,10 @@ class ControllerActor:
         self.hosted: PrefillController = PrefillController(
             name, [remote_stage(actor, n) for n, actor in enumerate(stages)], config, end_stage, pulse
         )
+
+    async def stats(self) -> GroupStats:
+        """With what only the actor knows: where the stages are, and whether it is taken away."""
+        return replace(await self.hosted.stats(), nodes=self._nodes, draining=self.draining)
 
     async def check(self) -> str:
         """Why the group is dead; empty while it lives."""
@@ -150,7 +162,7 @@ class PrefillGroup(Replica):
         config: PrefillConfig,
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
     ) -> None:
-        super().__init__(PREFILL_PREFIX)
+        super().__init__(PREFILL_PREFIX, config.drain_s)
         self._what = model, config, handoff
         self._stages: dict[int, Any] = {}
         self._build()
@@ -165,11 +177,11 @@ class PrefillGroup(Replica):
                 cpus, gpus = config.cpus_per_stage, config.gpus_per_stage
                 self._stages[number] = self._start(StageActor, number + 1, cpus, gpus, *self._what, number)
         stages = [self._stages[number] for number in range(config.stages)]
-        ray.get([in_lane(stage.load, COMMANDS)() for stage in stages])
+        nodes = ray.get([in_lane(stage.load, COMMANDS)() for stage in stages])
         if config.stages > 1:
             rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
             ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
-        self._start_head(ControllerActor, 0, 0, 0, stages, config)
+        self._start_head(ControllerActor, 0, 0, 0, stages, config, tuple(dict.fromkeys(nodes)))
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:

@@ -78,6 +78,34 @@ def test_what_is_admitted_could_run(
         assert not possible
 
 
+def test_a_decode_worker_near_the_stages_is_preferred_among_those_with_room() -> None:
+    """Nearness is worth a quarter of a worker's pages, and nothing to one that is full."""
+    g = GroupStats("g", 1000, 1000, 0, 0, 0, 0.0, nodes=("n1", "n2"))
+    far = DecodeStats("far", 100, 80, 0, 0, 0, node="n3")
+
+    def order(free: int) -> tuple[str, ...]:
+        decision = admit(Need(160), (g,), (far, replace(far, name="near", pages_free=free, node="n2")))
+        assert isinstance(decision, Admitted)
+        return decision.workers
+
+    assert order(80) == order(60) == ("near", "far")
+    assert order(50) == ("far", "near")
+    full = replace(far, name="full", pages_free=5)
+    near_full = replace(full, name="near-full", pages_free=9, node="n1")
+    decision = admit(Need(160), (g,), (near_full, full, replace(far, pages_free=10)))
+    assert isinstance(decision, Admitted) and decision.workers == ("far", "near-full", "full")
+    unknown = admit(Need(160), (replace(g, nodes=()),), (far, replace(far, name="near", node="")))
+    assert isinstance(unknown, Admitted) and unknown.workers == ("far", "near"), "no node is like no other"
+
+
+def test_who_is_taken_away_gets_nothing_new() -> None:
+    staying, leaving = GroupStats("g", 100, 100, 0, 0, 900, 10.0), GroupStats("h", 100, 100, 0, 0, 0, 10.0)
+    ws = DecodeStats("d", 100, 10, 0, 0, 0), DecodeStats("e", 100, 100, 0, 0, 0, draining=True)
+    decision = admit(Need(160), (staying, replace(leaving, draining=True)), ws)
+    assert isinstance(decision, Admitted)
+    assert (decision.groups, decision.workers) == (("g",), ("d",))
+
+
 @given(needs, group(), workers)
 def test_with_one_group_it_admits_exactly_what_is_possible(
     need: Need, g: GroupStats, ws: tuple[DecodeStats, ...]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from deltafront.service.fleet.links import LocalDirectory
-from deltafront.service.fleet.view import Charge, Fleet
-from deltafront.workers.messages import DecodeStats
+from deltafront.service.fleet.view import Charge, Fleet, View
+from deltafront.workers.messages import DecodeStats, GroupStats
 
 from ..fakes import FakeDecode, FakeGroup
 
@@ -51,3 +52,27 @@ async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
         assert fleet.view.groups["prefill:g0"].waiting_tokens == 500
     await fleet.poll()
     assert fleet.view.workers["decode:d0"].pages_free == decode.total
+
+
+def test_a_fleet_whose_workers_all_leave_is_not_ready() -> None:
+    group, worker = GroupStats("g", 9, 9, 0, 0, 0, 0.0), DecodeStats("d", 9, 9, 0, 0, 0)
+    assert View({"g": group}, {"d": worker}).ready
+    leaving = replace(worker, name="e", draining=True)
+    assert View({"g": group}, {"d": worker, "e": leaving}).ready
+    assert not View({"g": group}, {"e": leaving}).ready
+    assert not View({"g": replace(group, draining=True)}, {"d": worker}).ready
+    assert not View({}, {"d": worker}).ready
+
+
+async def test_a_session_is_still_found_on_a_worker_that_leaves() -> None:
+    decode = FakeDecode("decode:d0")
+    stats = decode.stats
+
+    async def leaving() -> DecodeStats:
+        return replace(await stats(), draining=True)
+
+    decode.stats = leaving  # type: ignore[method-assign]
+    fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
+    await fleet.refresh()
+    assert not fleet.view.ready
+    assert await fleet.session_worker("decode:d0") is decode

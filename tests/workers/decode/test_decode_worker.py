@@ -82,9 +82,15 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     assert session is not None and session.startswith(replica.name.removeprefix("decode:") + ".")
     stats: DecodeStats = await actor.stats.remote()
     assert (stats.pages_free, stats.sessions, stats.running) == (stats.pages_total - 5, 1, 0)
+    assert stats.node == cluster.get_runtime_context().get_node_id()
     refused = await actor.reserve.remote(Reserve("s", "you", 1, 1, session))
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_SESSION
+    leaving = actor.drain.remote(600.0)
+    while not (await actor.stats.remote()).draining:
+        await asyncio.sleep(0.05)
+    assert not cluster.wait([leaving], timeout=0)[0], "it still keeps a session"
     assert await actor.release_session.remote(session, "me")
+    await leaving
     assert (await actor.stats.remote()).pages_free == stats.pages_total
 
 

@@ -201,6 +201,24 @@ def test_decode_steps_of_a_batch_equal_prefill(case: Case) -> None:
         assert float(errors.max()) < LIMIT
 
 
+def held(weights: Any) -> dict[int, int]:
+    """Numbers in every tensor of a stage, by where it lies: shared ones count once."""
+    if isinstance(weights, torch.Tensor):
+        return {weights.data_ptr(): weights.numel()}
+    parts = weights if isinstance(weights, tuple) else vars(weights).values() if weights is not None else ()
+    return {key: count for part in parts for key, count in held(part).items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 6])
+def test_weights_and_kv_are_counted_as_they_are_loaded(case: Case, stages: int) -> None:
+    config = case.config
+    for stage, stack in enumerate(load_stages(case, stages)):
+        ends = {"embedding": stage == 0, "head": stage == stages - 1}
+        assert sum(held(stack._weights).values()) == config.weights(len(stack.layers), **ends)
+        cache = PagedKVCache(stack.layers, config.kv_heads, config.head_dim, 3, torch.float16, "cpu")
+        assert cache.bytes == 3 * cache.page_tokens * config.kv_values(len(stack.layers)) * 2
+
+
 def assert_bf16_is_no_worse_than_transformers(logits_TV: torch.Tensor, case: Case) -> None:
     """Both are measured against fp32, in the mean and in the worst row."""
     theirs_TV = expected_logits(case.directory, case.ids_T, torch.bfloat16)

@@ -141,6 +141,7 @@ async def test_prefill_hands_over_all_layers_and_the_right_logits(
         for got, expected in zip(kv[layer], wanted[layer], strict=True):
             assert_rows_close(got, expected)
     assert await drained(group)
+    assert (await group.head.stats.remote()).nodes == (ray.get_runtime_context().get_node_id(),)
 
 
 async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGroup, decode: Any) -> None:

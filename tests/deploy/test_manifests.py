@@ -1,0 +1,202 @@
+"""Every overlay as Kubernetes would get it: valid to the last field, and at one with its configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .manifests import (
+    GROUPS,
+    KUBERNETES,
+    OVERLAYS,
+    ROOT,
+    Object,
+    container,
+    of_kind,
+    ray_service,
+    rendered,
+    settings,
+    templates,
+    worker_groups,
+)
+
+KUSTOMIZATIONS = [*(f"overlays/{name}" for name in OVERLAYS), "gateway"]
+CUSTOM = {"RayService", "PodMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute", "Gateway"}
+
+
+def validated(objects: list[Object], folder: Path) -> None:
+    """Raises AssertionError with what kubernetes-validate says."""
+    path = folder / "objects.yaml"
+    path.write_text(yaml.safe_dump_all(objects))
+    tool = Path(sys.executable).parent / "kubernetes-validate"
+    if not tool.exists():
+        pytest.skip("kubernetes-validate is a development dependency")
+    command = [tool, "--strict", "-k", "1.37", path]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_all_overlays_are_here() -> None:
+    assert sorted(path.name for path in (KUBERNETES / "overlays").iterdir()) == sorted(OVERLAYS)
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS)
+def test_core_objects_are_valid(folder: str, tmp_path: Path) -> None:
+    objects = rendered(folder)
+    core = [one for one in objects if one["kind"] not in CUSTOM]
+    if core:
+        validated(core, tmp_path)
+    assert all(one["metadata"]["namespace"] == "deltafront" for one in objects)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pod_templates_are_valid_pods(overlay: str, tmp_path: Path) -> None:
+    """Custom resources carry them unchecked, so a misspelt field would just be gone."""
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name} | template["metadata"]}
+        | {"spec": template["spec"]}
+        for name, template in templates(overlay).items()
+    ]
+    validated(pods, tmp_path)
+
+
+def test_a_misspelt_field_is_found(tmp_path: Path) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
+    spec = {"containers": [{"name": "x", "image": "x", "resuorces": {}}]}
+    with pytest.raises(AssertionError, match="resuorces"):
+        validated([pod | {"spec": spec}], tmp_path)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_doors_are_where_the_service_and_its_ports_say(overlay: str) -> None:
+    door, objects = settings(overlay).door, rendered(f"overlays/{overlay}")
+    group = worker_groups(overlay)["door"]
+    pod = container(group["template"])
+    assert {port["name"]: port["containerPort"] for port in pod["ports"]} == {
+        "grpc": door.grpc_port,
+        "http": door.http_port,
+        "door-metrics": door.metrics_port,
+    }
+    assert pod["readinessProbe"]["grpc"]["port"] == door.grpc_port
+    (service,) = [one for one in of_kind(objects, "Service") if one["metadata"]["name"] == "deltafront"]
+    grpc, http = service["spec"]["ports"]
+    assert (grpc["targetPort"], grpc["appProtocol"]) == ("grpc", "kubernetes.io/h2c")
+    assert http["targetPort"] == "http"
+    labels = group["template"]["metadata"]["labels"] | {"ray.io/group": "door"}
+    assert service["spec"]["selector"].items() <= labels.items()
+    for kind, port in (("GRPCRoute", grpc), ("HTTPRoute", http)):
+        (route,) = of_kind(rendered("gateway"), kind)
+        (backend,) = route["spec"]["rules"][0]["backendRefs"]
+        assert (backend["name"], backend["port"]) == ("deltafront", port["port"])
+    assert group["replicas"] == door.replicas and door.per_node == 1, "every door pod has its door"
+    (budget,) = of_kind(objects, "PodDisruptionBudget")
+    assert budget["spec"]["minAvailable"] < door.replicas
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_pod_is_set_up_alike(overlay: str) -> None:
+    config, pods = settings(overlay), templates(overlay)
+    assert set(pods) <= {"head", *GROUPS}
+    for name, template in pods.items():
+        pod, spec = container(template), template["spec"]
+        environment = {one["name"]: one["value"] for one in pod["env"]}
+        assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        assert environment["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(config.door.max_message_bytes)
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["volumeMounts"]}
+        assert Path(config.model.path).is_relative_to(mounts["models"])
+        assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
+        assert (name in ("head", "door")) == ("tokens" in mounts), "who reads tokens"
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert pod["resources"]["requests"]["memory"] == pod["resources"]["limits"]["memory"]
+        assert template["metadata"]["labels"]["app.kubernetes.io/part-of"] == "deltafront"
+        if name != "head":
+            assert "readinessProbe" in pod
+    assert config.door.tokens_file == Path(mounts_of(pods["door"])["tokens"]) / "tokens"
+
+
+def mounts_of(template: Object) -> dict[str, str]:
+    return {mount["name"]: mount["mountPath"] for mount in container(template)["volumeMounts"]}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_model_that_is_fetched_is_the_model_that_is_served(overlay: str) -> None:
+    objects = rendered(f"overlays/{overlay}")
+    (model,) = [one for one in of_kind(objects, "ConfigMap") if one["metadata"]["name"] == "deltafront-model"]
+    assert model["data"]["directory"] == settings(overlay).model.path
+    (job,) = of_kind(objects, "Job")
+    assert container(job["spec"]["template"])["image"] == container(templates(overlay)["head"])["image"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_is_named_exists_or_is_made_by_the_guide(overlay: str) -> None:
+    """Secrets are the operator's; docs/deploy.md makes them. Everything else is rendered."""
+    objects = rendered(f"overlays/{overlay}")
+    have = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    guide = (ROOT / "docs" / "deploy.md").read_text()
+    for kind, name in set(named(list(objects))):
+        if kind == "Secret":
+            assert f"create secret generic {name} " in guide, name
+        else:
+            assert (kind, name) in have, (kind, name)
+
+
+KEYS = {
+    "configMapKeyRef": ("ConfigMap", "name"),
+    "secretKeyRef": ("Secret", "name"),
+    "secret": ("Secret", "secretName"),
+    "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName"),
+}
+
+
+def named(value: Any) -> Iterator[tuple[str, str]]:
+    """(kind, name) of every object that is referred to."""
+    if isinstance(value, list):
+        for one in value:
+            yield from named(one)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key in KEYS and isinstance(inner, dict):
+                kind, name = KEYS[key]
+                yield kind, inner[name]
+            yield from named(inner)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kuberays_own_rules(overlay: str) -> None:
+    (service,) = of_kind(rendered(f"overlays/{overlay}"), "RayService")
+    cluster = ray_service(overlay)["rayClusterConfig"]
+    assert len(service["metadata"]["name"]) <= 47
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"ray=={cluster['rayVersion']}" in pins
+    assert cluster["authOptions"] == {"mode": "token"}
+    redis = cluster["gcsFaultToleranceOptions"]["redisAddress"].split(":")[0]
+    assert redis in {one["metadata"]["name"] for one in of_kind(rendered(f"overlays/{overlay}"), "Service")}
+    for group in cluster["workerGroupSpecs"]:
+        assert 1 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_dashboards_are_all_in_their_kustomization() -> None:
+    kustomization = yaml.safe_load((ROOT / "dashboards" / "kustomization.yaml").read_text())
+    listed = [name for one in kustomization["configMapGenerator"] for name in one["files"]]
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "dashboards").glob("*.json"))
+    (config_map,) = [
+        one
+        for one in of_kind(rendered("overlays/pd-8b"), "ConfigMap")
+        if "grafana_dashboard" in one["metadata"].get("labels", {})
+    ]
+    assert set(config_map["data"]) == set(listed)
+
+
+def test_patches_are_json_6902() -> None:
+    """A strategic merge patch of a RayService replaces its worker groups without a word."""
+    for overlay in OVERLAYS:
+        folder = KUBERNETES / "overlays" / overlay
+        for patch in yaml.safe_load((folder / "kustomization.yaml").read_text())["patches"]:
+            text = patch.get("patch") or (folder / patch["path"]).read_text()
+            assert all("op" in operation for operation in yaml.safe_load(text)), overlay

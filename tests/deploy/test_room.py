@@ -1,0 +1,72 @@
+"""What the pods of an overlay ask for, against what its configuration puts into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from deltafront.service.client.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
+from deltafront.service.config import ServiceConfig
+
+from .manifests import OVERLAYS, container, settings, worker_groups
+
+
+def quantity(value: str | int) -> float:
+    """A Kubernetes quantity as a number."""
+    text = str(value)
+    for suffix, factor in (("m", 1e-3), ("Mi", 1 << 20), ("Gi", 1 << 30)):
+        if text.endswith(suffix):
+            return float(text.removesuffix(suffix)) * factor
+    return float(text)
+
+
+def bundles(config: ServiceConfig) -> Iterator[tuple[dict[str, str], float, float]]:
+    """node labels, CPUs and GPUs of everything that is placed, biggest first."""
+    prefill, decode, door = config.prefill, config.decode, config.door
+    stage = (dict(prefill.node_labels), prefill.cpus_per_stage, prefill.gpus_per_stage)
+    yield from [stage] * (prefill.groups * prefill.stages)
+    yield from [(dict(decode.node_labels), decode.cpus, decode.gpus)] * decode.workers
+    for owner in [*[prefill] * prefill.groups, *[decode] * decode.workers]:
+        yield dict(owner.node_labels), 0.1, 0.0
+    yield from [(dict(door.node_labels), door.cpus, 0.0)] * door.replicas
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_pods_have_room_for_what_the_configuration_places(overlay: str) -> None:
+    """Ray counts a pod's limits; a bundle never spans two pods."""
+    free = [
+        (name, [quantity(limits["cpu"]) // 1, quantity(limits.get("nvidia.com/gpu", 0))])
+        for name, group in worker_groups(overlay).items()
+        for limits in [container(group["template"])["resources"]["limits"]]
+        for _ in range(group["replicas"])
+    ]
+    for labels, cpus, gpus in bundles(settings(overlay)):
+        assert list(labels) == ["ray.io/node-group"], "only groups are told apart"
+        fits = (
+            room
+            for name, room in free
+            if name == labels["ray.io/node-group"] and room[0] >= cpus and room[1] >= gpus
+        )
+        room = next(fits, None)
+        assert room is not None, f"{overlay}: no pod has room for {cpus} CPUs, {gpus} GPUs with {labels}"
+        room[0], room[1] = room[0] - cpus, room[1] - gpus
+    unused = [name for name, (_cpus, gpus) in free if gpus >= 1]
+    assert not unused, f"{overlay}: GPUs of {unused} are paid for and not used"
+
+
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "cpu"])
+def test_weights_and_kv_fit_the_gpus_that_are_asked_for(overlay: str) -> None:
+    config = settings(overlay)
+    shape = SHAPES["70b" if "70b" in config.model.path else "8b"]
+    prefill, decode, dtype = config.prefill, config.decode, config.model.dtype
+    needs = {"prefill": stage_bytes(shape, prefill.stages, prefill.cache_tokens, dtype) + RESERVE_GIB * GIB}
+    group = dict(decode.node_labels)["ray.io/node-group"]
+    worker = decode_bytes(shape, decode.cache_tokens, dtype) + RESERVE_GIB * GIB
+    needs[group] = worker + (needs[group] if decode.gpus < 1 else 0)
+    for name, need in needs.items():
+        affinity = worker_groups(overlay)[name]["template"]["spec"]["affinity"]["nodeAffinity"]
+        terms = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        ((expression,),) = [term["matchExpressions"] for term in terms]
+        assert (expression["key"], expression["operator"]) == ("nvidia.com/gpu.memory", "Gt")
+        assert need <= int(expression["values"][0]) << 20, f"{overlay}: {name} needs {need / GIB:.1f} GiB"

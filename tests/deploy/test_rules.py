@@ -1,0 +1,86 @@
+"""Alerts and recording rules: by promtool, each firing and not firing, on metrics that exist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deltafront.service import metrics
+from deltafront.service.errors import Code
+from deltafront.workers.messages import DECODE_PREFIX
+
+from ..test_generated import declared_series
+from .manifests import KUBERNETES, ROOT, Object
+
+RULES = KUBERNETES / "monitoring" / "rules.yaml"
+ALERTS = Path(__file__).parent / "alerts.yaml"
+
+
+def spec() -> Object:
+    content: Object = yaml.safe_load(RULES.read_text())["spec"]
+    return content
+
+
+def rules() -> Iterator[Object]:
+    for group in spec()["groups"]:
+        yield from group["rules"]
+
+
+def promtool(folder: Path, *arguments: str) -> None:
+    """`promtool …` in a folder that holds the rules as plain `rules.yaml`."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    (folder / "rules.yaml").write_text(yaml.safe_dump(spec()))
+    command = ["promtool", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rules_are_rules(tmp_path: Path) -> None:
+    promtool(tmp_path, "check", "rules", "rules.yaml")
+
+
+def test_alerts_fire_when_they_must_and_only_then(tmp_path: Path) -> None:
+    content = yaml.safe_load(ALERTS.read_text()) | {"rule_files": ["rules.yaml"]}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(content))
+    promtool(tmp_path, "test", "rules", "tests.yaml")
+
+
+def test_every_alert_is_tried_both_ways() -> None:
+    tried: dict[str, set[bool]] = {}
+    for case in yaml.safe_load(ALERTS.read_text())["tests"]:
+        for one in case["alert_rule_test"]:
+            tried.setdefault(one["alertname"], set()).add(bool(one["exp_alerts"]))
+    assert tried == {rule["alert"]: {True, False} for rule in rules() if "alert" in rule}
+
+
+def test_rules_ask_only_for_what_exists() -> None:
+    expressions = " ".join(rule["expr"] for rule in rules())
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    assert set(re.findall(r"deltafront:[\w:]+", expressions)) == recorded
+    assert set(re.findall(r"\bdeltafront_\w+", expressions)) <= declared_series()
+    outcomes = {
+        name for match in re.findall(r'outcome=~?"([^"]+)"', expressions) for name in match.split("|")
+    }
+    assert outcomes <= set(Code)
+    assert {float(bound) for bound in re.findall(r'le="([\d.]+)"', expressions)} <= set(metrics._SECONDS)
+    assert re.findall(r'worker=~"([^.]+)\.\+"', expressions) == [DECODE_PREFIX]
+
+
+def test_the_guide_names_metrics_that_exist() -> None:
+    named = set(re.findall(r"\bdeltafront_\w+", (ROOT / "docs" / "deploy.md").read_text()))
+    series = declared_series()
+    assert named and named <= {*series, *(name.removesuffix("_count") for name in series)}
+
+
+def test_every_alert_says_what_to_do() -> None:
+    for rule in rules():
+        if "alert" in rule:
+            assert set(rule["annotations"]) == {"summary", "description"}, rule["alert"]
+            assert rule["labels"]["severity"] in ("critical", "warning") and rule["for"]

@@ -1,0 +1,112 @@
+"""serveConfigV2 is the project's configuration: made from it, and every key of it known to who reads it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from ray.serve.schema import (
+    HTTPOptionsSchema,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+    gRPCOptionsSchema,
+)
+
+from deltafront.service.app import build
+from deltafront.service.config import ConfigError, ServiceConfig, parse
+
+from .manifests import KUBERNETES, OVERLAYS, Object, ray_service, serve_config
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("manifests_build", KUBERNETES / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def unknown(content: Any, model: type[BaseModel]) -> Iterator[str]:
+    known = {name for key, field in model.model_fields.items() for name in (key, field.alias)}
+    yield from (f"{model.__name__} has no {key}" for key in content.keys() - known)
+
+
+def problems(content: Object) -> list[str]:
+    """What Serve would silently pass over: ServeDeploySchema takes any key."""
+    found = list(unknown(content, ServeDeploySchema))
+    found += unknown(content.get("http_options", {}), HTTPOptionsSchema)
+    found += unknown(content.get("grpc_options", {}), gRPCOptionsSchema)
+    for application in content["applications"]:
+        found += unknown(application, ServeApplicationSchema)
+    return found
+
+
+def test_the_patches_are_made_from_the_configurations() -> None:
+    build_module = generator()
+    assert [path.name for path in build_module.overlays()] == sorted(OVERLAYS)
+    for overlay in build_module.overlays():
+        assert (overlay / "serve.yaml").read_text() == build_module.patch(overlay), "run make manifests"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_patch_reaches_the_ray_service(overlay: str) -> None:
+    assert yaml.safe_load(ray_service(overlay)["serveConfigV2"]) == serve_config(overlay)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_key_is_known(overlay: str) -> None:
+    content = serve_config(overlay)
+    assert not problems(content)
+    schema = ServeDeploySchema.model_validate(content)
+    (application,) = schema.applications
+    module, _, name = application.import_path.partition(":")
+    assert getattr(importlib.import_module(module), name) is build
+    (first,) = inspect.signature(build).parameters.values()
+    assert first.kind is first.POSITIONAL_OR_KEYWORD
+    for servicer in schema.grpc_options.grpc_servicer_functions:
+        module, _, name = servicer.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name))
+    assert isinstance(parse(application.args), ServiceConfig)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ((), "grpc_option"),
+        (("grpc_options",), "grpc_servicer_function"),
+        (("http_options",), "prot"),
+        (("applications", 0), "arg"),
+    ],
+)
+def test_a_misspelt_key_around_the_configuration_is_found(path: tuple[Any, ...], key: str) -> None:
+    content = copy.deepcopy(serve_config("cpu"))
+    inner: Any = content
+    for step in path:
+        inner = inner[step]
+    inner[key] = 1
+    (problem,) = problems(content)
+    assert key in problem
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "named"),
+    [
+        ("prefill", "stagez", 2, "unknown key 'prefill.stagez'"),
+        ("prefill", "node_labels", {"a b": "c"}, "prefill.node_labels"),
+        ("decode", "node_labels", {"group": "no spaces"}, "decode.node_labels"),
+        ("door", "per_node", 0, "door.per_node"),
+    ],
+)
+def test_a_bad_value_in_it_is_named(section: str, key: str, value: Any, named: str) -> None:
+    content = yaml.safe_load((KUBERNETES / "overlays" / "cpu" / "config.yaml").read_text())
+    content[section][key] = value
+    with pytest.raises(ConfigError, match=named):
+        parse(content)

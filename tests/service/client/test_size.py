@@ -1,0 +1,100 @@
+"""`deltafront size` against what is known of Llama 3.1, and its choices against trying everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from deltafront.service.client import size
+from deltafront.service.client.size import GIB, SHAPES, sizing
+from deltafront.workers.model.config import ModelError
+from deltafront.workers.settings import Dtype
+
+from ...workers.tiny_model import HIDDEN, make_tiny_model
+from .test_cli import run
+
+
+def test_llama_is_as_large_as_its_model_cards_say() -> None:
+    assert SHAPES["8b"].weights(32) == 8_030_261_248
+    assert SHAPES["70b"].weights(80) == 70_553_706_496
+    found = sizing("8b", SHAPES["8b"], 131_072, 1, 80)
+    assert (found.kv_token_bytes, found.kv_bytes, found.pages) == (128 << 10, 16 * GIB, 8192)
+    assert sizing("70b", SHAPES["70b"], 131_072, 1, 80).kv_bytes == 40 * GIB
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("gpu", [24.0, 79.6, 267.7])
+@pytest.mark.parametrize("tokens", [1000, 131_072, 524_288])
+@pytest.mark.parametrize("concurrency", [1, 3, 50])
+def test_what_is_chosen_fits_and_nothing_less_would_do(
+    name: str, gpu: float, tokens: int, concurrency: int
+) -> None:
+    model, room = SHAPES[name], (gpu - size.RESERVE_GIB) * GIB
+    found = sizing(name, model, tokens, concurrency, gpu)
+    fitting = [
+        n for n in range(1, model.layers + 1) if size.stage_bytes(model, n, tokens, "bfloat16") <= room
+    ]
+    assert found.stages == (fitting[0] if fitting else None)
+    most = max(
+        (n for n in range(1, 60) if size.decode_bytes(model, 0, "bfloat16") + n * found.kv_bytes <= room),
+        default=0,
+    )
+    assert found.contexts_per_worker == min(most, concurrency)
+    if found.decode_workers is None:
+        assert most == 0 and found.decode_bytes > room and found.gpus is None
+    else:
+        assert found.decode_bytes <= room
+        assert (found.decode_workers - 1) * most < concurrency <= found.decode_workers * most
+        assert found.gpus == (None if found.stages is None else found.stages + found.decode_workers)
+
+
+def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
+    model = SHAPES["70b"]
+    stages = [size.stage_bytes(model, n, 131_072, "bfloat16") for n in (1, 2, 4, 8, 16)]
+    assert stages == sorted(stages, reverse=True)
+    assert size.decode_bytes(model, 17, "bfloat16") == size.decode_bytes(model, 32, "bfloat16")
+    halves = size.decode_bytes(model, 32, "float32") / size.decode_bytes(model, 32, "bfloat16")
+    assert halves == 2
+
+
+def test_every_dtype_has_a_size() -> None:
+    assert set(size.DTYPE_BYTES) == set(get_args(Dtype))
+
+
+def test_the_command_takes_a_model_directory(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / "tiny")
+    done = run("size", directory, "--tokens", 4096, "--concurrency", 3, "--json", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["pages"] == 256 and found["gpus"] == 2
+    assert found["weight_bytes"] > 2 * 199 * HIDDEN * 4
+
+
+def test_the_command_prints_a_table() -> None:
+    done = run("size", "8b", "--tokens", 131_072)
+    assert done.exit_code == 0 and "131,072" in done.stdout and "128" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["9b"], "no model '9b'"),
+        (["8b", "--tokens", 0], "tokens = 0"),
+        (["8b", "--concurrency", -1], "concurrency = -1"),
+        (["8b", "--gpu-gib", 0], "gpu_gib = 0"),
+        (["8b", "--stages", 33], "32 layers cannot be split over 33 stages"),
+        (["8b", "--dtype", "int3"], "--dtype int3"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[object], named: str) -> None:
+    done = run("size", *arguments)
+    assert done.exit_code == 1
+    assert named in done.stderr
+
+
+def test_a_split_into_no_stage_is_refused() -> None:
+    with pytest.raises(ModelError):
+        sizing("8b", SHAPES["8b"], 1024, 1, 80, stages=0)

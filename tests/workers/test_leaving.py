@@ -1,0 +1,113 @@
+"""A worker that is taken away ends what it has first, as far as time allows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deltafront.workers.leaving import Leaving
+from deltafront.workers.messages import DecodeStats, GroupStats
+from deltafront.workers.replica import Replica
+
+BUSY = GroupStats("prefill:x", 9, 9, 1, 0, 10, 1.0)
+WAITED_FOR = GroupStats("prefill:x", 9, 9, 0, 1, 10, 1.0)
+IDLE = GroupStats("prefill:x", 9, 9, 0, 0, 0, 1.0)
+KEPT = DecodeStats("decode:x", 9, 8, 0, 0, 1)
+EMPTY = DecodeStats("decode:x", 9, 9, 0, 0, 0)
+
+
+class Head(Leaving):
+    """Says one state after the other, the last for ever; notes whether it said that it drains."""
+
+    settled_s = 0.02
+
+    def __init__(self, *states: GroupStats | DecodeStats) -> None:
+        self._states = iter(states)
+        self._last = states[-1]
+        self.asked: list[tuple[Any, bool]] = []
+        self.fault = ""
+
+    async def check(self) -> str:
+        return self.fault
+
+    async def stats(self) -> GroupStats | DecodeStats:
+        state = next(self._states, self._last)
+        self.asked.append((state, self.draining))
+        return state
+
+
+@pytest.mark.parametrize(
+    "states", [(BUSY, WAITED_FOR, BUSY, IDLE), (KEPT, KEPT, EMPTY), (BUSY, IDLE, BUSY, IDLE)]
+)
+async def test_it_is_done_when_nothing_is_left_and_nothing_more_has_come(states: tuple[Any, ...]) -> None:
+    head = Head(*states)
+    await head.drain(within_s=600)
+    assert [state for state, _ in head.asked[: len(states)]] == list(states)
+    assert len(head.asked) > len(states), "idle once is not idle"
+    assert all(draining for _, draining in head.asked)
+
+
+async def test_it_does_not_wait_for_ever() -> None:
+    head = Head(BUSY)
+    await head.drain(within_s=0.05)
+    assert head.asked and head.draining
+
+
+async def test_a_broken_one_is_not_waited_for() -> None:
+    head = Head(BUSY)
+    head.fault = "broken"
+    await head.drain(within_s=600)
+    assert head.draining and not head.asked
+
+
+class Owner(Replica):
+    """A replica that believes to be in Serve."""
+
+    def __init__(self, head: Any, drain_s: float = 7.0) -> None:
+        super().__init__("prefill:", drain_s)
+        self._bundles = object()
+        self.head = head
+
+
+def actor(calls: list[float], error: Exception | None = None) -> Any:
+    async def drain(within_s: float) -> None:
+        calls.append(within_s)
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+
+    return SimpleNamespace(drain=SimpleNamespace(remote=drain))
+
+
+def dead() -> Iterator[Exception]:
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    yield ActorDiedError()
+    yield RayTaskError("drain", "", RuntimeError("x"))
+
+
+async def test_serve_waits_for_the_head_once() -> None:
+    calls: list[float] = []
+    owner = Owner(actor(calls))
+    await owner.__del__()
+    assert calls == [7.0]
+    assert owner.__del__() is None
+
+
+async def test_a_dead_head_is_nothing_to_wait_for() -> None:
+    for error in dead():
+        calls: list[float] = []
+        await Owner(actor(calls, error)).__del__()
+        assert calls == [7.0]
+
+
+def test_without_serve_or_without_time_there_is_nothing_to_wait_for() -> None:
+    owner = Owner(None, drain_s=0.0)
+    assert owner.__del__() is None
+    outside = Owner(None)
+    outside._bundles = None
+    assert outside.__del__() is None

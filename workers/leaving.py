@@ -1,0 +1,45 @@
+"""What a worker does when it is taken away: it says so, and ends what it has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+
+class Leaving(ABC):
+    """A part of the actors that doors speak to. `draining` goes into their state, so that doors send no new
+    prompts; what is under way, sessions included, is served as before."""
+
+    settled_s = 2.5
+    """How long nothing must have been there: doors look at workers once a second, so a request may still
+    come."""
+    draining = False
+
+    @abstractmethod
+    async def stats(self) -> Any:
+        """GroupStats or DecodeStats."""
+
+    @abstractmethod
+    async def check(self) -> str:
+        """Why it is broken; empty while it is well."""
+
+    async def drain(self, within_s: float) -> None:
+        """Returns when nothing runs, waits or is kept any more, and after within_s seconds at the latest; at
+        once if it is broken, since then nothing will end well."""
+        self.draining = True
+        idle_since: float | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while idle_since is None or time.monotonic() - idle_since < self.settled_s:
+                    if await self.check():
+                        return
+                    idle = await self._idle()
+                    idle_since = (idle_since or time.monotonic()) if idle else None
+                    await asyncio.sleep(self.settled_s / 10)
+
+    async def _idle(self) -> bool:
+        state = vars(await self.stats())
+        return not any(state.get(name) for name in ("running", "waiting", "sessions"))
