@@ -147,7 +147,7 @@ HEADLINES = (
 """What it is, our case, the case it is compared with, and what that is; all at TOKENS tokens."""
 
 
-def headline(kernels: Result, long_context: Result) -> str:
+def headline(kernels: Result, long_context: Result, held_out: Result) -> str:
     """A line for each kernel of HEADLINES, then time to first token and answers of the whole service."""
     ms = {row["case"]: row["ms"] for row in kernels["rows"] if row["tokens"] == TOKENS}
     rows = [
@@ -161,8 +161,27 @@ def headline(kernels: Result, long_context: Result) -> str:
     rows.append((ttft, f"{times[0]} s", f"{times[1]} s (`dense`)", f"{times[1] / times[0]:.2f} ×"))
     exact = f"Exact answers of {ours['asked']} on that novel, `dpxa` and DELTA decode"
     rows.append((exact, ours["exact_delta_decode"], f"{other['exact_full_decode']} (`dense`, all pages)", ""))
-    sources = f"Kernels: {_source(kernels)}. Service: {_source(long_context)}. Medians."
+    rows += _answers(held_out)
+    sources = f"Kernels: {_source(kernels)}. Service: {_source(long_context)}."
+    sources += f" Answers: {_source(held_out)}. Medians."
     return markdown(("what", "ours", "against", "faster"), rows) + f"\n\n{sources}"
+
+
+def _answers(result: Result) -> list[tuple[str, str, str, str]]:
+    """What `dpxa` and DELTA keep of dense's answers, the longest documents."""
+    longest = max(row["tokens"] for row in result["rows"])
+    by_case = {row["case"]: row for row in result["rows"] if row["tokens"] == longest}
+    ours, other, delta = (
+        by_case[case] for case in ("dpxa_default", "xattention_equal_time", "delta_default")
+    )
+    kept, others, decoded = (f"{row['exact'] / row['exact_dense']:.3f}" for row in (ours, other, delta))
+    rival = f"(XAttention's scores, {other['density']:.3f}, {other['ms']:.0f} ms)"
+    read = f"`dpxa` at {ours['density']:.3f} of the tiles, {ours['ms']:.0f} ms"
+    return [
+        (f"KL to dense's predictions, {read}", f"{ours['kl']:.3f}", f"{other['kl']:.3f} {rival}", ""),
+        (f"Exact answers of dense's {ours['exact_dense']} kept, the same", kept, f"{others} {rival}", ""),
+        (f"The same, DELTA decode at {delta['density']:.2f} of the pages", decoded, "1 (all pages)", ""),
+    ]
 
 
 def accuracy(result: Result) -> str:
@@ -222,7 +241,7 @@ def sizing() -> str:
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "headline": (headline, ("kernels_h200", "long_context_h200")),
+    "headline": (headline, ("kernels_h200", "long_context_h200", "accuracy_h200")),
     "kernels_h200": (kernels, ("kernels_h200",)),
     "recall_h200": (recall, ("recall_h200",)),
     "recall_prose_h200": (recall, ("recall_prose_h200",)),
