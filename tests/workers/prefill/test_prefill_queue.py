@@ -66,7 +66,7 @@ async def test_whoever_ends_while_waiting_was_never_on_a_stage(name: str) -> Non
 
 @timeless
 async def test_a_full_queue_refuses_with_the_time_at_which_it_has_a_place() -> None:
-    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, max_waiting=2)
+    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, max_waiting=2, stream_lease_s=1e6)
     fake = FakeStage(0, lambda: 0.5, no_trouble)
     controller, now = controller_of([fake], config), asyncio.get_running_loop().time
     first = asyncio.create_task(collect(controller, job("first", 1024)))
@@ -93,7 +93,9 @@ async def test_a_full_queue_refuses_with_the_time_at_which_it_has_a_place() -> N
 @timeless
 async def test_a_big_prompt_is_not_starved_by_small_ones_that_hold_the_pages() -> None:
     """A stream of small prompts, always enough of them to fill the stage."""
-    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, ageing_tokens_per_second=2000.0)
+    config = PrefillConfig(
+        stages=1, chunk_tokens=128, cache_tokens=1024, ageing_tokens_per_second=2000.0, stream_lease_s=1e6
+    )
     fake = FakeStage(0, lambda: 0.01, no_trouble)
     controller = controller_of([fake], config)
     crowd: list[asyncio.Task[Any]] = []
