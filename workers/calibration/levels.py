@@ -103,7 +103,9 @@ def head_amounts(
     density_LHI = torch.stack([one.density_LHI for one in found]).mean(0)
     error_LHI = torch.stack([one.error_LHI for one in found]).mean(0)
     quotas = found[0].quotas
-    weight_L = torch.stack(list(costs)).mean(0) / error_LHI[..., quotas.index(COSTED_AT)].sum(1)
+    error_L = error_LHI[..., quotas.index(COSTED_AT)].sum(1)
+    # Where that quota drops nothing, a layer costs nothing, and no quota has an error.
+    weight_L = torch.stack(list(costs)).mean(0) / torch.where(error_L > 0, error_L, 1.0)
     loss_LHI = error_LHI * weight_L[:, None, None]
     layers, heads, _ = loss_LHI.shape
     points = [

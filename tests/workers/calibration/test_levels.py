@@ -63,6 +63,12 @@ def test_heads_get_what_their_layers_cost() -> None:
     assert quiet[0][1] < quiet[0][0]
 
 
+def test_a_layer_that_loses_nothing_keeps_its_least() -> None:
+    density = torch.tensor([0.4, *([1.0] * (len(QUOTAS) - 1))]).expand(1, 2, -1)
+    curves = Curves(density, torch.zeros(1, 2, len(QUOTAS)), QUOTAS)
+    assert head_amounts([curves], [torch.zeros(1)], 0.7) == ((0.0, 0.0),)
+
+
 def test_methods_without_amounts_are_refused(tiny_stack: LayerStack) -> None:
     for name in ("dense", "streaming", "block_pool+delta"):
         with pytest.raises(ValueError, match="ranks no tiles"):
