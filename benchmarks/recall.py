@@ -47,8 +47,10 @@ ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
     "block_pool": lambda: BlockPoolSelector(BlockPoolOptions(tau=0.9)),
     "dpxa": lambda: AnchorsSelector(_OURS),
     "dpxa_4x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=4)),
-    "dpxa_16x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=16)),
-    "dpxa_means": lambda: AnchorsSelector(_OURS, q_representative="mean", k_representative="mean"),
+    "dpxa_8x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=8)),
+    "dpxa_means": lambda: AnchorsSelector(
+        replace(_OURS, q_anchors=8), q_representative="mean", k_representative="mean"
+    ),
     "dpxa_not_relaxed": lambda: AnchorsSelector(_OURS, k_relax=None),
     "dpxa_cells": lambda: AnchorsSelector(_OURS, row_normalised=False),
     "dpxa_unweighted": lambda: AnchorsSelector(_OURS, weighted=False),
@@ -59,7 +61,7 @@ ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
         row_normalised=False,
     ),
 }
-"""dpxa: as served. The others change one thing of it; dpxa_thesis is the thesis's form: every anchor of
+"""dpxa: as served. The others change one thing of it, dpxa_means two (what it was before); dpxa_thesis is the thesis's form: every anchor of
 both sides, unweighted, cells of a block sharing one normaliser."""
 
 

@@ -60,7 +60,7 @@ def calibrate_command(
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
-    from ...workers.calibration.pages import calibrate_stack, shortest_text
+    from ...workers.calibration.pages import calibrate, shortest_text
     from ...workers.messages import PAGE_TOKENS
     from ...workers.model.decoder import load_model
 
@@ -80,7 +80,7 @@ def calibrate_command(
         probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
         stack = load_model(spec, device)
         err.print(f"Reading {len(read)} texts of up to {max(len(one.ids) for one in read)} tokens …")
-        found = calibrate_stack(stack, read, layers, budget, recency, full_layer)
+        found = calibrate(stack, read, layers, budget=budget, recency=recency, full_layers=full_layer)
         selection = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
         chosen = {"delta_layers": found.delta_layers, **selection}
         levels: tuple[MethodLevels, ...] = ()

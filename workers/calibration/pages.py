@@ -21,8 +21,7 @@ import torch
 
 from ...kernels.constants import PAGE_TOKENS
 from ...kernels.interface import AttentionInput
-from ..model.decoder import LayerStack, load_model
-from ..settings import ModelSpec
+from ..model.decoder import LayerStack
 from .dense_pass import embedded, read_densely
 from .probes import Document, with_answers
 
@@ -41,33 +40,20 @@ class Calibration:
 
 
 def calibrate(
-    model: ModelSpec,
+    stack: LayerStack,
     texts: Sequence[Document],
     count: int,
     *,
     budget: int = 64,
     recency: int = 8,
     full_layers: Collection[int] = (0, 1),
-    device: torch.device | str = "cpu",
 ) -> Calibration:
     """`count` Δ-layers for a model, from one dense pass over each text and its questions with their answers.
 
     budget, recency: K and L of the selection, in pages; texts of four times the budget are a good choice.
-    Raises ModelError for a model that cannot be loaded, ValueError for a text that the budget covers or that
-    the model has no positions for, and for numbers that do not fit together.
+    Raises ValueError for a text that the budget covers or that the model has no positions for, and for
+    numbers that do not fit together.
     """
-    return calibrate_stack(load_model(model, device), texts, count, budget, recency, full_layers)
-
-
-def calibrate_stack(
-    stack: LayerStack,
-    texts: Sequence[Document],
-    count: int,
-    budget: int,
-    recency: int,
-    full_layers: Collection[int],
-) -> Calibration:
-    """As `calibrate`, for a model that is loaded."""
     if not 0 < recency < budget:
         raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
     read = [with_answers(text) for text in texts]

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from deltafront.service.client.calibrate import calibrate_command
 from deltafront.workers.calibration.pages import calibrate
 from deltafront.workers.calibration.probes import Document
+from deltafront.workers.model.decoder import load_model
 from deltafront.workers.model.profile import ProfileError, load_profile
 from deltafront.workers.settings import ModelSpec
 
@@ -52,9 +53,8 @@ def test_the_layers_come_as_a_line_of_the_configuration(model: Path, tmp_path: P
     ids = [
         [ord(letter) - 97 if letter != " " else 26 for letter in text[:400]] for text in (PROSE, PROSE[::-1])
     ]
-    expected = calibrate(
-        ModelSpec(str(model), dtype="float32"), [Document(one, []) for one in ids], 2, budget=6, recency=2
-    )
+    stack = load_model(ModelSpec(str(model), dtype="float32"), "cpu")
+    expected = calibrate(stack, [Document(one, []) for one in ids], 2, budget=6, recency=2)
     assert yaml.safe_load(done.stdout) == {"delta_layers": list(expected.delta_layers)}
     everything = json.loads(run(model, *texts, *options, "--json").stdout)
     assert everything["delta_layers"] == list(expected.delta_layers)

@@ -22,7 +22,6 @@ from deltafront.workers.calibration.pages import (
     shortest_text,
 )
 from deltafront.workers.calibration.probes import Document, Question
-from deltafront.workers.settings import ModelSpec
 
 IDS = random.Random(1).choices(range(199), k=150)
 
@@ -94,43 +93,36 @@ def lost(stack: Any, ids: list[int], positions: list[int]) -> torch.Tensor:
     return losses(attention_maps(stack, ids, positions), positions, 4, 2)
 
 
-def test_calibrate_is_the_whole_way(tiny_llama: Path, tiny_stack: Any) -> None:
-    model = ModelSpec(str(tiny_llama), dtype="float32")
+def test_calibrate_is_the_whole_way(tiny_stack: Any) -> None:
     positions = looked_at(150, [])
     assert len(positions) == 64 and (positions[0], positions[-1]) == (75, 149)
     expected = choose(lost(tiny_stack, IDS, positions), 2, (0, 1))
-    assert calibrate(model, [Document(IDS, [])], 2, budget=4, recency=2).delta_layers == expected
+    assert calibrate(tiny_stack, [Document(IDS, [])], 2, budget=4, recency=2).delta_layers == expected
 
 
-def test_questions_are_read_after_the_text_and_looked_at_where_answers_come(
-    tiny_llama: Path, tiny_stack: Any
-) -> None:
+def test_questions_are_read_after_the_text_and_looked_at_where_answers_come(tiny_stack: Any) -> None:
     questions = [Question("a", (7, 8, 9), (10, 11)), Question("b", (12,), (13,))]
-    found = calibrate(
-        ModelSpec(str(tiny_llama), dtype="float32"), [Document(IDS, questions)], 2, budget=4, recency=2
-    )
+    found = calibrate(tiny_stack, [Document(IDS, questions)], 2, budget=4, recency=2)
     whole = [*IDS, 7, 8, 9, 10, 11, 12, 13]
     assert found.tokens == (157,)
     expected = lost(tiny_stack, whole, [152, 153, 155])
     torch.testing.assert_close(torch.tensor(found.losses, dtype=torch.float64), expected)
 
 
-def test_texts_count_alike(tiny_llama: Path, tiny_stack: Any) -> None:
+def test_texts_count_alike(tiny_stack: Any) -> None:
     texts = [IDS, random.Random(2).choices(range(199), k=300)]
-    model = ModelSpec(str(tiny_llama), dtype="float32")
-    found = calibrate(model, [Document(ids, []) for ids in texts], 2, budget=4, recency=2)
+    found = calibrate(tiny_stack, [Document(ids, []) for ids in texts], 2, budget=4, recency=2)
     both = sum(lost(tiny_stack, ids, looked_at(len(ids), [])) for ids in texts)
     torch.testing.assert_close(torch.tensor(found.losses, dtype=torch.float64), both / 2)
     assert found.tokens == (150, 300)
     assert found.delta_layers == choose(both, 2, (0, 1))
 
 
-def test_a_calibration_that_cannot_be_is_refused_in_plain_words(tiny_llama: Path) -> None:
-    model = ModelSpec(str(tiny_llama), dtype="float32")
+def test_a_calibration_that_cannot_be_is_refused_in_plain_words(tiny_stack: Any) -> None:
     with pytest.raises(ValueError, match="1025 tokens are more than the model's 1024 positions"):
-        calibrate(model, [Document([1] * 1025, [])], 2, budget=4, recency=2)
+        calibrate(tiny_stack, [Document([1] * 1025, [])], 2, budget=4, recency=2)
     with pytest.raises(ValueError, match="recency 4 must be"):
-        calibrate(model, [Document(IDS, [])], 2, budget=4, recency=4)
+        calibrate(tiny_stack, [Document(IDS, [])], 2, budget=4, recency=4)
     for budget in (2, 4, 40):
         shortest = shortest_text(budget)
         losses(torch.rand(3, 1, shortest), [shortest - 1], budget, 1)
