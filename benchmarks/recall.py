@@ -61,8 +61,8 @@ ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
         row_normalised=False,
     ),
 }
-"""dpxa: as served. The others change one thing of it, dpxa_means two (what it was before); dpxa_thesis is the thesis's form: every anchor of
-both sides, unweighted, cells of a block sharing one normaliser."""
+"""dpxa: as served. The others change one thing of it, dpxa_means two (what it was before); dpxa_thesis is
+the thesis's form: every anchor of both sides, unweighted, cells of a block sharing one normaliser."""
 
 
 @dataclass(frozen=True)
