@@ -36,6 +36,10 @@ def calibrate_command(
     text: Annotated[list[str], typer.Option(help="A text of real prose; give it once for each.")],
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
     layers: Annotated[int, typer.Option(help="How many Δ-layers.")] = 5,
+    dense_layers: Annotated[
+        int | None,
+        typer.Option(help="Search with --questions: layers that read all pages, instead of --layers."),
+    ] = None,
     budget: Annotated[int, typer.Option(help="K: pages that a sparse layer attends to.")] = 64,
     serving_budget: Annotated[
         int | None, typer.Option(help="page_budget in the profile (the budget).")
@@ -80,8 +84,14 @@ def calibrate_command(
         probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
         stack = load_model(spec, device)
         err.print(f"Reading {len(read)} texts of up to {max(len(one.ids) for one in read)} tokens …")
-        found = calibrate(stack, read, layers, budget=budget, recency=recency, full_layers=full_layer)
+        count = layers if dense_layers is None else 1  # the search finds out how many
+        found = calibrate(stack, read, count, budget=budget, recency=recency, full_layers=full_layer)
         selection = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
+        if dense_layers is not None:
+            from ...workers.calibration.page_search import refine
+
+            kept = {"budget": budget, "recency": recency}
+            found = refine(stack, read, found, dense_layers, **kept, full_layers=full_layer, told=err.print)
         chosen = {"delta_layers": found.delta_layers, **selection}
         levels: tuple[MethodLevels, ...] = ()
         if density:
@@ -97,7 +107,11 @@ def calibrate_command(
     except (ModelError, MethodError, ValueError) as error:
         fail(str(error))
     if json:
-        print(json_format.dumps({**chosen, "tokens": found.tokens, "losses": found.losses}))
+        print(
+            json_format.dumps(
+                {**chosen, "tokens": found.tokens, "losses": found.losses, "divergence": found.divergence}
+            )
+        )
     else:
         print(f"delta_layers: {list(found.delta_layers)}")
 

@@ -32,11 +32,13 @@ QUERIES = 64
 @dataclass(frozen=True)
 class Calibration:
     """delta_layers: the choice. losses[a][b]: page score that layer b loses, against its own best pages, if
-    layer a chooses for it; a mean over queries and texts. tokens: of each text."""
+    layer a chooses for it; a mean over queries and texts. tokens: of each text. divergence: of answers
+    decoded with these layers from dense ones, where it was measured (`page_search.py`)."""
 
     delta_layers: tuple[int, ...]
     losses: tuple[tuple[float, ...], ...]
     tokens: tuple[int, ...]
+    divergence: float | None = None
 
 
 def calibrate(
@@ -112,8 +114,7 @@ def _largest_weights(x: AttentionInput, positions_Q: torch.Tensor) -> torch.Tens
 def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recency: int) -> torch.Tensor:
     """loss_LL[a, b]: page score that layer b loses, against its own best pages, if layer a chooses them.
 
-    Mean over queries. Chosen are the last `recency` pages up to the query's and the best others, `budget`
-    in all (DELTA, Algorithm 2). Raises ValueError if every page would be chosen.
+    Mean over queries. Raises ValueError if every page would be chosen.
     """
     positions_Q = torch.tensor(positions)
     tokens = maps_LQS.shape[2]
@@ -121,23 +122,37 @@ def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recenc
         raise ValueError(
             f"{tokens} tokens are too few for a budget of {budget} pages: give four times as many"
         )
-    padded_LQS = torch.nn.functional.pad(maps_LQS, (0, -tokens % PAGE_TOKENS))
-    score_LQP = padded_LQS.view(*maps_LQS.shape[:2], -1, PAGE_TOKENS).sum(-1).double()
-    page_P = torch.arange(score_LQP.shape[2])
-    last_Q1 = positions_Q[:, None] // PAGE_TOKENS
-    recent_QP = (page_P > last_Q1 - recency) & (page_P <= last_Q1)
-    rivals_LQP = score_LQP.masked_fill(recent_QP | (page_P > last_Q1), -1.0)
-    best_LQK = rivals_LQP.topk(budget - recency, dim=-1).indices
-    kept_LQP = recent_QP.expand_as(score_LQP).scatter(2, best_LQK, True).double()
+    kept_LQP = kept_pages(maps_LQS, positions_Q, budget, recency).double()
+    score_LQP = _page_scores(maps_LQS)
     found_LL = torch.einsum("aqp,bqp->ab", kept_LQP, score_LQP) / len(positions_Q)
     return (found_LL.diagonal() - found_LL).clamp(min=0.0)
 
 
-def choose(loss_LL: torch.Tensor, count: int, full_layers: Collection[int]) -> tuple[int, ...]:
+def kept_pages(map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
+    """bool_XQP: the pages that a map of token scores chooses for each query: the last `recency` up to the
+    query's own and the best others, `budget` in all (DELTA, Algorithm 2). X: any dimensions, or none."""
+    score_XQP = _page_scores(map_XQS)
+    page_P = torch.arange(score_XQP.shape[-1], device=map_XQS.device)
+    last_Q1 = positions_Q[:, None] // PAGE_TOKENS
+    recent_QP = (page_P > last_Q1 - recency) & (page_P <= last_Q1)
+    rivals_XQP = score_XQP.masked_fill(recent_QP | (page_P > last_Q1), -1.0)
+    best_XQK = rivals_XQP.topk(min(budget - recency, len(page_P)), dim=-1).indices
+    return recent_QP.expand(score_XQP.shape).scatter(-1, best_XQK, True)
+
+
+def _page_scores(map_XQS: torch.Tensor) -> torch.Tensor:
+    """score_XQP, float64: the sum over each page's tokens."""
+    padded_XQS = torch.nn.functional.pad(map_XQS, (0, -map_XQS.shape[-1] % PAGE_TOKENS))
+    return padded_XQS.view(*padded_XQS.shape[:-1], -1, PAGE_TOKENS).sum(-1).double()
+
+
+def choose(
+    loss_LL: torch.Tensor, count: int, full_layers: Collection[int], first: int | None = None
+) -> tuple[int, ...]:
     """The `count` layers that lose least in all when each chooses for the sparse layers up to the next.
 
-    Layers before the first of them have to be dense, so it lies in the first quarter of those that can be
-    chosen. The last layer is left out: nothing after it would use its selection.
+    Layers before the first of them have to be dense: it is `first`, or lies in the first quarter of those
+    that can be chosen. The last layer is left out: nothing after it would use its selection.
     """
     layers = loss_LL.shape[0]
     candidates = [layer for layer in range(layers - 1) if layer not in full_layers]
@@ -155,5 +170,7 @@ def choose(loss_LL: torch.Tensor, count: int, full_layers: Collection[int]) -> t
             for layer in candidates
             if (after := [(later, plan) for later, plan in plans.items() if later > layer])
         }
+    if first is not None:
+        return plans[first][1]
     limit = candidates[len(candidates) // 4]
     return min(plan for layer, plan in plans.items() if layer <= limit)[1]

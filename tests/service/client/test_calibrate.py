@@ -113,6 +113,19 @@ def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path
     assert "600 tokens, document 1 of 1" in done.stderr
 
 
+def test_layers_are_searched_by_what_answers_lose(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(PROSE.replace("call", ". Call") * 2)
+    options = ("--budget", 6, "--recency", 2, "--tokens", 900, "--questions", 2, "--full-layer", 0)
+    done = run(model, "--text", tmp_path / "one.txt", *options, "--dense-layers", 3, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    first, *others = found["delta_layers"]
+    assert first + 1 + len(others) == 3 and found["divergence"] > 0
+    assert "choices read" in done.stderr
+    failed = run(model, "--text", tmp_path / "one.txt", *options[:-4], "--full-layer", 0, "--dense-layers", 3)
+    assert failed.exit_code == 1 and "needs questions" in failed.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
