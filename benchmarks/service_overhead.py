@@ -29,7 +29,7 @@ from deltafront.benchmarks.harness import commit_of
 from deltafront.service.client.client import DeltafrontClient, GenerateFinished
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ServiceConfig, load
-from deltafront.workers.messages import method_spec
+from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.model import store as model_store
 from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import PrefillConfig

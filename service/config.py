@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.messages import MethodError, load_methods, reads_whole_prompts
+from ..workers.messages.methods import MethodError, load_methods, reads_whole_prompts
 from ..workers.model.config import ModelConfig, ModelError
 from ..workers.model.levels import amounts_for
 from ..workers.model.profile import Profile

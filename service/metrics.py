@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..workers.messages import DecodeReport, LayerDensity, PrefillReport
+from ..workers.messages.events import DecodeReport, LayerDensity, PrefillReport
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import __version__
-from ..workers.messages import PRESETS, DecodeStats, GroupStats
+from ..workers.messages.methods import PRESETS
+from ..workers.messages.states import DecodeStats, GroupStats
 from ..workers.model.config import read_config
 from ..workers.model.profile import Profile, load_profile
 from ..workers.model.store import adapter_directory, model_directory

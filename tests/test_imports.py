@@ -188,7 +188,7 @@ TORCH_FREE = [
     "service.door.http_door",
     "service.client.client",
     "service.client.size",
-    "workers.messages",
+    "workers.messages.stages",
     "workers.settings",
     "workers.model.config",
     "workers.model.levels",

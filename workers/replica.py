@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .messages import NAMESPACE
+from .messages.states import NAMESPACE
 from .remote import failure_of, start_actor
 
 log = logging.getLogger(__name__)

@@ -18,28 +18,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from enum import Enum
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
-from .messages import (
-    ChunkCommand,
-    ChunkReport,
-    DecodeStats,
-    FinishEvent,
-    FirstLogits,
-    FirstTokenTimings,
-    GenerateJob,
-    GroupStats,
-    KeepSession,
-    KVAnnouncement,
-    OpenRequest,
-    PrefillDone,
-    PrefillJob,
-    Prefix,
-    Progress,
-    Refused,
-    Reserve,
-    Reserved,
-    SessionKept,
-    Token,
-)
+from .messages.events import FinishEvent, FirstTokenTimings, PrefillDone, Prefix, Progress, SessionKept, Token
+from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reserve, Reserved
+from .messages.stages import ChunkCommand, ChunkReport, FirstLogits, KVAnnouncement, OpenRequest
+from .messages.states import DecodeStats, GroupStats
 
 T = TypeVar("T")
 Role = TypeVar("Role")

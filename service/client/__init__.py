@@ -1,6 +1,6 @@
 """The Python client and the command line. Importing this loads neither torch nor Ray."""
 
-from ...workers.messages import FinishReason, Progress, Session, Token, Usage
+from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from ..errors import (
     Cancelled,
     Code,

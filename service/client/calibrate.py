@@ -65,7 +65,7 @@ def calibrate_command(
 ) -> None:
     """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
     from ...workers.calibration.pages import calibrate, shortest_text
-    from ...workers.messages import PAGE_TOKENS
+    from ...workers.messages.methods import PAGE_TOKENS
     from ...workers.model.decoder import load_model
 
     if profile is not None and not profile.parent.is_dir():

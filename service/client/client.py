@@ -19,7 +19,8 @@ import grpc
 
 from ...protos.v1 import deltafront_pb2 as pb
 from ...protos.v1 import deltafront_pb2_grpc as pb_grpc
-from ...workers.messages import PageSelection, Progress, Token
+from ...workers.messages.events import Progress, Token
+from ...workers.messages.requests import PageSelection
 from ..door import wire
 from ..door.status import from_status
 from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...workers.messages import NAMESPACE
+from ...workers.messages.states import NAMESPACE
 from ..config import ConfigError, ServiceConfig
 
 LOOPBACK = "127.0.0.1"

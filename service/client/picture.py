@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ...workers.messages import MethodError, MethodSpec, Progress
+from ...workers.messages.events import Progress
+from ...workers.messages.methods import MethodError, MethodSpec
 from ...workers.model.config import ModelError
 from ..config import ConfigError, ServiceConfig, load
 from ..request.answers import Timings

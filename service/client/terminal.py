@@ -17,7 +17,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ...workers.messages import Progress, Token
+from ...workers.messages.events import Progress, Token
 from ..errors import (
     DeadlineExceeded,
     DeltafrontError,

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...workers.messages import Progress, Token
+from ...workers.messages.events import Progress, Token
 from ..errors import DeltafrontError
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
 from ..request.calls import GenerateRequest

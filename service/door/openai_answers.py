@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...workers.messages import FinishReason, Usage
+from ...workers.messages.events import FinishReason, Usage
 from ..errors import Code, DeadlineExceeded, DeltafrontError, InvalidArgument, Overloaded, TooLong
 from ..request.answers import GenerateFinished, ServerInfo
 from .openai_requests import Asked, UnknownModel, read_chat, read_text

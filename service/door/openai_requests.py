@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from ...workers.messages import PageSelection
+from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument, NotFound
 from ..request.calls import GenerateRequest, Prompt, Wishes
 from ..request.plan import packed

@@ -14,7 +14,8 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ...workers.messages import FinishReason, PageSelection, Progress, Session, Token, Usage
+from ...workers.messages.events import FinishReason, Progress, Session, Token, Usage
+from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument
 from ..request.answers import (
     Density,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ...workers.messages import DecodeStats, GroupStats
+from ...workers.messages.states import DecodeStats, GroupStats
 
 _SHORTEST_RETRY_S = 1.0
 _NEAR = 0.25

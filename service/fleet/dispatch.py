@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 import ray
 
-from ...workers.messages import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
+from ...workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
 from ...workers.remote import Failure, remote
 from ...workers.roles import DecodeWorker, Group, Role
 from ..errors import WorkerError, WorkerFailed, WorkerLost

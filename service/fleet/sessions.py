@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ...workers.messages import DECODE_PREFIX
+from ...workers.messages.states import DECODE_PREFIX
 from ..errors import NotFound
 
 NO_SESSION = "there is no such session: unknown, expired, released, or made with another token"

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ...workers.messages import DecodeStats, GroupStats
+from ...workers.messages.states import DecodeStats, GroupStats
 from ...workers.roles import DecodeWorker, Group, Leased
 from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
 from .links import Directory, Found

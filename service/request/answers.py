@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...workers.messages import FinishReason, PrefillReport, Progress, Session, Token, Usage
+from ...workers.messages.events import FinishReason, PrefillReport, Progress, Session, Token, Usage
 from ..metrics import density, scoring_overhead
 from .timings import TtftClock
 

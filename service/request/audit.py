@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from ...workers.messages import Progress, Token
+from ...workers.messages.events import Progress, Token
 from .answers import GenerateFinished, PrefillFinished, RequestEvent
 
 log = logging.getLogger("deltafront.audit")

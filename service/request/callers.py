@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...workers.messages import OwnerUse
+from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
 _RETRY_S = 1.0

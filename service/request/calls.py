@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...workers.messages import MethodSpec, PageSelection, Sampling
+from ...workers.messages.methods import MethodSpec
+from ...workers.messages.requests import PageSelection, Sampling
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...workers.messages import MethodError, MethodSpec, PageSelection, Sampling, reads_whole_prompts
+from ...workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
+from ...workers.messages.requests import PageSelection, Sampling
 from ...workers.model.levels import amounts_for
 from ...workers.model.profile import Profile
 from ...workers.settings import PrefillConfig

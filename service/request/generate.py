@@ -7,19 +7,17 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from ...workers.messages import (
+from ...workers.messages.events import (
     DecodeReport,
     FinishEvent,
     FinishReason,
     FirstTokenTimings,
-    GenerateJob,
     PrefillReport,
-    Refused,
-    Reserve,
     Session,
     Token,
     Usage,
 )
+from ...workers.messages.requests import GenerateJob, Refused, Reserve
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of

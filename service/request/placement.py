@@ -10,17 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...workers.messages import (
-    MethodSpec,
-    PrefillDone,
-    PrefillJob,
-    PrefillReport,
-    Progress,
-    RefusalReason,
-    Refused,
-    Reserve,
-    Reserved,
-)
+from ...workers.messages.events import PrefillDone, PrefillReport, Progress
+from ...workers.messages.methods import MethodSpec
+from ...workers.messages.requests import PrefillJob, RefusalReason, Refused, Reserve, Reserved
 from ...workers.roles import DecodeWorker, Group
 from ..errors import (
     DeadlineExceeded,

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from ...workers.messages import (
+from ...workers.messages.events import (
     DecodeReport,
     FinishEvent,
     FinishReason,
     FirstTokenTimings,
-    GenerateJob,
-    KeepSession,
-    RefusalReason,
-    Refused,
-    Reserve,
-    Sampling,
     Session,
     SessionKept,
     Usage,
 )
+from ...workers.messages.requests import GenerateJob, KeepSession, RefusalReason, Refused, Reserve, Sampling
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, WorkerError, WorkerFailed
 from .answers import PrefillFinished, density_of, timings_of

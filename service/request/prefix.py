@@ -11,7 +11,9 @@ import asyncio
 import hashlib
 from dataclasses import dataclass, replace
 
-from ...workers.messages import LINK_BYTES, PAGE_TOKENS, GenerateJob, MethodSpec, Prefix, Reserve
+from ...workers.messages.events import LINK_BYTES, Prefix
+from ...workers.messages.methods import PAGE_TOKENS, MethodSpec
+from ...workers.messages.requests import GenerateJob, Reserve
 from ...workers.roles import DecodeWorker
 from ..config import DoorConfig
 from ..errors import WorkerError, WorkerLost

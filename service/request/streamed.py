@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...workers.messages import FinishReason
+from ...workers.messages.events import FinishReason
 from .calls import GenerateCall
 from .detokenize import AnswerText, Match
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...workers.messages import DecodeReport, PrefillReport
+from ...workers.messages.events import DecodeReport, PrefillReport
 
 TRANSPORT = "transport"
 REPLAY = "replay"

@@ -13,7 +13,7 @@ import yaml
 
 from deltafront.service import metrics
 from deltafront.service.errors import Code
-from deltafront.workers.messages import DECODE_PREFIX
+from deltafront.workers.messages.states import DECODE_PREFIX
 
 from ..test_generated import declared_series
 from .manifests import KUBERNETES, ROOT, Object

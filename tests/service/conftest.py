@@ -116,7 +116,7 @@ def _actor(kind: type, name: str) -> Any:
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(fakes)
-    from deltafront.workers.messages import NAMESPACE
+    from deltafront.workers.messages.states import NAMESPACE
 
     options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 1000}
     return ray.remote(kind).options(**options).remote(name)

@@ -15,33 +15,32 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltafront.workers.messages import (
+from deltafront.workers.messages.events import (
     LINK_BYTES,
-    NAMESPACE,
     DecodeReport,
-    DecodeStats,
     FinishEvent,
     FinishReason,
     FirstTokenTimings,
-    GenerateJob,
-    GroupStats,
-    KeepSession,
     LayerDensity,
-    OwnerUse,
     PrefillDone,
-    PrefillFailed,
-    PrefillJob,
     PrefillReport,
     Prefix,
     Progress,
-    RefusalReason,
-    Refused,
-    Reserve,
-    Reserved,
     Session,
     SessionKept,
     Token,
 )
+from deltafront.workers.messages.requests import (
+    GenerateJob,
+    KeepSession,
+    PrefillFailed,
+    PrefillJob,
+    RefusalReason,
+    Refused,
+    Reserve,
+    Reserved,
+)
+from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
 
 PAGE = 16
 EOS = 257

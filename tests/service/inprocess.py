@@ -26,7 +26,7 @@ from deltafront.service.errors import WorkerFailed, WorkerLost
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
 from deltafront.service.metrics import Metrics
-from deltafront.workers.messages import PrefillFailed
+from deltafront.workers.messages.requests import PrefillFailed
 
 from .fakes import FakeDecode, FakeGroup
 

@@ -10,7 +10,8 @@ import pytest
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Token
 from deltafront.service.errors import NotFound, Overloaded, Unavailable
 from deltafront.service.request import attempt
-from deltafront.workers.messages import FinishReason, RefusalReason, Refused
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import EOS, FakeDecode
 from .inprocess import HANG_S, House, wait_until

@@ -18,7 +18,7 @@ from deltafront.service.client.cli import _settings, app
 from deltafront.service.config import ConfigError, ServiceConfig, load, parse
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.wiring import check_start
-from deltafront.workers.messages import MethodSpec
+from deltafront.workers.messages.methods import MethodSpec
 from deltafront.workers.model import store
 from deltafront.workers.settings import DecodeConfig
 

@@ -15,17 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.messages import (
-    FinishEvent,
-    FirstLogits,
-    FirstTokenTimings,
-    GenerateJob,
-    KVAnnouncement,
-    Reserve,
-    Reserved,
-    Sampling,
-    Token,
-)
+from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
+from deltafront.workers.messages.requests import GenerateJob, Reserve, Reserved, Sampling
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
 from deltafront.workers.settings import DecodeConfig, HandoffConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deltafront.workers.leaving import Leaving
-from deltafront.workers.messages import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats, GroupStats
 from deltafront.workers.replica import Replica
 
 BUSY = GroupStats("prefill:x", 9, 9, 1, 0, 10, 1.0)

@@ -16,7 +16,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCa
 
 from deltafront.service.errors import WorkerFailed, WorkerLost
 from deltafront.service.fleet.dispatch import worker_error
-from deltafront.workers.messages import PrefillFailed, RequestFailed
+from deltafront.workers.messages.requests import PrefillFailed
+from deltafront.workers.messages.stages import RequestFailed
 from deltafront.workers.prefill.group import remote_stage
 from deltafront.workers.remote import COMMANDS, NOTICES, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Form, Group, Stage, forms

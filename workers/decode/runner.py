@@ -23,7 +23,7 @@ from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.methods import method_spec
 from ..kv.cache import PagedKVCache
 from ..kv.page_pool import PAGE_TOKENS, pages_for
-from ..messages import Sampling
+from ..messages.requests import Sampling
 from ..model.decoder import LayerStack
 from .page_selection import BatchRows, LayerPlan, StepAttention
 from .sampling import SamplingRows, sample

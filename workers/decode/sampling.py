@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..messages import Sampling
+from ..messages.requests import Sampling
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, splitmix64's increment, as a signed 64-bit number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9

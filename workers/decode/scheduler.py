@@ -18,15 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..kv.arrival import KVArrival
-from ..messages import (
-    DecodeReport,
-    FinishEvent,
-    FinishReason,
-    FirstTokenTimings,
-    GenerateJob,
-    Reserve,
-    Token,
-)
+from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Token
+from ..messages.requests import GenerateJob, Reserve
 from ..settings import DecodeConfig
 from .runner import Chosen, DecodeRunner, Row
 from .sessions import Holding, KeptSession

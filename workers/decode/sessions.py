@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..kv.page_pool import OutOfPages, PagePool, pages_for
-from ..messages import LINK_BYTES, GenerateJob, Prefix, RefusalReason, Refused, Reserve, Session
+from ..messages.events import LINK_BYTES, Prefix, Session
+from ..messages.requests import GenerateJob, RefusalReason, Refused, Reserve
 
 PageCopy = tuple[int, int]
 """Source and target."""

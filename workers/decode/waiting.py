@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..messages import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
+from ..messages.requests import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
 
 _OVERDUE_LOOKS = 5
 """So often in a row a lease must be found run out: where this process itself stood still, renewals that have

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from ..leaving import Leaving
-from ..messages import DECODE_PREFIX, DecodeStats
+from ..messages.states import DECODE_PREFIX, DecodeStats
 from ..remote import REPLICA_CPUS, hosts, placement_of
 from ..replica import Replica
 from ..roles import DecodeWorker

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ..messages import FirstLogits, KVAnnouncement
+from ..messages.stages import FirstLogits, KVAnnouncement
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

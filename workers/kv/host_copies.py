@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..messages import FirstLogits, KVAnnouncement
+from ..messages.stages import FirstLogits, KVAnnouncement
 from .handoff import check_kv
 
 NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {

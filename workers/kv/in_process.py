@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..messages import FirstLogits, KVAnnouncement
+from ..messages.stages import FirstLogits, KVAnnouncement
 from ..settings import HandoffConfig
 from .cache import PagedKVCache
 from .handoff import HandoffError, Hold, Sink, check_kv, described

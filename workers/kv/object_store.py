@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..messages import NAMESPACE, FirstLogits, KVAnnouncement
+from ..messages.stages import FirstLogits, KVAnnouncement
+from ..messages.states import NAMESPACE
 from ..settings import HandoffConfig
 from .cache import PagedKVCache
 from .handoff import HandoffError, Hold, Sink, described

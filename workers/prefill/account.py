@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..messages import ChunkReport, LayerDensity, MethodSpec, PrefillReport
+from ..messages.events import LayerDensity, PrefillReport
+from ..messages.methods import MethodSpec
+from ..messages.stages import ChunkReport
 
 
 @dataclass

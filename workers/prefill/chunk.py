@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ...kernels.interface import Coverage
-from ..messages import ChunkCommand, ChunkReport, LayerDensity
+from ..messages.events import LayerDensity
+from ..messages.stages import ChunkCommand, ChunkReport
 from .phases import PhaseTimer
 
 

@@ -18,19 +18,10 @@ from functools import partial
 from typing import Any
 
 from ...kernels.constants import BLOCK
-from ..messages import (
-    ChunkCommand,
-    ChunkReport,
-    GroupStats,
-    PrefillCancelled,
-    PrefillDone,
-    PrefillFailed,
-    PrefillJob,
-    Progress,
-    RefusalReason,
-    Refused,
-    RequestFailed,
-)
+from ..messages.events import PrefillDone, Progress
+from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
+from ..messages.stages import ChunkCommand, ChunkReport, RequestFailed
+from ..messages.states import GroupStats
 from ..roles import PrefillEvent, Stage
 from ..settings import PrefillConfig
 from . import schedule

@@ -16,7 +16,8 @@ import ray
 from ray.exceptions import RayError
 
 from ..leaving import Leaving
-from ..messages import PREFILL_PREFIX, GroupStats, RequestFailed
+from ..messages.stages import RequestFailed
+from ..messages.states import PREFILL_PREFIX, GroupStats
 from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ..replica import Replica
 from ..roles import Group, Stage

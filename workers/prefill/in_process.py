@@ -18,15 +18,10 @@ import torch
 
 from ..kv.handoff import Sink
 from ..kv.transports import sender
-from ..messages import (
-    FirstLogits,
-    KVAnnouncement,
-    MethodSpec,
-    PrefillDone,
-    PrefillFailed,
-    PrefillJob,
-    PrefillReport,
-)
+from ..messages.events import PrefillDone, PrefillReport
+from ..messages.methods import MethodSpec
+from ..messages.requests import PrefillFailed, PrefillJob
+from ..messages.stages import FirstLogits, KVAnnouncement
 from ..roles import Form, Stage, stand_in
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 from .activations import Activations, LinkClosed, NoActivations, QueueActivations

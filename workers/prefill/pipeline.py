@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from ..roles import Answer, Stage, settled
 from .watch import StageWatch
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from ..kv.page_pool import pages_for
-from ..messages import ChunkCommand, OpenRequest, PrefillFailed, PrefillJob
+from ..messages.requests import PrefillFailed, PrefillJob
+from ..messages.stages import ChunkCommand, OpenRequest
 from ..roles import PrefillEvent
 from . import schedule
 from .account import Account

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..kv.page_pool import PagePool, pages_for
-from ..messages import ChunkCommand, ChunkReport, GroupStats, PrefillJob, RefusalReason, Refused
+from ..messages.requests import PrefillJob, RefusalReason, Refused
+from ..messages.stages import ChunkCommand, ChunkReport
+from ..messages.states import GroupStats
 from ..settings import PrefillConfig
 from . import backlog, schedule
 from .account import Pace, Throughput

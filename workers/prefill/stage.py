@@ -23,7 +23,8 @@ from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
-from ..messages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed, load_methods
+from ..messages.methods import load_methods
+from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from ..model.decoder import LayerStack, load_model
 from ..model.levels import amounts_for
 from ..model.profile import Profile, load_profile

@@ -15,7 +15,7 @@ import torch
 from ...kernels.build import build
 from ...kernels.constants import BLOCK
 from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ..messages import MethodSpec
+from ..messages.methods import MethodSpec
 from ..model.decoder import LayerStack
 from ..model.levels import amounts_for
 from ..model.profile import Profile

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from deltafront.service.client import Timings, drawing
 from deltafront.workers.calibration.tiles import TilesRead, tiles_read
-from deltafront.workers.messages import method_spec
+from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.settings import ModelSpec
 
 from ...workers.tiny_model import HEADS, LAYERS

@@ -20,7 +20,8 @@ from deltafront.service.request.answers import (
     Timings,
 )
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
-from deltafront.workers.messages import FinishReason, PageSelection, Progress, Session, Token, Usage
+from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
+from deltafront.workers.messages.requests import PageSelection
 
 texts = st.text(max_size=8)
 numbers = st.floats(allow_nan=False)

@@ -15,7 +15,7 @@ from deltafront.service.fleet.admission import (
     admit,
     predicted_ttft,
 )
-from deltafront.workers.messages import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 rates = st.one_of(st.just(0.0), st.floats(1.0, 1e5))
 small = st.integers(0, 40)

@@ -19,7 +19,7 @@ from deltafront.service.fleet.scaling import (
     groups_wanted,
     workers_wanted,
 )
-from deltafront.workers.messages import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 MOST = 400
 backlogs = st.lists(

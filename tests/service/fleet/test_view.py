@@ -9,7 +9,7 @@ import pytest
 
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Charge, Fleet, View
-from deltafront.workers.messages import DecodeStats, GroupStats
+from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 from ..fakes import FakeDecode, FakeGroup
 

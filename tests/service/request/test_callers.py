@@ -12,7 +12,7 @@ import pytest
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Token
 from deltafront.service.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from deltafront.service.request.callers import Allowance, Caller, Callers
-from deltafront.workers.messages import OwnerUse
+from deltafront.workers.messages.states import OwnerUse
 
 from ..inprocess import House, wait_until
 from ..test_requests import nothing_left

@@ -15,7 +15,9 @@ from deltafront.service.client import DeltafrontClient, GenerateFinished, Prefil
 from deltafront.service.request.plan import packed
 from deltafront.service.request.prefix import chain_of, links_of, worth_it
 from deltafront.workers.decode.sessions import shared_links
-from deltafront.workers.messages import LINK_BYTES, PAGE_TOKENS, RefusalReason, Refused, method_spec
+from deltafront.workers.messages.events import LINK_BYTES
+from deltafront.workers.messages.methods import PAGE_TOKENS, method_spec
+from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from ..inprocess import House, wait_until
 from ..test_faults import counter

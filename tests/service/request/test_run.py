@@ -12,7 +12,7 @@ import pytest
 from deltafront.service.errors import Code, DeltafrontError
 from deltafront.service.request.answers import GenerateFinished, RequestEvent
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
-from deltafront.workers.messages import Token
+from deltafront.workers.messages.events import Token
 
 from ..inprocess import House
 from ..test_requests import expected, ids, nothing_left

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deltafront.workers.calibration.tiles import tiles_read
-from deltafront.workers.messages import method_spec
+from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 

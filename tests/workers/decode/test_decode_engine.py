@@ -11,17 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.workers.messages import (
-    LINK_BYTES,
-    FinishReason,
-    FirstLogits,
-    GenerateJob,
-    KeepSession,
-    Prefix,
-    Reserve,
-    Sampling,
-    SessionKept,
-)
+from deltafront.workers.messages.events import LINK_BYTES, FinishReason, Prefix, SessionKept
+from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling
+from deltafront.workers.messages.stages import FirstLogits
 
 NEW = 64
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)

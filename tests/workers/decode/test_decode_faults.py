@@ -15,17 +15,10 @@ import pytest
 
 from deltafront.workers.decode.page_selection import PageSelectionError
 from deltafront.workers.decode.runner import DecodeRunner
-from deltafront.workers.messages import (
-    FinishReason,
-    FirstLogits,
-    GenerateJob,
-    OwnerUse,
-    RefusalReason,
-    Refused,
-    Reserve,
-    Sampling,
-    Token,
-)
+from deltafront.workers.messages.events import FinishReason, Token
+from deltafront.workers.messages.requests import GenerateJob, RefusalReason, Refused, Reserve, Sampling
+from deltafront.workers.messages.stages import FirstLogits
+from deltafront.workers.messages.states import OwnerUse
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
 LONG = Sampling(max_tokens=400, ignore_eos=True)
@@ -216,10 +209,10 @@ async def test_a_lease_that_ran_out_while_the_worker_stood_still_may_still_be_re
     await run.reserve("not", 40, 8)
     for _ in range(3):
         clock.now += 60.0
-        run.engine._expire()
+        run.engine._requests.expire()
         await run.engine.renew(["renewed"])
         for _tick in range(10):
-            run.engine._expire()
+            run.engine._requests.expire()
     assert run.used == 3
     await run.engine.cancel("renewed")
 
@@ -235,7 +228,7 @@ async def test_a_session_lives_on_only_if_its_door_has_heard_of_it(bench: Any) -
     await run.engine.renew(["heard"])
     clock.now += 6.0
     for _tick in range(10):
-        run.engine._expire()
+        run.engine._requests.expire()
     assert run.used == 3
     assert (await run.engine.stats()).sessions == 1
 

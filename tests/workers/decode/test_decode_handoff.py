@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.workers.messages import (
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.requests import (
     DecodeFailed,
-    FinishReason,
-    FirstLogits,
     GenerateJob,
     KeepSession,
     RefusalReason,
     Refused,
     Sampling,
 )
+from deltafront.workers.messages.stages import FirstLogits
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
 

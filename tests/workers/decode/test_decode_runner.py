@@ -13,7 +13,7 @@ import torch
 
 from deltafront.workers.decode.page_selection import plan_layers
 from deltafront.workers.decode.runner import DecodeRunner, Row, StepRows
-from deltafront.workers.messages import Sampling
+from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.settings import DecodeConfig
 
@@ -128,6 +128,6 @@ async def test_warming_up_writes_to_the_scratch_page_alone(bench: Any, max_batch
     for side in (runner.cache.k_LPSGD, runner.cache.v_LPSGD):
         assert not side[:, :32].any() and side[:, 32].any() and side.isfinite().all()
     await run.reserve("everything", 500, 12)
-    (request,) = run.engine._requests.values()
+    (request,) = run.engine._requests
     assert sorted(request.holding.table) == list(range(32))
     await run.engine.cancel("everything")

@@ -10,7 +10,7 @@ import pytest
 
 from deltafront.workers.decode import engine as engine_module
 from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.messages import DecodeFailed, Reserve
+from deltafront.workers.messages.requests import DecodeFailed, Reserve
 from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.settings import DecodeConfig
 

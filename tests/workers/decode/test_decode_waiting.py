@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltafront.workers.decode.waiting import HoldTime, seconds_until_room
-from deltafront.workers.messages import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
+from deltafront.workers.messages.requests import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
 
 from .test_decode_faults import SHORT, Clock, ids_of
 

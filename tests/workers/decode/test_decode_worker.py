@@ -11,21 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.workers.messages import (
-    NAMESPACE,
-    DecodeStats,
-    FinishEvent,
-    FinishReason,
-    FirstLogits,
-    FirstTokenTimings,
+from deltafront.workers.messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
+from deltafront.workers.messages.requests import (
     GenerateJob,
     RefusalReason,
     Refused,
     Reserve,
     Reserved,
     Sampling,
-    Token,
 )
+from deltafront.workers.messages.stages import FirstLogits
+from deltafront.workers.messages.states import NAMESPACE, DecodeStats
 from deltafront.workers.settings import DecodeConfig, ModelSpec
 
 NEW = 20

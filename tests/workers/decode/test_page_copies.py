@@ -10,7 +10,8 @@ import pytest
 
 from deltafront.workers.decode import runner as runner_module
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.messages import FirstLogits, GenerateJob, Sampling
+from deltafront.workers.messages.requests import GenerateJob, Sampling
+from deltafront.workers.messages.stages import FirstLogits
 from deltafront.workers.model.decoder import LayerStack
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)

@@ -10,7 +10,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from deltafront.workers.decode.sampling import SamplingRows, gumbel, sample
-from deltafront.workers.messages import Sampling
+from deltafront.workers.messages.requests import Sampling
 
 VOCAB = 300
 CPU = torch.device("cpu")

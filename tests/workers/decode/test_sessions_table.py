@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deltafront.workers.decode.sessions import DecodePages, Holding, SessionsTable
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
 from deltafront.workers.kv.page_pool import OutOfPages, PagePool
-from deltafront.workers.messages import RefusalReason, Refused, Reserve
+from deltafront.workers.messages.requests import RefusalReason, Refused, Reserve
 
 
 def table(pages: int = 8, max_ttl_s: float = 100.0) -> tuple[PagePool, SessionsTable]:

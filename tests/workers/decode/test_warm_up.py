@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deltafront.workers.decode.runner import DecodeRunner, Row
-from deltafront.workers.messages import Sampling
+from deltafront.workers.messages.requests import Sampling
 
 
 @pytest.mark.parametrize("delta_layers", [(), (1, 3)])

@@ -18,7 +18,7 @@ from deltafront.workers.kv import host_copies
 from deltafront.workers.kv.handoff import HandoffError
 from deltafront.workers.kv.host_copies import HostCopySender
 from deltafront.workers.kv.object_store import ObjectStorePost, pull
-from deltafront.workers.messages import FirstLogits, KVAnnouncement
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
 class Box:

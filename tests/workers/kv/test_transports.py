@@ -14,7 +14,8 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.handoff import HandoffError, Hold, Sender
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
 from deltafront.workers.kv.transports import TRANSPORTS, Transport, receiver, sender
-from deltafront.workers.messages import FirstLogits, GenerateJob, KVAnnouncement, Sampling
+from deltafront.workers.messages.requests import GenerateJob, Sampling
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)

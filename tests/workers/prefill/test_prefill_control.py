@@ -10,21 +10,16 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.messages import (
-    ChunkCommand,
-    ChunkReport,
-    LayerDensity,
-    OpenRequest,
+from deltafront.workers.messages.events import LayerDensity, PrefillDone, Progress
+from deltafront.workers.messages.methods import method_spec
+from deltafront.workers.messages.requests import (
     PrefillCancelled,
-    PrefillDone,
     PrefillFailed,
     PrefillJob,
-    Progress,
     RefusalReason,
     Refused,
-    RequestFailed,
-    method_spec,
 )
+from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
 

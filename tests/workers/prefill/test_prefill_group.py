@@ -16,17 +16,16 @@ import ray
 import torch
 
 from deltafront.kernels.testing import assert_rows_close
-from deltafront.workers.messages import (
-    NAMESPACE,
+from deltafront.workers.messages.events import PrefillDone, Progress
+from deltafront.workers.messages.methods import method_spec
+from deltafront.workers.messages.requests import (
     PrefillCancelled,
-    PrefillDone,
     PrefillFailed,
     PrefillJob,
-    Progress,
     RefusalReason,
     Refused,
-    method_spec,
 )
+from deltafront.workers.messages.states import NAMESPACE
 from deltafront.workers.prefill.group import PrefillGroup, placement, remote_stage
 from deltafront.workers.remote import NOTICES, hosts, in_lane, start_actor
 from deltafront.workers.roles import Stage

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.messages import PrefillCancelled, PrefillDone, RefusalReason, Refused
+from deltafront.workers.messages.events import PrefillDone
+from deltafront.workers.messages.requests import PrefillCancelled, RefusalReason, Refused
 from deltafront.workers.settings import PrefillConfig
 
 from ..timeless import timeless

@@ -18,17 +18,15 @@ from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.testing import assert_rows_close, row_errors
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
-from deltafront.workers.messages import (
+from deltafront.workers.messages.events import PrefillDone
+from deltafront.workers.messages.methods import MethodSpec, method_spec
+from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
+from deltafront.workers.messages.stages import (
     ChunkCommand,
     FirstLogits,
     KVAnnouncement,
-    MethodSpec,
     OpenRequest,
-    PrefillDone,
-    PrefillFailed,
-    PrefillJob,
     RequestFailed,
-    method_spec,
 )
 from deltafront.workers.model.decoder import torch_dtype
 from deltafront.workers.prefill import stage as prefill_stage

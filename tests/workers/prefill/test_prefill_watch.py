@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.messages import ChunkReport, PrefillDone, PrefillFailed, Progress
+from deltafront.workers.messages.events import PrefillDone, Progress
+from deltafront.workers.messages.requests import PrefillFailed
+from deltafront.workers.messages.stages import ChunkReport
 from deltafront.workers.prefill.account import Pace
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.prefill.watch import LOOK_S, PULSE_S, StageWatch

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deltafront.kernels.methods import MethodError, MethodSpec, method_spec
-from deltafront.workers.messages import PrefillFailed
+from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.model.levels import amounts_for
 from deltafront.workers.model.profile import ProfileError
 from deltafront.workers.prefill.in_process import run_in_process

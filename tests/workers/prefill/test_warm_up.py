@@ -10,7 +10,7 @@ import torch
 
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
-from deltafront.workers.messages import method_spec
+from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
 from deltafront.workers.prefill import warm_up

@@ -1,0 +1,178 @@
+"""The requests of a decode worker: who holds which pages, who waits for some, and whom nobody waits for.
+
+Plain bookkeeping of the event loop's thread: nothing here computes or receives anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ..kv.arrival import KVArrival
+from ..kv.page_pool import PAGE_TOKENS, PagePool
+from ..messages.events import FinishReason
+from ..messages.requests import RefusalReason, Refused, Reserve, Reserved
+from ..messages.states import DECODE_PREFIX, OwnerUse
+from ..model.config import ModelConfig
+from ..settings import DecodeConfig
+from .scheduler import DecodeRequest
+from .sessions import DecodePages, SessionsTable
+from .waiting import HoldTime, ReserveQueue, seconds_until_room
+
+_OVERDUE_TICKS = 5
+"""A lease must be found run out so often: where this process itself stood still, renewals that have come
+meanwhile are heard only now."""
+
+
+class Requests:
+    """By id, from reservation until their callers have heard how they ended.
+
+    name: the worker's. released: told a request's id when its pages are free. wall: seconds since the epoch.
+    clock: seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: DecodeConfig,
+        model: ModelConfig,
+        released: Callable[[str], None],
+        wall: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._layers = model.layers
+        self._lease_s = config.stream_lease_s
+        self._released = released
+        self._wall = wall
+        self._clock = clock
+        pool = PagePool(config.cache_tokens // PAGE_TOKENS, on_free=self._pages_came_back)
+        sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
+        self.pages = DecodePages(pool, sessions, model.positions)
+        self.queue = ReserveQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
+        self._holds = HoldTime()
+        self._serials = itertools.count()
+        self._requests: dict[str, DecodeRequest] = {}
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return iter(list(self._requests.values()))
+
+    def find(self, request_id: str) -> DecodeRequest | None:
+        return self._requests.get(request_id)
+
+    def live(self, request_id: str) -> DecodeRequest | None:
+        """A request that is here and has not ended."""
+        request = self._requests.get(request_id)
+        return None if request is None or request.ended is not None else request
+
+    def forget(self, request: DecodeRequest) -> None:
+        """Drop an ended request, which stays known until its caller has heard why. By then another one may
+        have taken its id."""
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+
+    async def reserve(self, order: Reserve) -> Reserved | Refused:
+        """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no
+        sense (the door checks them), and DecodeFailed when it is cancelled while it waits."""
+        if self.live(order.request_id) is not None or order.request_id in self.queue:
+            return Refused(RefusalReason.DUPLICATE, f"a request {order.request_id} is already here")
+        return await self.queue.reserve(order)
+
+    def _take(self, order: Reserve, behind: int) -> Reserved | Refused:
+        """The request is here from now on, if its pages are."""
+        holding = self.pages.reserve(order, self._wall(), behind)
+        if isinstance(holding, Refused):
+            return holding
+        began = self._clock()
+
+        def freed() -> None:
+            self._released(order.request_id)
+            self._holds.ended(self._clock() - began)
+
+        holding.on_free = freed
+        expected = order.prompt_tokens if order.session_id is None else 0
+        self._requests[order.request_id] = DecodeRequest(
+            serial=next(self._serials),
+            order=order,
+            holding=holding,
+            arrival=KVArrival(self._layers, expected),
+            reserved=began,
+            renewed=began,
+            length=holding.session_tokens + expected,
+        )
+        return Reserved(len(holding.table) + len(holding.spare), holding.session_tokens)
+
+    def _pages_came_back(self) -> None:
+        """Not in the middle of whatever gave them back."""
+        if self.queue:
+            asyncio.get_running_loop().call_soon(self.queue.serve)
+
+    def _expected_wait(self, pages: int, ahead: Sequence[int]) -> float | None:
+        """Seconds until so many pages are there behind those `ahead`; None until a request has ended here."""
+        hold = self._holds.mean
+        if hold is None:
+            return None
+        now, free = self._clock(), self.pages.pool.free
+        holders = self.pages.sessions.leases(self._wall())
+        for request in self:
+            own = len(request.holding.table) + len(request.holding.spare)
+            own -= request.holding.session_tokens // PAGE_TOKENS
+            holders.append((self._holds.left(now - request.reserved), own))
+        return seconds_until_room(pages, free, holders, ahead, hold)
+
+    @property
+    def unended(self) -> int:
+        return sum(request.ended is None for request in self)
+
+    def uses(self) -> Iterator[OwnerUse]:
+        """What each owner holds, through each door and in sessions."""
+        requests: Counter[tuple[str, str]] = Counter()
+        tokens: Counter[tuple[str, str]] = Counter()
+        for request in self:
+            if request.ended is None:
+                order = request.order
+                requests[order.owner, order.door] += 1
+                tokens[order.owner, order.door] += order.prompt_tokens + order.max_tokens
+        for owner, held in self.pages.sessions.held():
+            tokens[owner, ""] += held
+        for (owner, door), held in tokens.items():
+            yield OwnerUse(owner, door, requests[owner, door], held)
+
+    def renew(self, request_ids: Iterable[str]) -> None:
+        """Their door is still there; unknown ids are fine. It knows of a session whose request has ended."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            request.renewed = self._clock()
+            if request.kept is not None and request.ended is not None:
+                self.forget(request)
+        self.queue.renew(request_ids)
+
+    def expire(self) -> None:
+        """End sessions past their lease, and requests past their deadline or not renewed."""
+        wall, now = self._wall(), self._clock()
+        self.pages.sessions.expire(wall)
+        self.queue.expire(self._lease_s)
+        for request in self:
+            late = now - request.renewed > self._lease_s
+            request.overdue = request.overdue + 1 if late else 0
+            if request.overdue > _OVERDUE_TICKS:
+                self._abandon(request)
+            elif request.deadline is not None and wall >= request.deadline:
+                request.close(FinishReason.DEADLINE, "the deadline passed")
+
+    def _abandon(self, request: DecodeRequest) -> None:
+        """End what no door waits for any more, the session that its client was to be told of included."""
+        request.close(FinishReason.CANCELLED, "nobody renewed the request")
+        if request.kept is not None:
+            self.pages.sessions.release(request.kept.session_id, request.kept.owner, self._wall())
+        self.forget(request)
+
+    def clear(self, message: str) -> None:
+        """End every request, reservation and session."""
+        self.queue.clear(message)
+        for request in self:
+            request.close(FinishReason.CANCELLED, message)
+        self.pages.sessions.clear()

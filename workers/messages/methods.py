@@ -1,0 +1,19 @@
+"""Attention methods by name, as a request carries them: the registry's words, which the service takes from
+here."""
+
+from __future__ import annotations
+
+from ...kernels.constants import BLOCK, PAGE_TOKENS
+from ...kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, reads_whole_prompts
+from ...kernels.methods import load as load_methods
+
+__all__ = [
+    "BLOCK",
+    "PAGE_TOKENS",
+    "PRESETS",
+    "MethodError",
+    "MethodSpec",
+    "load_methods",
+    "method_spec",
+    "reads_whole_prompts",
+]

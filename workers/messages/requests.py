@@ -1,0 +1,152 @@
+"""What a door asks of prefill groups and decode workers, and how they refuse or fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .methods import MethodSpec
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_k 0 and top_p 1 are off. Streams with one seed do not depend on what
+    else is in the batch."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_tokens: int = 256
+    ignore_eos: bool = False
+
+
+class PageSelection(StrEnum):
+    """Which pages sparse decode layers attend to."""
+
+    DEFAULT = ""
+    """What the worker is configured with."""
+    FULL = "full"
+    DELTA = "delta"
+    """Those that a Δ-layer scored best (DELTA, Algorithm 2)."""
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Ask a decode worker for pages for prompt_tokens + max_tokens (max_tokens 0: prefill only).
+
+    With session_id, only what exceeds the session's shared pages is taken; prompt_tokens then counts the
+    appended tokens alone. owner: who may use the session (an opaque digest; empty without auth).
+    keep_tokens, page_selection: as the GenerateJob will say, so that the page that a kept session needs for
+    itself is taken now and a selection that is not available is refused before any prefill. wait: for pages,
+    where there are too few, as long as the worker's configuration says and until the deadline at most.
+    door: who asks. prefix_tokens: build on so many tokens of the session alone (whole pages);
+    0: on all of them.
+    """
+
+    request_id: str
+    owner: str
+    prompt_tokens: int
+    max_tokens: int
+    session_id: str | None = None
+    keep_tokens: int = 0
+    page_selection: PageSelection = PageSelection.DEFAULT
+    wait: bool = False
+    deadline: float | None = None
+    door: str = ""
+    prefix_tokens: int = 0
+
+
+class RefusalReason(StrEnum):
+    PAGES = "pages"
+    """The pool has not enough free pages now."""
+    BUSY = "busy"
+    """As many requests wait here as may."""
+    TOO_LARGE = "too_large"
+    """The pool could never hold it."""
+    NO_SESSION = "no_session"
+    """Unknown, expired, or somebody else's."""
+    POSITIONS = "positions"
+    """Session and appended tokens exceed the model's positions."""
+    SELECTION = "selection"
+    """The page selection asked for is not available."""
+    DEADLINE = "deadline"
+    DUPLICATE = "duplicate"
+    """A request of this id is already here."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A worker's no; nothing was taken. retry_after_s: when it may be a yes; None: never, or unknown."""
+
+    reason: RefusalReason
+    message: str
+    needed: int = 0
+    free: int = 0
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """A worker's yes. session_tokens: length of the session's prefix that the request builds on."""
+
+    pages: int
+    session_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillJob:
+    """What a prefill group needs. token_ids: little-endian uint32. decode_worker: the actor name that
+    reserved pages for request_id; K/V is announced to it."""
+
+    request_id: str
+    token_ids: bytes
+    method: MethodSpec
+    decode_worker: str
+    deadline: float | None = None
+    wants_logits: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """Decode from a request's prefilled K/V (session_id None) or from a session plus appended tokens.
+
+    keep_tokens: if positive, the first
+    keep_tokens of prompt K/V become a session of ttl seconds when the first token is out, found by `chain`.
+    """
+
+    request_id: str
+    sampling: Sampling
+    append_ids: bytes = b""
+    session_id: str | None = None
+    page_selection: PageSelection = PageSelection.DEFAULT
+    keep_tokens: int = 0
+    keep_ttl_s: float = 0.0
+    deadline: float | None = None
+    chain: bytes = field(repr=False, default=b"")
+
+
+@dataclass(frozen=True)
+class KeepSession:
+    """Turn a finished prefill into a session, found by `chain`; waits until the last page has been pulled."""
+
+    request_id: str
+    ttl_s: float
+    deadline: float | None = None
+    chain: bytes = field(repr=False, default=b"")
+
+
+class PrefillFailed(Exception):
+    """A prefill ended without a result: str() is one plain line. The group may or may not live on."""
+
+
+class PrefillCancelled(PrefillFailed):
+    """It was cancelled by id."""
+
+
+class DecodeFailed(Exception):
+    """A prompt's K/V could not be received, so there is nothing to keep: str() is one plain line."""

@@ -1,0 +1,76 @@
+"""What goes on inside a prefill group, and what its stages hand to decode workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .events import LayerDensity
+from .methods import MethodSpec
+
+
+class RequestFailed(Exception):
+    """One request cannot go on at a stage; the stage and its other requests can."""
+
+
+@dataclass(frozen=True)
+class OpenRequest:
+    """First command of a request on every stage: its pages there and whom its K/V is announced to.
+
+    serial: unique in the group for ever, unlike the request's id; what `abandon` names."""
+
+    request_id: str
+    pages: tuple[int, ...]
+    prompt_tokens: int
+    method: MethodSpec
+    decode_worker: str
+    serial: int = 0
+
+
+@dataclass(frozen=True)
+class ChunkCommand:
+    """Run one chunk: tokens start .. start+len-1. token_ids (uint32) only matters to the first stage."""
+
+    request_id: str
+    start: int
+    tokens: int
+    last: bool
+    wants_logits: bool
+    token_ids: bytes = field(repr=False, default=b"")
+
+
+@dataclass(frozen=True)
+class ChunkReport:
+    """What one stage did for one chunk. phases: seconds by name (projection, anchors, scoring, selection,
+    attention, correction, kv_write, handoff, activation_wait, activation_send); they lie within wall."""
+
+    request_id: str
+    stage: int
+    start: int
+    wall: float
+    phases: dict[str, float]
+    density: tuple[LayerDensity, ...]
+    sampled_share: float
+    handoff_bytes: int
+
+
+@dataclass(frozen=True)
+class KVAnnouncement:
+    """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be pulled.
+
+    payload: what the transport's two ends agreed on, opaque to everybody else."""
+
+    request_id: str
+    layer: int
+    start: int
+    tokens: int
+    payload: Any = field(repr=False)
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class FirstLogits:
+    """Logits of the prompt's last position, float32 [V] (numpy), from the last stage."""
+
+    request_id: str
+    logits: Any = field(repr=False)

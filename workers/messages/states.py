@@ -1,0 +1,62 @@
+"""The names and the states of workers, as doors find and read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .methods import PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """A prefill group as admission sees it. tokens_per_second: recent prefill rate (0: none seen yet).
+    waiting_tokens: prompt tokens admitted and not yet computed. nodes: where its stages are (empty:
+    unknown). draining: it ends what it has and wants nothing new."""
+
+    name: str
+    pages_total: int
+    pages_free: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    tokens_per_second: float
+    nodes: tuple[str, ...] = ()
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class OwnerUse:
+    """What an owner's requests through one door hold on a decode worker, in tokens of K/V; or, with no door,
+    what the owner's sessions hold."""
+
+    owner: str
+    door: str
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """A decode worker as admission sees it. uses: by owner and door. node: where it is (empty: unknown).
+    draining: it ends what it has, sessions included, and wants no new prompts."""
+
+    name: str
+    pages_total: int
+    pages_free: int
+    running: int
+    waiting: int
+    sessions: int
+    page_tokens: int = PAGE_TOKENS
+    uses: tuple[OwnerUse, ...] = ()
+    node: str = ""
+    draining: bool = False
+
+
+NAMESPACE = "deltafront"
+"""Ray namespace of the actors below; sessions name their decode worker, so any door can find it."""
+
+
+PREFILL_PREFIX = "prefill:"
+
+
+DECODE_PREFIX = "decode:"
