@@ -14,7 +14,7 @@ import triton.language as tl
 from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
 from .flash import NEGATIVE, step_tile
-from .launch import check_launch
+from .launch import check_launch, new_output
 from .packed_kv_kernel import pack
 from .packed_runs import PackedRuns
 
@@ -129,7 +129,7 @@ def kernel_attend(
     """See `block_sparse_packed.cpu_attend`."""
     check_launch(x)
     q, k, v = x.q_BHTD, x.k_BGSD, x.v_BGSD
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = new_output(x)
     packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, mean=mean_keys)
     exact_BHNM = kernel_exact_table(mask, share)
     size = 64 if q.dtype == torch.float32 else BLOCK

@@ -12,7 +12,7 @@ B = 1.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 
 from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, StateSpec
+from ...kernels.layers.rope import KVRows
 from ...kernels.methods import method_spec
 from ..kv.cache import PagedKVCache
 from ..kv.page_pool import PAGE_TOKENS, pages_for
@@ -176,19 +177,21 @@ class DecodeRunner:
     ) -> torch.Tensor | None:
         """Read tokens start .. start+len-1 over the K/V before them; logits_V of the last one if `last`.
         copy: pages to be copied before that."""
-        device, tokens = self.stack.device, len(ids)
+        cache, device, tokens = self.cache, self.stack.device, len(ids)
         if copy is not None:
             self.cache.copy_page(*copy)
         table_N = torch.tensor(pages, dtype=torch.int64, device=device)
         ids_T = torch.tensor(ids, dtype=torch.int64, device=device)
         positions_T = torch.arange(start, start + tokens, device=device)
+        rows_T = cache.rows_of(table_N, start, tokens)
 
-        def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-            self.cache.write(layer, table_N, start, k_TGD, v_TGD)
-            k_GSD, v_GSD = self.cache.gather(layer, table_N, start + tokens)
-            return self._attend_densely(q_THD, k_GSD, v_GSD, start)
+        def keep(layer: int) -> KVRows:
+            return KVRows(*cache.rows(layer), rows_T)
 
-        hidden_TC = self.stack.forward(self.stack.embed(ids_T), positions_T, attend)
+        def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+            return self._attend_densely(q_THD, *cache.gather(layer, table_N, start + tokens), start)
+
+        hidden_TC = self.stack.forward_stored(self.stack.embed(ids_T), positions_T, keep, attend)
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         if device.type == "cuda":  # its pages may be given away once this returns
             torch.cuda.current_stream(device).synchronize()
@@ -214,25 +217,22 @@ class DecodeRunner:
         """What `_fetch` reads. The batch's ids and lengths move on in place, at the very end."""
         positions_R = batch.lengths_R
         page_ids_R = batch.table_RP.gather(1, (positions_R // PAGE_TOKENS).to(torch.int64)[:, None])[:, 0]
-        slots_R = (positions_R % PAGE_TOKENS).to(torch.int64)
+        rows_R = page_ids_R.to(torch.int64) * PAGE_TOKENS + positions_R % PAGE_TOKENS
         lengths_R = positions_R + 1
         where = BatchRows(batch.table_RP, lengths_R, batch.selecting, batch.full, batch.any_selects)
         step = StepAttention(self._plan, where, self._scale)
-        attend = self._step_attend(step, page_ids_R, slots_R)
-        hidden_RC = self.stack.forward(self.stack.embed(batch.ids_R), positions_R, attend)
+
+        def keep(layer: int) -> KVRows:
+            return KVRows(*self.cache.rows(layer), rows_R)
+
+        def attend(layer: int, q_RHD: torch.Tensor) -> torch.Tensor:
+            return step.attend(layer, q_RHD, *self.cache.layer(layer))
+
+        hidden_RC = self.stack.forward_stored(self.stack.embed(batch.ids_R), positions_R, keep, attend)
         ids_R, logprob_R = sample(self.stack.logits(hidden_RC), batch.sampling, lengths_R)
         batch.ids_R.copy_(ids_R)
         batch.lengths_R.copy_(lengths_R)
         return _columns(ids_R, logprob_R, step.attended_R, step.held_R)
-
-    def _step_attend(
-        self, step: StepAttention, page_ids_R: torch.Tensor, slots_R: torch.Tensor
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        def attend(layer: int, q_RHD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
-            self.cache.write_rows(layer, page_ids_R, slots_R, k_RGD, v_RGD)
-            return step.attend(layer, q_RHD, *self.cache.layer(layer))
-
-        return attend
 
 
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:

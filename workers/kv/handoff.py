@@ -36,8 +36,9 @@ class Sender(Protocol):
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
     ) -> int:
-        """Start handing over one layer's chunk; returns its bytes. Nobody may write to k and v afterwards.
-        Raises HandoffError for tensors that are no K/V."""
+        """Start handing over one layer's chunk; returns its bytes. k and v lie in the stage's pages: nobody
+        writes to them before the `finish_chunk` of the prompt's last chunk has returned, or the request is
+        over. Raises HandoffError for tensors that are no K/V."""
 
     def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
         """Send the prompt's last logits."""

@@ -22,6 +22,8 @@ class ChunkWork:
     began: float = field(default_factory=time.perf_counter)
     coverage: list[tuple[int, Coverage]] = field(default_factory=list)
     handoff_bytes: int = 0
+    finite: torch.Tensor | None = None
+    """On the device: whether what came out of the chunk are numbers."""
 
     def report(self, stage: int) -> ChunkReport:
         """Once, after the last phase."""
