@@ -1,7 +1,7 @@
 """Keys and values of a range of layers, in pages.
 
-Shape suffixes: L layers held here, P pages, S slots of a page (and, in a gathered copy, tokens), R slots of all
-pages, G key/value heads, D head dimension, T tokens written, N pages of one sequence.
+Shape suffixes: L layers held here, P pages, S slots of a page (and, in a gathered copy, tokens), R all slots
+of all pages, G key/value heads, D head dimension, T tokens written, N pages of one sequence.
 
 Each layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" paged layout, so the
 decode kernels read it in place. Which page belongs to whom is `page_pool`'s business.
