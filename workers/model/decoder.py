@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from ...kernels.layers.norm import Rows, add_norm
 from ...kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
 from ...kernels.layers.swiglu import swiglu
-from ..settings import ModelSpec
+from ..settings import ModelSpec, Quantisation
 from .config import ModelConfig, ModelError, read_config
 from .rope import Rope
 from .store import adapter_directory, model_directory
@@ -187,6 +187,7 @@ def load_stack(
     dtype: torch.dtype,
     device: torch.device | str,
     adapter: str | Path | None = None,
+    quantisation: Quantisation | None = None,
 ) -> LayerStack:
     """Load a layer range of a model directory; see `read_stack` for what is read and what is refused."""
     target = torch.device(device)
@@ -199,6 +200,7 @@ def load_stack(
         dtype=dtype,
         device=target,
         adapter=adapter,
+        quantisation=quantisation,
     )
     return LayerStack(config, layers, weights, dtype, target)
 
@@ -206,8 +208,10 @@ def load_stack(
 def load_model(model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1) -> LayerStack:
     """The share of one of `stages` stages of a model: all of it, unless told otherwise.
 
-    Raises ModelError for a model that cannot be loaded or split so, ValueError for an unknown dtype.
+    Raises ModelError for a model that cannot be loaded, split or quantised so, ValueError for an unknown
+    dtype.
     """
+    _check_quantisation(model, torch.device(device))
     directory = model_directory(model.path)
     config = read_config(directory, model.overrides)
     return load_stack(
@@ -219,7 +223,20 @@ def load_model(model: ModelSpec, device: torch.device | str, stage: int = 0, sta
         dtype=torch_dtype(model),
         device=device,
         adapter=None if model.adapter is None else adapter_directory(model.adapter),
+        quantisation=model.quantisation,
     )
+
+
+def _check_quantisation(model: ModelSpec, device: torch.device) -> None:
+    """Raises ModelError where there is no matrix unit for it."""
+    kind = model.quantisation
+    if kind is None:
+        return
+    if device.type != "cuda":
+        raise ModelError(f"model.quantisation: {kind} needs a GPU, not {device.type}")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ModelError(f"model.quantisation: {kind} needs a GPU that multiplies 8-bit floats, not {name}")
 
 
 def torch_dtype(model: ModelSpec) -> torch.dtype:
