@@ -25,7 +25,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
 """In the interpreter bfloat16 is computed wrongly."""
-SIZES = [(1, 64), (5, 576), (3, 4096)]
+SIZES = [(5, 576), (1, 4096)]
 """(tokens, width)."""
 
 
@@ -88,7 +88,7 @@ def test_norm(dtype: torch.dtype, tokens: int, width: int, adds: bool, quantise:
 
 
 @pytest.mark.parametrize("quantise", [False, True])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 96), (4, 1536), (2, 3000)])
+@pytest.mark.parametrize(("tokens", "width"), [(4, 1536), (1, 3000)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu(dtype: torch.dtype, tokens: int, width: int, quantise: bool) -> None:
     gate_up_TJ = 2 * draw(tokens, 2 * width, dtype=dtype)
@@ -109,9 +109,7 @@ def angles(positions: list[int], half: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "dim"), [(4, 2, 64), (9, 3, 64), (8, 1, 128), (2, 2, 16), (3, 1, 24)]
-)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(9, 3, 64), (8, 1, 128), (3, 1, 24)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotation_and_write(dtype: torch.dtype, q_heads: int, kv_heads: int, dim: int, norms: bool) -> None:
     positions = [0, 1, 17, 300, 301]
@@ -177,11 +175,10 @@ def test_rows_without_and_beyond_numbers() -> None:
         assert bool(rows_TI[1:].isnan().any(dim=1).all())
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("tokens", "biased"), [(1, False), (5, True)])
 def test_product(tokens: int, biased: bool) -> None:
-    x_TI, weight_OI = draw(tokens, 96), draw(48, 96) * torch.logspace(-2, 1, 48, device=DEVICE)[:, None]
-    bias_O = draw(48, dtype=torch.bfloat16) if biased else None
+    x_TI, weight_OI = draw(tokens, 96), draw(32, 96) * torch.logspace(-2, 1, 32, device=DEVICE)[:, None]
+    bias_O = draw(32, dtype=torch.bfloat16) if biased else None
     found_TO = fp8.product(fp8.quantise_rows(x_TI), fp8.quantise_rows(weight_OI), bias_O, torch.bfloat16)
     wanted_TO = reference.dequantised_product(x_TI.cpu(), weight_OI.cpu())
     if bias_O is not None:
