@@ -71,8 +71,10 @@ def _attend(  # noqa: PLR0915
     tokens = tl.load(lengths_ptr + r)
     if SPARSE:  # ascending, so only the last selected page can have empty slots
         count = tl.load(counts_ptr + r)
-        last = tl.load(selected + count - 1)
-        tokens = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
+        selects = count > 0  # otherwise every page is read
+        last = tl.load(selected + tl.maximum(count, 1) - 1)
+        chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
+        tokens = tl.where(selects, chosen, tokens)
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
     share = tl.cdiv(tl.cdiv(tokens, STEP), splits) * STEP
     begin = split * share
@@ -91,7 +93,7 @@ def _attend(  # noqa: PLR0915
     # The page ids are loaded a block ahead: else the pipeliner gives them half of its stages.
     column = (begin + key) // _PAGE
     if SPARSE:
-        column = tl.load(selected + column, mask=begin + key < end, other=0)
+        column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
     ahead = tl.load(table + column, mask=begin + key < end, other=0)
     place = tl.arange(0, _BUNDLE)
     tops = tl.zeros([ROWS, _BUNDLE], tl.float32)
@@ -104,7 +106,7 @@ def _attend(  # noqa: PLR0915
         soon = start + BLOCK + key
         column = soon // _PAGE
         if SPARSE:
-            column = tl.load(selected + column, mask=soon < end, other=0)
+            column = tl.load(selected + column, mask=(soon < end) & selects, other=column)
         ahead = tl.load(table + column, mask=soon < end, other=0)
 
         k = tl.load(k_base + page * stride_kp, mask=valid[:, None], other=0.0)

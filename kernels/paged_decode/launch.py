@@ -53,7 +53,7 @@ def paged_attention_sparse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention.paged_attention_sparse` with the Triton kernels."""
     x = selection.x
-    chosen = division or Division.of(x, selection.selected_RK.shape[1])
+    chosen = division or Division.of(x, x.table_RP.shape[1])  # a request may read all its pages
     return _attend(x, selection, chosen, _scratch(x, chosen, 0))
 
 

@@ -21,7 +21,8 @@ from ..kv.arrival import KVArrival
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Token
 from ..messages.requests import GenerateJob, Reserve
 from ..settings import DecodeConfig
-from .runner import Chosen, DecodeRunner, Row
+from .rows import Row
+from .runner import Chosen, DecodeRunner
 from .sessions import Holding, KeptSession
 
 T = TypeVar("T")

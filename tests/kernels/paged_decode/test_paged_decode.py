@@ -196,6 +196,20 @@ def test_halves_merge_by_their_lse() -> None:
         torch.testing.assert_close(lse_HalfRH.logsumexp(0), full_RH)
 
 
+def test_a_request_that_selects_none_reads_all_its_pages() -> None:
+    """Among others that select theirs: the batch stays one call."""
+    x = make([150, 5, 70], Shape(dtype=DTYPES[0]))
+    selection = choose(x, [[1, 9], [0], [2, 4]])
+    mixed = replace(selection, counts_R=integers([2, 0, 0]))
+    for module in (cpu, launch):
+        full, sparse = module.paged_attention(x), module.paged_attention_sparse(selection)
+        out_RHD, lse_RH = module.paged_attention_sparse(mixed)
+        assert_rows_close(out_RHD, torch.cat([sparse[0][:1], full[0][1:]]))
+        torch.testing.assert_close(lse_RH, torch.cat([sparse[1][:1], full[1][1:]]))
+    with pytest.raises(KernelInputError, match="not its own"):
+        cpu.paged_attention_sparse(replace(selection, counts_R=integers([2, -1, 1])))
+
+
 def test_selected_pages_are_all_that_is_read() -> None:
     x = make([150])
     selection = choose(x, [[1, 4, 9]])
