@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,29 @@ class Chosen:
     pages_held: int = 0
 
 
+class Launched:
+    """What is chosen for each row, on its way to the host. read: pages read and held of each."""
+
+    def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
+        self._read = read
+        # One copy brings both: float64 holds token ids and float32 exactly.
+        self._both_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
+        self._there: Any = None
+        if self._both_R2.is_cuda:
+            device_R2 = self._both_R2
+            self._both_R2 = torch.empty_like(device_R2, device="cpu", pin_memory=True)
+            self._both_R2.copy_(device_R2, non_blocking=True)
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record()
+
+    def chosen(self) -> list[Chosen]:
+        """Waits for the device, but not for what was launched after it."""
+        if self._there is not None:
+            self._there.synchronize()
+        both = zip(self._both_R2.tolist(), self._read, strict=True)
+        return [Chosen(int(token), logprob, *pages) for (token, logprob), pages in both]
+
+
 class DecodeRunner:
     """A whole model over `pages` pages of K/V. On the device nothing is waited for but each step's tokens.
 
@@ -57,6 +81,8 @@ class DecodeRunner:
         model = stack.config
         self.stack = stack
         self.max_batch = max_batch
+        self.asynchronous = stack.device.type == "cuda"
+        """Whether a launched step is computed while the caller goes on."""
         self.scratch_page = pages
         self.cache = PagedKVCache(
             range(model.layers), model.kv_heads, model.head_dim, pages + 1, stack.dtype, stack.device
@@ -80,7 +106,7 @@ class DecodeRunner:
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
         sampling = SamplingRows.of([row.sampling for row in rows], logits_RV.shape[1], self.stack.device)
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
-        return _fetch(ids_R, logprob_R, [(0, 0)] * len(rows))
+        return Launched(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
 
     @torch.inference_mode()
     def append(
@@ -117,16 +143,21 @@ class DecodeRunner:
         out_BHTD, _coverage = self._dense.attend(x, self._dense.new_state(spec))
         return out_BHTD[0].transpose(0, 1).to(q_THD.dtype)
 
-    @torch.inference_mode()
     def decode(self, rows: Sequence[Row]) -> list[Chosen]:
         """One step: every row's next token. Rows do not influence each other."""
+        return self.launch(rows).chosen()
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[Row]) -> Launched:
+        """A step that may still be computed when this returns. The next one may be launched behind it: of
+        rows that stay it needs no token."""
         batch, count = self._rows.batch(rows), len(rows)
         logits_RV = self._forward(batch) if self._graphs is None else self._graphs.replay(batch)
         lengths_R = batch.lengths_R[:count].add_(1)
         ids_R, logprob_R = sample(logits_RV[:count], batch.sampling, lengths_R)
         batch.ids_R[:count].copy_(ids_R)
         read = [self._plan.pages_read(row.length + 1, row.selects_pages) for row in rows]
-        return _fetch(ids_R, logprob_R, read)
+        return Launched(ids_R, logprob_R, read)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """logits_RV of a batch, padding included: what a CUDA graph holds."""
@@ -178,12 +209,3 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
             runner.first_tokens([logits_V] * len(rows), rows)
             runner.decode(rows)
             runner.decode(rows)
-
-
-def _fetch(ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> list[Chosen]:
-    """What was chosen for each row, with the pages read and held. Waits for the device.
-
-    One copy to the host brings both: float64 holds token ids and float32 exactly.
-    """
-    both = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1).tolist()
-    return [Chosen(int(token), logprob, *pages) for (token, logprob), pages in zip(both, read, strict=True)]
