@@ -153,7 +153,8 @@ class DecodeConfig:
     node_labels: Labels = field(default_factory=dict)
     """Where the worker may run; none: anywhere."""
     warm_up: bool = False
-    """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use."""
+    """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use, and
+    only then are decode steps CUDA graphs."""
 
     def layer_problems(self, layers: int) -> Iterator[str]:
         """What is wrong with the layer lists for a model of `layers` layers, key first."""
