@@ -19,7 +19,7 @@ from .packed_kv_kernel import pack
 from .packed_runs import PackedRuns
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["score_row"])
 def exact_kernel(
     score_ptr, count_ptr, exact_ptr, score_row, share, ENTRIES: tl.constexpr
 ):  # fmt: skip
@@ -60,7 +60,19 @@ def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
     return exact_BHNM
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "index_batch",
+        "index_head",
+        "index_block",
+        "exact_row",
+        "rows",
+        "keys",
+        "row0",
+        "packed_slots",
+        "offset_slots",
+    ]
+)
 def mixed_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, offset_ptr,
     index_ptr, exact_ptr, count_ptr,

@@ -17,7 +17,7 @@ from .launch import PackedKeys, Rows, launch, new_output
 from .packed_runs import PackedRuns, packed_chunks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start_slots", "offset_slots", "packed_slots", "chunks"])
 def pack_kernel(
     k_ptr, v_ptr, start_ptr, offset_ptr, packed_k_ptr, packed_v_ptr, weight_ptr,
     k_batch, k_head, k_row, v_batch, v_head, v_row, heads, start_slots, offset_slots, packed_slots, chunks,

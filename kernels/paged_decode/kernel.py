@@ -31,7 +31,7 @@ _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bundles"])
 def _attend(  # noqa: PLR0915
     q_ptr,
     k_ptr,
@@ -145,7 +145,7 @@ def _attend(  # noqa: PLR0915
     tl.store(splits_R_ptr + r, own, mask=live & (split == 0) & (g == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     part_RHCD_ptr,
     top_RHC_ptr,
@@ -175,7 +175,7 @@ def _merge(
     tl.store(lse_ptr + lane, (top + tl.log2(total)) * _LN2)  # base 2 to base e
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bundles"])
 def _score(
     weight_RBHT_ptr,
     top_REHW_ptr,
