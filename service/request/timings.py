@@ -46,8 +46,8 @@ class TtftClock:
         """Everything since the last mark was `part`."""
         self._add(part, self._take())
 
-    def span(self, reported: Mapping[str, float]) -> None:
-        """Since the last mark a worker did `reported`; the rest was transport.
+    def span(self, reported: Mapping[str, float], rest: str = TRANSPORT) -> None:
+        """Since the last mark a worker did `reported`; what is left was `rest`.
 
         Clocks of two machines may disagree by a little: if more is reported than passed here, the
         reported parts are shrunk to what passed.
@@ -57,7 +57,7 @@ class TtftClock:
         shrink = passed / total if total > passed else 1.0
         for part, seconds in reported.items():
             self._add(part, seconds * shrink)
-        self._add(TRANSPORT, max(passed - total, 0.0))
+        self._add(rest, max(passed - total, 0.0))
 
     def read(self) -> TimeToFirstToken:
         """The parts so far; transport last, since it belongs to several places."""

@@ -165,7 +165,7 @@ class HostCopySender:
         if not self._message:
             return
         first, layers = self._message[0], len(self._message)
-        payload = tuple(_as_numpy(x) for part in self._message for x in (part.k_TGD, part.v_TGD))
+        payload = tuple(as_numpy(x) for part in self._message for x in (part.k_TGD, part.v_TGD))
         self._message = []
         tokens = first.k_TGD.shape[0]
         announcement = KVAnnouncement(first.request_id, first.layer, first.start, tokens, payload, layers)
@@ -176,6 +176,7 @@ class HostCopySender:
         self._post.forget(request_id)
 
 
-def _as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor of the host without copying; bfloat16 as a uint16 view."""
     array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
     return array

@@ -64,12 +64,14 @@ class StageActor:
             return node
         import torch
 
+        from ..kv.fetch import RaySource
         from ..kv.transports import sender
         from .stage import load_stage
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
         ends = sender(self._handoff, self._config.device)
-        self._stage = load_stage(self._model, self._config, self._number, None, ends)
+        source = RaySource(self._handoff.ack_timeout_s)
+        self._stage = load_stage(self._model, self._config, self._number, None, ends, source)
         return node
 
     def join(self, rendezvous: tuple[str, int]) -> None:

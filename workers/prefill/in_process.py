@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ..kv.fetch import Source
 from ..kv.handoff import Sink
 from ..kv.transports import sender
 from ..messages.events import PrefillDone, PrefillReport
@@ -76,15 +77,19 @@ class LogitsSink:
         self.logits[message.request_id] = message.logits
 
 
-def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> PrefillController:
-    """Load a group into this process. `stop()` it when done; use it from one event loop."""
+def local_controller(
+    model: ModelSpec, config: PrefillConfig, sink: Sink, source: Source | None = None
+) -> PrefillController:
+    """Load a group into this process. `stop()` it when done; use it from one event loop. source: None where
+    no prompt is ever resumed."""
     handoff = HandoffConfig(transport="in_process")
     ends: Sequence[Activations] = [NoActivations()]
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
     threads: list[StageThread] = []
     for number, activations in enumerate(ends):
-        stage = load_stage(model, config, number, activations, sender(handoff, config.device, sink))
+        end = sender(handoff, config.device, sink)
+        stage = load_stage(model, config, number, activations, end, source)
         threads.append(StageThread(stage, config.threads, activations.close))
 
     def end_stages(_hanging: int | None) -> None:

@@ -21,12 +21,14 @@ class Request:
         self.serial = serial
         self.pages: tuple[int, ...] = ()
         """On every stage; its first chunk takes them."""
-        self.waiting = schedule.arrival(job.request_id, job.tokens, arrived, pages_for(job.tokens))
+        self.waiting = schedule.arrival(
+            job.request_id, job.tokens - job.start, arrived, pages_for(job.tokens)
+        )
         self.account = Account(stages, job.method, arrived)
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
-        self.sent = 0
-        self.done = 0
-        """Tokens sent to, and through, the pipeline."""
+        self.sent = job.start
+        self.done = job.start
+        """Up to which token it was sent to, and is through, the pipeline."""
         self.pace: float | None = None
         """Seconds a token of its last chunk, on the slowest stage."""
         self.in_flight = 0
@@ -50,7 +52,15 @@ class Request:
 
     def open_request(self) -> OpenRequest:
         job = self.job
-        return OpenRequest(job.request_id, self.pages, job.tokens, job.method, job.decode_worker, self.serial)
+        return OpenRequest(
+            job.request_id,
+            self.pages,
+            job.tokens,
+            job.method,
+            job.decode_worker,
+            self.serial,
+            job.start,
+        )
 
     def next_chunk(self, chunk_tokens: int) -> ChunkCommand:
         """The next chunk_tokens tokens, or what is left; counts them as sent."""

@@ -22,6 +22,7 @@ from ...kernels.interface import Attention, AttentionInput, KernelInputError, St
 from ...kernels.layers.rope import KVRows
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
+from ..kv.fetch import NoSource, Source, pieces, unpacked
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
 from ..messages.methods import load_methods
@@ -62,8 +63,10 @@ class PrefillStage:
         stage: int,
         stages: int,
         profile: Profile | None = None,
+        source: Source | None = None,
     ) -> None:
         self.stack = stack
+        self._source = source or NoSource()
         self._profile = profile
         self._cache = cache
         self._sender = sender
@@ -91,7 +94,8 @@ class PrefillStage:
     # --- the role ----------------------------------------------------------------------------------------
 
     def open(self, request: OpenRequest) -> None:
-        """Prepare for a request's chunks. Raises RequestFailed if its method cannot run here."""
+        """Prepare for a request's chunks; one that goes on gets back the K/V of the chunks before. Raises
+        RequestFailed if its method cannot run here, or its K/V is not to be had."""
         stack, config = self.stack, self.stack.config
         heads = config.q_heads, config.kv_heads, config.head_dim
         spec = StateSpec(1, *heads, request.prompt_tokens, stack.device, stack.dtype)
@@ -103,6 +107,20 @@ class PrefillStage:
         pages_N = torch.tensor(request.pages, dtype=torch.int64, device=stack.device)
         prompt = _Prompt(request, method, states, pages_N, first_of_run(request.pages))
         self._open[request.request_id] = prompt
+        try:
+            self._bring_back(request)
+        except _REQUEST_ERRORS as error:
+            self._drop(request.request_id)
+            raise RequestFailed(str(error)) from error
+
+    def _bring_back(self, request: OpenRequest) -> None:
+        """The K/V of the chunks that another group has computed, from the decode worker into pages."""
+        wanted = pieces(request.request_id, self._cache, request.start)
+        for piece, kv in self._source.fetch(request.decode_worker, wanted) if request.start else ():
+            if request.serial in self._abandoned:
+                raise RequestFailed(f"request {request.request_id} was abandoned")
+            layer = {piece.layer: unpacked(kv, piece, self._cache)}
+            self._cache.write_layers(request.pages, piece.start, layer)
 
     @torch.inference_mode()
     def run_chunk(self, command: ChunkCommand) -> ChunkReport:
@@ -262,9 +280,15 @@ class PrefillStage:
 
 
 def load_stage(
-    model: ModelSpec, config: PrefillConfig, stage: int, activations: Activations | None, sender: Sender
+    model: ModelSpec,
+    config: PrefillConfig,
+    stage: int,
+    activations: Activations | None,
+    sender: Sender,
+    source: Source | None = None,
 ) -> PrefillStage:
-    """A stage with its share of the model, warmed up. activations: None in a group of one stage."""
+    """A stage with its share of the model, warmed up. activations: None in a group of one stage. source:
+    None where no prompt is ever resumed."""
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
@@ -272,4 +296,5 @@ def load_stage(
     warm_up(stack, [config.method(name) for name in config.warm_up], config.chunk_tokens, profile)
     shape, pages = stack.config, pages_for(config.cache_tokens)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
-    return PrefillStage(stack, cache, sender, activations or NoActivations(), stage, config.stages, profile)
+    links = activations or NoActivations()
+    return PrefillStage(stack, cache, sender, links, stage, config.stages, profile, source)
