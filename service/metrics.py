@@ -114,6 +114,9 @@ class Metrics:
             "requests_total", "Requests by how they ended", ("outcome", "method_rpc")
         )
         self._replays = self._counter("replays_total", "Attempts repeated after a worker failed")
+        self._again = self._counter(
+            "tokens_read_again_total", "Prompt tokens that a group had read when a worker's death undid it"
+        )
 
     # --- what the door tells ---------------------------------------------------------------------------
 
@@ -123,6 +126,9 @@ class Metrics:
 
     def replayed(self) -> None:
         self._replays.inc()
+
+    def read_again(self, tokens: int) -> None:
+        self._again.inc(tokens)
 
     def first_token(self, parts: Sequence[tuple[str, float]]) -> None:
         """parts of the time to first token, which is their sum."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,6 +28,8 @@ from .answers import RequestEvent
 from .calls import Prompt
 from .timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
 from .tokenizer import TemplateError, TextTokenizer
+
+log = logging.getLogger(__name__)
 
 Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
@@ -147,6 +150,7 @@ class Replays:
             raise Unavailable(
                 f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
             ) from error
+        log.warning("try %d of %d failed: %s", self._failures, tries, error.message)
         self._resources.metrics.replayed()
         if not fleet.view.ready:
             await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self._failures - 1))

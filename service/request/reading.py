@@ -6,6 +6,7 @@ The reservation stays the same. A method that cannot go on (`resume_step` is 0) 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ from ..fleet.view import Charge
 from .attempt import Attempt, Replays, Resources
 from .placement import ASK_ANOTHER, Placed, admitted, comes_back, refusal
 from .plan import Plan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,14 @@ class Reading:
         if isinstance(error, WorkerLost):
             self._resources.fleet.forget(error.worker)
         points = [done for done in self._reached if self._step and done % self._step == 0]
-        start = await self._placed.worker.resume(self._job.request_id, points)
+        read = max(self._reached, default=0)
+        try:
+            start = await self._placed.worker.resume(self._job.request_id, points)
+        except WorkerError:
+            self._resources.metrics.read_again(read)
+            raise
+        self._resources.metrics.read_again(read - start)
+        log.warning("%s: %s; going on at token %d", self._job.request_id, error.message, start)
         self._replays.read(self._reached[start].own if start > self._job.start else None, lost=True)
         await self._replays.after(error)
         self._reached = {done: reached for done, reached in self._reached.items() if done <= start}

@@ -1,0 +1,93 @@
+"""A prompt whose stage is killed is read on, not read again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from deltafront.service.client import DeltafrontClient, GenerateFinished, Progress, Token
+from deltafront.service.client.server_process import LocalService
+
+from .conftest import Haystack, Sizes, Table
+from .wire import Wire
+
+CHUNK, STAGES = 512, 2
+"""As in service.yaml."""
+
+
+@pytest.fixture
+def client(service: LocalService) -> Iterator[DeltafrontClient]:
+    with DeltafrontClient(service.address) as client:
+        yield client
+
+
+def stages(service: LocalService) -> list[int]:
+    """Process ids of the group's stages."""
+    found = []
+    for process in psutil.Process(service.pid).children(recursive=True):
+        try:
+            if "ray::StageActor" in " ".join(process.cmdline()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return sorted(found)
+
+
+def read_again(client: DeltafrontClient) -> float:
+    """Tokens, as all doors of this node count them."""
+    with urllib.request.urlopen(f"http://{client.info().metrics_address}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("deltafront_tokens_read_again_total")
+    )
+
+
+def test_a_killed_stage_costs_the_chunks_under_way(
+    service: LocalService,
+    client: DeltafrontClient,
+    wire: Wire,
+    haystack: Haystack,
+    sizes: Sizes,
+    table: Table,
+) -> None:
+    """Without a spare group: the one there is replaces its stage and goes on, with the K/V that the decode
+    worker has. Of the chunks that had to be read twice, those under way are counted whole."""
+
+    def answer(kill: bool) -> tuple[list[int], GenerateFinished]:
+        ids, done, killed = [], [0], not kill
+        for event in client.generate(haystack.text, max_tokens=16, ignore_eos=True):
+            if isinstance(event, Progress):
+                done.append(event.tokens_done)
+                assert done[-1] > done[-2], "progress goes forward"
+                if not killed and event.tokens_done >= 0.7 * event.tokens_total:
+                    os.kill(stages(service)[-1], signal.SIGKILL)
+                    killed = True
+            elif isinstance(event, Token):
+                assert event.index == len(ids)
+                ids.append(event.token_id)
+            elif isinstance(event, GenerateFinished):
+                finish = event
+        assert killed
+        return ids, finish
+
+    alone, undisturbed = answer(kill=False)
+    before = read_again(client)
+    ids, finish = answer(kill=True)
+    assert ids == alone
+    assert finish.density.layers == pytest.approx(undisturbed.density.layers)
+    assert finish.timings.parts["replay"] > 0
+    assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
+    again = read_again(client) - before
+    under_way = STAGES * CHUNK
+    table.add(
+        "of a prompt killed at 70%, read again at most", round((again + under_way) / haystack.tokens, 2)
+    )
+    if haystack.tokens > 8 * CHUNK:  # of a short prompt two chunks are half
+        assert again + under_way < 0.4 * haystack.tokens
+    assert again <= CHUNK, "what was read had arrived, but for a chunk at most"
+    wire.seconds_to_no_page()
