@@ -58,13 +58,15 @@ def test_a_killed_stage_costs_the_chunks_under_way(
     """Without a spare group: the one there is replaces its stage and goes on, with the K/V that the decode
     worker has. Of the chunks that had to be read twice, those under way are counted whole."""
 
+    kill_at = 0.8 if sizes.document > 8 * CHUNK else 0.7
+
     def answer(kill: bool) -> tuple[list[int], GenerateFinished]:
         ids, done, killed = [], [0], not kill
         for event in client.generate(haystack.text, max_tokens=16, ignore_eos=True):
             if isinstance(event, Progress):
                 done.append(event.tokens_done)
                 assert done[-1] > done[-2], "progress goes forward"
-                if not killed and event.tokens_done >= 0.7 * event.tokens_total:
+                if not killed and event.tokens_done >= kill_at * event.tokens_total:
                     os.kill(stages(service)[-1], signal.SIGKILL)
                     killed = True
             elif isinstance(event, Token):
@@ -84,10 +86,9 @@ def test_a_killed_stage_costs_the_chunks_under_way(
     assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
     again = read_again(client) - before
     under_way = STAGES * CHUNK
-    table.add(
-        "of a prompt killed at 70%, read again at most", round((again + under_way) / haystack.tokens, 2)
-    )
-    if haystack.tokens > 8 * CHUNK:  # of a short prompt two chunks are half
-        assert again + under_way < 0.4 * haystack.tokens
-    assert again <= CHUNK, "what was read had arrived, but for a chunk at most"
+    assert again <= under_way, "what was read had arrived, but for what was still on its way"
+    if sizes.document > 8 * CHUNK:  # of a short prompt two chunks are half
+        share = (again + under_way) / haystack.tokens
+        table.add("of a prompt whose stage was killed at 80%, read twice", round(share, 2))
+        assert share < 0.4
     wire.seconds_to_no_page()
