@@ -115,8 +115,12 @@ class PrefillStage:
 
     def _bring_back(self, request: OpenRequest) -> None:
         """The K/V of the chunks that another group has computed, from the decode worker into pages."""
+        if not request.start:
+            return
+        if self.stack.device.type == "cuda":  # an abandoned chunk may still write to what were its pages
+            torch.cuda.synchronize(self.stack.device)
         wanted = pieces(request.request_id, self._cache, request.start)
-        for piece, kv in self._source.fetch(request.decode_worker, wanted) if request.start else ():
+        for piece, kv in self._source.fetch(request.decode_worker, wanted):
             if request.serial in self._abandoned:
                 raise RequestFailed(f"request {request.request_id} was abandoned")
             layer = {piece.layer: unpacked(kv, piece, self._cache)}
