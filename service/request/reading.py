@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ...workers.messages.events import ChunkRead, LayerDensity, PrefillDone, PrefillReport, Progress
 from ...workers.messages.methods import MethodSpec, resume_step
-from ...workers.messages.requests import PrefillJob, Refused
+from ...workers.messages.requests import PrefillJob, RefusalReason, Refused
 from ...workers.roles import Group
 from ..errors import WorkerError, WorkerFailed, WorkerLost
 from ..fleet.view import Charge
@@ -107,7 +107,11 @@ class Reading:
         for name in groups:
             if refused:
                 self._charge(name)
-            outcome = await self._on(self._resources.fleet.group(name))
+            group = self._resources.fleet.group(name)
+            outcome = await self._on(group)
+            if isinstance(outcome, Refused) and outcome.reason is RefusalReason.DUPLICATE:
+                await group.cancel(self._job.request_id)  # it was out of reach for a while, and still has it
+                outcome = await self._on(group)
             if isinstance(outcome, PrefillReport):
                 return outcome
             refused.append(outcome)

@@ -119,15 +119,15 @@ class FakeGroup(Pausing):
             yield self.busy.pop(0)
             return
         self._open[job.request_id] = pages(job.tokens)
-        started = time.monotonic()
+        started, before = time.monotonic(), len(self.cancelled)
         failing = self.fail_after.pop(0) if self.fail_after else None
         try:
             for number, begin in enumerate(range(job.start, job.tokens, self.chunk_tokens)):
                 if failing is not None and number >= failing:
                     raise PrefillFailed("a stage died")
-                await self._pause(number, lambda: job.request_id in self.cancelled)
+                await self._pause(number, lambda: job.request_id in self.cancelled[before:])
                 await asyncio.sleep(self.speed.chunk)
-                if job.request_id in self.cancelled:
+                if job.request_id in self.cancelled[before:]:
                     raise PrefillFailed("it was cancelled")
                 if job.deadline is not None and time.time() > job.deadline:
                     yield Refused(RefusalReason.DEADLINE, "too late")

@@ -10,6 +10,7 @@ import pytest
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Progress
 from deltafront.service.request import attempt, reading
 from deltafront.workers.messages.events import LayerDensity, PrefillReport
+from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import FakeGroup
 from .inprocess import House
@@ -98,6 +99,22 @@ def test_after_the_last_chunk_that_one_is_read_again(house: House, client: Delta
     text, *_ = collect(client.generate(PROMPT, max_tokens=5))
     assert text == expected(ids(PROMPT), 5)
     assert spare.jobs[0].start == 640
+
+
+def test_a_group_that_was_out_of_reach_and_still_has_the_request_lets_go_of_it(
+    house: House, client: DeltafrontClient
+) -> None:
+    house.group.fail_after = [4]
+    stream = client.generate(PROMPT, max_tokens=5)
+    house.group.pause_at = 3
+    events = [next(stream) for _ in range(3)]
+    house.group.busy = [Refused(RefusalReason.DUPLICATE, "it is already running here")]
+    house.group.pause_at = -1
+    text, *_ = collect([*events, *stream])
+    assert text == expected(ids(PROMPT), 5)
+    assert house.group.cancelled == [house.group.jobs[0].request_id]
+    assert [job.start for job in house.group.jobs] == [0, 512, 512]
+    nothing_left(house)
 
 
 def test_a_prefill_is_resumed_too(house: House, client: DeltafrontClient) -> None:

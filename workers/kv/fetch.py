@@ -21,6 +21,7 @@ from ..messages.states import NAMESPACE
 from .cache import PagedKVCache
 from .handoff import HandoffError
 from .host_copies import NUMPY_TYPES, as_numpy
+from .object_store import plain
 
 PIECE_BYTES = 8 << 20
 _AHEAD = 3
@@ -88,8 +89,7 @@ class RaySource:
             while coming:
                 yield self._first(coming)
         except Exception as error:
-            text = str(getattr(error, "cause", None) or error).strip().splitlines()
-            raise HandoffError(f"{decode_worker} gave no K/V back: {text[0] if text else error!r}") from error
+            raise HandoffError(f"{decode_worker} gave no K/V back: {plain(error)}") from error
 
     def _first(self, coming: deque[tuple[KVRange, Any]]) -> tuple[KVRange, HostKV]:
         one, reply = coming.popleft()

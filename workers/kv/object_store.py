@@ -64,7 +64,7 @@ class ObjectStorePost:
         try:
             reference = self._ray.put(announcement.payload)
         except Exception as error:  # the store may be full: this request's trouble, not the group's
-            self._fail(announcement.request_id, f"the object store did not take K/V: {_plain(error)}")
+            self._fail(announcement.request_id, f"the object store did not take K/V: {plain(error)}")
             return
         self._call("announce", decode_worker, replace(announcement, payload=reference), size)
 
@@ -113,14 +113,14 @@ class ObjectStorePost:
 
     def _not_taken(self, request_id: str, decode_worker: str, error: Exception) -> None:
         self._actors.pop(decode_worker, None)
-        self._fail(request_id, f"{decode_worker} did not take K/V: {_plain(error)}")
+        self._fail(request_id, f"{decode_worker} did not take K/V: {plain(error)}")
 
     def _fail(self, request_id: str, reason: str) -> None:
         if request_id in self._failed and self._failed[request_id] is None:
             self._failed[request_id] = reason
 
 
-def _plain(error: Exception) -> str:
+def plain(error: Exception) -> str:
     """One line: the cause inside Ray's wrapper, without its traceback."""
     cause = getattr(error, "cause", None) or error
     text = str(cause).strip()
@@ -164,7 +164,7 @@ async def pull(
         try:
             payload = await payload
         except Exception as error:
-            raise HandoffError(f"{described(announcement)} is lost: {_plain(error)}") from error
+            raise HandoffError(f"{described(announcement)} is lost: {plain(error)}") from error
     wanted = 2 * announcement.layers
     if not isinstance(payload, tuple) or len(payload) != wanted:
         found = f"{len(payload)} things" if isinstance(payload, tuple) else type(payload).__name__
