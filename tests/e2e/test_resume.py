@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -60,9 +61,16 @@ def test_a_killed_stage_costs_the_chunks_under_way(
 
     kill_at = 0.8 if sizes.document > 8 * CHUNK else 0.7
 
+    silence = 0.0
+
     def answer(kill: bool) -> tuple[list[int], GenerateFinished]:
+        nonlocal silence
         ids, done, killed = [], [0], not kill
+        last = time.monotonic()
         for event in client.generate(haystack.text, max_tokens=16, ignore_eos=True):
+            if kill and killed:
+                silence = max(silence, time.monotonic() - last)
+            last = time.monotonic()
             if isinstance(event, Progress):
                 done.append(event.tokens_done)
                 assert done[-1] > done[-2], "progress goes forward"
@@ -85,6 +93,7 @@ def test_a_killed_stage_costs_the_chunks_under_way(
     assert finish.timings.parts["replay"] > 0
     assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
     again = read_again(client) - before
+    table.add("longest silence after a stage's death, without a spare, s", round(silence, 2))
     under_way = STAGES * CHUNK
     assert again <= under_way, "what was read had arrived, but for what was still on its way"
     if sizes.document > 8 * CHUNK:  # of a short prompt two chunks are half
