@@ -61,7 +61,14 @@ class ToySender(InProcessSender):
         self._memory = memory
 
     def announce(
-        self, request_id: str, decode_worker: str, layer: int, start: int, k_TGD: Any, v_TGD: Any
+        self,
+        request_id: str,
+        decode_worker: str,
+        layer: int,
+        start: int,
+        k_TGD: Any,
+        v_TGD: Any,
+        pages: Sequence[int] = (),
     ) -> int:
         handle = self._memory.export(request_id, k_TGD, v_TGD)
         self._sink.announce(KVAnnouncement(request_id, layer, start, len(k_TGD), handle))
@@ -95,16 +102,16 @@ def send_prompt(run: Any, end: Sender, request_id: str, ids: list[int]) -> None:
         for layer, sides in enumerate(prompt.kv):
             k_TGD, v_TGD = (torch.from_numpy(side[start : start + 32]) for side in sides)
             end.announce(request_id, "decode:test", layer, start, k_TGD, v_TGD)
-        if start + 32 < len(ids):
-            end.finish_chunk(request_id, last=False)
-    end.first_logits(request_id, "decode:test", torch.from_numpy(prompt.logits))
-    end.finish_chunk(request_id, last=True)
+        sent = end.end_chunk(request_id)
+        if start + 32 >= len(ids):
+            end.first_logits(request_id, "decode:test", torch.from_numpy(prompt.logits))
+        sent()
     end.forget(request_id)
 
 
 async def answer_by(bench: Callable[..., Any], transport: str) -> Any:
     run = await bench(transport=transport)
-    end = sender(HandoffConfig(transport=transport), "cpu", EngineSink(run.engine))
+    end = sender(HandoffConfig(transport=transport), run.engine._runner.cache, EngineSink(run.engine))
     await run.reserve("a", 70, 8)
     await asyncio.to_thread(send_prompt, run, end, "a", ids_of(70))
     answer = await run.collect(GenerateJob("a", SHORT))
@@ -124,7 +131,7 @@ async def test_a_transport_from_outside_is_chosen_by_its_name(
 ) -> None:
     memory = Memory()
     toy = Transport(
-        lambda _config, _device, sink: ToySender(memory, sink),
+        lambda _config, _cache, sink: ToySender(memory, sink),
         lambda _config, cache, _thread: ToyReceiver(memory, cache),
     )
     monkeypatch.setitem(TRANSPORTS, "toy", toy)
@@ -136,12 +143,12 @@ async def test_a_transport_from_outside_is_chosen_by_its_name(
 
 def test_a_transport_needs_a_name_that_is_known_and_what_it_works_with() -> None:
     config = HandoffConfig(transport="pigeons")
-    with pytest.raises(ValueError, match=r"'pigeons' is unknown; known: object_store, in_process$"):
-        sender(config, "cpu")
+    with pytest.raises(ValueError, match=r"'pigeons' is unknown; known: object_store, cuda_ipc, in_process$"):
+        sender(config, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'pigeons' is unknown"):
         receiver(config, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="in one process"):
-        sender(HandoffConfig(transport="in_process"), "cpu")
+        sender(HandoffConfig(transport="in_process"), None)  # type: ignore[arg-type]
 
 
 # --- in process -----------------------------------------------------------------------------------------
@@ -170,16 +177,16 @@ def test_tensors_are_given_as_they_are_and_trouble_shows_at_the_end_of_the_chunk
     k, v = torch.randn(2, 5, 3, 8, dtype=torch.bfloat16)
     for name in ("refused", "other"):
         assert end.announce(name, "decode:x", 4, 0, k, v) == 2 * 5 * 3 * 8 * 2
-        end.first_logits(name, "decode:x", torch.ones(7, dtype=torch.bfloat16))
+        end.first_logits(name, "decode:x", torch.ones(7))
     payload, logits = sink.taken
     assert isinstance(payload, DeviceKV) and payload.ready is None
     assert payload.k_TGD.data_ptr() == k.data_ptr() and payload.v_TGD.data_ptr() == v.data_ptr()
     assert logits.dtype == "float32"
-    end.finish_chunk("other", last=True)
+    end.end_chunk("other")()
     with pytest.raises(HandoffError, match=r"^decode:x did not take K/V: not here$"):
-        end.finish_chunk("refused", last=True)
+        end.end_chunk("refused")()
     end.forget("refused")
-    end.finish_chunk("refused", last=True)
+    end.end_chunk("refused")()
     with pytest.raises(HandoffError, match="cannot hand over"):
         end.announce("other", "decode:x", 0, 0, k, v[:1])
 
