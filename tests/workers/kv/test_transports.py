@@ -11,12 +11,18 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.cuda_ipc import CudaIpcReceiver, Lender
 from deltafront.workers.kv.handoff import HandoffError, Hold, Sender
+from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
+from deltafront.workers.kv.posting import PostingSender
 from deltafront.workers.kv.transports import TRANSPORTS, Transport, receiver, sender
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
+
+from .test_cuda_ipc import Neighbours
+from .test_object_store import Box
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
 
@@ -95,13 +101,44 @@ class ToyReceiver:
         self._memory.exported = {handle: kept for handle, kept in held if kept[0] != request_id}
 
 
-def send_prompt(run: Any, end: Sender, request_id: str, ids: list[int]) -> None:
-    """As a stage does it: chunk by chunk, layer by layer."""
-    prompt = run.prefill(ids)
+class SinkPost(Box):
+    """Delivers to a sink at once, as an actor would be called."""
+
+    def __init__(self, sink: Any) -> None:
+        super().__init__()
+        self._sink = sink
+
+    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+        self._sink.announce(announcement)
+
+    def logits(self, decode_worker: str, message: FirstLogits) -> None:
+        self._sink.first_logits(message)
+
+
+def without_ray_and_gpu(name: str) -> Transport:
+    """A transport with stand-ins for the actor that is called and for the device's memory."""
+    if name == "object_store":
+        return Transport(
+            lambda _config, _cache, sink: PostingSender(HostCopies("cpu"), SinkPost(sink), background=True),
+            TRANSPORTS[name].receiver,
+        )
+    peers = Neighbours()
+    return Transport(
+        lambda config, cache, sink: PostingSender(
+            Lender(cache, peers, config.ack_timeout_s), SinkPost(sink), background=True
+        ),
+        lambda _config, cache, thread: CudaIpcReceiver(cache, thread, peers),
+    )
+
+
+def send_prompt(run: Any, end: Sender, cache: PagedKVCache, request_id: str, ids: list[int]) -> None:
+    """As a stage does it: chunk by chunk, layer by layer, into its pages and on from there."""
+    prompt, pages = run.prefill(ids), (9, 2, 3, 0, 5)
     for start in range(0, len(ids), 32):
         for layer, sides in enumerate(prompt.kv):
             k_TGD, v_TGD = (torch.from_numpy(side[start : start + 32]) for side in sides)
-            end.announce(request_id, "decode:test", layer, start, k_TGD, v_TGD)
+            cache.write(layer, torch.tensor(pages), start, k_TGD, v_TGD)
+            end.announce(request_id, "decode:test", layer, start, k_TGD, v_TGD, pages)
         sent = end.end_chunk(request_id)
         if start + 32 >= len(ids):
             end.first_logits(request_id, "decode:test", torch.from_numpy(prompt.logits))
@@ -111,17 +148,25 @@ def send_prompt(run: Any, end: Sender, request_id: str, ids: list[int]) -> None:
 
 async def answer_by(bench: Callable[..., Any], transport: str) -> Any:
     run = await bench(transport=transport)
-    end = sender(HandoffConfig(transport=transport), run.engine._runner.cache, EngineSink(run.engine))
+    there = run.engine._runner.cache
+    cache = PagedKVCache(there.layers, there.kv_heads, there.head_dim, 10, there.dtype, "cpu")
+    end = sender(HandoffConfig(transport=transport), cache, EngineSink(run.engine))
     await run.reserve("a", 70, 8)
-    await asyncio.to_thread(send_prompt, run, end, "a", ids_of(70))
+    await asyncio.to_thread(send_prompt, run, end, cache, "a", ids_of(70))
+    assert not end.holds("a")
     answer = await run.collect(GenerateJob("a", SHORT))
     assert run.used == 0
     return answer
 
 
-async def test_tensors_go_into_pages_within_one_process(bench: Any) -> None:
+@pytest.mark.parametrize("transport", ["in_process", "object_store", "cuda_ipc"])
+async def test_what_a_stage_computed_is_what_is_decoded(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
     wanted = await (await bench()).ask("a", ids_of(70), SHORT)
-    answer = await answer_by(bench, "in_process")
+    if transport != "in_process":
+        monkeypatch.setitem(TRANSPORTS, transport, without_ray_and_gpu(transport))
+    answer = await answer_by(bench, transport)
     assert answer.ids == wanted.ids
     assert answer.finish.report.handoff_bytes == wanted.finish.report.handoff_bytes
 

@@ -213,8 +213,8 @@ async def test_a_request_ages_only_while_nothing_of_it_runs() -> None:
     fake = FakeStage(0, lambda: 0.002, no_trouble)
     controller = controller_of([fake], config)
     await asyncio.gather(collect(controller, job("a", 512)), collect(controller, job("b", 512)))
-    turns = [name for kind, name, _ in fake.log if kind == "chunk"]
-    assert turns == ["a", "b"] * 4
+    turns = "".join(name for kind, name, _ in fake.log if kind == "chunk")
+    assert turns == "aabbaabb", "as many at a time as may be launched at once"
 
 
 @timeless
@@ -242,6 +242,23 @@ async def test_refusals_take_nothing() -> None:
 def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
         PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda _: None, no_pulse)
+
+
+@timeless
+async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
+    """However often a stage says so; other requests go on meanwhile."""
+    controller, fakes = make(stages=2, pages=64)
+    fakes[1].lent["a"] = 5
+    await collect(controller, job("a", 300))
+    closes = [fake.log.count(("close", "a", 0)) for fake in fakes]
+    assert closes == [6, 6], "asked again until every stage gives them back"
+    fakes[0].lent["b"] = 10**9
+    reading = asyncio.create_task(collect(controller, job("b", 300)))
+    await collect(controller, job("c", 600))
+    assert (await controller.stats()).pages_free == 64 - 19 and not reading.done()
+    fakes[0].lent["b"] = 0
+    await reading
+    await assert_clean(controller, fakes)
 
 
 @timeless
