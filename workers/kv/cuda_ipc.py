@@ -67,7 +67,11 @@ class Lender:
     lends = True
 
     def __init__(
-        self, cache: PagedKVCache, peers: PeerMemory, hold_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        cache: PagedKVCache,
+        peers: PeerMemory,
+        hold_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._peers = cache, peers
         self._hold_s, self._clock = hold_s, clock
@@ -131,8 +135,8 @@ class CudaIpcReceiver:
         lent = kv.cache
         if lent.home != self._peers.home:
             raise HandoffError(
-                f"{what} lies on another host or in another container ({lent.home}; here: {self._peers.home}), "
-                "where handoff.transport: cuda_ipc cannot read: use object_store"
+                f"{what} lies on another host or in another container ({lent.home}; here: "
+                f"{self._peers.home}), where handoff.transport: cuda_ipc cannot read: use object_store"
             )
         wanted = (cache.page_tokens, cache.kv_heads, cache.head_dim), str(cache.dtype)
         if (lent.shape[2:], lent.dtype) != wanted:

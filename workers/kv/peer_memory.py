@@ -31,7 +31,7 @@ class PeerMemory(Protocol):
         owner is gone."""
 
     def mark(self) -> Any:
-        """An event of everything launched so far, to be waited for with `.synchronize()`; None: it is done."""
+        """An event of all that was launched so far, for `.synchronize()`; None: it is done."""
 
     def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
         """Call `tell` once, on this event loop, when a process has ended (at once if it has)."""
@@ -49,7 +49,7 @@ class CudaPeerMemory:
     def export(self, x: torch.Tensor) -> Any:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        return reduce_tensor(x)[1]
+        return reduce_tensor(x)[1]  # type: ignore[no-untyped-call]
 
     def open(self, handle: Any) -> torch.Tensor:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -57,7 +57,7 @@ class CudaPeerMemory:
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         here = [*handle]
         here[_DEVICE_ARGUMENT] = index  # the exporter's number means nothing here
-        opened: torch.Tensor = rebuild_cuda_tensor(*here)
+        opened: torch.Tensor = rebuild_cuda_tensor(*here)  # type: ignore[no-untyped-call]
         return opened
 
     def mark(self) -> Any:

@@ -1,4 +1,4 @@
-"""A stage's end of a hand-off by messages: layers are kept as they are announced, and posted when they may be.
+"""A stage's end of a hand-off by messages: what is announced is kept, and posted when it may be.
 
 A layer's chunk of a big model is a message of its own; small ones wait for the next layers', because a
 message costs every process it passes some hundred microseconds.

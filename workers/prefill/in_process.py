@@ -55,12 +55,19 @@ class StageThread:
 
     def _method(self, name: str, form: Form) -> Callable[..., Any]:
         method = getattr(self._plain, name)
-        made = {Form.NOTICE: method, Form.BEGUN: partial(self._begin, method)}
+        made: dict[Form, Callable[..., Any]] = {
+            Form.NOTICE: method,
+            Form.BEGUN: partial(self._begin, method),
+        }
         return made.get(form, partial(self._send, method))
 
     def _begin(self, method: Callable[..., Callable[[], T]], *arguments: Any) -> Awaitable[T]:
         begun = self._thread.submit(self._run, method, *arguments)
-        return asyncio.wrap_future(self._ends.submit(lambda: begun.result()()))
+
+        def end() -> T:
+            return begun.result()()
+
+        return asyncio.wrap_future(self._ends.submit(end))
 
     def _send(self, method: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.wrap_future(self._thread.submit(self._run, method, *arguments))

@@ -92,7 +92,9 @@ class PrefillStage:
         links.abort()  # first: what the device computes may wait for them
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
-        while not all([self.close(request_id) for request_id in {*self._open, *self._held}]):
+        for request_id in list(self._open):
+            self.close(request_id)
+        while not all(self.close(request_id) for request_id in list(self._held)):
             time.sleep(_ASK_AGAIN_S)
         self._abandoned.clear()
 
@@ -132,8 +134,8 @@ class PrefillStage:
         return partial(self._report, work, sent, self._open[command.request_id].request.decode_worker)
 
     def close(self, request_id: str) -> bool:
-        """Forget a request; nothing of it may run here afterwards. Unknown ids are fine. Whether its pages are
-        free."""
+        """Forget a request; nothing of it may run here afterwards. Unknown ids are fine. Whether its pages
+        are free."""
         self._drop(request_id)
         self._sender.forget(request_id)
         if self._sender.holds(request_id):
@@ -289,8 +291,8 @@ def load_stage(
     activations: Activations | None,
     sender: Callable[[PagedKVCache], Sender],
 ) -> PrefillStage:
-    """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender: makes
-    the end of the hand-off for the stage's cache."""
+    """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
+    makes the end of the hand-off for the stage's cache."""
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)

@@ -4,7 +4,9 @@ either side costs. The device is a stand-in: tensors of this process, behind han
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -111,7 +113,9 @@ class Bench:
 
 @pytest.mark.parametrize("theirs", [tuple(range(2, 9)), (9, 10, 3, 4, 0, 15, 16)], ids=["run", "scattered"])
 @pytest.mark.parametrize("ours", [tuple(range(5, 12)), (20, 3, 4, 29, 1, 0, 7)], ids=["run", "scattered"])
-async def test_chunks_arrive_whatever_pages_they_lie_in(theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
+async def test_chunks_arrive_whatever_pages_they_lie_in(
+    theirs: tuple[int, ...], ours: tuple[int, ...]
+) -> None:
     bench = Bench()
     chunks = [bench.announce(theirs, 0, 64), bench.announce(theirs, 64, 37)]
     for message in bench.ray.sent:
@@ -137,7 +141,7 @@ def test_rows_of_pages_are_joined_into_runs() -> None:
         runs = row_runs(pages, start, tokens)
         rows = [row for first, count in runs for row in range(first, first + count)]
         assert rows == [16 * pages[t // 16] + t % 16 for t in range(start, start + tokens)]
-        assert all(sum(a) != b[0] for a, b in zip(runs, runs[1:], strict=False))
+        assert all(sum(a) != b[0] for a, b in itertools.pairwise(runs))
     for start, tokens in ((-1, 2), (0, 0), (90, 7)):
         with pytest.raises(ValueError, match="are not in 6 pages"):
             row_runs(range(6), start, tokens)
@@ -342,8 +346,6 @@ class Event:
     """A CUDA event, as far as it is waited for."""
 
     def __init__(self) -> None:
-        import threading
-
         self.happened = threading.Event()
 
     def synchronize(self) -> None:
