@@ -172,6 +172,8 @@ class ServiceConfig(BaseModel):
             yield f"decode.full_layers and delta_layers share {both}"
         if self.handoff.transport == "in_process":
             yield "handoff.transport: stages and decode workers are processes of their own: use object_store"
+        if self.handoff.transport == "cuda_ipc" and "cpu" in (prefill.device, decode.device):
+            yield "handoff.transport: cuda_ipc needs prefill.device and decode.device to be cuda"
         if door.default_session_ttl_s > decode.max_session_ttl_s:
             yield "door.default_session_ttl_s: must not exceed decode.max_session_ttl_s"
         for key, lease in (("prefill", prefill.stream_lease_s), ("decode", decode.stream_lease_s)):

@@ -32,6 +32,8 @@ from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
 """Of a lease, between its end and the request's."""
+_ASK_AGAIN_S = 0.02
+"""Between two questions to stages whether pages are free that decode workers still read."""
 
 
 class PrefillController:
@@ -229,7 +231,9 @@ class PrefillController:
     async def _close(self, request: Request, closed: list[asyncio.Task[Any]]) -> None:
         """Wait for every stage before the pages go to somebody else."""
         try:
-            await asyncio.gather(*closed)
+            while not all(await asyncio.gather(*closed)) and not self.failure:
+                await asyncio.sleep(_ASK_AGAIN_S)
+                closed = self._pipeline.close(request.job.request_id)
         except Exception as error:
             self._fail(error)
         self._requests.remove(request)

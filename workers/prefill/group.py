@@ -68,7 +68,7 @@ class StageActor:
         from .stage import load_stage
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
-        ends = sender(self._handoff, self._config.device)
+        ends = partial(sender, self._handoff)
         self._stage = load_stage(self._model, self._config, self._number, None, ends)
         return node
 

@@ -43,6 +43,7 @@ class StageThread:
         self._interrupt = interrupt
         self._stopped = False
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
+        self._ends = ThreadPoolExecutor(1)
         self.stage = stand_in(Stage, "a stage of this process", self._method)
 
     def stop(self) -> None:
@@ -50,10 +51,23 @@ class StageThread:
         self._stopped = True
         self._interrupt()
         self._thread.shutdown(wait=False)
+        self._ends.shutdown(wait=False)
 
     def _method(self, name: str, form: Form) -> Callable[..., Any]:
         method = getattr(self._plain, name)
-        return method if form is Form.NOTICE else partial(self._send, method)
+        made: dict[Form, Callable[..., Any]] = {
+            Form.NOTICE: method,
+            Form.BEGUN: partial(self._begin, method),
+        }
+        return made.get(form, partial(self._send, method))
+
+    def _begin(self, method: Callable[..., Callable[[], T]], *arguments: Any) -> Awaitable[T]:
+        begun = self._thread.submit(self._run, method, *arguments)
+
+        def end() -> T:
+            return begun.result()()
+
+        return asyncio.wrap_future(self._ends.submit(end))
 
     def _send(self, method: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.wrap_future(self._thread.submit(self._run, method, *arguments))
@@ -84,7 +98,7 @@ def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> Pre
         ends = QueueActivations.chain(config.stages)
     threads: list[StageThread] = []
     for number, activations in enumerate(ends):
-        stage = load_stage(model, config, number, activations, sender(handoff, config.device, sink))
+        stage = load_stage(model, config, number, activations, partial(sender, handoff, sink=sink))
         threads.append(StageThread(stage, config.threads, activations.close))
 
     def end_stages(_hanging: int | None) -> None:
