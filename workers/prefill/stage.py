@@ -25,7 +25,7 @@ from ..kv.cache import PagedKVCache
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
 from ..messages.methods import load_methods
-from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
 from ..model.decoder import LayerStack, Stream, load_model
 from ..model.levels import amounts_for
 from ..model.profile import Profile, load_profile
@@ -115,14 +115,14 @@ class PrefillStage:
             self._drop(command.request_id)
             shape = command.tokens, self.stack.config.hidden
             self._pass_on(work, torch.zeros(shape, dtype=self.stack.dtype, device=self.stack.device))
-            raise RequestFailed(str(error)) from error
+            raise _failure(error) from error
         self._pass_on(work, hidden_TC)
         try:
             self._finish(work, hidden_TC)
             report = work.report(self._stage)
             self._require_finite(work)
         except _REQUEST_ERRORS as error:
-            raise RequestFailed(str(error)) from error
+            raise _failure(error) from error
         return report
 
     def close(self, request_id: str) -> None:
@@ -259,6 +259,12 @@ class PrefillStage:
         prompt = self._open.pop(request_id, None)
         if prompt is not None:
             self._abandoned.discard(prompt.request.serial)
+
+
+def _failure(error: Exception) -> RequestFailed:
+    """One of `_REQUEST_ERRORS` as the controller hears of it."""
+    kind = HandoffFailed if isinstance(error, HandoffError) else RequestFailed
+    return kind(str(error))
 
 
 def load_stage(
