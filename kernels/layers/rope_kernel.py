@@ -58,7 +58,9 @@ def rope_kernel(
     tl.store(place, low, mask=is_q)
     tl.store(place + HALF, high, mask=is_q)
     if (tl.program_id(1) + 1) * HEADS > Q_HEADS:
-        row = tl.load(rows_ptr + token, mask=token < tokens, other=0)[:, None, None] * (KV_HEADS * D) + channel
+        row = (
+            tl.load(rows_ptr + token, mask=token < tokens, other=0)[:, None, None] * (KV_HEADS * D) + channel
+        )
         is_k = inside & (head >= Q_HEADS) & turns
         k_place = k_ptr + row + (head - Q_HEADS) * D
         tl.store(k_place, low, mask=is_k)
