@@ -24,7 +24,7 @@ from ..roles import Group, Stage
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 
 if TYPE_CHECKING:
-    from .activations import GroupActivations
+    from .activations import Activations
     from .controller import PrefillController
     from .stage import PrefillStage
 
@@ -90,12 +90,16 @@ class StageActor:
         """A sign of life, answered beside whatever the stage computes: its process's id."""
         return os.getpid()
 
-    def _activations(self, rendezvous: tuple[str, int], stage: PrefillStage) -> GroupActivations:
-        from .activations import GroupActivations, join_store
+    def _activations(self, rendezvous: tuple[str, int], stage: PrefillStage) -> Activations:
+        import torch
+
+        from .activations import join_store
+        from .peer_activations import meet
 
         stages, stack = self._config.stages, stage.stack
         store = self._store if self._number == 0 else join_store(*rendezvous, stages)
-        return GroupActivations(store, self._number, stages, stack.config.hidden, stack.dtype, stack.device)
+        like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
+        return meet(store, self._number, stages, self._config.chunk_tokens, like)
 
 
 @hosts(Group)
