@@ -34,6 +34,7 @@ from ..model.profile import Profile, load_profile
 from ..settings import ModelSpec, PrefillConfig
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
+from .chunks import LayerWork
 from .phases import phase_timer
 from .warm_up import warm_up
 
@@ -80,6 +81,14 @@ class PrefillStage:
         """Closed requests whose pages decode workers still read."""
         self._through = 0.0
         """When the last chunk was, by perf_counter."""
+
+    @property
+    def work(self) -> LayerWork | None:
+        """What chunks cost here; None on a CPU."""
+        if self.stack.device.type != "cuda":
+            return None
+        config = self.stack.config
+        return LayerWork(config.layers, config.layer_matrices, 2 * config.q_heads * config.head_dim)
 
     def connect(self, activations: Activations) -> None:
         """Take these ends of the links to the neighbours; before the first chunk."""
