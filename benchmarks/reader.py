@@ -25,6 +25,7 @@ from deltafront.workers.model.levels import amounts_for
 from deltafront.workers.model.profile import Profile
 from deltafront.workers.prefill import warm_up as prefill_warm_up
 from deltafront.workers.prefill.phases import phase_timer
+from deltafront.workers.settings import Quantisation
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "deploy" / "models" / "smollm2-135m-128k"
@@ -144,7 +145,13 @@ def parse_method(method: str) -> MethodSpec:
 
 
 def load_model(
-    model: str, adapter: Path | None, overrides: dict[str, Any], *, dtype: str, device: str
+    model: str,
+    adapter: Path | None,
+    overrides: dict[str, Any],
+    *,
+    dtype: str,
+    device: str,
+    quantisation: Quantisation | None = None,
 ) -> LayerStack:
     """All layers of a model: a name, a directory or a GGUF file, as for `serve`."""
     directory = model_store.model_directory(model)
@@ -158,6 +165,7 @@ def load_model(
         dtype=getattr(torch, dtype),
         device=device,
         adapter=adapter,
+        quantisation=quantisation,
     )
 
 

@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,34 @@ def levels(result: Result) -> str:
     return markdown(header, rows) + provenance(result, "")
 
 
+def engine(result: Result) -> str:
+    """A line for each row; where it stands beside the value, the commit that it is of."""
+    header = ("case", "tokens", "prefill GPUs", "density", "value", "decode on", "where it went, s", "commit")
+    rows = [
+        [
+            row["case"],
+            row["tokens"] or None,
+            row["gpus"],
+            f"{row['density']:.3f}" if row["density"] is not None else None,
+            f"{row['value']:.4g} {row['unit']}",
+            {"own": "its own GPU", "last": "a stage's GPU"}.get(row.get("decode_gpu", "")),
+            _largest(row.get("parts", {})),
+            row.get("commit"),
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(header, rows) + provenance(result)
+
+
+def _largest(parts: Mapping[str, float]) -> str:
+    """The parts of a time to first token that are a hundredth of it or more."""
+    total = sum(parts.values())
+    shown = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(
+        f"{name.removeprefix('prefill.')} {value:.3g}" for name, value in shown if value > total / 100
+    )
+
+
 GPUS_GIB = (79.0, 139.0, 267.0)
 """About what a process can have of an H100's 80 GB, an H200's 141 GB and a B300's 288 GB."""
 
@@ -249,6 +277,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "accuracy_rules_h200": (accuracy, ("accuracy_rules_h200",)),
     "accuracy_h200": (levels, ("accuracy_h200",)),
     "precision_h200": (precision, ("precision_h200",)),
+    "engine_h200": (engine, ("engine_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),
     "sizing": (sizing, ()),
 }

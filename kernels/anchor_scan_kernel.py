@@ -52,7 +52,7 @@ def orbit(next_R, start):
     return lead_R
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _scan_kernel(
     x_ptr,
     lead_ptr,

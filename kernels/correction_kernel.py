@@ -16,7 +16,7 @@ from .executors.launch import Rows, launch
 from .interface import AttentionInput
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "differences", "first", "gamma"])
 def add_kernel(
     out_ptr, difference_ptr, out_batch, out_head, out_row, heads, rows, differences, first, gamma,
     D: tl.constexpr, ROWS: tl.constexpr,

@@ -180,6 +180,7 @@ class ServiceConfig(BaseModel):
             if door.renew_s * 2 > lease:
                 yield f"door.renew_s: must be at most half of {key}.stream_lease_s"
         yield from self._door_contradictions()
+        yield from self._quantisation_problems()
 
     def _door_contradictions(self) -> Iterator[str]:
         door = self.door
@@ -194,11 +195,24 @@ class ServiceConfig(BaseModel):
         if len({door.grpc_port, door.http_port, door.metrics_port}) < 3:
             yield "door: grpc_port, http_port and metrics_port must differ"
 
+    def _quantisation_problems(self) -> Iterator[str]:
+        kind = self.model.quantisation
+        if kind is None:
+            return
+        for key, device in (("prefill", self.prefill.device), ("decode", self.decode.device)):
+            if device == "cpu":
+                yield f"model.quantisation: {kind} needs a GPU, and {key}.device is cpu"
+        if self.model.dtype == "float32":
+            yield f"model.quantisation: {kind} goes with a model.dtype of 16 bits"
+
     def check_against(self, model: ModelConfig, profile: Profile | None) -> None:
         """Raises ConfigError for what does not fit the model, or that its profile does not have."""
         problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
+        widths = (model.hidden, model.intermediate, model.q_heads * model.head_dim)
+        if self.model.quantisation is not None and any(width % 16 for width in widths):
+            problems.append(f"model.quantisation: the model's widths {widths} must be multiples of 16")
         try:
             model.split(self.prefill.stages)
         except ModelError as error:

@@ -30,6 +30,7 @@ Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
 Dtype = Literal["bfloat16", "float16", "float32"]
+Quantisation = Literal["fp8"]
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 Labels = Mapping[
     Annotated[str, Field(pattern=rf"^([a-z0-9.-]+/)?{_NAME}$")], Annotated[str, Field(pattern=rf"^{_NAME}$")]
@@ -43,7 +44,9 @@ class ModelSpec:
 
     path: a model directory, the embedded default's name, a .gguf file or a hub id. adapter: a PEFT LoRA
     directory merged at load. rope_theta, max_position_embeddings: replace the model's own values. profile:
-    what was calibrated for it (`model/profile.py`), a file.
+    what was calibrated for it (`model/profile.py`), a file. quantisation: `fp8` holds and multiplies the
+    layers' matrices in 8 bits, each output channel and each token with a factor of its own; the head,
+    attention and K/V stay in `dtype`. It needs GPUs.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -54,6 +57,7 @@ class ModelSpec:
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     max_position_embeddings: Count | None = None
     profile: str | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def overrides(self) -> dict[str, float | int]:
@@ -151,7 +155,8 @@ class DecodeConfig:
     node_labels: Labels = field(default_factory=dict)
     """Where the worker may run; none: anywhere."""
     warm_up: bool = False
-    """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use."""
+    """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use, and
+    only then are decode steps CUDA graphs."""
 
     def layer_problems(self, layers: int) -> Iterator[str]:
         """What is wrong with the layer lists for a model of `layers` layers, key first."""

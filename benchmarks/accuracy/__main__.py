@@ -11,6 +11,8 @@ with every method. For each: KL(dense | method) of the next-token distributions 
 teacher-forced, the questions read densely; the density; the time of selection and attention in all layers.
 --decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, how many
 are as full decode's, and as `density` the share of full decode's pages read, all layers counted.
+--quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
+dense in --dtype.
 
 Methods take options: `dpxa:tau=0.9,k_anchors=16`, and with --profile `dpxa:density=0.08`. Prints a line for
 each document and method, and a table; writes the JSON named by --result; ends with 1 when a --gate is missed.
@@ -19,12 +21,14 @@ each document and method, and a table; writes the JSON named by --result; ends w
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -52,7 +56,7 @@ from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.model.levels import amounts_for
 from deltafront.workers.model.profile import Profile, load_profile
-from deltafront.workers.settings import ModelSpec
+from deltafront.workers.settings import ModelSpec, Quantisation
 
 BASELINE = "dense"
 QUESTION_ROOM = 512
@@ -65,19 +69,21 @@ answer of some twenty tokens behind 130,000."""
 def main() -> int:
     arguments = _arguments()
     gates = [parse_gate(given) for given in arguments.gate]
-    stack, profile = _load(arguments)
+    stacks, profile = _load(arguments)
     tokenizer = load_tokenizer(arguments.model)
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     texts = {path.stem: Text(path.read_text(encoding="utf-8"), encode_all) for path in arguments.text}
-    reader = Reader(stack, max(tokens for _, tokens in arguments.documents) + QUESTION_ROOM, profile)
+    room = max(tokens for _, tokens in arguments.documents) + QUESTION_ROOM
     methods = [BASELINE, *(method for method in arguments.methods if method != BASELINE)]
-    warm_up(stack, methods, arguments.chunk, profile)
+    for stack in stacks:
+        warm_up(stack, methods, arguments.chunk, profile)
+    readers = [Reader(stack, room, profile) for stack in stacks]
     outcomes: list[Outcome] = []
     for made in _documents(arguments, texts):
-        for outcome in _compare(reader, made, methods, arguments):
+        for outcome in _compare(readers, made, methods, arguments):
             outcomes.append(outcome)
             print(line(outcome), flush=True)
     found = rows(outcomes, BASELINE)
@@ -97,16 +103,19 @@ def main() -> int:
     return 1 if reasons else 0
 
 
-def _load(arguments: argparse.Namespace) -> tuple[LayerStack, Profile | None]:
-    """The model, once its profile is known to have a level for every method that asks for one."""
+def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | None]:
+    """The model, and quantised if that is asked for, once its profile is known to have a level for every
+    method that asks for one."""
     overrides = {} if arguments.no_adapter else STRETCHED
     adapter = None if arguments.no_adapter else ADAPTER
     spec = ModelSpec(arguments.model, adapter and str(adapter), profile=arguments.profile, **overrides)
     profile = load_profile(spec)
     for method in arguments.methods:
         amounts_for(profile, parse_method(method))
-    stack = load_model(arguments.model, adapter, overrides, dtype=arguments.dtype, device=arguments.device)
-    return stack, profile
+    how = {"dtype": arguments.dtype, "device": arguments.device}
+    kinds = [None] if arguments.quantisation is None else [None, arguments.quantisation]
+    stacks = [load_model(arguments.model, adapter, overrides, **how, quantisation=kind) for kind in kinds]
+    return stacks, profile
 
 
 class _Made:
@@ -129,27 +138,29 @@ def _documents(arguments: argparse.Namespace, texts: dict[str, Text]) -> Iterato
 
 @torch.inference_mode()
 def _compare(
-    reader: Reader, made: _Made, methods: Sequence[str], arguments: argparse.Namespace
+    readers: Sequence[Reader], made: _Made, methods: Sequence[str], arguments: argparse.Namespace
 ) -> Iterator[Outcome]:
-    """Every method on one document, dense first; page selections right after it, on its keys and values."""
+    """Every method on one document, dense first; page selections right after it, on its keys and values. Of
+    the second reader, the quantised model's, every method, too."""
     ids, questions = made.document.ids, made.document.questions
     tail, dense = ids[-arguments.tail :], None
-    for method in methods:
+    for reader, method in itertools.product(readers, methods):
+        case = method if reader is readers[0] else f"{method} {arguments.quantisation}"
         reading = reader.read(ids, method, arguments.chunk, len(tail))
         dense = reading if dense is None else dense
         kl_T = divergence(reader.stack, dense.tail_TC, reading.tail_TC)
         answers = ask(reader, questions)
-        if method == BASELINE and questions:
+        if case == BASELINE and questions:
             _check(reader, questions[0], answers[0])
         yield _outcome(
             made,
-            method,
+            case,
             reading,
             kl_T,
             perplexity(reader.stack, reading.tail_TC, tail),
             answers,
         )
-        if method == BASELINE and arguments.decode and questions:
+        if case == BASELINE and arguments.decode and questions:
             yield from _decoded(reader, made, questions[: arguments.decode_questions], arguments.decode)
 
 
@@ -165,7 +176,7 @@ def _check(reader: Reader, question: Question, answer: Answered) -> None:
 
 def _outcome(
     made: _Made,
-    method: str,
+    case: str,
     reading: Reading,
     kl_T: torch.Tensor,
     tail_perplexity: float,
@@ -173,7 +184,7 @@ def _outcome(
 ) -> Outcome:
     subjects = by_subject(made.document.questions, answers)
     return Outcome(
-        case=method,
+        case=case,
         task=made.task,
         tokens=made.tokens,
         document=made.name,
@@ -229,6 +240,7 @@ def _arguments() -> argparse.Namespace:
     add("--chunk", type=int, default=16_384)
     add("--seed", type=int, default=3)
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16" if cuda else "float32")
+    add("--quantisation", choices=get_args(Quantisation), help="also with the layers in so many bits")
     add("--device", default="cuda" if cuda else "cpu")
     add("--result", type=Path)
     add("--hardware", default="", help="what it ran on, for the record")

@@ -14,12 +14,12 @@ import triton.language as tl
 from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
 from .flash import NEGATIVE, step_tile
-from .launch import check_launch
+from .launch import check_launch, new_output
 from .packed_kv_kernel import pack
 from .packed_runs import PackedRuns
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["score_row"])
 def exact_kernel(
     score_ptr, count_ptr, exact_ptr, score_row, share, ENTRIES: tl.constexpr
 ):  # fmt: skip
@@ -60,7 +60,19 @@ def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
     return exact_BHNM
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "index_batch",
+        "index_head",
+        "index_block",
+        "exact_row",
+        "rows",
+        "keys",
+        "row0",
+        "packed_slots",
+        "offset_slots",
+    ]
+)
 def mixed_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, offset_ptr,
     index_ptr, exact_ptr, count_ptr,
@@ -129,7 +141,7 @@ def kernel_attend(
     """See `block_sparse_packed.cpu_attend`."""
     check_launch(x)
     q, k, v = x.q_BHTD, x.k_BGSD, x.v_BGSD
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = new_output(x)
     packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, mean=mean_keys)
     exact_BHNM = kernel_exact_table(mask, share)
     size = 64 if q.dtype == torch.float32 else BLOCK

@@ -70,11 +70,9 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor
 
 def kernel_attend(x: AttentionInput) -> torch.Tensor:
     """See `cpu_attend`. Scores in float32, weights rounded to q's type."""
-    import torch
+    from .launch import Rows, launch, new_output
 
-    from .launch import Rows, launch
-
-    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
+    out_BHTD = new_output(x)
     launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start))
     return out_BHTD
 

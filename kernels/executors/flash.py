@@ -42,7 +42,19 @@ def step_tile(
     return acc, total, higher
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "stride_ib",
+        "stride_ih",
+        "stride_in",
+        "rows",
+        "keys",
+        "row0",
+        "critical",
+        "packed_slots",
+        "chunk_slots",
+    ]
+)
 def flash_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr, count_ptr,
     stride_qb, stride_qh, stride_qr, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs,

@@ -247,7 +247,21 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        "stride_ib",
+        "stride_ih",
+        "stride_in",
+        "items",
+        "tiles",
+        "lead_tiles",
+        "keys",
+        "row0",
+        "lead_row0",
+        "critical",
+        "chunk_slots",
+    ]
+)
 def hopper_kernel(
     q, k, v, out, q_lead, out_lead, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
     stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, lead_tiles,

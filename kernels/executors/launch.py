@@ -43,6 +43,14 @@ class PackedKeys:
     critical: int
 
 
+def new_output(x: AttentionInput) -> torch.Tensor:
+    """Room for out_BHTD, a row's heads side by side in memory: the projection that follows takes it as it
+    is."""
+    batch, heads, rows, dim = x.q_BHTD.shape
+    out_BTHD = torch.empty((batch, rows, heads, dim), dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
+    return out_BTHD.transpose(1, 2)
+
+
 def launch(
     x: AttentionInput,
     rows: Rows,

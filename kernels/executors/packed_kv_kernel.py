@@ -13,11 +13,11 @@ import triton.language as tl
 
 from ..constants import BLOCK
 from ..interface import AttentionInput
-from .launch import PackedKeys, Rows, launch
+from .launch import PackedKeys, Rows, launch, new_output
 from .packed_runs import PackedRuns, packed_chunks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start_slots", "offset_slots", "packed_slots", "chunks"])
 def pack_kernel(
     k_ptr, v_ptr, start_ptr, offset_ptr, packed_k_ptr, packed_v_ptr, weight_ptr,
     k_batch, k_head, k_row, v_batch, v_head, v_row, heads, start_slots, offset_slots, packed_slots, chunks,
@@ -116,7 +116,7 @@ def kernel_attend(
     """See `packed_kv.cpu_attend`."""
     chunks = packed_chunks(x.first_block, x.query_blocks, critical, chunk)[-1]
     packed = pack(x, state, chunks=chunks, chunk=chunk, critical=critical, counts=counts, mean=mean_keys)
-    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
+    out_BHTD = new_output(x)
     launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start), packed=packed)
     return out_BHTD
 

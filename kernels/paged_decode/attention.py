@@ -68,7 +68,8 @@ def paged_attention_sparse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` over some of each request's pages (DELTA, Algorithm 2, its sparse layers).
 
-    selected_RK, counts_R: as `page_selection.select_pages` returns them, columns of the table, ascending.
+    selected_RK, counts_R: as `page_selection.select_pages` returns them, columns of the table, ascending; a
+    request with a count of 0 reads all its pages.
     lengths_R stays the full length: it says which slots of the last page are filled.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)

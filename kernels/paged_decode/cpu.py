@@ -44,8 +44,11 @@ def paged_attention_sparse(selected: SelectedPages) -> tuple[torch.Tensor, torch
     """paged_attention over the selected pages only (DELTA, Algorithm 2, its sparse layers)."""
     x, outs, lses = selected.x, [], []
     for request in range(x.q_RHD.shape[0]):
-        columns_N = selected.selected_RK[request, : int(selected.counts_R[request])]
-        if len(columns_N) == 0 or int(columns_N[-1]) >= len(_pages(x, request)):
+        columns_N = every_N = _pages(x, request)
+        count = int(selected.counts_R[request])
+        if count != 0:
+            columns_N = selected.selected_RK[request, :count]
+        if count < 0 or int(columns_N[-1]) >= len(every_N):
             raise KernelInputError(
                 f"request {request}: selected columns {columns_N.tolist()} are not its own"
             )

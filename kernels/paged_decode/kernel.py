@@ -1,8 +1,9 @@
 """Paged decode attention in Triton: split over keys (flash-decoding), merged, and page scores in one pass.
 
-Shape suffixes as in `pages.py`; C splits, B blocks of keys, T keys of a block, E bundles of 8 blocks, W the
-blocks of a bundle. Strides are in elements, named stride_<tensor><dimension> with the letters of the shape
-suffixes: q RHD, k and v PSGD, t(able) RP, s(elected) RK. The innermost dimension is contiguous.
+Shape suffixes as in `pages.py`; C splits of a request at most, B blocks of keys, T keys of a block, E bundles
+of 8 blocks, W the blocks of a bundle. Strides are in elements, named stride_<tensor><dimension> with the
+letters of the shape suffixes: q RHD, k and v PSGD, t(able) RP, s(elected) RK. The innermost dimension is
+contiguous.
 
 `_attend` reads each key and value once. For page scores it also leaves what it computed anyway: the
 weights of each key under the running maximum of its block, in the pages' dtype, and that maximum. Once
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ..constants import LOG2E, PAGE_TOKENS
+from .assign import assigned
 
 BUNDLE = 8
 """Blocks whose maxima are written together."""
@@ -29,7 +31,7 @@ _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bundles"])
 def _attend(  # noqa: PLR0915
     q_ptr,
     k_ptr,
@@ -41,6 +43,7 @@ def _attend(  # noqa: PLR0915
     part_RHCD_ptr,
     top_RHC_ptr,
     sum_RHC_ptr,
+    splits_R_ptr,
     weight_RBHT_ptr,
     top_REHW_ptr,
     scale_log2,
@@ -55,28 +58,35 @@ def _attend(  # noqa: PLR0915
     stride_tr,
     stride_sr,
     bundles,
+    splits,
+    requests,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
     SCORED: tl.constexpr,
 ):
-    """One key head, split and request: program (g, split, r). ROWS pads the group to what tl.dot takes."""
-    g, split, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(1)
+    """One key head of one split of a request: program (g, slot). ROWS pads the group to what tl.dot takes,
+    REQUESTS the requests."""
+    g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
+    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
+    r, split, own, tokens, count = assigned(
+        lengths_ptr, counts_ptr, slot, splits, requests, STEP, REQUESTS, SPARSE
+    )
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
-    tokens = tl.load(lengths_ptr + r)
     if SPARSE:  # ascending, so only the last selected page can have empty slots
-        count = tl.load(counts_ptr + r)
-        last = tl.load(selected + count - 1)
-        tokens = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
-    STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
-    share = tl.cdiv(tl.cdiv(tokens, STEP), splits) * STEP
+        selects = count > 0  # otherwise every page is read
+        last = tl.load(selected + tl.maximum(count, 1) - 1)
+        chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
+        tokens = tl.where(selects, chosen, tokens)
+    live = own > 0
+    share = tl.cdiv(tl.cdiv(tokens, STEP), tl.maximum(own, 1)) * STEP
     begin = split * share
-    end = tl.minimum(begin + share, tokens)
+    end = tl.minimum(begin + share, tokens)  # without a request: no tokens
 
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D)
@@ -91,7 +101,7 @@ def _attend(  # noqa: PLR0915
     # The page ids are loaded a block ahead: else the pipeliner gives them half of its stages.
     column = (begin + key) // _PAGE
     if SPARSE:
-        column = tl.load(selected + column, mask=begin + key < end, other=0)
+        column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
     ahead = tl.load(table + column, mask=begin + key < end, other=0)
     place = tl.arange(0, _BUNDLE)
     tops = tl.zeros([ROWS, _BUNDLE], tl.float32)
@@ -104,7 +114,7 @@ def _attend(  # noqa: PLR0915
         soon = start + BLOCK + key
         column = soon // _PAGE
         if SPARSE:
-            column = tl.load(selected + column, mask=soon < end, other=0)
+            column = tl.load(selected + column, mask=(soon < end) & selects, other=column)
         ahead = tl.load(table + column, mask=soon < end, other=0)
 
         k = tl.load(k_base + page * stride_kp, mask=valid[:, None], other=0.0)
@@ -129,19 +139,22 @@ def _attend(  # noqa: PLR0915
             tl.store(top_ptr + place[None, :], tops, mask=real[:, None] & full)
 
     part = (r * heads + head).to(tl.int64) * splits + split
-    tl.store(top_RHC_ptr + part, top, mask=real)  # -inf where the split has no keys
-    tl.store(sum_RHC_ptr + part, total, mask=real)
-    tl.store(part_RHCD_ptr + part[:, None] * D + d[None, :], acc, mask=real[:, None])
+    tl.store(top_RHC_ptr + part, top, mask=real & live)  # -inf where the split has no keys
+    tl.store(sum_RHC_ptr + part, total, mask=real & live)
+    tl.store(part_RHCD_ptr + part[:, None] * D + d[None, :], acc, mask=real[:, None] & live)
+    tl.store(splits_R_ptr + r, own, mask=live & (split == 0) & (g == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     part_RHCD_ptr,
     top_RHC_ptr,
     sum_RHC_ptr,
+    splits_R_ptr,
     out_ptr,
     lse_ptr,
     splits,
+    heads,
     C: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -149,7 +162,7 @@ def _merge(
     lane = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
     d = tl.arange(0, D)
-    there = c < splits
+    there = c < tl.load(splits_R_ptr + tl.program_id(0) // heads)
     top_C = tl.load(top_RHC_ptr + lane * splits + c, mask=there, other=float("-inf"))
     sum_C = tl.load(sum_RHC_ptr + lane * splits + c, mask=there, other=0.0)
     part_at = (lane * splits + c)[:, None] * D + d[None, :]
@@ -162,7 +175,7 @@ def _merge(
     tl.store(lse_ptr + lane, (top + tl.log2(total)) * _LN2)  # base 2 to base e
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bundles"])
 def _score(
     weight_RBHT_ptr,
     top_REHW_ptr,
@@ -212,17 +225,19 @@ _ATTEND = {
     **dict.fromkeys(("stride_qr", "stride_qh"), "i32"),
     **dict.fromkeys(("stride_kp", "stride_ks", "stride_kg"), "i32"),
     **dict.fromkeys(("stride_vp", "stride_vs", "stride_vg"), "i32"),
-    **dict.fromkeys(("stride_tr", "stride_sr", "bundles"), "i32"),
+    **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "splits", "requests"), "i32"),
+    "splits_R_ptr": "*i32",
 }
-_SIZES = {"GROUP": 4, "ROWS": 16, "D": 128, "BLOCK": 64}
-_PARTS = {"part_RHCD_ptr": "*fp32", "top_RHC_ptr": "*fp32", "sum_RHC_ptr": "*fp32"}
+_SIZES = {"GROUP": 4, "ROWS": 16, "REQUESTS": 16, "D": 128, "BLOCK": 64}
+_PARTS = {**dict.fromkeys(("part_RHCD_ptr", "top_RHC_ptr", "sum_RHC_ptr"), "*fp32"), "splits_R_ptr": "*i32"}
+_MERGED = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "splits": "i32", "heads": "i32"}
 
 COMPILE_CASES = [
     (_attend, _ATTEND, {**_SIZES, "SPARSE": False, "SCORED": False}),
     (_attend, _ATTEND, {**_SIZES, "SPARSE": False, "SCORED": True}),
     (_attend, _ATTEND, {**_SIZES, "SPARSE": True, "SCORED": False}),
     (_attend, _ATTEND, {**_SIZES, "GROUP": 3, "D": 64, "BLOCK": 128, "SPARSE": False, "SCORED": True}),
-    (_merge, {**_PARTS, "out_ptr": "*bf16", "lse_ptr": "*fp32", "splits": "i32"}, {"C": 8, "D": 128}),
+    (_merge, {**_PARTS, **_MERGED}, {"C": 64, "D": 128}),
     (
         _score,
         {

@@ -22,8 +22,8 @@ _PROGRAMS = 264
 
 @dataclass(frozen=True)
 class Division:
-    """How the work is divided: keys a block, splits of a request, warps and pipeline stages of `_attend`;
-    blocks a program and warps of `_score`."""
+    """How the work is divided: keys a block, splits that the requests share, warps and pipeline stages of
+    `_attend`; blocks a program and warps of `_score`."""
 
     block: int
     splits: int
@@ -37,9 +37,8 @@ class Division:
         """For at most `pages` pages a request. Measured on an H200; docs/LOG.md has the alternatives."""
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
         block = 128 if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
-        lanes = x.q_RHD.shape[0] * x.k_PSGD.shape[2]
-        blocks = -(-pages * PAGE_TOKENS // block)
-        return cls(block, min(blocks, max(1, _PROGRAMS // lanes)))
+        blocks = x.q_RHD.shape[0] * -(-pages * PAGE_TOKENS // block)
+        return cls(block, min(blocks, max(1, _PROGRAMS // x.k_PSGD.shape[2])))
 
 
 def paged_attention(x: PagedInput, division: Division | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +52,7 @@ def paged_attention_sparse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attention.paged_attention_sparse` with the Triton kernels."""
     x = selection.x
-    chosen = division or Division.of(x, selection.selected_RK.shape[1])
+    chosen = division or Division.of(x, x.table_RP.shape[1])  # a request may read all its pages
     return _attend(x, selection, chosen, _scratch(x, chosen, 0))
 
 
@@ -110,7 +109,8 @@ def _attend(
     part_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
     top_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
     sum_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
-    kernel._attend[(x.k_PSGD.shape[2], division.splits, requests)](
+    splits_R = torch.empty((requests,), dtype=torch.int32, device=x.q_RHD.device)
+    kernel._attend[(x.k_PSGD.shape[2], division.splits + requests - 1)](
         x.q_RHD,
         x.k_PSGD,
         x.v_PSGD,
@@ -121,6 +121,7 @@ def _attend(
         part_RHCD,
         top_RHC,
         sum_RHC,
+        splits_R,
         weight_RBHT,
         top_REHW,
         x.scale * LOG2E,
@@ -130,8 +131,11 @@ def _attend(
         x.table_RP.stride(0),
         0 if selection is None else selection.selected_RK.stride(0),
         top_REHW.shape[1],
+        division.splits,
+        requests,
         GROUP=x.group,
         ROWS=max(16, triton.next_power_of_2(x.group)),
+        REQUESTS=triton.next_power_of_2(requests),
         D=dim,
         BLOCK=division.block,
         SPARSE=selection is not None,
@@ -145,9 +149,11 @@ def _attend(
         part_RHCD,
         top_RHC,
         sum_RHC,
+        splits_R,
         out_RHD,
         lse_RH,
         division.splits,
+        heads,
         C=triton.next_power_of_2(division.splits),
         D=dim,
         num_warps=4,

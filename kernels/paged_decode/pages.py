@@ -55,7 +55,9 @@ class SelectedPages:
     """Which of its pages each request attends to; checked against `x` when it is made.
 
     selected_RK: int32, ascending column indices into the table; the first counts_R entries are read.
-    counts_R: int32, at least 1. Raises KernelInputError like PagedInput.
+    counts_R: int32; 0 where a request reads all its pages, and selected_RK says nothing.
+
+    Raises KernelInputError like PagedInput.
     """
 
     x: PagedInput

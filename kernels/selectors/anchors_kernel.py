@@ -22,7 +22,7 @@ _LEAST_STEPS = 8
 """Key tiles that a program should have at least."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_blocks", "first_block", "first_row_block", "slab_blocks"])
 def _score_kernel(  # noqa: PLR0915
     q_ptr,
     q_first_ptr,

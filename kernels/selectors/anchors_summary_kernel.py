@@ -18,7 +18,7 @@ from ..constants import BLOCK
 from .anchors import BlockAnchors, SideSettings
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _next_kernel(
     x_ptr,
     next_ptr,
@@ -59,7 +59,7 @@ def _next_kernel(
         tl.store(out + level * level_stride, end_R.to(tl.uint8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
     """The first row of every run of Z blocks, in order, and the number of runs."""
     lane_Z = tl.program_id(0).to(tl.int64) * Z + tl.arange(0, Z)
@@ -76,7 +76,7 @@ def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
     tl.store(runs_ptr + lane_Z, runs_Z, mask=real_Z)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_ab", "stride_ag", "rows", "blocks", "lanes", "first_block"])
 def _fill_kernel(
     x_ptr,
     start_ptr,

@@ -26,7 +26,7 @@ from .rules.sums import empty_parts
 _TILE_X, _TILE_Y = 128, 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "own_groups", "start_group", "first_group", "last_group"])
 def _grouped_kernel(
     q_desc,
     k_desc,

@@ -18,7 +18,7 @@ from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _pack_kernel(
     x_ptr,
     out_ptr,
@@ -56,7 +56,7 @@ def _pack_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "q_start", "groups_I"])
 def _own_kernel(
     q_ptr,
     k_ptr,

@@ -39,22 +39,33 @@ class ScoredOptions:
     """What every method that ranks tiles by a score takes: its rule. The papers count tau over all mass.
 
     density: the mean share of causal tiles for which the model's profile was calibrated. Its amounts, one for
-    each layer and head, then take the place of tau; they count outside sink and window.
+    each layer and head, then take the place of tau; they count outside sink and window. share: of each row's
+    causal tiles, sink and window among them, the highest-scoring, in place of tau. Raises KernelInputError
+    for both.
     """
 
     tau: float = tau()
     outside: bool = outside()
     density: float = option(0.0, 0.0, 1.0, "a level of the model's profile, in place of tau; 0: none")
+    share: float = option(0.0, 0.0, 1.0, "of each row's causal tiles to keep, in place of tau; 0: by tau")
     sink: int = option(1, 1, 1 << 20, "tokens at the start that every query attends to")
     window: int = window()
     min_tokens: int = min_tokens()
 
+    def __post_init__(self) -> None:
+        if self.share > 0 and self.density > 0:
+            raise KernelInputError(
+                f"share = {self.share} and density = {self.density} exclude each other: one must be 0"
+            )
+
     @property
     def rule(self) -> Rule:
         """Tokens as whole blocks: all that hold one of them for some row of a query block."""
-        sink_blocks = -(-self.sink // BLOCK)
+        sink_blocks, window_blocks = -(-self.sink // BLOCK), 1 - (1 - self.window) // BLOCK
+        if self.share > 0:
+            return Rule("top_k", self.share, sink_blocks, window_blocks)
         outside = self.outside or self.density > 0
-        return Rule("cumulative", self.tau, sink_blocks, 1 - (1 - self.window) // BLOCK, outside)
+        return Rule("cumulative", self.tau, sink_blocks, window_blocks, outside)
 
 
 @dataclass

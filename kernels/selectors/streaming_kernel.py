@@ -12,7 +12,7 @@ from ..interface import AttentionInput, TileMask
 from .rules.kernel import empty_mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_blocks", "key_blocks", "first_block", "sink_blocks", "window"])
 def _streaming_kernel(
     index_ptr, count_ptr, query_blocks, key_blocks, first_block, sink_blocks, window, W: tl.constexpr
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deltafront.kernels.methods import PRESETS
 from deltafront.service.client.local_ray import check_ports, cpus, environment
 from deltafront.service.config import ConfigError, load, parse
 from deltafront.service.wiring import check_start
+from deltafront.workers.model.config import read_config
 from deltafront.workers.settings import DecodeConfig, ModelSpec
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))
@@ -59,6 +61,13 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("prefill", {"device": "gpu"}, "prefill.device = 'gpu'"),
         ("prefill", {"stream_lease_s": 1.5}, "door.renew_s: must be at most half of prefill.stream_lease_s"),
         ("model", {"dtype": "int8"}, "model.dtype = 'int8': must be 'bfloat16', 'float16' or 'float32'"),
+        ("model", {"quantisation": "int4"}, "model.quantisation = 'int4': must be 'fp8'"),
+        ("model", {"quantisation": "fp8"}, "model.quantisation: fp8 needs a GPU, and prefill.device is cpu"),
+        (
+            "model",
+            {"quantisation": "fp8", "dtype": "float32"},
+            "model.quantisation: fp8 goes with a model.dtype of 16 bits",
+        ),
         ("handoff", {"ack_timeout_s": 0}, "handoff.ack_timeout_s = 0: must be greater than 0"),
         (
             "handoff",
@@ -187,6 +196,18 @@ def test_what_does_not_fit_the_model_fails_at_start(
     base["model"] = {"path": str(model)}
     with pytest.raises(ValueError, match=says):
         check_start(parse(base))
+
+
+def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:
+    given = {
+        "model": {"path": str(model), "quantisation": "fp8"},
+        "prefill": {"device": "cuda"},
+        "decode": {"device": "cuda", "page_selection": "full"},
+    }
+    shape = read_config(model)
+    parse(given).check_against(shape, None)
+    with pytest.raises(ConfigError, match=r"model.quantisation: .*100.* must be multiples of 16"):
+        parse(given).check_against(replace(shape, intermediate=100), None)
 
 
 def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:

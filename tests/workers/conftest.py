@@ -167,13 +167,16 @@ class Bench:
 
 @pytest.fixture
 async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
-    """`await bench(key=value…)` starts an engine with that DecodeConfig; all must be empty when closed."""
+    """`await bench(key=value…)` starts an engine with that DecodeConfig; all must be empty when closed.
+
+    looks_ahead: as on a GPU, a step is launched before the one ahead of it has landed."""
     benches: list[Bench] = []
 
     async def start(
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         transport: str = "object_store",
+        looks_ahead: bool = False,
         **config: Any,
     ) -> Bench:
         defaults = {
@@ -184,6 +187,7 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
         }
         chosen, handoff = DecodeConfig(**(defaults | config)), HandoffConfig(transport=transport)
         engine = DecodeEngine("decode:test", tiny_stack, chosen, handoff, wall=wall, clock=clock)
+        engine._runner.asynchronous = looks_ahead
         await engine.start()
         benches.append(Bench(engine, tiny_stack))
         return benches[-1]

@@ -32,9 +32,10 @@ from ..model.decoder import LayerStack, load_model
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from .page_selection import PageSelectionError, plan_layers
 from .reception import Reception
+from .request import DecodeEvent, DecodeRequest
 from .requests import Requests
 from .runner import DecodeRunner, warm_up
-from .scheduler import DecodeEvent, DecodeRequest, DecodeScheduler
+from .scheduler import DecodeScheduler
 from .sessions import appended_ids
 
 _TICK_S = 0.1

@@ -22,7 +22,7 @@ from ...kernels.paged_decode.attention import (
     paged_attention_sparse,
 )
 from ...kernels.paged_decode.page_selection import select_pages
-from ..kv.page_pool import PAGE_TOKENS
+from ..kv.page_pool import PAGE_TOKENS, pages_for
 from ..settings import DecodeConfig
 
 
@@ -47,6 +47,11 @@ class LayerPlan:
     @property
     def sparse_layers(self) -> int:
         return self.roles.count(LayerRole.SPARSE)
+
+    def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
+        """Pages that sparse layers read in a step over `length` tokens, and those they could have read."""
+        held = pages_for(length)
+        return self.sparse_layers * (min(held, self.budget) if selects else held), self.sparse_layers * held
 
     @property
     def calibrated(self) -> bool:
@@ -96,104 +101,41 @@ def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Where a batch's K/V is: table_RP and lengths_R (tokens, the one being computed included), and which
-    rows select pages and which read all (1-D row indices; None where all or none select)."""
+    """Where a batch's K/V is: table_RP and lengths_R (tokens, the one being computed included), and
+    selects_R (int32: 1 for rows that select pages, 0 for rows that read all; None where no row selects)."""
 
     table_RP: torch.Tensor
     lengths_R: torch.Tensor
-    selecting: torch.Tensor | None
-    full: torch.Tensor | None
-    any_selects: bool
+    selects_R: torch.Tensor | None
 
 
 class StepAttention:
     """Attention of one decode step: one query row per request, layer after layer.
 
-    attended_R counts the pages that sparse layers read for each request, held_R those they could have
-    read. Both stay on the device.
+    What is launched depends on shapes and on whether any row selects pages, so a CUDA graph can hold it.
     """
 
     def __init__(self, plan: LayerPlan, rows: BatchRows, scale: float) -> None:
         self._plan = plan
         self._rows = rows
         self._scale = scale
-        self._selected_RK: torch.Tensor | None = None
-        self._counts_R: torch.Tensor | None = None
-        pages_R = (rows.lengths_R + PAGE_TOKENS - 1) // PAGE_TOKENS
-        self._pages_R = pages_R.to(torch.int64)
-        self.held_R = self._pages_R * plan.sparse_layers
-        self.attended_R = torch.zeros_like(self.held_R)
+        self._selected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attend(
         self, layer: int, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor
     ) -> torch.Tensor:
         """out_RHD of one layer. The step's own keys and values must be in the pages already."""
-        role = self._plan.roles[layer]
+        role, rows = self._plan.roles[layer], self._rows
+        args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
+        if rows.selects_R is None or role is LayerRole.DENSE:
+            return paged_attention(*args, scale=self._scale)[0]
         if role is LayerRole.SPARSE:
-            return self._sparse(q_RHD, k_PSGD, v_PSGD)
-        if role is LayerRole.SCORING and self._rows.any_selects:
-            return self._score(q_RHD, k_PSGD, v_PSGD)
-        return self._dense(q_RHD, k_PSGD, v_PSGD, None)
-
-    def _dense(
-        self, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor, pick: torch.Tensor | None
-    ) -> torch.Tensor:
-        rows = self._rows
-        table_RP, lengths_R = _pick(rows.table_RP, pick), _pick(rows.lengths_R, pick)
-        q_RHD = _pick(q_RHD, pick)
-        out_RHD, _lse = paged_attention(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale=self._scale)
+            assert self._selected is not None  # plan_layers sees to it
+            return paged_attention_sparse(*args, *self._selected, scale=self._scale)[0]
+        out_RHD, _lse, page_score_RP = paged_attention_scored(*args, scale=self._scale)
+        plan = self._plan
+        selected_RK, counts_R = select_pages(
+            page_score_RP, rows.lengths_R, budget=plan.budget, recency=plan.recency, page_tokens=PAGE_TOKENS
+        )
+        self._selected = selected_RK, counts_R * rows.selects_R  # a count of 0: all pages
         return out_RHD
-
-    def _score(self, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor) -> torch.Tensor:
-        rows, pick = self._rows, self._rows.selecting
-        lengths_R = _pick(rows.lengths_R, pick)
-        out_RHD, _lse, page_score_RP = paged_attention_scored(
-            _pick(q_RHD, pick), k_PSGD, v_PSGD, _pick(rows.table_RP, pick), lengths_R, scale=self._scale
-        )
-        self._selected_RK, self._counts_R = select_pages(
-            page_score_RP,
-            lengths_R,
-            budget=self._plan.budget,
-            recency=self._plan.recency,
-            page_tokens=PAGE_TOKENS,
-        )
-        return self._with_full_rows(out_RHD, q_RHD, k_PSGD, v_PSGD)
-
-    def _sparse(self, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor) -> torch.Tensor:
-        rows, pick = self._rows, self._rows.selecting
-        if not rows.any_selects:
-            self.attended_R += self._pages_R
-            return self._dense(q_RHD, k_PSGD, v_PSGD, None)
-        assert self._selected_RK is not None and self._counts_R is not None  # plan_layers sees to it
-        out_RHD, _lse = paged_attention_sparse(
-            _pick(q_RHD, pick),
-            k_PSGD,
-            v_PSGD,
-            _pick(rows.table_RP, pick),
-            _pick(rows.lengths_R, pick),
-            self._selected_RK,
-            self._counts_R,
-            scale=self._scale,
-        )
-        if pick is None:
-            self.attended_R += self._counts_R
-        else:
-            self.attended_R.index_add_(0, pick, self._counts_R.to(torch.int64))
-            assert rows.full is not None
-            self.attended_R.index_add_(0, rows.full, self._pages_R[rows.full])
-        return self._with_full_rows(out_RHD, q_RHD, k_PSGD, v_PSGD)
-
-    def _with_full_rows(
-        self, selecting_RHD: torch.Tensor, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor
-    ) -> torch.Tensor:
-        """Put the output of rows that select pages among that of the rows that attend to everything."""
-        rows = self._rows
-        if rows.selecting is None or rows.full is None:
-            return selecting_RHD
-        out_RHD = torch.empty_like(q_RHD)
-        out_RHD.index_copy_(0, rows.selecting, selecting_RHD)
-        return out_RHD.index_copy_(0, rows.full, self._dense(q_RHD, k_PSGD, v_PSGD, rows.full))
-
-
-def _pick(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    return x if rows is None else x.index_select(0, rows)

@@ -14,8 +14,8 @@ from ..kv.arrival import ArrivalError
 from ..kv.handoff import Receiver
 from ..messages.events import FinishReason
 from ..messages.stages import FirstLogits, KVAnnouncement
+from .request import DecodeRequest
 from .requests import Requests
-from .scheduler import DecodeRequest
 
 
 class Reception:

@@ -17,7 +17,7 @@ from ..messages.requests import RefusalReason, Refused, Reserve, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
 from ..model.config import ModelConfig
 from ..settings import DecodeConfig
-from .scheduler import DecodeRequest
+from .request import DecodeRequest
 from .sessions import DecodePages, SessionsTable
 from .waiting import HoldTime, ReserveQueue, seconds_until_room
 

@@ -14,136 +14,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from ..kv.arrival import KVArrival
-from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Token
-from ..messages.requests import GenerateJob, Reserve
+from ..messages.events import FinishReason, Token
 from ..settings import DecodeConfig
-from .runner import Chosen, DecodeRunner, Row
-from .sessions import Holding, KeptSession
+from .request import DecodeRequest
+from .runner import Chosen, DecodeRunner, Launched
 
 T = TypeVar("T")
-DecodeEvent = FirstTokenTimings | Token | FinishEvent
-
 _FAILED_TURNS = 3
 """So many computations of one kind in a row that raised mean that the worker itself is broken."""
 
 
-@dataclass
-class Times:
-    """Moments of a request (seconds of one monotonic clock; None: not yet) and what it moved and read.
+@dataclass(frozen=True)
+class _Flight:
+    """A decode step that was launched before the one ahead of it had landed. held: its requests' pages."""
 
-    complete: the last page was here. ready: nothing was missing any more. taken: the scheduler took it.
-    read: its logits were there (appended tokens are read in between). first: the first token was sampled.
-    """
-
-    job: float | None = None
-    logits: float | None = None
-    complete: float | None = None
-    ready: float | None = None
-    taken: float | None = None
-    read: float | None = None
-    first: float | None = None
-    handoff_bytes: int = 0
-    handoff_seconds: float = 0.0
-    pages_attended: int = 0
-    pages_held: int = 0
-
-    def report(self) -> DecodeReport:
-        """The parts are disjoint: they add up to the time from the job (or the logits) to the first token."""
-        began = None if self.job is None else max(self.job, self.logits or self.job)
-        return DecodeReport(
-            handoff_exposed=_span(began, self.complete),
-            decode_wait=_span(self.ready, self.taken),
-            append_prefill=_span(self.taken, self.read),
-            first_step=_span(self.read, self.first),
-            handoff_bytes=self.handoff_bytes,
-            handoff_seconds=self.handoff_seconds,
-            pages_attended=self.pages_attended,
-            pages_held=self.pages_held,
-        )
-
-
-def _span(start: float | None, stop: float | None) -> float:
-    return 0.0 if start is None or stop is None else max(0.0, stop - start)
-
-
-@dataclass(eq=False)
-class DecodeRequest:
-    """All that is known of one request, from reservation to the end. The engine makes and keeps it, the
-    scheduler moves it on. `serial` is unique for ever, unlike the request's id.
-
-    reserved, renewed: seconds of the engine's clock. length: tokens whose K/V is in the pages. token: the
-    last token chosen, not in the pages yet. logits: of the position before the first token, until that is
-    sampled.
-    """
-
-    serial: int
-    order: Reserve
-    holding: Holding
-    arrival: KVArrival
-    reserved: float
-    renewed: float
-    length: int
-    times: Times = field(default_factory=Times)
-    events: asyncio.Queue[DecodeEvent] = field(default_factory=asyncio.Queue)
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the prompt's K/V is complete, and when the request ends."""
-    job: GenerateJob | None = None
-    deadline: float | None = None
-    append_ids: array[int] = field(default_factory=lambda: array("I"))
-    selects_pages: bool = False
-    logits: Any = None
-    token: int = 0
-    produced: int = 0
-    ended: tuple[FinishReason, str] | None = None
-    overdue: int = 0
-    """How often in a row its lease was found to have run out."""
-    kept: KeptSession | None = None
-    """The session that was made of its prompt."""
-
-    @property
-    def request_id(self) -> str:
-        return self.order.request_id
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens before the answer, a session's included."""
-        return self.holding.session_tokens + self.order.prompt_tokens
-
-    @property
-    def appending(self) -> bool:
-        return self.length < self.holding.session_tokens + len(self.append_ids)
-
-    @property
-    def ready(self) -> bool:
-        """Whether the scheduler can take it."""
-        if self.job is None or self.ended is not None:
-            return False
-        if self.order.session_id is not None:
-            return True
-        return self.arrival.complete and self.logits is not None
-
-    def close(self, reason: FinishReason, message: str) -> None:
-        """The one way to end; what comes later changes nothing."""
-        if self.ended is not None:
-            return
-        self.ended = (reason, message)
-        self.settled.set()
-        self.logits = None
-        if self.job is not None:
-            self.tell_end()
-        self.holding.end()
-
-    def tell_end(self) -> None:
-        """Queue the one terminal event of a request that has ended."""
-        assert self.ended is not None
-        reason, message = self.ended
-        self.events.put_nowait(
-            FinishEvent(self.request_id, reason, self.produced, self.times.report(), message)
-        )
+    requests: tuple[DecodeRequest, ...]
+    step: Launched
+    held: ExitStack
 
 
 class DecodeScheduler:
@@ -171,6 +61,7 @@ class DecodeScheduler:
         self._waiting: deque[DecodeRequest] = deque()
         self._appending: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
+        self._flight: _Flight | None = None
         self._wake = asyncio.Event()
         self._stopping = False
         self._failures: Counter[str] = Counter()
@@ -200,7 +91,7 @@ class DecodeScheduler:
         """Turns until `stop`."""
         while not self._stopping:
             self.drop_ended()
-            if not (self._waiting or self._appending or self._running):
+            if not (self._waiting or self._appending or self._running or self._flight):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -211,8 +102,10 @@ class DecodeScheduler:
             if self._appending:
                 await self._append()
             self.drop_ended()
-            if self._running:
-                await self._decode(list(self._running))
+            if self._running or self._flight:
+                await self._decode()
+        if self._flight:
+            await self._decode()
 
     def _admit(self) -> list[DecodeRequest]:
         """Move waiting requests to where there is room; returns those whose first token can be sampled."""
@@ -229,7 +122,7 @@ class DecodeScheduler:
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
         """First tokens; the page that a kept session has to itself is copied by the same computation."""
-        logits, rows = [request.logits for request in requests], [_row(request) for request in requests]
+        logits, rows = [request.logits for request in requests], [request.row for request in requests]
         copies = [request.holding.copy_out for request in requests if request.holding.copy_out is not None]
         chosen = await self._computed(
             "first tokens", requests, lambda: self._runner.first_tokens(logits, rows, copies)
@@ -262,23 +155,49 @@ class DecodeScheduler:
             request.times.read = self._clock()
             await self._sample_first([request])
 
-    async def _decode(self, requests: Sequence[DecodeRequest]) -> None:
-        rows = [_row(request) for request in requests]
-        chosen = await self._computed("a decode step", requests, lambda: self._runner.decode(rows))
-        for request, choice in zip(requests, chosen or (), strict=False):
+    async def _decode(self) -> None:
+        """Deliver one step's tokens. Where the device computes by itself, the next step is launched before
+        these are waited for: it has work while they are delivered."""
+        flight, self._flight = self._flight, None
+        requests = tuple(self._running) if flight is None else flight.requests
+        rows = [request.row for request in requests]
+        ahead = [replace(row, length=row.length + 1) for row in rows] if self._looks_ahead(requests) else []
+
+        def work() -> tuple[list[Chosen], Launched | None]:
+            step = self._runner.launch(rows) if flight is None else flight.step
+            following = self._runner.launch(ahead) if ahead else None
+            return step.chosen(), following
+
+        held = _hold(requests)
+        outcome = await self._computed("a decode step", requests, work)
+        if flight is not None:
+            flight.held.close()
+        chosen, following = outcome or ((), None)
+        if following is None:
+            held.close()
+        else:
+            self._flight = _Flight(requests, following, held)
+        for request, choice in zip(requests, chosen, strict=False):
             if request.ended is None:
                 request.length += 1
                 request.times.pages_attended += choice.pages_attended
                 request.times.pages_held += choice.pages_held
                 self._deliver(request, choice)
 
+    def _looks_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
+        """Whether the step after the one that these are in has, as far as is known, the same rows. An answer
+        that ends by an end token shows only later: its row of that step is dropped."""
+        if not self._runner.asynchronous or self._stopping or self._waiting or self._appending:
+            return False
+        if list(requests) != self._running:
+            return False
+        return all(request.ended is None and request.left > 1 for request in requests)
+
     async def _computed(
         self, what: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
     ) -> T | None:
         """Run `work` on the compute thread with the requests' pages held; None if it raised."""
-        with ExitStack() as held:
-            for request in requests:
-                held.enter_context(request.holding.hold())
+        with _hold(requests):
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
                 self._failures[what] = 0
@@ -310,17 +229,13 @@ class DecodeScheduler:
         sampling = request.job.sampling
         if choice.token in self._eos_ids and not sampling.ignore_eos:
             request.close(FinishReason.STOP, "")
-        elif request.produced >= sampling.max_tokens:
+        elif request.left == 0:
             request.close(FinishReason.LENGTH, "")
 
 
-def _row(request: DecodeRequest) -> Row:
-    assert request.job is not None  # a request without a job is never ready
-    return Row(
-        request.serial,
-        request.holding.table,
-        request.length,
-        request.token,
-        request.job.sampling,
-        request.selects_pages,
-    )
+def _hold(requests: Sequence[DecodeRequest]) -> ExitStack:
+    """Keeps the requests' pages until it is closed."""
+    held = ExitStack()
+    for request in requests:
+        held.enter_context(request.holding.hold())
+    return held

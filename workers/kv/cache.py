@@ -1,7 +1,7 @@
 """Keys and values of a range of layers, in pages.
 
-Shape suffixes: L layers held here, P pages, S slots of a page (and, in a gathered copy, tokens), G key/value
-heads, D head dimension, T tokens written, N pages of one sequence.
+Shape suffixes: L layers held here, P pages, S slots of a page (and, in a gathered copy, tokens), R all slots
+of all pages, G key/value heads, D head dimension, T tokens written, N pages of one sequence.
 
 Each layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" paged layout, so the
 decode kernels read it in place. Which page belongs to whom is `page_pool`'s business.
@@ -79,22 +79,36 @@ class PagedKVCache:
         index = self._index(layer)
         return self.k_LPSGD[index], self.v_LPSGD[index]
 
-    def write(
-        self, layer: int, pages: torch.Tensor, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
-    ) -> None:
-        """Store tokens start .. start+T-1 of one sequence, whose page table is `pages` (1-D, int32/int64).
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views k_RGD, v_RGD of one layer's pages, slot s of page p at p · page_tokens + s."""
+        k_PSGD, v_PSGD = self.layer(layer)
+        return k_PSGD.flatten(0, 1), v_PSGD.flatten(0, 1)
 
-        `start` need not be page aligned. Keep the table on the cache's device: else each call copies it.
-        Raises KVCacheError if the page table is too short.
+    def rows_of(self, pages: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
+        """rows_T (int64) of tokens start .. start+tokens-1 of a sequence with this page table, on the device.
+
+        Keep the table (1-D, int32/int64) on the cache's device: else each call copies it. Raises KVCacheError
+        if it is too short.
         """
-        tokens = k_TGD.shape[0]
         if start < 0 or start + tokens > pages.numel() * self.page_tokens:
             raise KVCacheError(
                 f"tokens {start} .. {start + tokens - 1} do not fit the {pages.numel()} pages of the sequence"
             )
         positions_T = torch.arange(start, start + tokens, device=self.device)
         page_ids_T = pages.to(self.device, torch.int64)[positions_T // self.page_tokens]
-        self._put(layer, page_ids_T, positions_T % self.page_tokens, k_TGD, v_TGD)
+        return page_ids_T * self.page_tokens + positions_T % self.page_tokens
+
+    def rows_of_run(self, first_page: int, start: int, tokens: int) -> torch.Tensor:
+        """As `rows_of`, for a sequence whose pages follow one another from first_page on."""
+        rows = self._span(first_page, start, tokens)
+        return torch.arange(rows.start, rows.stop, device=self.device)
+
+    def write(
+        self, layer: int, pages: torch.Tensor, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+    ) -> None:
+        """Store tokens start .. start+T-1 of one sequence, as `rows_of` has it; `start` need not be page
+        aligned."""
+        self._put(layer, self.rows_of(pages, start, k_TGD.shape[0]), k_TGD, v_TGD)
 
     def write_rows(
         self,
@@ -108,7 +122,8 @@ class PagedKVCache:
 
         Nothing is checked against the device's values (that would synchronise); rows must not collide.
         """
-        self._put(layer, page_ids_T.to(self.device, torch.int64), slots_T.to(self.device), k_TGD, v_TGD)
+        page_ids_T, slots_T = page_ids_T.to(self.device, torch.int64), slots_T.to(self.device)
+        self._put(layer, page_ids_T * self.page_tokens + slots_T, k_TGD, v_TGD)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `tokens` tokens of one sequence as contiguous copies k_GSD, v_GSD."""
@@ -179,29 +194,23 @@ class PagedKVCache:
         self.k_LPSGD[:, target].copy_(self.k_LPSGD[:, source])
         self.v_LPSGD[:, target].copy_(self.v_LPSGD[:, source])
 
-    def _put(
-        self,
-        layer: int,
-        page_ids_T: torch.Tensor,
-        slots_T: torch.Tensor,
-        k_TGD: torch.Tensor,
-        v_TGD: torch.Tensor,
-    ) -> None:
-        k_PSGD, v_PSGD = self.layer(layer)
-        rows_T = page_ids_T * self.page_tokens + slots_T
-        k_PSGD.flatten(0, 1).index_copy_(0, rows_T, k_TGD.to(k_PSGD.dtype))
-        v_PSGD.flatten(0, 1).index_copy_(0, rows_T, v_TGD.to(v_PSGD.dtype))
+    def _put(self, layer: int, rows_T: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:
+        for x_RGD, x_TGD in zip(self.rows(layer), (k_TGD, v_TGD), strict=True):
+            x_RGD.index_copy_(0, rows_T, x_TGD.to(x_RGD.dtype))
 
     def _run(self, layer: int, first_page: int, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._span(first_page, start, tokens)
+        k_RGD, v_RGD = self.rows(layer)
+        return k_RGD[rows], v_RGD[rows]
+
+    def _span(self, first_page: int, start: int, tokens: int) -> slice:
         first, room = first_page * self.page_tokens, self.pages * self.page_tokens
         if first < 0 or start < 0 or tokens < 1 or first + start + tokens > room:
             raise KVCacheError(
                 f"tokens {start} .. {start + tokens - 1} from page {first_page} on do not fit the cache's"
                 f" {self.pages} pages"
             )
-        rows = slice(first + start, first + start + tokens)
-        k_PSGD, v_PSGD = self.layer(layer)
-        return k_PSGD.flatten(0, 1)[rows], v_PSGD.flatten(0, 1)[rows]
+        return slice(first + start, first + start + tokens)
 
     def _index(self, layer: int) -> int:
         if layer not in self.layers:

@@ -1,4 +1,5 @@
-"""The hand-off inside one process: a stage's tensors go as they are, and are copied once, into the pages.
+"""The hand-off inside one process: a stage's tensors are copied twice on their device, since nobody tells the
+stage when they are in the decode worker's pages.
 
 Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
 """
@@ -47,7 +48,7 @@ class InProcessSender:
         pages: Sequence[int] = (),
     ) -> int:
         check_kv(k_TGD, v_TGD)
-        payload = DeviceKV(k_TGD.detach(), v_TGD.detach(), _now(k_TGD.device))
+        payload = DeviceKV(k_TGD.clone(), v_TGD.clone(), _now(k_TGD.device))
         try:
             self._sink.announce(KVAnnouncement(request_id, layer, start, k_TGD.shape[0], payload))
         except Exception as error:

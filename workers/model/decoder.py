@@ -1,24 +1,28 @@
 """One thin decoder for the Llama family, for any contiguous range of its layers.
 
-Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, J = H + G, X = H + 2 G, O = X × D
-(H × D where attention comes out),
-D head dimension, I intermediate size, V vocabulary.
+Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, X = H + 2 G, D head dimension,
+V vocabulary.
 
-Attention is not in here: `attend(layer, q, k, v)` is given by the caller, who knows where K/V live and
-which tokens belong to which prompt. So the same stack runs prefill chunks and batched decode steps.
+Attention is not in here: `attend` is given by the caller, who knows where K/V live and which tokens belong
+to which prompt. So the same stack runs prefill chunks and batched decode steps. What stands between the
+matrix products is one kernel each (`kernels/layers`), and nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from ..settings import ModelSpec
+from ...kernels.layers.norm import Rows, add_norm
+from ...kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
+from ...kernels.layers.swiglu import swiglu
+from ..settings import ModelSpec, Quantisation
 from .config import ModelConfig, ModelError, read_config
-from .rope import Rope, rotate
+from .rope import Rope
 from .store import adapter_directory, model_directory
 from .weights import LayerWeights, StackWeights, read_stack
 
@@ -26,8 +30,24 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(absolute layer, q_THD, k_TGD, v_TGD) -> out_THD. q and k are rotated (and normalised where the
 model does so); the caller stores k and v before or while it attends."""
 
+AttendStored = Callable[[int, torch.Tensor], torch.Tensor]
+"""attend(absolute layer, q_THD) -> out_THD, where K and V have been written to where they are kept."""
+
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, as `rope.py` lays them out."""
+
+
+@dataclass
+class Stream:
+    """The residual stream between two products: hidden_TC, and what is still to be added to it. The next
+    norm does that on its way."""
+
+    hidden_TC: torch.Tensor
+    update_TC: torch.Tensor | None = None
+
+    def total(self) -> torch.Tensor:
+        """hidden_TC with everything added."""
+        return self.hidden_TC if self.update_TC is None else self.hidden_TC + self.update_TC
 
 
 class LayerStack:
@@ -73,62 +93,88 @@ class LayerStack:
     ) -> torch.Tensor:
         """hidden_TC after this stack's layers, or some of them. positions_T: absolute position of each row,
         in any order.
+        """
+        rows_T = torch.arange(hidden_TC.shape[0], device=self.device)
+        shape = (hidden_TC.shape[0], self.config.kv_heads, self.config.head_dim)
+        fresh: list[KVRows] = []
+
+        def keep(_layer: int) -> KVRows:
+            k_TGD, v_TGD = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+            fresh[:] = [KVRows(k_TGD, v_TGD, rows_T)]
+            return fresh[0]
+
+        def attend_stored(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+            return attend(layer, q_THD, fresh[0].k_RGD, fresh[0].v_RGD)
+
+        return self.forward_stored(hidden_TC, positions_T, keep, attend_stored, layers)
+
+    def forward_stored(
+        self,
+        hidden_TC: torch.Tensor,
+        positions_T: torch.Tensor,
+        keep: Callable[[int], KVRows],
+        attend: AttendStored,
+        layers: range | None = None,
+    ) -> torch.Tensor:
+        """As `forward`, with each layer's K and V written to where `keep` says before it attends.
 
         A prefill stage takes the same steps one by one, since it does more between them.
         """
-        angles = self.angles(positions_T)
+        angles, stream = self.angles(positions_T), Stream(hidden_TC)
         for layer in self.layers if layers is None else layers:
-            qk_TJD, v_TGD = self.project(layer, hidden_TC)
-            q_THD, k_TGD = self.rotate(qk_TJD, angles)
-            hidden_TC = self.add_attention(layer, hidden_TC, attend(layer, q_THD, k_TGD, v_TGD))
-            hidden_TC = self.feed_forward(layer, hidden_TC)
-        return hidden_TC
+            q_THD = self.rotate(layer, self.project(layer, stream), angles, keep(layer))
+            self.add_attention(layer, stream, attend(layer, q_THD))
+            self.feed_forward(layer, stream)
+        return stream.total()
 
     def angles(self, positions_T: torch.Tensor) -> Angles:
         """What `rotate` needs, for all layers alike."""
         return self._rope.angles(positions_T.to(self.device))
 
-    def project(self, layer: int, hidden_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """qk_TJD (query heads, then key heads, not rotated yet) and v_TGD."""
+    def project(self, layer: int, stream: Stream) -> torch.Tensor:
+        """qkv_TXD: query, key and value heads, not rotated yet."""
         weights = self._layer(layer)
-        qkv_TO = weights.qkv(self._norm(hidden_TC, weights.input_norm_C))
-        heads, kv_heads, dim = self.config.q_heads, self.config.kv_heads, self.config.head_dim
-        qkv_TXD = qkv_TO.view(-1, heads + 2 * kv_heads, dim)
-        qk_TJD, v_TGD = qkv_TXD[:, : heads + kv_heads], qkv_TXD[:, heads + kv_heads :]
-        if weights.qk_norm_JD is not None:
-            qk_TJD = F.rms_norm(qk_TJD, (dim,), None, self.config.rms_eps) * weights.qk_norm_JD
-        return qk_TJD, v_TGD
+        qkv_TO = weights.qkv(self._norm(stream, weights.input_norm_C, weights.qkv.fp8))
+        heads = self.config.q_heads + 2 * self.config.kv_heads
+        return qkv_TO.view(-1, heads, self.config.head_dim)
 
-    def rotate(self, qk_TJD: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_THD and k_TGD at their positions."""
-        qk_TJD = rotate(qk_TJD, *angles)
-        return qk_TJD[:, : self.config.q_heads], qk_TJD[:, self.config.q_heads :]
+    def rotate(self, layer: int, qkv_TXD: torch.Tensor, angles: Angles, kv: KVRows) -> torch.Tensor:
+        """q_THD at its positions, normed where the model does so; k and v are written to `kv`. qkv is used
+        up."""
+        weight_JD = self._layer(layer).qk_norm_JD
+        norm = None if weight_JD is None else HeadNorm(weight_JD, self.config.rms_eps)
+        return rotate_and_store(qkv_TXD, *angles, norm, kv)
 
-    def add_attention(self, layer: int, hidden_TC: torch.Tensor, out_THD: torch.Tensor) -> torch.Tensor:
-        """hidden_TC plus what attention found."""
-        return hidden_TC + self._layer(layer).output(out_THD.flatten(1))
+    def add_attention(self, layer: int, stream: Stream, out_THD: torch.Tensor) -> None:
+        """Add what attention found to the stream."""
+        stream.hidden_TC = stream.total()
+        stream.update_TC = self._layer(layer).output(out_THD.flatten(1))
 
     def output_weight(self, layer: int) -> torch.Tensor:
         """weight_CO of the projection of what attention found, heads side by side."""
         return self._layer(layer).output.weight_OI
 
-    def feed_forward(self, layer: int, hidden_TC: torch.Tensor) -> torch.Tensor:
-        """hidden_TC plus the layer's feed-forward network of it."""
+    def feed_forward(self, layer: int, stream: Stream) -> None:
+        """Add the layer's feed-forward network of the stream to it."""
         weights = self._layer(layer)
-        gate_TI, up_TI = weights.gate_up(self._norm(hidden_TC, weights.post_norm_C)).chunk(2, dim=-1)
-        return hidden_TC + weights.down(F.silu(gate_TI) * up_TI)
+        gate_up_TJ = weights.gate_up(self._norm(stream, weights.post_norm_C, weights.gate_up.fp8))
+        stream.update_TC = weights.down(swiglu(gate_up_TJ, weights.down.fp8))
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
         """Next-token logits_TV, float32: pass only the rows that are sampled from."""
         if self._weights.head is None or self._weights.final_norm_C is None:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
-        return self._weights.head(self._norm(hidden_TC, self._weights.final_norm_C)).float()
+        normed = self._norm(Stream(hidden_TC), self._weights.final_norm_C, self._weights.head.fp8)
+        return self._weights.head(normed).float()
 
     def _layer(self, layer: int) -> LayerWeights:
         return self._weights.layers[layer - self.layers.start]
 
-    def _norm(self, hidden_TC: torch.Tensor, weight_C: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden_TC, (self.config.hidden,), weight_C, self.config.rms_eps)
+    def _norm(self, stream: Stream, weight_C: torch.Tensor, fp8: bool) -> Rows:
+        """The norm of the whole stream, which has nothing left to be added then."""
+        sum_TC, normed = add_norm(stream.hidden_TC, stream.update_TC, weight_C, self.config.rms_eps, fp8)
+        stream.hidden_TC, stream.update_TC = sum_TC, None
+        return normed
 
 
 def load_stack(
@@ -141,6 +187,7 @@ def load_stack(
     dtype: torch.dtype,
     device: torch.device | str,
     adapter: str | Path | None = None,
+    quantisation: Quantisation | None = None,
 ) -> LayerStack:
     """Load a layer range of a model directory; see `read_stack` for what is read and what is refused."""
     target = torch.device(device)
@@ -153,6 +200,7 @@ def load_stack(
         dtype=dtype,
         device=target,
         adapter=adapter,
+        quantisation=quantisation,
     )
     return LayerStack(config, layers, weights, dtype, target)
 
@@ -160,8 +208,10 @@ def load_stack(
 def load_model(model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1) -> LayerStack:
     """The share of one of `stages` stages of a model: all of it, unless told otherwise.
 
-    Raises ModelError for a model that cannot be loaded or split so, ValueError for an unknown dtype.
+    Raises ModelError for a model that cannot be loaded, split or quantised so, ValueError for an unknown
+    dtype.
     """
+    _check_quantisation(model, torch.device(device))
     directory = model_directory(model.path)
     config = read_config(directory, model.overrides)
     return load_stack(
@@ -173,7 +223,20 @@ def load_model(model: ModelSpec, device: torch.device | str, stage: int = 0, sta
         dtype=torch_dtype(model),
         device=device,
         adapter=None if model.adapter is None else adapter_directory(model.adapter),
+        quantisation=model.quantisation,
     )
+
+
+def _check_quantisation(model: ModelSpec, device: torch.device) -> None:
+    """Raises ModelError where there is no matrix unit for it."""
+    kind = model.quantisation
+    if kind is None:
+        return
+    if device.type != "cuda":
+        raise ModelError(f"model.quantisation: {kind} needs a GPU, not {device.type}")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ModelError(f"model.quantisation: {kind} needs a GPU that multiplies 8-bit floats, not {name}")
 
 
 def torch_dtype(model: ModelSpec) -> torch.dtype:

@@ -9,9 +9,13 @@ Shape suffixes: T tokens, I input width, O output width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+
+from ...kernels.layers.fp8 import Fp8Rows, product, quantise_rows
+from ...kernels.layers.norm import Rows
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,34 @@ class Linear:
 
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
+    fp8: ClassVar[bool] = False
+    """Whether it is best given rows of e4m3."""
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TI: Rows) -> torch.Tensor:
+        if isinstance(x_TI, Fp8Rows):
+            raise TypeError("a linear layer with plain weights takes no quantised rows")
         return F.linear(x_TI, self.weight_OI, self.bias_O)
+
+
+@dataclass(frozen=True)
+class Fp8Linear:
+    """The same with weights in e4m3, a factor for each output channel; x is quantised token by token unless
+    it is already. What comes out is in `dtype`."""
+
+    weight: Fp8Rows
+    bias_O: torch.Tensor | None
+    dtype: torch.dtype
+    fp8: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, linear: Linear) -> Fp8Linear:
+        return cls(quantise_rows(linear.weight_OI), linear.bias_O, linear.weight_OI.dtype)
+
+    @property
+    def weight_OI(self) -> torch.Tensor:
+        """What the weights stand for, made anew."""
+        return self.weight.dequantised(self.dtype)
+
+    def __call__(self, x_TI: Rows) -> torch.Tensor:
+        x = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)
+        return product(x, self.weight, self.bias_O, self.dtype)

@@ -27,7 +27,7 @@ from .digest import model_digest
 from .store import model_directory, profile_file
 
 FORMAT = 1
-_OF_THE_RULE = frozenset({"tau", "outside", "density", "min_tokens"})
+_OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
 """Options that a level stands for, or that decide whether the method is used at all; others shape scores."""
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

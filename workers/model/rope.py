@@ -1,6 +1,6 @@
 """Rotary position embedding with the scalings of the Llama family.
 
-Shape suffixes: T tokens, H heads, D head dimension, F = D / 2 frequencies.
+Shape suffixes: T tokens, D head dimension, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .config import ModelError, RopeConfig
 
 
 class Rope:
-    """Rotates queries and keys. Channel f turns with channel f + D/2, as in Hugging Face checkpoints."""
+    """By how much queries and keys are rotated (`kernels/layers/rope.py` does it)."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str) -> None:
         frequencies_F, self._magnitude = inverse_frequencies(config, head_dim)
@@ -25,16 +25,6 @@ class Rope:
         """cos and sin, float32 [T, 1, F], for absolute positions; made once per chunk for all layers."""
         angle_T1F = positions_T.to(torch.float32)[:, None, None] * self._frequencies_F
         return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
-
-
-def rotate(x_THD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-    """Rotate in float32, whatever x's dtype: at position 131,071 bf16 angles would be noise."""
-    first_THF, second_THF = x_THD.chunk(2, dim=-1)
-    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    half = x_THD.shape[-1] // 2
-    torch.addcmul(first_THF * cos_T1F, second_THF, sin_T1F, value=-1, out=out_THD[..., :half])
-    torch.addcmul(second_THF * cos_T1F, first_THF, sin_T1F, out=out_THD[..., half:])
-    return out_THD
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..settings import Quantisation
 from .config import ModelConfig, ModelError
 from .gguf import GgufSource
-from .linear import Linear
+from .linear import Fp8Linear, Linear
 from .lora import LoraAdapter
 from .store import INDEX, weight_index
 
@@ -75,12 +76,12 @@ class LayerWeights:
     """One decoder layer. q, k and v are one matrix; so are gate and up."""
 
     input_norm_C: torch.Tensor
-    qkv: Linear
+    qkv: Linear | Fp8Linear
     qk_norm_JD: torch.Tensor | None
-    output: Linear
+    output: Linear | Fp8Linear
     post_norm_C: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | Fp8Linear
+    down: Linear | Fp8Linear
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class _Reader:
     adapter: LoraAdapter | None
     dtype: torch.dtype
     device: torch.device
+    quantisation: Quantisation | None
     taken: set[str] = field(default_factory=set)
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
@@ -113,6 +115,11 @@ class _Reader:
         if self.adapter is not None:
             tensor = self.adapter.merge(name, tensor)
         return tensor.to(self.device, self.dtype)
+
+    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> Linear | Fp8Linear:
+        """A layer's, in as many bits as the model is to have."""
+        plain = Linear(weight_OI, bias_O)
+        return plain if self.quantisation is None else Fp8Linear.of(plain)
 
     def require_all_taken(self, prefix: str) -> None:
         """A tensor left over (a bias, say) would be a model computed wrongly without a word."""
@@ -132,13 +139,15 @@ def read_stack(
     dtype: torch.dtype,
     device: torch.device,
     adapter: str | Path | None = None,
+    quantisation: Quantisation | None = None,
 ) -> StackWeights:
-    """Read layers `layers` (and the ends asked for), merge the adapter in float32, cast, move.
+    """Read layers `layers` (and the ends asked for), merge the adapter in float32, cast, move, and quantise
+    the layers' matrices if so asked.
 
     Raises ModelError if weights are missing, misshapen or quantised, or the adapter does not fit.
     """
     lora = None if adapter is None else LoraAdapter(adapter, config.layers)
-    read = _Reader(open_weights(directory), lora, dtype, device)
+    read = _Reader(open_weights(directory), lora, dtype, device, quantisation)
     table = (config.vocab, config.hidden)
     embedding_VC = read.get("model.embed_tokens.weight", *table) if embedding else None
     head_VC = None
@@ -169,12 +178,12 @@ def _read_layer(read: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
     gate_up_2IC = torch.cat([read.get(f"{prefix}mlp.{n}_proj.weight", inner, hidden) for n in ("gate", "up")])
     weights = LayerWeights(
         input_norm_C=read.get(f"{prefix}input_layernorm.weight", hidden),
-        qkv=Linear(projections("weight", hidden), projections("bias") if config.qkv_bias else None),
+        qkv=read.linear(projections("weight", hidden), projections("bias") if config.qkv_bias else None),
         qk_norm_JD=qk_norm_JD,
-        output=Linear(read.get(f"{prefix}self_attn.o_proj.weight", hidden, rows["q"])),
+        output=read.linear(read.get(f"{prefix}self_attn.o_proj.weight", hidden, rows["q"])),
         post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up=Linear(gate_up_2IC),
-        down=Linear(read.get(f"{prefix}mlp.down_proj.weight", hidden, inner)),
+        gate_up=read.linear(gate_up_2IC),
+        down=read.linear(read.get(f"{prefix}mlp.down_proj.weight", hidden, inner)),
     )
     read.require_all_taken(prefix)
     return weights

@@ -22,13 +22,14 @@ import torch
 
 from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, KernelInputError, StateSpec
+from ...kernels.layers.rope import KVRows
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
 from ..messages.methods import load_methods
 from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
-from ..model.decoder import LayerStack, load_model
+from ..model.decoder import LayerStack, Stream, load_model
 from ..model.levels import amounts_for
 from ..model.profile import Profile, load_profile
 from ..settings import ModelSpec, PrefillConfig
@@ -123,6 +124,7 @@ class PrefillStage:
         prompt = _Prompt(request, method, states, pages_N, first_of_run(request.pages))
         self._open[request.request_id] = prompt
 
+    @torch.inference_mode()
     def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
         """Take one chunk through this stage's layers; call what this returns to wait for it. Both raise
         RequestFailed, having kept in step."""
@@ -182,23 +184,25 @@ class PrefillStage:
             raise RequestFailed(f"request {command.request_id} is not open on stage {self._stage}")
         with phase("projection"):
             hidden_TC = self._embed(command) if received_TC is None else received_TC
-            end = command.start + command.tokens
+            stream, end = Stream(hidden_TC), command.start + command.tokens
             angles = stack.angles(torch.arange(command.start, end, device=stack.device))
+            rows_T = self._rows(prompt, command.start, command.tokens)
         for layer in stack.layers:
             if prompt.request.serial in self._abandoned:
                 raise RequestFailed(f"request {command.request_id} was abandoned")
             with phase("projection"):
-                qk_TJD, v_TGD = stack.project(layer, hidden_TC)
-                q_THD, k_TGD = stack.rotate(qk_TJD, angles)
-            with phase("kv_write"):
-                k_GSD, v_GSD = self._write(prompt, layer, command.start, k_TGD, v_TGD)
+                qkv_TXD = stack.project(layer, stream)
+                q_THD = stack.rotate(layer, qkv_TXD, angles, KVRows(*self._cache.rows(layer), rows_T))
+            with phase("kv_gather"):
+                k_GSD, v_GSD = self._seen(prompt, layer, end)
             with phase("handoff"):  # before attention, so that K/V travels meanwhile
-                work.handoff_bytes += self._announce(prompt.request, layer, command.start, k_TGD, v_TGD)
+                work.handoff_bytes += self._announce(prompt.request, layer, command.start, k_GSD, v_GSD)
             out_THD = self._attend(prompt, layer, work, q_THD, k_GSD, v_GSD)
             with phase("projection"):
-                hidden_TC = stack.add_attention(layer, hidden_TC, out_THD)
-                hidden_TC = stack.feed_forward(layer, hidden_TC)
-        return hidden_TC
+                stack.add_attention(layer, stream, out_THD)
+                stack.feed_forward(layer, stream)
+        with phase("projection"):
+            return stream.total()
 
     def _embed(self, command: ChunkCommand) -> torch.Tensor:
         ids_T = np.frombuffer(command.token_ids, dtype="<u4").astype(np.int64)
@@ -217,21 +221,23 @@ class PrefillStage:
             return x.pin_memory().to(self.stack.device, non_blocking=True)
         return x
 
-    def _write(
-        self, prompt: _Prompt, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a chunk's K/V; the prompt's k_GSD, v_GSD so far, in place where its pages are one run."""
-        end = start + k_TGD.shape[0]
+    def _rows(self, prompt: _Prompt, start: int, tokens: int) -> torch.Tensor:
+        """Where a chunk's K/V go in each layer's pages."""
         if prompt.first_page is None:
-            self._cache.write(layer, prompt.pages_N, start, k_TGD, v_TGD)
+            return self._cache.rows_of(prompt.pages_N, start, tokens)
+        return self._cache.rows_of_run(prompt.first_page, start, tokens)
+
+    def _seen(self, prompt: _Prompt, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prompt's k_GSD, v_GSD so far, in place where its pages are one run."""
+        if prompt.first_page is None:
             return self._cache.gather(layer, prompt.pages_N, end)
-        self._cache.write_run(layer, prompt.first_page, start, k_TGD, v_TGD)
         return self._cache.view_run(layer, prompt.first_page, end)
 
     def _announce(
-        self, request: OpenRequest, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
+        self, request: OpenRequest, layer: int, start: int, k_GSD: torch.Tensor, v_GSD: torch.Tensor
     ) -> int:
-        """Bytes handed over."""
+        """Hand over what is in the prompt's pages from `start` on; its bytes."""
+        k_TGD, v_TGD = k_GSD[:, start:].transpose(0, 1), v_GSD[:, start:].transpose(0, 1)
         return self._sender.announce(
             request.request_id, request.decode_worker, layer, start, k_TGD, v_TGD, request.pages
         )

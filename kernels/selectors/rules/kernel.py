@@ -120,7 +120,18 @@ def _score_of_sums(
     return score_W
 
 
-@triton.jit(do_not_specialize=["sink_blocks", "window_blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_mb",
+        "stride_mh",
+        "stride_mn",
+        "stride_cb",
+        "stride_ch",
+        "first_block",
+        "sink_blocks",
+        "window_blocks",
+    ]
+)
 def _rule_kernel(
     in_ptr,
     amount_ptr,

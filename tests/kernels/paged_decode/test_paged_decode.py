@@ -143,6 +143,25 @@ def test_how_the_kernel_is_cut_does_not_matter(cut: Division) -> None:
     assert_rows_close(score_RP, expected_RP, dtype=x.q_RHD.dtype)
 
 
+@pytest.mark.parametrize("lengths", [[1, 700, 16, 1], [300], [5, 5, 5, 5, 5], [17, 200, 90]])
+@pytest.mark.parametrize("splits", [1, 3, 16])
+def test_requests_share_the_splits_by_what_they_read(lengths: list[int], splits: int) -> None:
+    """However many there are, and whether they read all pages or some."""
+    x, cut = make(lengths, Shape(dtype=DTYPES[0])), Division(32, splits)
+    chosen = [list(range(0, -(-tokens // PAGE_TOKENS), 2)) for tokens in lengths]
+    selection = choose(x, chosen)
+    mixed = replace(selection, counts_R=selection.counts_R * integers([n % 2 for n in range(len(lengths))]))
+    with poisoned_empty():
+        plain_RHD, plain_RH = launch.paged_attention(x, cut)
+        mixed_RHD, mixed_RH = launch.paged_attention_sparse(mixed, cut)
+    for (out_RHD, lse_RH), (expected_RHD, expected_RH) in (
+        ((plain_RHD, plain_RH), cpu.paged_attention(fp32(x))),
+        ((mixed_RHD, mixed_RH), cpu.paged_attention_sparse(replace(mixed, x=fp32(x)))),
+    ):
+        assert_rows_close(out_RHD, expected_RHD)
+        torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
+
+
 def test_float32_queries_over_narrower_pages() -> None:
     x = make([70], Shape(dtype=torch.float16))
     wide = replace(x, q_RHD=x.q_RHD.float())
@@ -194,6 +213,20 @@ def test_halves_merge_by_their_lse() -> None:
         full_RHD, full_RH = module.paged_attention(x)
         assert_rows_close(merged_RHD, full_RHD)
         torch.testing.assert_close(lse_HalfRH.logsumexp(0), full_RH)
+
+
+def test_a_request_that_selects_none_reads_all_its_pages() -> None:
+    """Among others that select theirs: the batch stays one call."""
+    x = make([150, 5, 70], Shape(dtype=DTYPES[0]))
+    selection = choose(x, [[1, 9], [0], [2, 4]])
+    mixed = replace(selection, counts_R=integers([2, 0, 0]))
+    for module in (cpu, launch):
+        full, sparse = module.paged_attention(x), module.paged_attention_sparse(selection)
+        out_RHD, lse_RH = module.paged_attention_sparse(mixed)
+        assert_rows_close(out_RHD, torch.cat([sparse[0][:1], full[0][1:]]))
+        torch.testing.assert_close(lse_RH, torch.cat([sparse[1][:1], full[1][1:]]))
+    with pytest.raises(KernelInputError, match="not its own"):
+        cpu.paged_attention_sparse(replace(selection, counts_R=integers([2, -1, 1])))
 
 
 def test_selected_pages_are_all_that_is_read() -> None:

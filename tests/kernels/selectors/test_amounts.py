@@ -70,6 +70,19 @@ def test_a_density_needs_amounts_and_counts_outside_sink_and_window(name: str) -
         assert torch.equal(rule.amounts(3, state.device), torch.tensor(AMOUNTS[3], device=state.device))
 
 
+@pytest.mark.parametrize("name", SCORED)
+def test_a_share_keeps_that_part_of_every_row_with_sink_and_window_among_it(name: str) -> None:
+    x = structured_input(4096, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
+    selector = selector_of(name, None, share=0.5, outside=1, sink=1, window=300)
+    assert selector.rule == Rule("top_k", 0.5, sink_blocks=1, window_blocks=4)
+    mask = selector.select(x, selector.new_state(spec_of(x)), no_phase)
+    for row, count_H in enumerate(mask.count_BHN[0].T.tolist()):
+        kept = max(-(-(row + 1) // 2), min(row + 1, 5))
+        assert all(kept <= count <= kept + 1 for count in count_H), f"row {row}: {count_H}"  # one more: a tie
+    with pytest.raises(KernelInputError, match=r"share = 0.5 and density = 0.08"):
+        selector_of(name, amounts_of, share=0.5, density=0.08)
+
+
 def test_amounts_go_through_the_correction_and_the_switch_for_short_prompts() -> None:
     x = structured_input(1100, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
     densities = []

@@ -161,14 +161,14 @@ def test_a_configuration_that_does_not_fit_fails_at_start(tiny_stack: Any) -> No
 async def test_a_deadline_ends_a_stream(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)
-    decode = run.engine._runner.decode
+    launch = run.engine._runner.launch
 
     def slower_once_late(rows: Any) -> Any:
         if clock.now >= 1001.0:
             time.sleep(0.02)  # 400 steps of these would take far longer than a look at the deadlines
-        return decode(rows)
+        return launch(rows)
 
-    run.engine._runner.decode = slower_once_late
+    run.engine._runner.launch = slower_once_late
     await run.reserve("a", 40, 400)
     await run.deliver("a", ids_of(40))
     events = []
@@ -287,7 +287,7 @@ async def test_a_failing_step_fails_its_requests_and_the_worker_when_it_repeats(
     def broken(self: DecodeRunner, rows: Any) -> Any:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(DecodeRunner, "decode", broken)
+    monkeypatch.setattr(DecodeRunner, "launch", broken)
     for turn in range(3):
         assert not run.engine.fault
         answer = await run.ask(f"a{turn}", ids_of(40), SHORT)
@@ -317,8 +317,9 @@ async def test_running_streams_do_not_wait_for_a_long_append(bench: Any) -> None
     assert len((await appending).tokens) == 4
 
 
-async def test_random_cancels_at_random_moments_leave_no_page(bench: Any) -> None:
-    run = await bench(max_batch=4, cache_tokens=4096, append_chunk_tokens=16)
+@pytest.mark.parametrize("looks_ahead", [False, True])
+async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_ahead: bool) -> None:
+    run = await bench(looks_ahead=looks_ahead, max_batch=4, cache_tokens=4096, append_chunk_tokens=16)
     chance = random.Random(3)
     session = (await run.ask("s", ids_of(50), SHORT, keep_tokens=50)).first.session.session_id
     prompts = {length: run.prefill(ids_of(length)) for length in (5, 33, 90)}

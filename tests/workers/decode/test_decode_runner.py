@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from deltafront.workers.decode.page_selection import plan_layers
-from deltafront.workers.decode.runner import DecodeRunner, Row, StepRows
+from deltafront.workers.decode.rows import BatchShape, Row, StepRows
+from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.settings import DecodeConfig
 
-PAGES = 90
+PAGES, MAX_BATCH = 120, 5
 SAMPLINGS = (
     Sampling(),
     Sampling(1.0, seed=1),
@@ -30,7 +32,7 @@ SAMPLINGS = (
 def make_runner(stack: LayerStack) -> DecodeRunner:
     config = DecodeConfig(full_layers=(0,), delta_layers=(2,), page_budget=3, recency=1)
     plan = plan_layers(config, stack.config.layers)
-    return DecodeRunner(stack, plan, pages=PAGES, max_batch=4, max_pages=20)
+    return DecodeRunner(stack, plan, pages=PAGES, max_batch=MAX_BATCH, max_pages=20)
 
 
 class Request:
@@ -59,31 +61,49 @@ def tensors(rows: StepRows) -> dict[str, torch.Tensor]:
     return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
-    tiny_stack: LayerStack, seed: int
-) -> None:
-    """Nor do they read the scratch page, which holds no numbers here."""
-    chance, runner = random.Random(seed), make_runner(tiny_stack)
+def poison(runner: DecodeRunner, pages: Sequence[int]) -> None:
     for side in (runner.cache.k_LPSGD, runner.cache.v_LPSGD):
-        side[:, runner.scratch_page] = float("nan")
-    before = {name: x.data_ptr() for name, x in tensors(runner.rows).items()}
-    assert {"table_RP", "ids_R", "lengths_R", "selecting", "full", "sampling.seed_R"} <= set(before)
+        side[:, list(pages)] = float("nan")
+
+
+def written(runner: DecodeRunner, pages: Sequence[int]) -> bool:
+    return any(
+        not side[:, list(pages)].isnan().all() for side in (runner.cache.k_LPSGD, runner.cache.v_LPSGD)
+    )
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(0, 256), (1, 50), (2, 50)])
+def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
+    tiny_stack: LayerStack, seed: int, steps: int
+) -> None:
+    """Whatever padding stands beside them; no page that is nobody's is read or written, but the scratch page
+    of the padding, and that is read by no request."""
+    chance, runner = random.Random(seed), make_runner(tiny_stack)
+    poison(runner, range(PAGES + 1))
+    before = {name: x.data_ptr() for name, x in tensors(runner._rows).items()}
+    assert {"table_RP", "ids_R", "lengths_R", "selects_R", "sampling.seed_R"} <= set(before)
     live: list[Request] = []
     every: list[Request] = []
+    shapes: set[BatchShape] = set()
     free = chance.sample(range(PAGES), PAGES)
-    for _ in range(50):
-        while len(live) < 4 and (not live or chance.random() < 0.3):
-            live.insert(chance.randrange(len(live) + 1), Request(runner, 100 * seed + len(every), free))
+    for _ in range(steps):
+        while len(live) < MAX_BATCH and (not live or chance.random() < 0.3):
+            live.insert(chance.randrange(len(live) + 1), Request(runner, 1000 * seed + len(every), free))
             every.append(next(r for r in live if r not in every))
         for request, chosen in zip(live, runner.decode([r.row for r in live]), strict=True):
             assert math.isfinite(chosen.logprob)
             request.take(chosen.token)
+        assert runner._rows._batch is not None
+        shapes.add(runner._rows._batch.shape)
+        assert not written(runner, free)
         for request in [r for r in live if r.left == 0 or chance.random() < 0.05]:
             live.remove(request)
             free += request.pages
-        assert {name: x.data_ptr() for name, x in tensors(runner.rows).items()} == before
+            poison(runner, (*request.pages, runner.scratch_page))
+        assert {name: x.data_ptr() for name, x in tensors(runner._rows).items()} == before
     assert len(every) > 8
+    assert shapes <= {batch.shape for batch in make_runner(tiny_stack)._rows.padding(selecting=True)}
+    assert {shape.selects for shape in shapes} == {True, False} and len({shape.rows for shape in shapes}) > 2
     alone_runner = make_runner(tiny_stack)
     for request in every:
         alone = Request(alone_runner, request.seed, list(range(PAGES)))
@@ -92,22 +112,49 @@ def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
         assert alone.answer == request.answer
 
 
-def test_a_step_reads_slices_of_the_rows_and_its_shapes_are_few(tiny_stack: LayerStack) -> None:
-    runner = make_runner(tiny_stack)
+def test_a_step_reads_slices_of_the_rows_with_padding_behind_them() -> None:
+    device, pages = torch.device("cpu"), (3, 600, 2)
+    rows = StepRows(rows=6, pages=2000, vocab=198, scratch_page=5000, device=device)
     made = [
-        Row(n, tuple(range(n, n + pages)), 1, 7, SAMPLINGS[n], n == 1) for n, pages in enumerate((3, 18, 2))
+        Row(n, tuple(range(n, n + count)), n + 1, 7 + n, SAMPLINGS[n], n == 1)
+        for n, count in enumerate(pages)
     ]
-    batch = runner.rows.batch(made)
-    assert batch.table_RP.shape == (3, 32) and runner.rows.table_RP.shape == (4, 32)
-    assert batch.table_RP[0].tolist() == [0, 1, 2] + [runner.scratch_page] * 29
-    for name in ("table_RP", "lengths_R", "ids_R", "selecting", "full"):
-        assert getattr(batch, name).data_ptr() == getattr(runner.rows, name).data_ptr()
-    assert batch.any_selects and batch.sampling.draws and batch.sampling.filters
-    assert runner.rows.batch(made) is batch, "nothing is written while nothing changes"
-    fewer = runner.rows.batch(made[::2])
-    assert fewer.table_RP.shape == (2, 16) and not fewer.any_selects and fewer.selecting is None
-    assert fewer.table_RP[1].tolist() == [2, 3] + [runner.scratch_page] * 14
+    batch = rows.batch(made)
+    assert batch.shape == BatchShape(4, 2048, True) and batch.table_RP.shape == (4, 2048)
+    assert batch.table_RP[0].tolist() == [0, 1, 2] + [5000] * 2045
+    assert batch.lengths_R.tolist() == [1, 2, 3, 0] and batch.ids_R.tolist() == [7, 8, 9, 0]
+    assert batch.selects_R.tolist() == [0, 1, 0, 0]
+    for name in ("table_RP", "lengths_R", "ids_R", "selects_R"):
+        assert getattr(batch, name).data_ptr() == getattr(rows, name).data_ptr()
+    assert batch.sampling.draws and batch.sampling.filters and batch.sampling.seed_R.tolist() == [0, 1, 2]
+    assert rows.batch(made) is batch, "nothing is written while nothing changes"
+    fewer = rows.batch(made[::2])
+    assert fewer.shape == BatchShape(2, 2048, False), "only selection takes time for every column"
+    assert fewer.table_RP[1].tolist() == [2, 3] + [5000] * 2046
     assert fewer.sampling.seed_R.tolist() == [0, 2]
+    short = rows.batch([replace(made[0], key=9, selects_pages=True)])
+    assert short.shape == BatchShape(1, 512, True)
+    again = rows.batch([replace(made[0], key=9, selects_pages=True), made[2], made[0]])
+    assert again.lengths_R.tolist() == [1, 3, 1, 0], "what stood there before is gone"
+    assert (again.table_RP[3] == 5000).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "pages", "sizes", "widths"),
+    [
+        (1, 1, {1}, {16}),
+        (5, 512, {1, 2, 4, 5}, {512}),
+        (8, 2000, {1, 2, 4, 8}, {512, 2048}),
+        (16, 32768, {1, 2, 4, 8, 16}, {512, 2048, 8192, 32768}),
+    ],
+)
+def test_the_shapes_of_batches_are_few(rows: int, pages: int, sizes: set[int], widths: set[int]) -> None:
+    made = StepRows(rows, pages, vocab=198, scratch_page=0, device=torch.device("cpu"))
+    shapes = [batch.shape for batch in made.padding(selecting=True)]
+    full = {BatchShape(size, max(widths), False) for size in sizes}
+    assert set(shapes) == full | {BatchShape(size, width, True) for size in sizes for width in widths}
+    assert len(shapes) == len(set(shapes))
+    assert {batch.shape for batch in made.padding(selecting=False)} == full
 
 
 @pytest.mark.parametrize("max_batch", [1, 3])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.workers.decode import runner as runner_module
+from deltafront.workers.decode.runner import Launched
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits
@@ -28,7 +28,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     waits for its results. Returns the queue."""
     queue: list[tuple[int, int]] = []
     caches: list[PagedKVCache] = []
-    copy, forward, fetch = PagedKVCache.copy_page, LayerStack.forward, runner_module._fetch
+    copy, forward, chosen = PagedKVCache.copy_page, LayerStack.forward, Launched.chosen
 
     def asked(self: PagedKVCache, source: int, target: int) -> None:
         queue.append((source, target))
@@ -42,13 +42,13 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         flush()
         return forward(*args)
 
-    def flushed_fetch(*args: Any) -> Any:
+    def flushed_chosen(*args: Any) -> Any:
         flush()
-        return fetch(*args)
+        return chosen(*args)
 
     monkeypatch.setattr(PagedKVCache, "copy_page", asked)
     monkeypatch.setattr(LayerStack, "forward", flushed_forward)
-    monkeypatch.setattr(runner_module, "_fetch", flushed_fetch)
+    monkeypatch.setattr(Launched, "chosen", flushed_chosen)
     return queue
 
 

@@ -72,24 +72,14 @@ class Step:
         self.q = torch.randn(layers, len(lengths), HEADS, DIM, generator=draw) * 2
         self.k, self.v = torch.randn(2, layers, total, 16, KV_HEADS, DIM, generator=draw)
 
-    def run(self, delta: list[int]) -> tuple[list[torch.Tensor], StepAttention]:
-        rows = range(len(self.lengths))
-        full = [row for row in rows if row not in delta]
-        mixed = bool(delta) and bool(full)
+    def run(self, delta: list[int]) -> list[torch.Tensor]:
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        where = BatchRows(
-            self.table,
-            lengths,
-            torch.tensor(delta) if mixed else None,
-            torch.tensor(full) if mixed else None,
-            bool(delta),
-        )
-        step = StepAttention(self.plan, where, SCALE)
-        outs = [
+        selects = torch.tensor([row in delta for row in range(len(self.lengths))], dtype=torch.int32)
+        step = StepAttention(self.plan, BatchRows(self.table, lengths, selects if delta else None), SCALE)
+        return [
             step.attend(layer, self.q[layer], self.k[layer], self.v[layer])
             for layer in range(len(self.plan.roles))
         ]
-        return outs, step
 
     def expected(self, row: int, delta: bool) -> tuple[list[torch.Tensor], int, int]:
         length = self.lengths[row]
@@ -138,19 +128,19 @@ def test_a_step_is_algorithm_2_for_each_row_alone(
     plan = LayerPlan((D, S, X, D, X, S, X), max(budget, recency), recency)
     delta = data.draw(st.lists(st.sampled_from(range(len(lengths))), unique=True).map(sorted))
     made = Step(lengths, plan, seed)
-    outs, step = made.run(delta)
+    outs = made.run(delta)
     for row in range(len(lengths)):
         wanted, attended, held = made.expected(row, row in delta)
         for layer, out in enumerate(wanted):
             assert_rows_close(outs[layer][row], out)
-        assert (int(step.attended_R[row]), int(step.held_R[row])) == (attended, held)
+        assert plan.pages_read(lengths[row], row in delta) == (attended, held)
 
 
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), seed=st.integers(0, 1000))
 def test_a_budget_of_every_page_changes_nothing(lengths: list[int], seed: int) -> None:
     made = Step(lengths, LayerPlan((D, S, X, X, S, X), 7, 2), seed)
-    delta, _ = made.run(list(range(len(lengths))))
-    full, _ = made.run([])
+    delta = made.run(list(range(len(lengths))))
+    full = made.run([])
     for one, other in zip(delta, full, strict=True):
         assert_rows_close(one, other)

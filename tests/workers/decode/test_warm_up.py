@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.decode.runner import DecodeRunner, Row
+from deltafront.workers.decode.rows import Row
+from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.messages.requests import Sampling
 
 

@@ -9,9 +9,10 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from deltafront.kernels.layers.rope import rotate
 from deltafront.kernels.testing import assert_rows_close
 from deltafront.workers.model.config import ModelError, RopeConfig
-from deltafront.workers.model.rope import Rope, inverse_frequencies, rotate
+from deltafront.workers.model.rope import Rope, inverse_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -15,11 +15,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from deltafront.kernels.testing import row_errors
+from deltafront.kernels.reference.layers import dequantised_product
+from deltafront.kernels.reference.layers import quantised as quantised_rows
+from deltafront.kernels.testing import assert_rows_close, row_errors
 from deltafront.workers.model.config import ModelConfig, ModelError, read_config
-from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.model.decoder import load_model, load_stack
 from deltafront.workers.model.gguf import GgufSource
+from deltafront.workers.model.linear import Fp8Linear
 from deltafront.workers.model.weights import StackWeights, open_weights, read_stack
+from deltafront.workers.settings import ModelSpec
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 4, 64, 4, 2, 16, 96, 128
 Raw = dict[str, torch.Tensor]
@@ -145,6 +149,39 @@ def lora_of(module: str, outputs: int, inputs: int, rank: int = 4) -> Raw:
         f"{prefix}.lora_A.weight": torch.randn(rank, inputs),
         f"{prefix}.lora_B.weight": torch.randn(outputs, rank),
     }
+
+
+def test_layers_are_quantised_after_the_adapter_is_merged(tiny: Path, tmp_path: Path) -> None:
+    """Every matrix of a layer, each output channel over its own largest weight; the head is left alone."""
+    adapter = write_adapter(tmp_path, lora_of("layers.1.self_attn.k_proj", KV_HEADS * DIM, HIDDEN))
+    merged, fp8 = read(tiny, adapter=adapter), read(tiny, adapter=adapter, quantisation="fp8")
+    for plain, quantised in zip(merged.layers, fp8.layers, strict=True):
+        for name in ("qkv", "output", "gate_up", "down"):
+            found, wanted_OI = getattr(quantised, name), getattr(plain, name).weight_OI
+            assert isinstance(found, Fp8Linear)
+            values_OI, scale_O1 = quantised_rows(wanted_OI)
+            assert_rows_close(found.weight_OI.double(), values_OI * scale_O1, dtype=torch.float16, factor=2.0)
+            x_TI = torch.randn(3, wanted_OI.shape[1])
+            assert_rows_close(found(x_TI).double(), dequantised_product(x_TI, wanted_OI), dtype=torch.float16)
+    assert fp8.head is not None and merged.head is not None
+    assert torch.equal(fp8.head.weight_OI, merged.head.weight_OI)
+
+
+def test_a_quantised_model_stays_near_the_plain_one(tiny: Path) -> None:
+    config, logits = read_config(tiny), []
+    ids_T = torch.randint(0, VOCAB, (40,))
+    for kind in (None, "fp8"):
+        ends: Any = {"embedding": True, "head": True, "dtype": torch.float32, "device": "cpu"}
+        stack = load_stack(tiny, config, range(LAYERS), **ends, quantisation=kind)
+        hidden_TC = stack.forward(stack.embed(ids_T), torch.arange(40), causal)
+        logits.append(stack.logits(hidden_TC))
+    errors_T = row_errors(logits[1], logits[0])
+    assert 0.02 < float(errors_T.mean()) < 0.25 and float(errors_T.max()) < 0.5  # another model's: 1.4
+
+
+def test_a_cpu_does_not_quantise(tiny: Path) -> None:
+    with pytest.raises(ModelError, match=r"^model\.quantisation: fp8 needs a GPU, not cpu$"):
+        load_model(ModelSpec(str(tiny), quantisation="fp8"), "cpu")
 
 
 @pytest.mark.parametrize("rslora", [False, True])

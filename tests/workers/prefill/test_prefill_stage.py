@@ -115,7 +115,7 @@ async def test_logits_and_kv_equal_the_whole_prompt(
         assert all(density.computed == density.causal == 4 * 10 for density in report.density)
     assert report.handoff_bytes == 500 * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
     assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
-    assert {"projection", "attention", "kv_write", "handoff"} <= set(report.critical)
+    assert {"projection", "attention", "kv_gather", "handoff"} <= set(report.critical)
     assert ("activation_wait" in report.critical) == (stages > 1)
 
 
@@ -293,15 +293,15 @@ def test_an_abandoned_chunk_stops_at_the_next_layer(
 ) -> None:
     stage = stage_of(model, Collector())
     written: list[int] = []
-    write = stage._cache.write_run
+    view = stage._cache.view_run
 
-    def abandoning(layer: int, *rest: Any) -> None:
+    def abandoning(layer: int, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         written.append(layer)
         if layer == 2:
             stage.abandon(7)
-        write(layer, *rest)
+        return view(layer, *rest)
 
-    monkeypatch.setattr(stage._cache, "write_run", abandoning)
+    monkeypatch.setattr(stage._cache, "view_run", abandoning)
     command = ChunkCommand("r", 0, 128, True, True, random_ids(128))
     order = OpenRequest("r", tuple(range(8)), 128, DENSE, "decode:x", serial=7)
     stage.open(order)

@@ -1,0 +1,239 @@
+"""Times the service with a model of a given shape and random weights: first tokens, next tokens, start.
+
+    python -m deltafront.benchmarks.engine --stages 1 2 --cases ttft peers products decode ready
+
+Random weights attend evenly, so `dpxa` gets its density as a share of each row's tiles; the selector scores
+and ranks as ever. Every start is a row (`ready_cold` where the kernel cache was empty, else `ready_warm`).
+`--decode-gpu last` decodes on a stage's GPU, `own` on one more. gpus in the rows counts those of prefill.
+
+Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
+(the linear products alone), decode (one and four sessions, full and DELTA). Rows are printed as they come and
+merged into --result after each, so that several runs, on several machines, fill one file. On a CPU:
+
+    … --shape tiny --cases ttft products decode --tokens 4096 --densities 0.5 --decode-tokens 512 --chunk 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from deltafront.benchmarks.harness import commit_of
+from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.client.server_process import LocalService
+from deltafront.service.config import load
+
+from . import measure, peers
+from .model import SHAPES, write_model
+from .products import products_s
+from .rows import BATCH, Row, merge_into, row
+from .setup import ANSWER_ROOM, Setup, dpxa_share
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "engine_h200.json"
+CASES = ("ready", "ttft", "peers", "products", "decode")
+DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
+"""Of `dpxa`, by length; a prompt gets that of the nearest, by ratio."""
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32_768, 131_072, 262_144])
+    parser.add_argument("--peer-tokens", type=int, nargs="+", help="of the peers; by default as --tokens")
+    parser.add_argument("--densities", type=float, nargs="+", help="of dpxa, one for each of --tokens")
+    parser.add_argument("--methods", nargs="+", choices=("dense", "dpxa"), default=["dense", "dpxa"])
+    parser.add_argument("--peers", nargs="+", choices=("fa2", "cudnn"), default=["fa2", "cudnn"])
+    parser.add_argument("--repeats", type=int, default=3, help="of a first token")
+    parser.add_argument("--decode-tokens", type=int, default=131_072, help="of each session")
+    parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a group: one service for each")
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--decode-gpu", choices=("own", "last"), default="own")
+    parser.add_argument("--chunk", type=int, default=16_384)
+    parser.add_argument("--quantisation", help="sets model.quantisation and marks the cases")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="configuration")
+    parser.add_argument("--model", type=Path, help="where the model is made; memory-backed by default")
+    parser.add_argument("--kernel-cache", type=Path, default=Path(tempfile.gettempdir()) / "engine-kernels")
+    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
+    given = parser.parse_args(arguments)
+    if given.densities and len(given.densities) != len(given.tokens):
+        parser.error("--densities: one for each of --tokens")
+    return given
+
+
+class Run:
+    """What one call of the command measures."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.given = arguments
+        self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.on_gpu else "cpu")
+        self.gpu = torch.cuda.get_device_name() if self.on_gpu else "no GPU"
+        self.commit = arguments.commit or commit_of(ROOT)
+        longest = max(*arguments.tokens, *self.session_tokens, 1)
+        self.shape = replace(SHAPES[arguments.shape], positions=longest + ANSWER_ROOM)
+        memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+        self.model: Path = arguments.model or memory / f"deltafront-engine-{arguments.shape}"
+        self.mark = f"_{arguments.quantisation}" if arguments.quantisation else ""
+
+    @property
+    def session_tokens(self) -> list[int]:
+        return [self.given.decode_tokens] * BATCH * ("decode" in self.given.cases)
+
+    def setup(self, stages: int) -> Setup:
+        given = self.given
+        pairs = (one.partition("=") for one in given.set)
+        more: dict[str, Any] = {name: yaml.safe_load(value) for name, _, value in pairs}
+        if given.quantisation:
+            more["model.quantisation"] = given.quantisation
+        return Setup(
+            self.model,
+            self.shape,
+            max(*given.tokens, 1),
+            self.session_tokens,
+            stages,
+            given.groups,
+            given.decode_gpu,
+            given.chunk,
+            "cuda" if self.on_gpu else "cpu",
+            more=more,
+        )
+
+    def keep(self, one: Row, setup: Setup | None) -> None:
+        """Print it and write it, so that a run that is cut off loses only the rest. setup: None for what is
+        measured without the service."""
+        made = {**one}
+        if setup is not None:
+            made = {**one, "case": f"{one['case']}{self.mark}", "decode_gpu": setup.decode_gpu}
+        print(made, flush=True)
+        merge_into(self.given.result, [made], self.gpu, self.commit)
+
+    def options(self, method: str, tokens: int) -> dict[str, float]:
+        if method != "dpxa":
+            return {}
+        given = self.given
+        asked = dict(zip(given.tokens, given.densities or (), strict=False)) or DENSITIES
+        nearest = min(asked, key=lambda length: abs(math.log(length / tokens)))
+        return {"share": dpxa_share(asked[nearest], tokens), "min_tokens": 0}
+
+    def prompts(self, count: int, tokens: int, seed: int) -> list[list[int]]:
+        return [measure.random_ids(tokens, self.shape.vocab, 1000 * seed + n) for n in range(count)]
+
+    @contextmanager
+    def started(self, setup: Setup) -> Iterator[DeltafrontClient]:
+        cache = self.given.kernel_cache
+        cold = not cache.is_dir() or not any(cache.iterdir())
+        environment = {"TRITON_CACHE_DIR": str(cache), "RAY_memory_monitor_refresh_ms": "0"}
+        with tempfile.TemporaryDirectory() as folder:
+            path = setup.write(Path(folder))
+            load(path)  # a key that is wrong is told here rather than in the service's log
+            began = time.perf_counter()
+            with LocalService(path, start_s=500, environment=environment) as service:
+                ready = round(time.perf_counter() - began, 1)
+                self.keep(row("ready_cold" if cold else "ready_warm", ready, "s", gpus=setup.gpus), setup)
+                with DeltafrontClient(service.address) as client:
+                    yield client
+
+    # --- the cases ---------------------------------------------------------------------------------------
+
+    def first_tokens(self, client: DeltafrontClient, setup: Setup, methods: dict[str, str]) -> None:
+        """methods: name → case. One prompt for each group at once."""
+        given = self.given
+        for method, case in methods.items():
+            lengths = given.peer_tokens if case.endswith("_stack") and given.peer_tokens else given.tokens
+            for tokens in lengths:
+                options = self.options(method, tokens)
+                results = [
+                    result
+                    for seed in range(given.repeats)
+                    for result in measure.at_once(
+                        client, self.prompts(setup.groups, tokens, seed), method, options
+                    )
+                ]
+                name = case if setup.groups == 1 else f"{case}_{setup.groups}_groups"
+                self.keep(measure.ttft_row(name, results, setup.gpus), setup)
+
+    def decoding(self, client: DeltafrontClient, setup: Setup) -> None:
+        tokens = self.given.decode_tokens
+        prompts = self.prompts(BATCH, tokens, seed=99)
+        with measure.sessions(client, prompts, "dpxa") as asked:
+            for one in measure.token_rows(client, asked, self.given.answer, tokens, setup.gpus):
+                self.keep(one, setup)
+
+    def serve(self, setup: Setup) -> None:
+        """Everything that one service is asked."""
+        given = self.given
+        with self.started(setup) as client:
+            if "ttft" in given.cases:
+                self.first_tokens(client, setup, {name: f"ttft_{name}" for name in given.methods})
+            if "decode" in given.cases:
+                self.decoding(client, setup)
+            if used := measure.gpu_memory_gib():
+                fullest = round(max(used), 1)
+                self.keep(row("memory", fullest, "GiB", tokens=setup.tokens, gpus=setup.gpus), setup)
+            after = measure.compilations("127.0.0.1:9464")
+            if after is None:
+                print("compilations: the service does not count them", flush=True)
+            else:
+                self.keep(row("compilations", after, "kernels", gpus=setup.gpus), setup)
+            if "peers" in given.cases:  # last: cuDNN builds a plan for each length, which is not counted
+                self.first_tokens(client, setup, {name: f"ttft_{name}_stack" for name in given.peers})
+
+    def products(self) -> None:
+        """Without the service, which would share the GPU."""
+        given = self.given
+        dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        for tokens in given.tokens:
+            value = products_s(self.shape, tokens, given.chunk, self.device, dtype, given.repeats)
+            self.keep(row("linear_products", round(value, 4), "s", tokens=tokens), None)
+
+    def everything(self) -> None:
+        if not self.on_gpu and "peers" in self.given.cases:
+            raise SystemExit("--cases: peers need a GPU")
+        for method in self.given.methods:
+            for tokens in self.given.tokens:
+                self.options(method, tokens)  # a density that cannot be is told before anything is made
+        began = time.perf_counter()
+        write_model(self.model, self.shape, self.device)
+        print(f"{self.model}: made or found in {time.perf_counter() - began:.1f} s", flush=True)
+        if "peers" in self.given.cases:
+            peers.check(self.device)
+        for stages in self.given.stages:
+            setup = self.setup(stages)
+            self._must_fit(setup)
+            if "ready" in self.given.cases:
+                with self.started(setup):
+                    pass
+            if {"ttft", "decode", "peers"} & {*self.given.cases}:
+                self.serve(setup)
+        if "products" in self.given.cases:
+            self.products()
+
+    def _must_fit(self, setup: Setup) -> None:
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            there = torch.cuda.get_device_properties(0).total_memory / (1 << 30)
+            if setup.fullest_gib() > there:
+                raise SystemExit(
+                    f"{setup.stages} stages, decode_gpu {setup.decode_gpu}, {setup.tokens} tokens: about "
+                    f"{setup.fullest_gib():.0f} GiB on one GPU of {there:.0f}"
+                )
+
+
+if __name__ == "__main__":
+    Run(parsed()).everything()

@@ -1,0 +1,181 @@
+"""What is asked of the service, through gRPC, and what its answers say."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+
+from deltafront.service.client.client import DeltafrontClient
+from deltafront.service.errors import Overloaded
+from deltafront.service.request.answers import GenerateFinished, PrefillFinished
+from deltafront.workers.messages import Token
+
+from .rows import BATCH, Row, row
+
+T = TypeVar("T")
+_TRIES = 30
+_TTL_S = 1800.0
+APPENDED = 16
+"""Tokens of a question to a session."""
+STRETCH = 8
+_COMPILATIONS = re.compile(
+    r'^deltafront_kernel_compilations_total\{.*phase="serving".*\} (\S+)$', re.MULTILINE
+)
+
+
+def random_ids(tokens: int, vocabulary: int, seed: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, vocabulary, tokens).tolist()
+    return ids
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Again, while the service is still busy with what was asked before."""
+    for _ in range(_TRIES):
+        try:
+            return call()
+        except Overloaded as error:
+            if error.retry_after_s is None:
+                raise
+            time.sleep(min(max(error.retry_after_s, 0.5), 10.0))
+    return call()
+
+
+def first_token(
+    client: DeltafrontClient, ids: Sequence[int], method: str, options: Mapping[str, float]
+) -> GenerateFinished:
+    """A prompt's one-token answer, whose timings are the time to first token and its parts."""
+
+    def once() -> GenerateFinished:
+        events = client.generate(ids, method=method, options=options, max_tokens=1, ignore_eos=True)
+        for event in events:
+            if isinstance(event, GenerateFinished):
+                return event
+        raise RuntimeError("the answer ended without its last event")
+
+    return patiently(once)
+
+
+def ttft_row(case: str, results: Sequence[GenerateFinished], gpus: int) -> Row:
+    """The median of several runs, with the parts and the density of that run."""
+    middle = sorted(results, key=lambda one: one.timings.ttft_seconds)[(len(results) - 1) // 2]
+    made = row(
+        case,
+        round(middle.timings.ttft_seconds, 4),
+        "s",
+        tokens=middle.usage.prompt_tokens,
+        gpus=gpus,
+        density=middle.density.mean,
+    )
+    return {**made, "parts": {name: round(value, 4) for name, value in middle.timings.parts.items()}}
+
+
+def at_once(
+    client: DeltafrontClient, prompts: Sequence[Sequence[int]], method: str, options: Mapping[str, float]
+) -> list[GenerateFinished]:
+    """Several prompts together, as several groups read them."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        jobs = [pool.submit(first_token, client, ids, method, options) for ids in prompts]
+        return [job.result() for job in jobs]
+
+
+@contextmanager
+def sessions(client: DeltafrontClient, prompts: Sequence[Sequence[int]], method: str) -> Iterator[list[str]]:
+    """Each prompt read into a session of its own, so that no two share pages."""
+
+    def read(ids: Sequence[int]) -> str:
+        for event in client.prefill(ids, method=method, session_ttl_s=_TTL_S):
+            if isinstance(event, PrefillFinished):
+                return event.session.session_id
+        raise RuntimeError("Prefill ended without a result")
+
+    made: list[str] = []
+    try:
+        for ids in prompts:
+            made.append(patiently(lambda ids=ids: read(ids)))  # type: ignore[misc]
+        yield made
+    finally:
+        for session in made:
+            client.release(session)
+
+
+def token_ms(client: DeltafrontClient, asked: Sequence[str], selection: str, tokens: int) -> float:
+    """Milliseconds a token while all of the sessions are being answered at once. Asks again for longer
+    answers, twice, if they never are."""
+    for longer in (1, 2, 4):
+        arrivals = answers(client, asked, selection, longer * tokens)
+        if spans := spans_together(arrivals):
+            return 1e3 * statistics.median(spans) / STRETCH
+    raise RuntimeError(f"answers of {longer * tokens} tokens never ran all at once: raise --answer")
+
+
+def answers(client: DeltafrontClient, asked: Sequence[str], selection: str, tokens: int) -> list[list[float]]:
+    """When each token of each session's answer arrived, all asked for together."""
+    begin = threading.Barrier(len(asked))
+
+    def answer(session: str) -> list[float]:
+        begin.wait()
+        events = client.generate(
+            session_id=session,
+            append=[1] * APPENDED,
+            max_tokens=tokens,
+            ignore_eos=True,
+            page_selection=selection,
+        )
+        return [time.perf_counter() for event in events if isinstance(event, Token)]
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(answer, asked))
+
+
+def spans_together(arrivals: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of every STRETCH tokens of a stream while all streams run. Not of each token: some arrive
+    together, and one long pause is not to count for more than it is."""
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    return [
+        later - earlier
+        for times in arrivals
+        for earlier, later in zip(times, times[STRETCH:], strict=False)
+        if begin <= earlier and later <= end
+    ]
+
+
+def token_rows(
+    client: DeltafrontClient, asked: Sequence[str], answer: int, tokens: int, gpus: int
+) -> Iterator[Row]:
+    """Full and DELTA, of one request and of BATCH at once."""
+    for batch in (1, BATCH):
+        for selection in ("full", "delta"):
+            name = f"token_{selection}" if batch == 1 else f"batch{BATCH}_token_{selection}"
+            value = token_ms(client, asked[:batch], selection, answer)
+            yield row(name, round(value, 3), "ms", tokens=tokens, gpus=gpus)
+
+
+def compilations(address: str) -> float | None:
+    """Kernels compiled since the service was ready, as its metrics tell; None where they do not."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        return counted(answer.read().decode())
+
+
+def counted(metrics: str) -> float | None:
+    found = _COMPILATIONS.findall(metrics)
+    return sum(map(float, found)) if found else None
+
+
+def gpu_memory_gib() -> list[float]:
+    """In use, of every GPU; empty where there is none."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [float(line) / 1024 for line in text.split()]

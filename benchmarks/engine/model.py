@@ -1,0 +1,121 @@
+"""A model directory of any shape with random weights, written as fast as its storage takes it.
+
+Safetensors shards are laid out here rather than by the library, which copies every tensor three times on the
+way and holds the interpreter's lock meanwhile; the format is a length, a JSON header and the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from deltafront.service.client.size import SHAPES as LLAMAS
+from deltafront.workers.model.config import ModelConfig
+from deltafront.workers.model.store import INDEX
+
+TINY = replace(LLAMAS["8b"], layers=6, hidden=128, intermediate=256, q_heads=4, kv_heads=2, vocab=512)
+SHAPES: Mapping[str, ModelConfig] = {**LLAMAS, "tiny": replace(TINY, head_dim=64)}
+"""By name; `tiny` is for a CPU."""
+
+_WRITERS = 8
+_ENDS = "ends"
+
+
+def write_model(directory: Path, shape: ModelConfig, device: torch.device) -> None:
+    """A directory that `workers.model` loads: bf16 weights drawn on `device`, a tokenizer of few words.
+
+    Weights of this shape that are there already stay; config.json is written last, so that they are whole.
+    """
+    config, path = _config(shape), directory / "config.json"
+    if path.exists() and {**json.loads(path.read_text()), **_positions(shape)} == config:
+        path.write_text(json.dumps(config))
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    shards: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, size in tensors(shape):
+        part = name.split(".")[2] if ".layers." in name else _ENDS
+        shards.setdefault(f"model-{part}.safetensors", {})[name] = size
+    with ThreadPoolExecutor(_WRITERS) as writers:
+        jobs = [
+            writers.submit(_write_shard, directory / file, shard, device, seed)
+            for seed, (file, shard) in enumerate(shards.items())
+        ]
+        for job in jobs:
+            job.result()
+    index = {name: file for file, shard in shards.items() for name in shard}
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    words = {f"w{number}": number for number in range(min(64, shape.vocab))}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    path.write_text(json.dumps(config))
+
+
+def tensors(shape: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and sizes of a Llama's tensors, as Hugging Face has them."""
+    hidden, inner, table = shape.hidden, shape.intermediate, (shape.vocab, shape.hidden)
+    queries, keys = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield "model.embed_tokens.weight", table
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", table
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        yield f"{prefix}input_layernorm.weight", (hidden,)
+        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
+        yield f"{prefix}self_attn.o_proj.weight", (hidden, queries)
+        yield f"{prefix}mlp.gate_proj.weight", (inner, hidden)
+        yield f"{prefix}mlp.up_proj.weight", (inner, hidden)
+        yield f"{prefix}mlp.down_proj.weight", (hidden, inner)
+
+
+def _write_shard(path: Path, shard: Mapping[str, tuple[int, ...]], device: torch.device, seed: int) -> None:
+    generator = torch.Generator(device).manual_seed(seed)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, size in shard.items():
+        start, end = end, end + 2 * torch.Size(size).numel()
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for size in shard.values():
+            tensor = _draw(size, device, generator)
+            file.write(tensor.view(torch.uint8).cpu().numpy().data)
+
+
+def _draw(size: tuple[int, ...], device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """Norms are ones; a matrix keeps the size of what it multiplies."""
+    tensor = torch.ones(size, dtype=torch.bfloat16, device=device)
+    return tensor if len(size) == 1 else tensor.normal_(0.0, size[-1] ** -0.5, generator=generator)
+
+
+def _config(shape: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": [shape.architecture],
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.q_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "rms_norm_eps": shape.rms_eps,
+        "rope_theta": shape.rope.theta,
+        "torch_dtype": "bfloat16",
+        **_positions(shape),
+    }
+
+
+def _positions(shape: ModelConfig) -> dict[str, int]:
+    """What no weight depends on."""
+    return {"max_position_embeddings": shape.positions}

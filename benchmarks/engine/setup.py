@@ -1,0 +1,143 @@
+"""The configuration that a measurement starts the service with, and whether it fits the GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.service.client.size import GIB, RESERVE_GIB
+from deltafront.workers.model.config import ModelConfig
+
+ANSWER_ROOM = 1024
+"""Tokens of a prompt's room beyond it: what is appended and answered."""
+_BESIDE = 0.6, 0.4
+"""Shares of a GPU for a stage and the decode worker where they meet: two stages cannot."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One service. tokens: the longest prompt. sessions: of how many tokens each, for decoding.
+
+    decode_gpu: `own`, or `last` where a stage's GPU has to do. more: keys of the configuration to set, as
+    `section.key` → value.
+    """
+
+    model: Path
+    shape: ModelConfig
+    tokens: int
+    sessions: Sequence[int] = ()
+    stages: int = 1
+    groups: int = 1
+    decode_gpu: Literal["own", "last"] = "own"
+    chunk_tokens: int = 16_384
+    device: Literal["cuda", "cpu"] = "cuda"
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        """Of prefill."""
+        return self.groups * self.stages
+
+    @property
+    def prefill_tokens(self) -> int:
+        return _whole(self.tokens, self.chunk_tokens)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Room for what is asked for at once, and a page more each."""
+        at_once = max(self.groups * (self.tokens + ANSWER_ROOM), sum(self.sessions) + 8 * ANSWER_ROOM)
+        return _whole(at_once, PAGE_TOKENS)
+
+    def content(self) -> dict[str, Any]:
+        """What the configuration file holds."""
+        on_gpu = self.device == "cuda"
+        beside = _BESIDE if self.decode_gpu == "last" else (1, 1)
+        stage, decode = beside if on_gpu else (0, 0)
+        cpus = 1 if on_gpu else 0.1
+        threads = 4 if on_gpu else 1
+        content: dict[str, Any] = {
+            "model": {"path": str(self.model), "dtype": "bfloat16" if on_gpu else "float32"},
+            "prefill": {
+                "groups": self.groups,
+                "stages": self.stages,
+                "chunk_tokens": self.chunk_tokens,
+                "cache_tokens": self.prefill_tokens,
+                "device": self.device,
+                "threads": threads,
+                "cpus_per_stage": cpus,
+                "gpus_per_stage": stage,
+                "method_modules": [f"{__package__}.peers"],
+                "method_options": {
+                    "dpxa": {"share": 0.05}
+                },  # so that warm-up meets the rule that is asked for
+                "warm_up": ["dense", "dpxa"],
+            },
+            "decode": {
+                "cache_tokens": self.decode_tokens,
+                "append_chunk_tokens": 512,
+                "page_selection": "full",
+                "page_budget": 256,
+                "delta_layers": delta_layers(self.shape.layers),
+                "device": self.device,
+                "threads": threads,
+                "cpus": cpus,
+                "gpus": decode,
+                "warm_up": True,
+            },
+            "door": {"replicas": 1, "prefix_reuse": False, "metrics_host": "127.0.0.1"},
+        }
+        for name, value in self.more.items():
+            section, _, key = name.partition(".")
+            content.setdefault(section, {})[key] = value
+        return content
+
+    def write(self, folder: Path) -> Path:
+        path = folder / "engine.yaml"
+        path.write_text(yaml.safe_dump(self.content()))
+        return path
+
+    def fullest_gib(self) -> float:
+        """Of the fullest GPU: weights, K/V and a reserve for each process on it, all in 16 bits."""
+        layers = -(-self.shape.layers // self.stages)
+        stage = 2 * (self.shape.weights(layers) + self.shape.kv_values(layers) * self.prefill_tokens)
+        whole = self.shape.layers
+        decode = 2 * (self.shape.weights(whole) + self.shape.kv_values(whole) * self.decode_tokens)
+        shared = self.decode_gpu == "last"
+        most = stage + decode if shared else max(stage, decode)
+        return most / GIB + RESERVE_GIB * (1 + shared)
+
+
+def delta_layers(layers: int) -> list[int]:
+    """Four Δ-layers spread over the depth, after the two full ones; fewer in a model of few layers."""
+    return sorted({2 + (2 * part + 1) * (layers - 2) // 8 for part in range(4)})
+
+
+def dpxa_share(density: float, tokens: int, block: int = 128, forced: int = 6) -> float:
+    """The option `share` at which the mean over all causal tiles of a prompt is `density`.
+
+    Sink and window (`forced` blocks) are kept in every row, also where they are more than the share. Raises
+    ValueError if they alone are more than `density`.
+    """
+    rows = -(-tokens // block)
+    causal = rows * (rows + 1) / 2
+
+    def mean(share: float) -> float:
+        return sum(max(min(row, forced), math.ceil(share * row)) for row in range(1, rows + 1)) / causal
+
+    if mean(0.0) > density:
+        raise ValueError(f"density {density} at {tokens} tokens: sink and window alone are {mean(0.0):.3f}")
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if mean(middle) >= density else (middle, high)
+    return high
+
+
+def _whole(tokens: int, unit: int) -> int:
+    return -(-tokens // unit) * unit

@@ -1,0 +1,29 @@
+"""Where the functions of this room run, and what a kernel of one row a program takes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..interface import KernelInputError
+
+
+def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
+    """True: the CPU form runs; False: the CUDA kernel. Any other device raises."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda"):
+        raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
+    return kind == "cpu"
+
+
+def check_rows(name: str, **rows: torch.Tensor) -> None:
+    """Raises KernelInputError unless these are matrices of one shape, dtype and device, rows contiguous."""
+    first = next(iter(rows.values()))
+    for key, x in rows.items():
+        if x.dim() != 2 or x.shape != first.shape:
+            raise KernelInputError(f"{name}: {key} is {tuple(x.shape)}, expected rows of {first.shape[-1]}")
+        if x.dtype != first.dtype or x.device != first.device:
+            raise KernelInputError(
+                f"{name}: {key} is {x.dtype} on {x.device}, not {first.dtype} on {first.device}"
+            )
+        if x.stride(1) != 1:
+            raise KernelInputError(f"{name}: {key}'s rows must be contiguous, stride is {x.stride(1)}")

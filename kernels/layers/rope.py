@@ -1,0 +1,109 @@
+"""From a fused projection to attention: norms of q and k, rotation, and K/V where they are kept.
+
+Shape suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G,
+D head dimension, F = D / 2 frequencies, R rows of a layer's K/V memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..interface import KernelInputError
+from .device import runs_on_cpu
+
+
+@dataclass(frozen=True)
+class KVRows:
+    """Where K and V of each token go: row rows_T[t] (int64) of k_RGD and v_RGD. Rows do not collide."""
+
+    k_RGD: torch.Tensor
+    v_RGD: torch.Tensor
+    rows_T: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMSNorm of every query and key head, with a weight for each channel of each."""
+
+    weight_JD: torch.Tensor
+    eps: float
+
+
+def rotate_and_store(
+    qkv_TXD: torch.Tensor,
+    cos_T1F: torch.Tensor,
+    sin_T1F: torch.Tensor,
+    norm: HeadNorm | None,
+    kv: KVRows,
+) -> torch.Tensor:
+    """q_THD, normed and rotated; k, the same, and v are written to their rows.
+
+    A row of qkv is query heads, key heads, value heads. It is used up: q_THD may lie in its memory.
+    Channel f turns with channel f + D/2 by the angle whose float32 cosine and sine are given (RoFormer, Su
+    et al. 2021, equation 34). Row numbers are not checked, which would wait for the device. Raises
+    KernelInputError for what does not fit together.
+    """
+    _check(qkv_TXD, cos_T1F, sin_T1F, norm, kv)
+    if runs_on_cpu(qkv_TXD, "rotate_and_store"):
+        return cpu_rotate_and_store(qkv_TXD, cos_T1F, sin_T1F, norm, kv)
+    from .rope_kernel import kernel_rotate_and_store
+
+    return kernel_rotate_and_store(qkv_TXD, cos_T1F, sin_T1F, norm, kv)
+
+
+def cpu_rotate_and_store(
+    qkv_TXD: torch.Tensor,
+    cos_T1F: torch.Tensor,
+    sin_T1F: torch.Tensor,
+    norm: HeadNorm | None,
+    kv: KVRows,
+) -> torch.Tensor:
+    kv_heads, dim = kv.k_RGD.shape[1:]
+    turned = qkv_TXD.shape[1] - kv_heads
+    qk_TJD, v_TGD = qkv_TXD[:, :turned], qkv_TXD[:, turned:]
+    if norm is not None:
+        qk_TJD = F.rms_norm(qk_TJD, (dim,), None, norm.eps) * norm.weight_JD
+    qk_TJD = rotate(qk_TJD, cos_T1F, sin_T1F)
+    kv.k_RGD.index_copy_(0, kv.rows_T, qk_TJD[:, turned - kv_heads :])
+    kv.v_RGD.index_copy_(0, kv.rows_T, v_TGD)
+    return qk_TJD[:, : turned - kv_heads]
+
+
+def rotate(x_THD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
+    """Rotate in float32, whatever x's dtype: at position 131,071 bf16 angles would be noise."""
+    first_THF, second_THF = x_THD.chunk(2, dim=-1)
+    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    half = x_THD.shape[-1] // 2
+    torch.addcmul(first_THF * cos_T1F, second_THF, sin_T1F, value=-1, out=out_THD[..., :half])
+    torch.addcmul(second_THF * cos_T1F, first_THF, sin_T1F, out=out_THD[..., half:])
+    return out_THD
+
+
+def _check(
+    qkv_TXD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor, norm: HeadNorm | None, kv: KVRows
+) -> None:
+    tokens, heads, dim = qkv_TXD.shape
+    rows, kv_heads = kv.k_RGD.shape[:2]
+    if kv.k_RGD.shape != (rows, kv_heads, dim) or kv.v_RGD.shape != kv.k_RGD.shape or heads <= 2 * kv_heads:
+        raise KernelInputError(
+            f"rotate_and_store: k {tuple(kv.k_RGD.shape)} and v {tuple(kv.v_RGD.shape)} for rows of {heads} "
+            f"heads of {dim}"
+        )
+    if not (qkv_TXD.is_contiguous() and kv.k_RGD.is_contiguous() and kv.v_RGD.is_contiguous()):
+        raise KernelInputError("rotate_and_store: qkv, k and v must be contiguous")
+    if not qkv_TXD.dtype == kv.k_RGD.dtype == kv.v_RGD.dtype:
+        raise KernelInputError(
+            f"rotate_and_store: qkv is {qkv_TXD.dtype}, k {kv.k_RGD.dtype}, v {kv.v_RGD.dtype}"
+        )
+    if kv.rows_T.shape != (tokens,) or kv.rows_T.dtype != torch.int64:
+        raise KernelInputError(
+            f"rotate_and_store: {kv.rows_T.dtype} rows {tuple(kv.rows_T.shape)} for {tokens} tokens"
+        )
+    for name, x in (("cos", cos_T1F), ("sin", sin_T1F)):
+        if x.shape != (tokens, 1, dim // 2) or x.dtype != torch.float32 or not x.is_contiguous():
+            raise KernelInputError(f"rotate_and_store: {name} is {x.dtype} {tuple(x.shape)}")
+    if norm is not None and norm.weight_JD.shape != (heads - kv_heads, dim):
+        raise KernelInputError(f"rotate_and_store: norm weights {tuple(norm.weight_JD.shape)}")

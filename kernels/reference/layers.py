@@ -1,0 +1,67 @@
+"""What stands between a layer's products, by its definition: row by row in float64.
+
+Shape suffixes as in `kernels.layers`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def rms_normed(hidden_TC: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    """float64"""
+    rows = []
+    for x_C in hidden_TC.double():
+        mean_square = sum(float(x) ** 2 for x in x_C) / len(x_C)
+        rows.append(x_C / math.sqrt(mean_square + eps) * weight_C.double())
+    return torch.stack(rows)
+
+
+def swiglu(gate_up_TJ: torch.Tensor) -> torch.Tensor:
+    """float64"""
+    half = gate_up_TJ.shape[1] // 2
+    rows = []
+    for row in gate_up_TJ.double().tolist():
+        rows.append([g / (1 + math.exp(-g)) * u for g, u in zip(row[:half], row[half:], strict=True)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def rotated(x_HD: torch.Tensor, position: int, frequency_F: torch.Tensor, magnitude: float) -> torch.Tensor:
+    """One token's heads, float64: each pair of channels (f, f + D/2) is a complex number that turns."""
+    half = x_HD.shape[1] // 2
+    pairs = torch.complex(x_HD[:, :half].double(), x_HD[:, half:].double())
+    turned = pairs * torch.polar(torch.full((half,), magnitude).double(), position * frequency_F.double())
+    return torch.cat((turned.real, turned.imag), dim=1)
+
+
+def e4m3_numbers() -> list[float]:
+    """Every finite number of e4m3 that is not negative, ascending: 4 bits of exponent with bias 7, 3 of
+    mantissa, subnormal below 2^-6, and no infinity (Micikevicius et al. 2022, table 1)."""
+    small = [m / 8 * 2.0**-6 for m in range(8)]
+    normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
+    return small + normal[:-1]  # the last pattern is NaN
+
+
+def nearest_e4m3(x: float) -> float:
+    """Ties to the even pattern, beyond the largest the largest."""
+    numbers = e4m3_numbers()
+    nearest = min(range(len(numbers)), key=lambda n: (abs(numbers[n] - abs(x)), n % 2))
+    return math.copysign(numbers[nearest], x)
+
+
+def quantised(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """values_TI, each a number of e4m3, and scale_T1: float64."""
+    values, scales = [], []
+    for row in x_TI.double().tolist():
+        scale = max(1e-12, *(abs(x) for x in row)) / 448
+        values.append([nearest_e4m3(x / scale) for x in row])
+        scales.append([scale])
+    return torch.tensor(values, dtype=torch.float64), torch.tensor(scales, dtype=torch.float64)
+
+
+def dequantised_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """x · weightᵀ, both quantised row by row and put back; float64."""
+    x, weight = (values * scale for values, scale in (quantised(x_TI), quantised(weight_OI)))
+    return x @ weight.T

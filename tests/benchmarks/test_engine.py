@@ -1,0 +1,199 @@
+"""The engine's benchmark: the parts that need no service."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltafront.benchmarks import tables
+from deltafront.benchmarks.engine import measure, peers, rows
+from deltafront.benchmarks.engine.__main__ import Run, parsed
+from deltafront.benchmarks.engine.model import SHAPES, tensors, write_model
+from deltafront.benchmarks.engine.products import matrices, products_s
+from deltafront.benchmarks.engine.setup import Setup, delta_layers, dpxa_share
+from deltafront.kernels.executors.dense import cpu_attend
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.selectors.rules import cpu
+from deltafront.kernels.selectors.rules.rule import Rule
+from deltafront.kernels.testing import assert_rows_close, random_input
+from deltafront.service.config import ConfigError, parse
+from deltafront.workers.model.config import read_config
+from deltafront.workers.model.decoder import load_stack
+
+SHAPE = replace(SHAPES["tiny"], layers=3, positions=2048)
+
+
+def test_a_model_directory_is_what_the_workers_load(tmp_path: Path) -> None:
+    write_model(tmp_path, SHAPE, torch.device("cpu"))
+    config = read_config(tmp_path)
+    assert config == SHAPE
+    stack = load_stack(
+        tmp_path, config, range(3), embedding=True, head=True, dtype=torch.float32, device="cpu"
+    )
+    logits_TV = stack.logits(stack.embed(torch.arange(5)))
+    assert logits_TV.isfinite().all() and logits_TV.std() > 0
+    numbers = sum(torch.Size(size).numel() for _, size in tensors(SHAPE))
+    assert numbers == SHAPE.weights(3)
+
+    shards = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    assert len(shards) == 4
+    write_model(tmp_path, replace(SHAPE, positions=4096), torch.device("cpu"))
+    assert read_config(tmp_path).positions == 4096
+    assert shards == {path: path.stat().st_mtime_ns for path in shards}, "made again"
+    write_model(tmp_path, replace(SHAPE, intermediate=128), torch.device("cpu"))
+    assert read_config(tmp_path).intermediate == 128
+    assert shards != {path: path.stat().st_mtime_ns for path in shards}
+
+
+@pytest.mark.parametrize("density", [0.25, 0.6])
+def test_a_share_gives_the_density_that_is_asked_for(density: float) -> None:
+    tokens = 8192
+    blocks = tokens // 128
+    share = dpxa_share(density, tokens)
+    score_BHNM = torch.rand(1, 2, blocks, blocks, generator=torch.Generator().manual_seed(3)).tril()
+    mask = cpu.select(score_BHNM, Rule("top_k", share, 1, 5), 0)
+    mean = float(mask.count_BHN.sum()) / (blocks * (blocks + 1))
+    assert mean == pytest.approx(density, abs=0.01)
+    with pytest.raises(ValueError, match="sink and window alone"):
+        dpxa_share(0.1, tokens)
+
+
+def test_the_configuration_is_one_that_the_service_takes(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, SHAPES["8b"], 131_072, [131_072] * 4, stages=2, decode_gpu="last")
+    config = parse(setup.content())
+    assert setup.gpus == 2
+    assert config.prefill.gpus_per_stage > 0.5, "two stages would share a GPU"
+    assert config.prefill.gpus_per_stage + config.decode.gpus <= 1
+    assert config.decode.cache_tokens >= 4 * 131_072 and config.prefill.cache_tokens >= 131_072
+    assert config.prefill.method("fa2").module == peers.__name__
+    assert config.prefill.method("dpxa").values["share"] > 0, "warm-up would meet another rule"
+    config.check_against(SHAPES["8b"], None)
+
+    own = replace(setup, decode_gpu="own", more={"decode.page_budget": 64, "model.dtype": "float16"})
+    config = parse(own.content())
+    assert (config.prefill.gpus_per_stage, config.decode.gpus) == (1, 1)
+    assert (config.decode.page_budget, config.model.dtype) == (64, "float16")
+    assert own.fullest_gib() < setup.fullest_gib()
+    with pytest.raises(ConfigError, match=r"model\.nonsense"):
+        parse(replace(setup, more={"model.nonsense": 1}).content())
+
+
+def test_delta_layers_are_four_between_the_full_ones_and_the_last() -> None:
+    assert delta_layers(32) == [5, 13, 20, 28]
+    assert all(2 <= layer < layers for layers in (4, 6, 80) for layer in delta_layers(layers))
+
+
+def test_arguments_give_setup_and_options(tmp_path: Path) -> None:
+    given = [
+        "--shape",
+        "tiny",
+        "--tokens",
+        "1024",
+        "2048",
+        "--densities",
+        "0.9",
+        "0.7",
+        "--stages",
+        "1",
+        "2",
+    ]
+    given += ["--set", "decode.page_budget=64", "handoff.ack_timeout_s=30.5", "--quantisation", "fp8"]
+    run = Run(parsed([*given, "--model", str(tmp_path), "--commit", "abc"]))
+    setup = run.setup(2)
+    assert setup.more == {
+        "decode.page_budget": 64,
+        "handoff.ack_timeout_s": 30.5,
+        "model.quantisation": "fp8",
+    }
+    assert (setup.stages, setup.tokens, run.mark) == (2, 2048, "_fp8")
+    assert run.options("dense", 1024) == {}
+    assert run.options("dpxa", 2048)["share"] == pytest.approx(dpxa_share(0.7, 2048))
+    assert run.prompts(2, 64, 0) != run.prompts(2, 64, 1)
+    with pytest.raises(SystemExit):
+        parsed(["--tokens", "1024", "2048", "--densities", "0.5"])
+
+
+def test_tokens_count_only_while_all_streams_run() -> None:
+    first, late = [float(n) for n in range(20)], [n + 4.5 for n in range(10)]
+    assert measure.spans_together([first]) == [8.0] * 12
+    assert measure.spans_together([first, late]) == [8.0] * 3  # from 5 and from 4.5, 5.5
+    assert measure.spans_together([first[:5], late]) == []
+    in_pairs = [2.0 * (n // 2) for n in range(20)]
+    assert set(measure.spans_together([in_pairs])) == {8.0}
+
+
+def test_compilations_are_summed_over_workers() -> None:
+    text = """# TYPE deltafront_kernel_compilations_total counter
+deltafront_kernel_compilations_total{phase="warm_up",worker="decode:1"} 40.0
+deltafront_kernel_compilations_total{phase="serving",worker="decode:1"} 2.0
+deltafront_kernel_compilations_total{phase="serving",worker="prefill:1"} 1.0
+"""
+    assert measure.counted(text) == 3.0
+    assert measure.counted("deltafront_requests_total 1.0\n") is None
+
+
+def ttft(case: str, seconds: float, gpus: int = 1, **parts: float) -> rows.Row:
+    return {**rows.row(case, seconds, "s", tokens=1024, gpus=gpus, density=0.5), "parts": parts}
+
+
+def test_rows_of_several_runs_fill_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    one = ttft(
+        "ttft_dpxa", 4.0, **{"prefill.projection": 3.3, "handoff_exposed": 0.1, "prefill.handoff": 0.1}
+    )
+    rows.merge_into(path, [one, ttft("ttft_dense", 9.0)], "GPU", "first")
+    rows.merge_into(path, [rows.row("linear_products", 3.0, "s", tokens=1024)], "GPU", "first")
+    two = ttft("ttft_dpxa", 2.5, gpus=2, **{"prefill.projection": 1.6})
+    again = ttft("ttft_dense", 8.0)
+    whole = rows.merge_into(path, [two, again], "GPU", "second")
+    assert json.loads(path.read_text()) == whole and whole["commit"] == "second"
+    found = {rows.key(row): row for row in whole["rows"]}
+    assert len(found) == len(whole["rows"])
+    assert found["ttft_dense", 1024, 1]["value"] == 8.0, "replaced"
+    assert "commit" not in found["ttft_dense", 1024, 1]
+    assert found["ttft_dpxa", 1024, 1]["commit"] == "first"
+    assert found["projection_ratio", 1024, 1]["value"] == pytest.approx(1.1)
+    assert found["handoff_share", 1024, 1]["value"] == pytest.approx(0.05)
+    assert found["efficiency_dpxa", 1024, 2]["value"] == pytest.approx(0.8)
+    assert ("efficiency_dense", 1024, 2) not in found
+
+    table = tables.engine(whole)
+    assert table.count("\n|") == len(whole["rows"]) + 1
+    assert "| ttft_dpxa | 1024 | 2 | 0.500 | 2.5 s |" in table
+
+
+def test_delta_over_full_comes_from_the_batch() -> None:
+    made = [
+        rows.row(f"batch4_token_{name}", ms, "ms", tokens=512)
+        for name, ms in (("full", 20.0), ("delta", 8.0))
+    ]
+    whole = rows.merged(None, made, "GPU", "abc")
+    assert [row["value"] for row in whole["rows"] if row["case"] == "batch4_full_over_delta"] == [2.5]
+
+
+def test_products_are_those_of_a_layer() -> None:
+    matrix = sum(out * width for out, width in matrices(SHAPE))
+    assert matrix * SHAPE.layers == SHAPE.weights(3, embedding=False, head=False) - 2 * 3 * SHAPE.hidden
+    assert products_s(SHAPE, 100, 64, torch.device("cpu"), torch.float32, repeats=1) > 0
+
+
+@pytest.mark.parametrize("start", [0, 384])
+def test_a_chunk_in_two_parts_is_whole_attention(start: int) -> None:
+    """The peers' own kernels need a GPU; `peers.check` compares them there."""
+    whole = random_input(512, q_heads=4, kv_heads=2, seed=5)
+    x = AttentionInput.of(whole.q_BHTD[:, :, start:], whole.k_BGSD, whole.v_BGSD, q_start=start)
+
+    def part(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, ...]:
+        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        logits = q @ k.transpose(2, 3) * scale
+        if causal:
+            logits = logits.masked_fill(~torch.ones(logits.shape[2:]).tril().bool(), float("-inf"))
+        return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+    assert_rows_close(peers.in_two_parts(x, part), cpu_attend(x))

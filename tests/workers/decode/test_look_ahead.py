@@ -1,0 +1,154 @@
+"""A decode step launched before the one ahead of it has landed: when, what becomes of it, and whose pages it
+keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deltafront.workers.decode.rows import Row
+from deltafront.workers.decode.runner import Chosen, Launched
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.requests import GenerateJob, Sampling
+
+
+def ids_of(length: int) -> list[int]:
+    return [(5 * i + length) % 198 for i in range(length)]
+
+
+def greedy(tokens: int) -> Sampling:
+    return Sampling(max_tokens=tokens, ignore_eos=True)
+
+
+class Watch:
+    """What a runner launches and what lands, in order: (what, step, rows of the step)."""
+
+    def __init__(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, int, int]] = []
+        self.lengths: list[list[int]] = []
+        self.before_landing: Callable[[int], None] = lambda step: None
+        launch, chosen, steps = run.engine._runner.launch, Launched.chosen, dict[int, tuple[int, int]]()
+
+        def launched(rows: list[Row]) -> Launched:
+            made: Launched = launch(rows)
+            steps[id(made)] = len(self.lengths), len(rows)
+            self.log.append(("launch", *steps[id(made)]))
+            self.lengths.append([row.length for row in rows])
+            return made
+
+        def landed(step: Launched) -> list[Chosen]:
+            if id(step) in steps:
+                self.before_landing(steps[id(step)][0])
+                self.log.append(("land", *steps.pop(id(step))))
+            return chosen(step)
+
+        run.engine._runner.launch = launched
+        monkeypatch.setattr(Launched, "chosen", landed)
+
+
+async def test_the_next_step_is_launched_before_this_one_lands(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain = await bench(looks_ahead=True), await bench()
+    watch = Watch(run, monkeypatch)
+    answer = await run.ask("a", ids_of(40), greedy(4))
+    order = [(what, step) for what, step, _ in watch.log]
+    assert order == [("launch", 0), ("launch", 1), ("land", 0), ("launch", 2), ("land", 1), ("land", 2)]
+    assert watch.lengths == [[40], [41], [42]], "each after the token before, and none after the last"
+    assert answer.ids == (await plain.ask("a", ids_of(40), greedy(4))).ids
+
+
+async def test_without_it_each_step_lands_first(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await bench()
+    watch = Watch(run, monkeypatch)
+    await run.ask("a", ids_of(40), greedy(4))
+    assert [what for what, _, _ in watch.log] == ["launch", "land"] * 3
+
+
+async def test_answers_of_requests_that_come_and_go_are_the_same(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some end by an end token, which is known only when the next step is under way."""
+    ahead, plain = await bench(looks_ahead=True, max_batch=3), await bench(max_batch=3)
+    lengths = [5, 16, 33, 90, 48, 7, 64]
+    (probe,) = [await plain.ask("probe", ids_of(33), greedy(20))]
+    for run in (ahead, plain):
+        run.engine._scheduler._eos_ids = frozenset({probe.ids[6]})
+    watch = Watch(ahead, monkeypatch)
+    answers = [
+        await asyncio.gather(
+            *(run.ask(f"r{n}", ids_of(n), Sampling(max_tokens=3 * i + 8)) for i, n in enumerate(lengths))
+        )
+        for run in (ahead, plain)
+    ]
+    found, wanted = ([(a.ids, a.finish.reason) for a in part] for part in answers)
+    assert found == wanted
+    assert {reason for _, reason in found} == {FinishReason.STOP, FinishReason.LENGTH}
+    rows = {rows for _, _, rows in watch.log}
+    assert len(rows) > 1 and sorted(step for what, step, _ in watch.log if what == "land") == list(
+        range(len(watch.lengths))
+    ), "every step that was launched has landed"
+
+
+async def test_pages_of_a_request_that_ended_are_kept_until_its_last_step_has_landed(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench(looks_ahead=True)
+    watch, reached, go_on = Watch(run, monkeypatch), threading.Event(), threading.Event()
+
+    def stop_at_two(step: int) -> None:
+        if step == 2:  # step 3 has been launched
+            reached.set()
+            go_on.wait(30)
+
+    watch.before_landing = stop_at_two
+    await run.reserve("a", 40, 50)
+    await run.deliver("a", ids_of(40))
+    reading = asyncio.create_task(run.collect(GenerateJob("a", greedy(50))))
+    assert await asyncio.to_thread(reached.wait, 30)
+    cancelling = asyncio.create_task(run.engine.cancel("a"))
+    await asyncio.sleep(0.05)
+    assert run.used > 0 and not cancelling.done()
+    go_on.set()
+    await cancelling
+    assert run.used == 0
+    assert watch.log[-1] == ("land", 3, 1), "not before the step after it"
+    assert (await reading).finish.reason is FinishReason.CANCELLED
+
+
+async def test_a_step_that_fails_lets_go_of_the_one_behind_it(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await bench(looks_ahead=True)
+    watch = Watch(run, monkeypatch)
+
+    def fail_once(step: int) -> None:
+        if step == 1:
+            raise RuntimeError("lost the device")
+
+    watch.before_landing = fail_once
+    answer = await run.ask("a", ids_of(40), greedy(20))
+    assert answer.finish.reason is FinishReason.FAILED and "lost the device" in answer.finish.message
+    assert run.used == 0
+    assert len((await run.ask("b", ids_of(40), greedy(6))).ids) == 6
+
+
+async def test_closing_lands_what_is_under_way(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await bench(looks_ahead=True)
+    watch = Watch(run, monkeypatch)
+    await run.reserve("a", 40, 400)
+    await run.deliver("a", ids_of(40))
+    stream = run.engine.generate(GenerateJob("a", greedy(400)))
+    for _ in range(4):
+        await anext(stream)
+    await run.engine.close()
+    run.may_fault = True  # closed already
+    assert run.used == 0
+    assert [watch.log.count(("land", step, 1)) for step in range(len(watch.lengths))] == [1] * len(
+        watch.lengths
+    )
+    await stream.aclose()

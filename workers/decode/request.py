@@ -1,0 +1,145 @@
+"""One request of a decode worker, from reservation to its end, and how long its parts took."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..kv.arrival import KVArrival
+from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Token
+from ..messages.requests import GenerateJob, Reserve
+from .rows import Row
+from .sessions import Holding, KeptSession
+
+DecodeEvent = FirstTokenTimings | Token | FinishEvent
+
+
+@dataclass
+class Times:
+    """Moments of a request (seconds of one monotonic clock; None: not yet) and what it moved and read.
+
+    complete: the last page was here. ready: nothing was missing any more. taken: the scheduler took it.
+    read: its logits were there (appended tokens are read in between). first: the first token was sampled.
+    """
+
+    job: float | None = None
+    logits: float | None = None
+    complete: float | None = None
+    ready: float | None = None
+    taken: float | None = None
+    read: float | None = None
+    first: float | None = None
+    handoff_bytes: int = 0
+    handoff_seconds: float = 0.0
+    pages_attended: int = 0
+    pages_held: int = 0
+
+    def report(self) -> DecodeReport:
+        """The parts are disjoint: they add up to the time from the job (or the logits) to the first token."""
+        began = None if self.job is None else max(self.job, self.logits or self.job)
+        return DecodeReport(
+            handoff_exposed=_span(began, self.complete),
+            decode_wait=_span(self.ready, self.taken),
+            append_prefill=_span(self.taken, self.read),
+            first_step=_span(self.read, self.first),
+            handoff_bytes=self.handoff_bytes,
+            handoff_seconds=self.handoff_seconds,
+            pages_attended=self.pages_attended,
+            pages_held=self.pages_held,
+        )
+
+
+def _span(start: float | None, stop: float | None) -> float:
+    return 0.0 if start is None or stop is None else max(0.0, stop - start)
+
+
+@dataclass(eq=False)
+class DecodeRequest:
+    """All that is known of one request, from reservation to the end. The engine makes and keeps it, the
+    scheduler moves it on. `serial` is unique for ever, unlike the request's id.
+
+    reserved, renewed: seconds of the engine's clock. length: tokens whose K/V is in the pages. token: the
+    last token chosen, not in the pages yet. logits: of the position before the first token, until that is
+    sampled.
+    """
+
+    serial: int
+    order: Reserve
+    holding: Holding
+    arrival: KVArrival
+    reserved: float
+    renewed: float
+    length: int
+    times: Times = field(default_factory=Times)
+    events: asyncio.Queue[DecodeEvent] = field(default_factory=asyncio.Queue)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the prompt's K/V is complete, and when the request ends."""
+    job: GenerateJob | None = None
+    deadline: float | None = None
+    append_ids: array[int] = field(default_factory=lambda: array("I"))
+    selects_pages: bool = False
+    logits: Any = None
+    token: int = 0
+    produced: int = 0
+    ended: tuple[FinishReason, str] | None = None
+    overdue: int = 0
+    """How often in a row its lease was found to have run out."""
+    kept: KeptSession | None = None
+    """The session that was made of its prompt."""
+
+    @property
+    def request_id(self) -> str:
+        return self.order.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the answer, a session's included."""
+        return self.holding.session_tokens + self.order.prompt_tokens
+
+    @property
+    def appending(self) -> bool:
+        return self.length < self.holding.session_tokens + len(self.append_ids)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the scheduler can take it."""
+        if self.job is None or self.ended is not None:
+            return False
+        if self.order.session_id is not None:
+            return True
+        return self.arrival.complete and self.logits is not None
+
+    @property
+    def left(self) -> int:
+        """Tokens that its answer may still have."""
+        assert self.job is not None  # a request without a job is never ready
+        return self.job.sampling.max_tokens - self.produced
+
+    @property
+    def row(self) -> Row:
+        """Of the next decode step, or of the token that is sampled first."""
+        assert self.job is not None  # a request without a job is never ready
+        return Row(
+            self.serial, self.holding.table, self.length, self.token, self.job.sampling, self.selects_pages
+        )
+
+    def close(self, reason: FinishReason, message: str) -> None:
+        """The one way to end; what comes later changes nothing."""
+        if self.ended is not None:
+            return
+        self.ended = (reason, message)
+        self.settled.set()
+        self.logits = None
+        if self.job is not None:
+            self.tell_end()
+        self.holding.end()
+
+    def tell_end(self) -> None:
+        """Queue the one terminal event of a request that has ended."""
+        assert self.ended is not None
+        reason, message = self.ended
+        self.events.put_nowait(
+            FinishEvent(self.request_id, reason, self.produced, self.times.report(), message)
+        )

@@ -1,0 +1,148 @@
+"""What a decode step reads of each request, in memory that is allocated once, and the few shapes of a batch.
+
+Shape suffixes: R requests of the batch, P columns of the page table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..messages.requests import Sampling
+from .sampling import SamplingRows
+
+_NARROWEST = 512
+"""Columns of the narrowest table: 8,192 tokens."""
+_FACTOR = 4
+"""From one width of tables to the next: scoring and ranking pages takes time for every column."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request in a decode step. `token` is the last chosen one, at position `length`; its K/V is what
+    the step adds. key: unique to the request, so that an unchanged row is recognised."""
+
+    key: int
+    pages: tuple[int, ...]
+    length: int
+    token: int
+    sampling: Sampling
+    selects_pages: bool
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """All that a step's launches depend on: rows, columns of the table, and whether any row selects pages."""
+
+    rows: int
+    columns: int
+    selects: bool
+
+    @property
+    def cells(self) -> int:
+        """What its memory grows with."""
+        return self.rows * self.columns * (1 + self.selects)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The first rows of `StepRows`, as a step sees them: slices. Behind the requests' rows come rows of
+    padding, up to `shape.rows`: no token, and the scratch page. sampling: the requests' rows alone."""
+
+    shape: BatchShape
+    table_RP: torch.Tensor
+    lengths_R: torch.Tensor
+    ids_R: torch.Tensor
+    selects_R: torch.Tensor
+    sampling: SamplingRows
+
+
+class StepRows:
+    """Rows are written in place when requests come or go; from step to step a step itself moves ids and
+    lengths on. What belongs to no request names the scratch page.
+
+    A batch has one of a few sizes (powers of two, and max_batch) and one of a few widths (the widest, and
+    each a quarter of the one before; batches that select no pages have the widest, since only ranking pages
+    takes time for each column), so that a CUDA graph of every shape can be kept.
+    """
+
+    def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
+        self._vocab = vocab
+        self._scratch_page = scratch_page
+        self._sizes = [*(1 << n for n in range((rows - 1).bit_length())), rows]
+        self._widths = _widths(pages)
+        self.table_RP = torch.full((rows, self._widths[-1]), scratch_page, dtype=torch.int32, device=device)
+        self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.ids_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.selects_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.sampling = SamplingRows.room(rows, device)
+        self._keys: tuple[int, ...] = ()
+        self._batch: Batch | None = None
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """These rows, in this order: written anew from the first on that is another than in the step before.
+        Those before it have moved on with the steps."""
+        keys = tuple(row.key for row in rows)
+        if self._batch is None or keys != self._keys:
+            same = 0
+            while same < min(len(keys), len(self._keys)) and keys[same] == self._keys[same]:
+                same += 1
+            self._keys = ()  # if writing fails, nothing counts as written
+            shape = self._shape(rows)
+            self._write(same, rows[same:], shape.rows)
+            self._batch, self._keys = self._view(shape, [row.sampling for row in rows]), keys
+        return self._batch
+
+    def padding(self, selecting: bool) -> Iterator[Batch]:
+        """A batch of padding alone in every shape; selecting: also those of rows that select pages. For use
+        before any row was written."""
+        for rows in self._sizes:
+            yield self._view(BatchShape(rows, self._widths[-1], False), [])
+            for columns in self._widths if selecting else ():
+                yield self._view(BatchShape(rows, columns, True), [])
+
+    def _shape(self, rows: Sequence[Row]) -> BatchShape:
+        size = next(size for size in self._sizes if size >= len(rows))
+        if not any(row.selects_pages for row in rows):
+            return BatchShape(size, self._widths[-1], False)
+        pages = max(len(row.pages) for row in rows)
+        return BatchShape(size, next(width for width in self._widths if width >= pages), True)
+
+    def _write(self, first: int, rows: Sequence[Row], end: int) -> None:
+        """Rows `first` to `end`: these, then padding."""
+        if first == end:
+            return
+        table = np.full((end - first, self.table_RP.shape[1]), self._scratch_page, dtype=np.int32)
+        for index, row in enumerate(rows):
+            table[index, : len(row.pages)] = row.pages
+        none = [0] * (end - first - len(rows))
+        for target, values in (
+            (self.lengths_R, [row.length for row in rows]),
+            (self.ids_R, [row.token for row in rows]),
+            (self.selects_R, [int(row.selects_pages) for row in rows]),
+        ):
+            target[first:end].copy_(torch.tensor(values + none, dtype=target.dtype))
+        self.table_RP[first:end].copy_(torch.from_numpy(table))
+        if rows:
+            self.sampling.write(first, [row.sampling for row in rows], self._vocab)
+
+    def _view(self, shape: BatchShape, sampling: Sequence[Sampling]) -> Batch:
+        return Batch(
+            shape,
+            self.table_RP[: shape.rows, : shape.columns],
+            self.lengths_R[: shape.rows],
+            self.ids_R[: shape.rows],
+            self.selects_R[: shape.rows],
+            self.sampling.view(sampling, self._vocab),
+        )
+
+
+def _widths(pages: int) -> list[int]:
+    """Columns of tables for up to so many pages, ascending."""
+    widths = [max(16, 1 << (pages - 1).bit_length())]
+    while widths[0] >= _FACTOR * _NARROWEST:
+        widths.insert(0, widths[0] // _FACTOR)
+    return widths
