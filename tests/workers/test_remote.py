@@ -233,7 +233,8 @@ async def test_a_workers_failures_as_the_door_raises_them(
 # --- types -----------------------------------------------------------------------------------------------
 
 CALLS = """
-from deltafront.workers.messages import ChunkCommand, Reserve
+from deltafront.workers.messages.requests import Reserve
+from deltafront.workers.messages.stages import ChunkCommand
 from deltafront.workers.remote import Failure, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Group, Stage
 
