@@ -82,6 +82,9 @@ class PrefillConfig:
     """How long a group that is taken away may take to end what it reads; 0: it ends at once."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
+    activations: Literal["copied", "distributed"] = "copied"
+    """How they get to the next stage. `copied`: from its neighbour's memory, where all stages have GPUs of
+    one host; elsewhere, and with `distributed` always, by torch.distributed."""
     cache_tokens: Room = 32_768
     device: Device = "cpu"
     threads: Count = 1

@@ -17,13 +17,13 @@ from functools import lru_cache
 from ...kernels.constants import BLOCK
 from ..messages.methods import MethodSpec
 
-_FLOPS = 700e12
-"""Multiply-adds count as two. What products of 8B shapes reach on an H200."""
+_FLOPS = 660e12
+"""Multiply-adds count as two. What products of 8B shapes reach on an H200, with all that is around them."""
 _CHUNK_S, _LAYER_S = 0.5e-3, 60e-6
 """What a chunk costs a stage, and each of its layers, however few its tokens: launches, ends of kernels that
 do not fill the device, the way of its activations."""
-_SPARSE = 0.1
-"""Of dense attention's time, what a sparse method takes, scoring included (docs/figures.md)."""
+_SPARSE = 0.12
+"""Of dense attention's time, what a sparse method takes, scoring included (131,072 tokens, density 0.055)."""
 _REMEMBERED = 64
 _TRIES = 8
 _HALVINGS = 16

@@ -100,7 +100,7 @@ class StageActor:
         stages, stack = self._config.stages, stage.stack
         store = self._store if self._number == 0 else join_store(*rendezvous, stages)
         like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
-        return meet(store, self._number, stages, self._config.chunk_tokens, like)
+        return meet(store, self._number, self._config, like)
 
 
 @hosts(Group)

@@ -22,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ..kv.peer_memory import CudaPeerMemory, PeerMemory, home
+from ..settings import PrefillConfig
 from .activations import Activations, GroupActivations, LinkClosed
 
 SLOTS = 3
@@ -161,11 +162,13 @@ class PeerActivations:
         self._before = self._after = None
 
 
-def meet(store: Store, rank: int, stages: int, chunk_tokens: int, like: torch.Tensor) -> Activations:
+def meet(store: Store, rank: int, config: PrefillConfig, like: torch.Tensor) -> Activations:
     """One stage's links to its neighbours: by `PeerActivations` where all stages have GPUs of one host, by
     torch.distributed otherwise. All stages must call this at the same time. like: as there."""
-    if like.device.type == "cuda":
+    stages = config.stages
+    if like.device.type == "cuda" and config.activations == "copied":
         store.set(f"home/{rank}", home())
         if len({store.get(f"home/{other}") for other in range(stages)}) == 1:
-            return PeerActivations(store, rank, stages, chunk_tokens, like, CudaPeerMemory(like.device))
+            memory = CudaPeerMemory(like.device)
+            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory)
     return GroupActivations(store, rank, stages, like.shape[1], like.dtype, like.device)
