@@ -67,7 +67,9 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """A prefill group. cache_tokens: K/V room of each stage, in tokens, shared by its requests."""
+    """A prefill group. cache_tokens: K/V room of each stage, in tokens, shared by its requests.
+    chunk_tokens: of the longest chunk; several stages on GPUs cut prompts into shorter ones, as
+    `prefill/chunks.py` plans."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -80,6 +82,9 @@ class PrefillConfig:
     """How long a group that is taken away may take to end what it reads; 0: it ends at once."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
+    activations: Literal["copied", "distributed"] = "copied"
+    """How they get to the next stage. `copied`: from its neighbour's memory, where all stages have GPUs of
+    one host; elsewhere, and with `distributed` always, by torch.distributed."""
     cache_tokens: Room = 32_768
     device: Device = "cpu"
     threads: Count = 1

@@ -39,9 +39,8 @@ class Sender(Protocol):
         pages: Sequence[int] = (),
     ) -> int:
         """Start handing over one layer's chunk; returns its bytes. k and v lie in the stage's pages: nobody
-        writes to them before what the prompt's last `end_chunk` gave has returned, or the request is over.
-        pages: the request's in the cache, where this chunk was written (launched) before. Raises HandoffError
-        for tensors that are no K/V."""
+        writes to them before what `end_chunk` of the prompt's last chunk gives has returned, or the request
+        is over. pages: the request's in the cache. Raises HandoffError for tensors that are no K/V."""
 
     def end_chunk(self, request_id: str) -> Callable[[], None]:
         """Nothing more of this chunk comes. What it returns is called once the device has computed the

@@ -28,7 +28,7 @@ class ChunkWork:
     coverage: list[tuple[int, Coverage]] = field(default_factory=list)
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
-    """On the device until `seal`: whether all that came out of the chunk are numbers."""
+    """Whether all that came out of the chunk are numbers."""
     logits_V: torch.Tensor | None = None
     """After the prompt's last token, float32; None where nobody wants them."""
     through: float = 0.0

@@ -25,6 +25,7 @@ from ..messages.states import GroupStats
 from ..roles import PrefillEvent, Stage
 from ..settings import PrefillConfig
 from . import schedule
+from .chunks import ChunkSizes, LayerWork
 from .pipeline import Pipeline
 from .request import Request
 from .requests import Requests
@@ -41,7 +42,8 @@ class PrefillController:
 
     end_stages: told once that the group is lost, and which stage hangs, if that is why: every answer that
     stages still owe must then become an error, even in the middle of a chunk. pulse: asks a stage, by
-    number, for a sign of life. clock: seconds, for scheduling and accounts.
+    number, for a sign of life. clock: seconds, for scheduling and accounts. work: what chunks cost, as
+    `ChunkSizes` has it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class PrefillController:
         end_stages: Callable[[int | None], None],
         pulse: Callable[[int], Awaitable[object]],
         clock: Callable[[], float] = time.perf_counter,
+        work: LayerWork | None = None,
     ) -> None:
         if config.chunk_tokens < BLOCK or config.chunk_tokens % BLOCK:
             raise ValueError(f"chunk_tokens {config.chunk_tokens} is not a multiple of {BLOCK}")
@@ -61,6 +64,7 @@ class PrefillController:
         self._config = config
         self._end_stages = end_stages
         self._clock = clock
+        self._sizes = ChunkSizes(len(stages), config.chunk_tokens, work)
         self._requests = Requests(config, len(stages))
         self.failure = ""
         """Why the group is lost; empty while it lives."""
@@ -169,7 +173,7 @@ class PrefillController:
         if not request.opened:
             request.account.began = now
             opening = request.open_request()
-        command = request.next_chunk(self._config.chunk_tokens)
+        command = request.next_chunk(self._sizes)
         request.waiting = schedule.chunk_sent(
             request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
         )

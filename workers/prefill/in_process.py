@@ -25,6 +25,7 @@ from ..messages.stages import FirstLogits, KVAnnouncement
 from ..roles import Form, Stage, stand_in
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 from .activations import Activations, LinkClosed, NoActivations, QueueActivations
+from .chunks import LayerWork
 from .controller import PrefillController
 from .stage import PrefillStage, load_stage
 
@@ -97,9 +98,11 @@ def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> Pre
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
     threads: list[StageThread] = []
+    work: LayerWork | None = None
     for number, activations in enumerate(ends):
         stage = load_stage(model, config, number, activations, partial(sender, handoff, sink=sink))
         threads.append(StageThread(stage, config.threads, activations.close))
+        work = stage.work
 
     def end_stages(_hanging: int | None) -> None:
         for thread in threads:
@@ -108,7 +111,8 @@ def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> Pre
     async def pulse(_stage: int) -> None:
         """A thread of this process lives."""
 
-    return PrefillController("local", [thread.stage for thread in threads], config, end_stages, pulse)
+    stages = [thread.stage for thread in threads]
+    return PrefillController("local", stages, config, end_stages, pulse, work=work)
 
 
 def run_in_process(

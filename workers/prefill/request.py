@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from ..kv.page_pool import pages_for
@@ -11,6 +12,7 @@ from ..messages.stages import ChunkCommand, OpenRequest
 from ..roles import PrefillEvent
 from . import schedule
 from .account import Account
+from .chunks import ChunkSizes
 
 
 class Request:
@@ -32,6 +34,8 @@ class Request:
         self.in_flight = 0
         """Chunks of it in the pipeline."""
         self.closing: asyncio.Task[None] | None = None
+        self._cut: deque[int] = deque()
+        """Sizes of the chunks to come, from its first one on."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
@@ -52,10 +56,12 @@ class Request:
         job = self.job
         return OpenRequest(job.request_id, self.pages, job.tokens, job.method, job.decode_worker, self.serial)
 
-    def next_chunk(self, chunk_tokens: int) -> ChunkCommand:
-        """The next chunk_tokens tokens, or what is left; counts them as sent."""
+    def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
+        """The next chunk, cut as `sizes` has it; counts its tokens as sent."""
         start, total = self.sent, self.job.tokens
-        self.sent = min(start + chunk_tokens, total)
+        if not self._cut:
+            self._cut = deque(sizes.of(self.job.method, start, total))
+        self.sent = start + self._cut.popleft()
         return ChunkCommand(
             request_id=self.job.request_id,
             start=start,

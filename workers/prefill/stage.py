@@ -35,6 +35,7 @@ from ..model.profile import Profile, load_profile
 from ..settings import ModelSpec, PrefillConfig
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
+from .chunks import LayerWork
 from .phases import phase_timer
 from .warm_up import warm_up
 
@@ -81,6 +82,14 @@ class PrefillStage:
         """Closed requests whose pages decode workers still read."""
         self._through = 0.0
         """When the last chunk was, by perf_counter."""
+
+    @property
+    def work(self) -> LayerWork | None:
+        """What chunks cost here; None on a CPU."""
+        if self.stack.device.type != "cuda":
+            return None
+        config = self.stack.config
+        return LayerWork(config.layers, config.layer_matrices, 2 * config.q_heads * config.head_dim)
 
     def connect(self, activations: Activations) -> None:
         """Take these ends of the links to the neighbours; before the first chunk."""
@@ -258,8 +267,7 @@ class PrefillStage:
         """Launch the first logits and what is left to hand over; what to call when it has been computed.
 
         A number that overflowed in any layer stays in the residual stream, also where sparse attention and
-        page selection would never look at its token again: so it is looked for here. The device's answer is
-        read with the chunk's times, or before logits leave for a first token.
+        page selection would never look at its token again: so it is looked for here.
         """
         command, phase = work.command, work.timer.phase
         with phase("projection"):
