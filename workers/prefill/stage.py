@@ -318,8 +318,12 @@ def load_stage(
         load_methods(module)
     profile = load_profile(model)
     stack = load_model(model, config.device, stage, config.stages)
-    warm_up(stack, [config.method(name) for name in config.warm_up], config.chunk_tokens, profile)
     shape, pages = stack.config, pages_for(config.cache_tokens)
+    methods, longest = (
+        [config.method(name) for name in config.warm_up],
+        min(config.cache_tokens, shape.positions),
+    )
+    warm_up(stack, methods, config.chunk_tokens, profile, longest)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
     ends = activations or NoActivations()
     return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile)
