@@ -6,11 +6,14 @@ says what a `Failure` means to it.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 import ray
@@ -18,9 +21,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from .roles import Form, Role, forms, stand_in
 
-COMMANDS, NOTICES = "commands", "notices"
-"""Concurrency groups of an actor that takes commands, one thread each. Every call names its group: one
-without would block both."""
+COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
+"""Concurrency groups of an actor that takes commands: what commands begin and how it ends, one thread each,
+and notices. Every call names its group: one without would block all."""
+_THREADS = {COMMANDS: 1, ENDS: 1, NOTICES: 1}
 _CALLS = 1000
 """Calls that may be under way at once on any other actor: every stream is one."""
 REPLICA_CPUS = 0.1
@@ -47,6 +51,8 @@ def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
             if name not in vars(actor_class):
                 setattr(actor_class, name, _forwarding(name, form))
         actor_class.forms = forms(role)
+        if Form.BEGUN in actor_class.forms.values():
+            actor_class.end_begun = _end_begun
         return actor_class
 
     return complete
@@ -64,8 +70,54 @@ def _forwarding(name: str, form: Form) -> Callable[..., Any]:
     def run(self: Host[Any], *arguments: Any) -> Any:
         return getattr(self.hosted, name)(*arguments)
 
-    made: dict[Form, Callable[..., Any]] = {Form.CALL: call, Form.STREAM: stream}
+    def begin(self: Host[Any], key: str, *arguments: Any) -> None:
+        begun = _begun_of(self)
+        try:
+            begun.began(key, getattr(self.hosted, name)(*arguments))
+        except Exception as error:
+            begun.failed(key, error)
+
+    made: dict[Form, Callable[..., Any]] = {Form.CALL: call, Form.STREAM: stream, Form.BEGUN: begin}
     return made.get(form, run)
+
+
+class BegunWork:
+    """What two-part commands have begun in an actor, by key: whose end is asked for before it has begun
+    waits until it has."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._works: dict[str, Future[Callable[[], Any]]] = {}
+
+    def began(self, key: str, end: Callable[[], Any]) -> None:
+        self._of(key).set_result(end)
+
+    def failed(self, key: str, error: BaseException) -> None:
+        self._of(key).set_exception(error)
+
+    def end(self, key: str) -> Any:
+        """What the work gives, or raises, once it has ended."""
+        work = self._of(key)
+        try:
+            return work.result()()
+        finally:
+            with self._lock:
+                self._works.pop(key, None)
+
+    def _of(self, key: str) -> Future[Callable[[], Any]]:
+        with self._lock:
+            return self._works.setdefault(key, Future())
+
+
+def _begun_of(actor: Any) -> BegunWork:
+    """An actor's own."""
+    begun: BegunWork = vars(actor).setdefault("_begun_work", BegunWork())
+    return begun
+
+
+def _end_begun(self: Any, key: str) -> Any:
+    """The second part of any two-part command of an actor."""
+    return _begun_of(self).end(key)
 
 
 # --- calling ----------------------------------------------------------------------------------------------
@@ -101,6 +153,7 @@ class _Caller:
             Form.CALL: self._call,
             Form.STREAM: self._stream,
             Form.COMMAND: self._command,
+            Form.BEGUN: self._two_part,
             Form.NOTICE: self._notice,
         }
         return partial(made[form], name)
@@ -116,6 +169,11 @@ class _Caller:
 
     def _command(self, name: str, *arguments: Any) -> Awaitable[Any]:
         return self._outcome(self._send(COMMANDS, name, *arguments))
+
+    def _two_part(self, name: str, *arguments: Any) -> Awaitable[Any]:
+        key = secrets.token_hex(8)
+        self._send(COMMANDS, name, key, *arguments)
+        return self._outcome(self._send(ENDS, "end_begun", key))
 
     def _notice(self, name: str, *arguments: Any) -> None:
         self._send(NOTICES, name, *arguments)
@@ -157,7 +215,7 @@ def failure_of(error: RayError) -> Failure:
 def start_actor(actor_class: Any, cpus: float, gpus: float, options: dict[str, Any], *arguments: Any) -> Any:
     """An actor of a class that `hosts` has completed. It is never restarted by itself."""
     commanded = Form.COMMAND in actor_class.forms.values()
-    lanes = {"concurrency_groups": {COMMANDS: 1, NOTICES: 1}} if commanded else {"max_concurrency": _CALLS}
+    lanes = {"concurrency_groups": _THREADS} if commanded else {"max_concurrency": _CALLS}
     made = ray.remote(max_restarts=0, **lanes)(actor_class)
     return made.options(num_cpus=cpus, num_gpus=gpus, **options).remote(*arguments)
 

@@ -8,6 +8,8 @@ is an actor far away, `prefill/in_process.py` a stage on a thread. How a method 
 - `def … -> AsyncIterator`: a stream; closing it early ends the work behind it.
 - `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in the
   order sent.
+- `def … -> Begun`: a command of two parts. The first runs as other commands do, and gives a function; calling
+  that, beside the commands that follow, waits for what was begun and gives the answer.
 - `def … -> None`: a notice. It overtakes commands, and nobody hears how it ended.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
 from .messages.events import (
     ChunkRead,
@@ -44,6 +46,8 @@ Role = TypeVar("Role")
 
 Answer: TypeAlias = T | Awaitable[T]
 """A command's: at once from the plain class, to be awaited from afar. `settled` takes either."""
+Begun: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "begun"]
+"""A two-part command's: to be called, for the plain class, or awaited, from afar."""
 
 PrefillEvent = ChunkRead | PrefillDone | Refused
 GenerateEvent = FirstTokenTimings | Token | FinishEvent
@@ -55,9 +59,12 @@ class Stage(Protocol):
 
     def open(self, request: OpenRequest) -> Answer[None]: ...
 
-    def run_chunk(self, command: ChunkCommand) -> Answer[ChunkReport]: ...
+    def run_chunk(self, command: ChunkCommand) -> Begun[ChunkReport]:
+        """Begun when everything is launched, so that the next chunk's launches need not wait for it."""
 
-    def close(self, request_id: str) -> Answer[None]: ...
+    def close(self, request_id: str) -> Answer[bool]:
+        """Forget a request. Whether its pages are free: if not, a decode worker still reads them, and this
+        is to be asked again, which takes nothing but time."""
 
     def pages_used(self) -> Answer[int]:
         """Pages of the requests that are open."""
@@ -119,7 +126,7 @@ class DecodeWorker(Leased, KVTaker, Protocol):
         """FirstTokenTimings, Token …, one FinishEvent."""
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
-        """Answers once every page is there. Raises DecodeFailed when the hand-off failed."""
+        """Answers once every page is there. Raises HandoffFailed when they cannot come."""
 
     async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
         """The most that one of the owner's sessions holds of a prompt with this chain; None: not a page."""
@@ -137,6 +144,7 @@ class Form(Enum):
     CALL = "call"
     STREAM = "stream"
     COMMAND = "command"
+    BEGUN = "begun"
     NOTICE = "notice"
 
 
@@ -149,7 +157,9 @@ def forms(role: Callable[..., object]) -> Mapping[str, Form]:
 def _form(method: Callable[..., object]) -> Form:
     if inspect.iscoroutinefunction(method):
         return Form.CALL
-    returned = get_type_hints(method)["return"]
+    returned = get_type_hints(method, include_extras=True)["return"]
+    if get_origin(returned) is Annotated:
+        return Form.BEGUN
     if returned is type(None):
         return Form.NOTICE
     return Form.STREAM if get_origin(returned) is AsyncIterator else Form.COMMAND
@@ -172,3 +182,8 @@ def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form],
 async def settled(answer: Answer[T]) -> T:
     """A command's outcome, from near or afar."""
     return await answer if isinstance(answer, Awaitable) else answer
+
+
+async def ended(begun: Begun[T]) -> T:
+    """A two-part command's outcome, from near or afar."""
+    return await begun if isinstance(begun, Awaitable) else begun()

@@ -67,7 +67,9 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """A prefill group. cache_tokens: K/V room of each stage, in tokens, shared by its requests."""
+    """A prefill group. cache_tokens: K/V room of each stage, in tokens, shared by its requests.
+    chunk_tokens: of the longest chunk; several stages on GPUs cut prompts into shorter ones, as
+    `prefill/chunks.py` plans."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
@@ -80,6 +82,9 @@ class PrefillConfig:
     """How long a group that is taken away may take to end what it reads; 0: it ends at once."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
+    activations: Literal["copied", "distributed"] = "copied"
+    """How they get to the next stage. `copied`: from its neighbour's memory, where all stages have GPUs of
+    one host; elsewhere, and with `distributed` always, by torch.distributed."""
     cache_tokens: Room = 32_768
     device: Device = "cpu"
     threads: Count = 1
@@ -167,14 +172,15 @@ class DecodeConfig:
 @dataclass(frozen=True)
 class HandoffConfig:
     """How K/V gets from prefill stages to decode workers. transport: `object_store`, through Ray's shared
-    memory, or `in_process`, for stages and decode worker in one process.
+    memory; `cuda_ipc`, copied from GPU to GPU, for stages and decode workers in one container of one host;
+    or `in_process`, for stages and decode worker in one process.
 
-    max_unanswered_bytes: a stage waits once it has handed over so much that no decode worker has taken.
+    max_unanswered_bytes: a stage waits once so much of what it copied for decode workers is not taken.
     ack_timeout_s: a decode worker that takes longer than this to take what it was handed has failed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    transport: Literal["object_store", "in_process"] = "object_store"
+    transport: Literal["object_store", "cuda_ipc", "in_process"] = "object_store"
     max_unanswered_bytes: Count = 256 << 20
     ack_timeout_s: Positive = 60.0

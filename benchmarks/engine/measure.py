@@ -18,7 +18,7 @@ import numpy as np
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.errors import Overloaded
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished
-from deltafront.workers.messages import Token
+from deltafront.workers.messages.events import Token
 
 from .rows import BATCH, Row, row
 

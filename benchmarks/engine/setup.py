@@ -90,6 +90,7 @@ class Setup:
                 "gpus": decode,
                 "warm_up": True,
             },
+            "handoff": {"transport": "cuda_ipc" if on_gpu else "object_store"},
             "door": {"replicas": 1, "prefix_reuse": False, "metrics_host": "127.0.0.1"},
         }
         for name, value in self.more.items():

@@ -21,9 +21,11 @@ from ..errors import (
     InvalidArgument,
     Unavailable,
     WorkerError,
+    WorkerHandoffFailed,
 )
 from ..fleet.view import Fleet
 from ..metrics import Metrics
+from ..tracing import Tracing
 from .answers import RequestEvent
 from .calls import Prompt
 from .timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
@@ -57,6 +59,7 @@ class Resources:
     vocabulary: int
     positions: int
     eos_ids: tuple[int, ...]
+    tracing: Tracing
 
 
 class Attempt:
@@ -145,6 +148,8 @@ class Replays:
         """Returns when there may be somebody to go to. Raises Unavailable after the last try."""
         fleet, tries = self._resources.fleet, self._resources.settings.replays + 1
         fleet.forget(error.worker)
+        if isinstance(error, WorkerHandoffFailed):
+            self._resources.metrics.handoff_failed()
         self._failures += 1
         if self._failures >= tries:
             raise Unavailable(

@@ -86,7 +86,7 @@ class Pausing:
 class FakeGroup(Pausing):
     """`Group`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
 
-    fail_after: raise PrefillFailed after so many chunks (once per entry). busy: what to refuse the next jobs
+    fail_after: raise `failure` after so many chunks (once per entry). busy: what to refuse the next jobs
     with, once per entry.
     """
 
@@ -102,6 +102,7 @@ class FakeGroup(Pausing):
         self.total = total
         self.speed = speed or Speed()
         self.fail_after: list[int] = []
+        self.failure = PrefillFailed("a stage died")
         self.busy: list[Refused] = []
         self.chunk_tokens = 128
         self.rate = 0.0
@@ -124,7 +125,7 @@ class FakeGroup(Pausing):
         try:
             for number, begin in enumerate(range(job.start, job.tokens, self.chunk_tokens)):
                 if failing is not None and number >= failing:
-                    raise PrefillFailed("a stage died")
+                    raise self.failure
                 await self._pause(number, lambda: job.request_id in self.cancelled[before:])
                 await asyncio.sleep(self.speed.chunk)
                 if job.request_id in self.cancelled[before:]:
@@ -143,7 +144,8 @@ class FakeGroup(Pausing):
         yield PrefillDone(job.request_id, self._report(job, job.tokens, time.monotonic() - started))
 
     def _report(self, job: PrefillJob, done: int, wall: float) -> PrefillReport:
-        """Of layer 0 everything is computed, of layer 1 what lies in the prompt's first half."""
+        """Ten tiles a layer. Of layer 0 everything is computed, of layer 1 what lies in the first half."""
+        tile = 10 / job.tokens
         read, early = done - job.start, max(0.0, min(done, job.tokens / 2) - job.start)
         stage = {"attention": 0.5 * wall, "scoring": 0.1 * wall, "projection": 0.3 * wall}
         return PrefillReport(
@@ -151,7 +153,7 @@ class FakeGroup(Pausing):
             wall=wall,
             critical={**stage, "group_overhead": wall - sum(stage.values())},
             stages=(stage, stage),
-            density=(LayerDensity(0, read, read), LayerDensity(1, early, read)),
+            density=(LayerDensity(0, read * tile, read * tile), LayerDensity(1, early * tile, read * tile)),
             method=job.method.name,
             sampled_share=0.016,
             handoff_bytes=read * 100,
@@ -181,7 +183,7 @@ class _Request:
 class FakeDecode(Pausing):
     """`DecodeWorker`. script: ids to answer with instead of the checksum's. script_from: tokens of the prompt
     after which the script begins, for answers that are continued; 0: where the job begins. fail_after: tokens
-    until it reports FAILED, once per entry. busy: what to refuse the next reservations with, once per
+    until it reports `failure`, once per entry. busy: what to refuse the next reservations with, once per
     entry."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
@@ -192,6 +194,7 @@ class FakeDecode(Pausing):
         self.script: list[int] = []
         self.script_from = 0
         self.fail_after: list[int] = []
+        self.failure = FinishReason.FAILED
         self.renewed: list[tuple[str, ...]] = []
         self.cancelled: list[str] = []
         self.jobs: list[GenerateJob] = []
@@ -248,7 +251,7 @@ class FakeDecode(Pausing):
         reason, count, message = FinishReason.LENGTH, 0, ""
         while count < job.sampling.max_tokens:
             if failing is not None and count >= failing:
-                reason, message = FinishReason.FAILED, "a hand-off failed"
+                reason, message = self.failure, "a hand-off failed"
                 break
             await self._pause(count, lambda: request.cancelled)
             await asyncio.sleep(self.speed.token)
@@ -269,7 +272,13 @@ class FakeDecode(Pausing):
                 reason = FinishReason.STOP
                 break
         self._requests.pop(job.request_id, None)
-        report = DecodeReport(pages_attended=count, pages_held=2 * count, handoff_seconds=0.001)
+        report = DecodeReport(
+            pages_attended=count,
+            pages_held=2 * count,
+            handoff_seconds=0.001,
+            steps=count,
+            own_steps=count / 4,
+        )
         yield FinishEvent(job.request_id, reason, count, report, message)
 
     def _first(self, request: _Request, job: GenerateJob) -> FirstTokenTimings:

@@ -72,7 +72,12 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         (
             "handoff",
             {"transport": "rdma"},
-            "handoff.transport = 'rdma': must be 'object_store' or 'in_process'",
+            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc' or 'in_process'",
+        ),
+        (
+            "handoff",
+            {"transport": "cuda_ipc"},
+            "handoff.transport: cuda_ipc needs prefill.device and decode.device to be cuda",
         ),
         (
             "handoff",

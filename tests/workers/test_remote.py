@@ -6,7 +6,9 @@ import asyncio
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,20 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
 
-from deltafront.service.errors import WorkerFailed, WorkerLost
+from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
 from deltafront.service.fleet.dispatch import worker_error
 from deltafront.workers.messages.requests import PrefillFailed
-from deltafront.workers.messages.stages import RequestFailed
+from deltafront.workers.messages.stages import HandoffFailed, RequestFailed
 from deltafront.workers.prefill.group import remote_stage
-from deltafront.workers.remote import COMMANDS, NOTICES, hosts, remote
+from deltafront.workers.remote import COMMANDS, ENDS, NOTICES, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Form, Group, Stage, forms
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_method_travels_as_its_form_says() -> None:
-    commands = dict.fromkeys(("open", "run_chunk", "close", "pages_used"), Form.COMMAND)
-    assert forms(Stage) == {**commands, "abandon": Form.NOTICE}
+    commands = dict.fromkeys(("open", "close", "pages_used"), Form.COMMAND)
+    assert forms(Stage) == {**commands, "run_chunk": Form.BEGUN, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
     assert forms(Group) == {**calls, "prefill": Form.STREAM}
     names = ("announce", "first_logits", "reserve", "keep", "find_prefix", "release_session")
@@ -71,6 +73,52 @@ async def test_a_hosted_object_answers_and_its_streams_close_early() -> None:
     assert await anext(stream) == 0
     await stream.aclose()
     assert actor.hosted.closed == 2
+
+
+class TwoParts:
+    """As much of a stage as is called here: chunks end when they are let go."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.go = threading.Event()
+
+    def run_chunk(self, command: str) -> Callable[[], str]:
+        if command == "bad":
+            raise RequestFailed("not this one")
+        self.begun.append(command)
+
+        def end() -> str:
+            assert self.go.wait(20)
+            if command == "broken":
+                raise ValueError("broken")
+            return f"{command} has ended"
+
+        return end
+
+
+def test_what_a_command_has_begun_is_waited_for_beside_the_commands_after_it() -> None:
+    """Each part on a thread of its own, as the actor has it; an end may be asked for before its beginning."""
+
+    @hosts(Stage)
+    class TwoPartActor:
+        def __init__(self) -> None:
+            self.hosted: Any = TwoParts()
+
+    actor: Any = TwoPartActor()
+    with ThreadPoolExecutor(1) as commands, ThreadPoolExecutor(1) as ends:
+        chunks = ("a", "bad", "broken", "b")
+        answers = [ends.submit(actor.end_begun, f"key of {chunk}") for chunk in chunks]
+        for chunk in chunks:
+            commands.submit(actor.run_chunk, f"key of {chunk}", chunk).result(20)
+        assert actor.hosted.begun == ["a", "broken", "b"] and not answers[0].done()
+        actor.hosted.go.set()
+        assert answers[0].result(20) == "a has ended"
+        with pytest.raises(RequestFailed, match="not this one"):
+            answers[1].result(20)
+        with pytest.raises(ValueError, match="broken"):
+            answers[2].result(20)
+        assert answers[3].result(20) == "b has ended"
+    assert not actor._begun_work._works, "nothing is kept of what has ended"
 
 
 # --- calling ---------------------------------------------------------------------------------------------
@@ -125,6 +173,19 @@ async def test_commands_are_sent_before_they_are_awaited_and_notices_overtake() 
     assert await asyncio.gather(*replies) == [7, 7, 7]
 
 
+async def test_both_parts_of_a_command_are_sent_at_once() -> None:
+    handle = Handle(7)
+    stage: Any = remote_stage(handle, 0)
+    replies = [stage.run_chunk("a"), stage.run_chunk("b"), stage.close("c")]
+    begun = {"concurrency_group": COMMANDS}, {"concurrency_group": ENDS}
+    names = [(name, how) for name, how, _ in handle.sent]
+    assert names == [("run_chunk", begun[0]), ("end_begun", begun[1])] * 2 + [("close", begun[0])]
+    keys = [arguments[0] for _, _, arguments in handle.sent[:4]]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+    assert [handle.sent[n][2][1] for n in (0, 2)] == ["a", "b"]
+    assert await asyncio.gather(*replies) == [7, 7, 7]
+
+
 def raised_by_task(cause: Exception | None) -> RayTaskError:
     return RayTaskError("method", "Traceback: /home/someone/code.py line 3", cause)
 
@@ -134,6 +195,7 @@ def raised_by_task(cause: Exception | None) -> RayTaskError:
     [
         (ActorDiedError(), RuntimeError, "stage 1 died"),
         (raised_by_task(RequestFailed("no such id")), RequestFailed, "no such id"),
+        (raised_by_task(HandoffFailed("K/V is lost")), HandoffFailed, "K/V is lost"),
         (raised_by_task(KeyError("x")), RuntimeError, "stage 1: KeyError: 'x'"),
         (TaskCancelledError(), RuntimeError, "stage 1 cannot be reached (TaskCancelledError)"),
     ],
@@ -153,6 +215,7 @@ async def test_a_stages_failures_in_plain_words(
     [
         (ActorDiedError(), WorkerLost, "prefill:a died"),
         (raised_by_task(PrefillFailed("it was cancelled\nby you")), WorkerFailed, "it was cancelled"),
+        (raised_by_task(HandoffFailed("K/V is lost")), WorkerHandoffFailed, "K/V is lost"),
         (raised_by_task(ValueError("")), WorkerFailed, "the worker failed"),
         (raised_by_task(None), WorkerFailed, "the worker failed"),
         (GetTimeoutError(), WorkerLost, "prefill:a cannot be reached (GetTimeoutError)"),
@@ -166,13 +229,15 @@ async def test_a_workers_failures_as_the_door_raises_them(
     for ask in (group.stats, lambda: anext(group.prefill(None))):
         with pytest.raises(wanted) as raised:
             await ask()
+        assert type(raised.value) is wanted
         assert str(raised.value) == message and raised.value.__cause__ is None
 
 
 # --- types -----------------------------------------------------------------------------------------------
 
 CALLS = """
-from deltafront.workers.messages import ChunkCommand, Reserve
+from deltafront.workers.messages.requests import Reserve
+from deltafront.workers.messages.stages import ChunkCommand
 from deltafront.workers.remote import Failure, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Group, Stage
 
@@ -203,7 +268,8 @@ def test_the_type_checker_sees_calls_and_hosts(tmp_path: Path) -> None:
     snippet = tmp_path / "snippet.py"
     snippet.write_text(textwrap.dedent(CALLS))
     settings = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache")]
-    command = [sys.executable, "-m", "mypy", *settings, "--follow-imports", "silent", str(snippet)]
+    ours_alone = ["--follow-imports", "silent", "--no-site-packages"]  # numpy's and torch's types take long
+    command = [sys.executable, "-m", "mypy", *settings, *ours_alone, str(snippet)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=240)
     found = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if "error:" in line}
     lines = enumerate(CALLS.splitlines(), start=1)

@@ -26,7 +26,7 @@ from ..messages.requests import (
     Reserve,
     Reserved,
 )
-from ..messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange
+from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
 from ..messages.states import DecodeStats
 from ..model.decoder import LayerStack, load_model
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
@@ -198,7 +198,7 @@ class DecodeEngine:
             request.tell_end()
             return
         if request.lost:
-            request.close(FinishReason.FAILED, request.lost)
+            request.close(FinishReason.NO_KV, request.lost)
             return
         try:
             request.append_ids = appended_ids(request.order, job, self._model.vocab)
@@ -229,7 +229,7 @@ class DecodeEngine:
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
         """Turn a prefilled request into a session once all its K/V is here.
 
-        Raises DecodeFailed if it cannot come any more; Refused for an unknown or cancelled request and for
+        Raises HandoffFailed if it cannot come any more; Refused for an unknown or cancelled request and for
         a passed deadline.
         """
         request = self._requests.find(job.request_id)
@@ -240,10 +240,12 @@ class DecodeEngine:
         request.times.job = self._clock()
         await request.settled.wait()
         if request.lost:
-            request.close(FinishReason.FAILED, request.lost)
+            request.close(FinishReason.NO_KV, request.lost)
         self._requests.forget(request)
         if request.ended is not None:
             reason, message = request.ended
+            if reason is FinishReason.NO_KV:
+                raise HandoffFailed(message)
             if reason is FinishReason.FAILED:
                 raise DecodeFailed(message)
             expired = reason is FinishReason.DEADLINE

@@ -18,10 +18,10 @@ import torch
 
 from ..messages.stages import HostKV, KVRange
 from ..messages.states import NAMESPACE
+from .actor_post import plain
 from .cache import PagedKVCache
 from .handoff import HandoffError
 from .host_copies import NUMPY_TYPES, as_numpy
-from .object_store import plain
 
 PIECE_BYTES = 8 << 20
 _AHEAD = 3

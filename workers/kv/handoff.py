@@ -24,8 +24,9 @@ class HandoffError(Exception):
 
 
 class Sender(Protocol):
-    """A stage's end, used from the stage's thread. One request's trouble is kept until `finish_chunk`, so
-    that a stage can finish the chunk and keep in step with its peers."""
+    """A stage's end, made for its paged cache. `announce`, `end_chunk`, `holds` and `forget` are called from
+    the stage's thread, the rest from the one that reports. One request's trouble is kept until a chunk is
+    reported, so that a stage can finish the chunk and keep in step with its peers."""
 
     def announce(
         self,
@@ -35,20 +36,26 @@ class Sender(Protocol):
         start: int,
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
+        pages: Sequence[int] = (),
     ) -> int:
         """Start handing over one layer's chunk; returns its bytes. k and v lie in the stage's pages: nobody
-        writes to them before the `finish_chunk` of the prompt's last chunk has returned, or the request is
-        over. Raises HandoffError for tensors that are no K/V."""
+        writes to them before what `end_chunk` of the prompt's last chunk gives has returned, or the request
+        is over. pages: the request's in the cache. Raises HandoffError for tensors that are no K/V."""
+
+    def end_chunk(self, request_id: str) -> Callable[[], None]:
+        """Nothing more of this chunk comes. What it returns is called once the device has computed the
+        chunk: it returns when all of it is on its way, and raises HandoffError if anything of this request
+        is known to have failed."""
 
     def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
-        """Send the prompt's last logits."""
-
-    def finish_chunk(self, request_id: str, *, last: bool) -> None:
-        """The chunk was computed: send what is left of it. Raises HandoffError if anything of this request
-        is known to have failed; with `last`, everything is on its way when this returns."""
+        """Send the prompt's last logits, float32, on the host."""
 
     def forget(self, request_id: str) -> None:
         """The request is over: what its announcements end in no longer matters."""
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a decode worker may still be reading the request's pages, so that they are nobody else's
+        yet. To be asked again, until False: bounded by the worker's answer, death or `ack_timeout_s`."""
 
 
 Hold = Callable[[], AbstractContextManager[Sequence[int] | None]]

@@ -7,9 +7,10 @@ Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V voca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class InProcessSender:
         start: int,
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
+        pages: Sequence[int] = (),
     ) -> int:
         check_kv(k_TGD, v_TGD)
         payload = DeviceKV(k_TGD.clone(), v_TGD.clone(), _now(k_TGD.device))
@@ -55,16 +57,23 @@ class InProcessSender:
 
     def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
         try:
-            self._sink.first_logits(FirstLogits(request_id, logits_V.detach().float().cpu().numpy()))
+            self._sink.first_logits(FirstLogits(request_id, logits_V.numpy()))
         except Exception as error:
             self._failed.setdefault(request_id, f"{decode_worker} did not take logits: {error}")
 
-    def finish_chunk(self, request_id: str, *, last: bool) -> None:
-        if request_id in self._failed:
-            raise HandoffError(self._failed[request_id])
+    def end_chunk(self, request_id: str) -> Callable[[], None]:
+        return partial(self._check, request_id)
 
     def forget(self, request_id: str) -> None:
         self._failed.pop(request_id, None)
+
+    def holds(self, request_id: str) -> bool:
+        """What is given is no part of a page."""
+        return False
+
+    def _check(self, request_id: str) -> None:
+        if request_id in self._failed:
+            raise HandoffError(self._failed[request_id])
 
 
 class InProcessReceiver:
@@ -101,7 +110,7 @@ def _now(device: torch.device) -> Any:
     return event
 
 
-def sender(config: HandoffConfig, device: torch.device, sink: Sink | None) -> InProcessSender:
+def sender(config: HandoffConfig, cache: PagedKVCache, sink: Sink | None) -> InProcessSender:
     """Raises ValueError without a sink."""
     if sink is None:
         raise ValueError("transport 'in_process' is for a stage and a decode worker in one process")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...kernels.constants import PAGE_TOKENS
 
-__all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for"]
+__all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for", "row_runs"]
 
 
 class OutOfPages(Exception):
@@ -38,6 +38,25 @@ def first_of_run(pages: Sequence[int]) -> int | None:
     if not pages or any(b - a != 1 for a, b in itertools.pairwise(pages)):
         return None
     return pages[0]
+
+
+def row_runs(
+    pages: Sequence[int], start: int, tokens: int, page_tokens: int = PAGE_TOKENS
+) -> tuple[tuple[int, int], ...]:
+    """Where tokens start .. start+tokens-1 of a sequence with these pages lie: (first row, count) of each run
+    of rows, a page being `page_tokens` rows. Raises ValueError if the pages do not hold them."""
+    if start < 0 or tokens < 1 or start + tokens > len(pages) * page_tokens:
+        raise ValueError(f"tokens {start} .. {start + tokens - 1} are not in {len(pages)} pages")
+    runs: list[tuple[int, int]] = []
+    end = start + tokens
+    while start < end:
+        page, slot = divmod(start, page_tokens)
+        row, count = pages[page] * page_tokens + slot, min(page_tokens - slot, end - start)
+        if runs and sum(runs[-1]) == row:
+            row, count = runs[-1][0], runs.pop()[1] + count
+        runs.append((row, count))
+        start += min(page_tokens - slot, end - start)
+    return tuple(runs)
 
 
 class PagePool:

@@ -1,7 +1,7 @@
 """The ways K/V can take from a stage to a decode worker: `HandoffConfig.transport` names one of these.
 
-A further one (a pull over CUDA IPC, NIXL) is one more file with a `Sender` and a `Receiver` (`handoff.py`
-says what each promises) and one more line here.
+A further one is one more file with a `Sender` and a `Receiver` (`handoff.py` says what each promises) and one
+more line here.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-import torch
-
 from ..settings import HandoffConfig
-from . import in_process, object_store
+from . import cuda_ipc, in_process, object_store
 from .cache import PagedKVCache
 from .handoff import Receiver, Sender, Sink
 
@@ -22,19 +20,20 @@ from .handoff import Receiver, Sender, Sink
 class Transport:
     """How to make the two ends."""
 
-    sender: Callable[[HandoffConfig, torch.device, Sink | None], Sender]
+    sender: Callable[[HandoffConfig, PagedKVCache, Sink | None], Sender]
     receiver: Callable[[HandoffConfig, PagedKVCache, Executor], Receiver]
 
 
 TRANSPORTS: dict[str, Transport] = {
     "object_store": Transport(object_store.sender, object_store.receiver),
+    "cuda_ipc": Transport(cuda_ipc.sender, cuda_ipc.receiver),
     "in_process": Transport(in_process.sender, in_process.receiver),
 }
 
 
-def sender(config: HandoffConfig, device: torch.device | str, sink: Sink | None = None) -> Sender:
-    """A stage's end. sink: the decode worker, where it is in this process."""
-    return _named(config.transport).sender(config, torch.device(device), sink)
+def sender(config: HandoffConfig, cache: PagedKVCache, sink: Sink | None = None) -> Sender:
+    """A stage's end, for K/V that is in `cache`. sink: the decode worker, where it is in this process."""
+    return _named(config.transport).sender(config, cache, sink)
 
 
 def receiver(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> Receiver:

@@ -88,7 +88,7 @@ class ModelConfig:
             raise ModelError(
                 f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}"
             )
-        layer = self._layer_matrices
+        layer = self.layer_matrices
         cost = [float(layer)] * stages
         counts = [1] * stages
         cost[0] += self.hidden
@@ -101,14 +101,14 @@ class ModelConfig:
         return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
     @property
-    def _layer_matrices(self) -> int:
+    def layer_matrices(self) -> int:
         """Numbers in a layer's matrices, which is its multiplications per token."""
         return self.hidden * (2 * self.head_dim * (self.q_heads + self.kv_heads) + 3 * self.intermediate)
 
     def weights(self, layers: int, *, embedding: bool = True, head: bool = True) -> int:
         """Numbers in `layers` layers and the ends asked for; tied embeddings once where both are."""
         heads = self.q_heads + self.kv_heads
-        layer = self._layer_matrices + 2 * self.hidden
+        layer = self.layer_matrices + 2 * self.hidden
         layer += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
         layer += heads * self.head_dim if self.qk_norm else 0
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,7 +16,11 @@ from .phases import PhaseTimer
 
 @dataclass
 class ChunkWork:
-    """A chunk, its stopwatch and its sums. Coverage is read from the device at the end."""
+    """A chunk, its stopwatch and its sums.
+
+    `seal` launches the way to the host of what is read from the device; once `wait` has returned it can be
+    read, on any thread, while the device computes the next chunk.
+    """
 
     command: ChunkCommand
     timer: PhaseTimer
@@ -23,16 +28,39 @@ class ChunkWork:
     coverage: list[tuple[int, Coverage]] = field(default_factory=list)
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
-    """On the device: whether what came out of the chunk are numbers."""
+    """Whether all that came out of the chunk are numbers."""
+    logits_V: torch.Tensor | None = None
+    """After the prompt's last token, float32; None where nobody wants them."""
+    through: float = 0.0
+    """When the device had computed it, by perf_counter."""
+    _computed_L: torch.Tensor | None = None
+    _sealed: Any = None
 
-    def report(self, stage: int) -> ChunkReport:
-        """Once, after the last phase."""
+    def seal(self) -> None:
+        """Once, after the last phase, on the thread that launches."""
+        if self.coverage:
+            self._computed_L = _to_host(torch.stack([c.computed.to(torch.float64) for _, c in self.coverage]))
+        if self.finite is not None:
+            self.finite = _to_host(self.finite)
+        if self.logits_V is not None:
+            self.logits_V = _to_host(self.logits_V)
+        self._sealed = self.timer.mark()
+
+    def wait(self) -> None:
+        """Until the device has computed the chunk."""
+        if self._sealed is not None:
+            self._sealed.synchronize()
+        self.through = time.perf_counter()
+
+    def report(self, stage: int, after: float) -> ChunkReport:
+        """After `wait`. after: when the chunk before was through; the time of one that was launched earlier
+        begins there."""
         phases, density = self.timer.seconds(), self._density()
         return ChunkReport(
             request_id=self.command.request_id,
             stage=stage,
             start=self.command.start,
-            wall=time.perf_counter() - self.began,
+            wall=max(self.through - max(self.began, after), sum(phases.values())),
             phases=phases,
             density=density,
             sampled_share=sum(c.sampled for _, c in self.coverage) / max(1, len(self.coverage)),
@@ -40,8 +68,12 @@ class ChunkWork:
         )
 
     def _density(self) -> tuple[LayerDensity, ...]:
-        if not self.coverage:
+        if self._computed_L is None:
             return ()
-        computed = torch.stack([c.computed.to(torch.float64) for _, c in self.coverage]).tolist()
-        pairs = zip(self.coverage, computed, strict=True)
+        pairs = zip(self.coverage, self._computed_L.tolist(), strict=True)
         return tuple(LayerDensity(layer, tiles, float(c.causal)) for (layer, c), tiles in pairs)
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy under way, into pinned memory; on the CPU, x."""
+    return x.to("cpu", non_blocking=True)

@@ -20,11 +20,12 @@ from typing import Any
 from ...kernels.constants import BLOCK
 from ..messages.events import ChunkRead, PrefillDone
 from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
-from ..messages.stages import ChunkCommand, ChunkReport, RequestFailed
+from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
 from ..messages.states import GroupStats
 from ..roles import PrefillEvent, Stage
 from ..settings import PrefillConfig
 from . import schedule
+from .chunks import ChunkSizes, LayerWork
 from .pipeline import Pipeline
 from .request import Request
 from .requests import Requests
@@ -32,6 +33,8 @@ from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
 """Of a lease, between its end and the request's."""
+_ASK_AGAIN_S = 0.02
+"""Between two questions to stages whether pages are free that decode workers still read."""
 
 
 class PrefillController:
@@ -39,7 +42,8 @@ class PrefillController:
 
     end_stages: told once that the group is lost, and which stage hangs, if that is why: every answer that
     stages still owe must then become an error, even in the middle of a chunk. pulse: asks a stage, by
-    number, for a sign of life. clock: seconds, for scheduling and accounts.
+    number, for a sign of life. clock: seconds, for scheduling and accounts. work: what chunks cost, as
+    `ChunkSizes` has it.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class PrefillController:
         end_stages: Callable[[int | None], None],
         pulse: Callable[[int], Awaitable[object]],
         clock: Callable[[], float] = time.perf_counter,
+        work: LayerWork | None = None,
     ) -> None:
         if config.chunk_tokens < BLOCK or config.chunk_tokens % BLOCK:
             raise ValueError(f"chunk_tokens {config.chunk_tokens} is not a multiple of {BLOCK}")
@@ -59,6 +64,7 @@ class PrefillController:
         self._config = config
         self._end_stages = end_stages
         self._clock = clock
+        self._sizes = ChunkSizes(len(stages), config.chunk_tokens, work)
         self._requests = Requests(config, len(stages))
         self.failure = ""
         """Why the group is lost; empty while it lives."""
@@ -169,7 +175,7 @@ class PrefillController:
         if not request.opened:
             request.account.began = now
             opening = request.open_request()
-        command = request.next_chunk(self._config.chunk_tokens)
+        command = request.next_chunk(self._sizes)
         request.waiting = schedule.chunk_sent(
             request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
         )
@@ -200,7 +206,8 @@ class PrefillController:
         if not request.in_flight:
             request.waiting = schedule.became_idle(request.waiting, now)
         if isinstance(reports, RequestFailed):
-            self._end(request, PrefillFailed(str(reports)))
+            kind = HandoffFailed if isinstance(reports, HandoffFailed) else PrefillFailed
+            self._end(request, kind(str(reports)))
             return
         self._requests.chunk_through(request, command, reports, sent, now)
         if request.ended:
@@ -232,7 +239,9 @@ class PrefillController:
     async def _close(self, request: Request, closed: list[asyncio.Task[Any]]) -> None:
         """Wait for every stage before the pages go to somebody else."""
         try:
-            await asyncio.gather(*closed)
+            while not all(await asyncio.gather(*closed)) and not self.failure:
+                await asyncio.sleep(_ASK_AGAIN_S)
+                closed = self._pipeline.close(request.job.request_id)
         except Exception as error:
             self._fail(error)
         self._requests.remove(request)

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from ..leaving import Leaving
-from ..messages.stages import RequestFailed
+from ..messages.stages import HandoffFailed, RequestFailed
 from ..messages.states import PREFILL_PREFIX, GroupStats
 from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ..replica import Replica
@@ -24,7 +24,8 @@ from ..roles import Group, Stage
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 
 if TYPE_CHECKING:
-    from .activations import GroupActivations
+    from .activations import Activations
+    from .chunks import LayerWork
     from .controller import PrefillController
     from .stage import PrefillStage
 
@@ -57,11 +58,11 @@ class StageActor:
         self._store = host_store(address, self._config.stages)
         return address, int(self._store.port)
 
-    def load(self) -> str:
-        """Load the model's share, unless it is here. Returns the id of the node."""
+    def load(self) -> tuple[str, LayerWork | None]:
+        """Load the model's share, unless it is here. Returns the id of the node, and what chunks cost."""
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
-            return node
+            return node, self._stage.work
         import torch
 
         from ..kv.fetch import RaySource
@@ -69,10 +70,10 @@ class StageActor:
         from .stage import load_stage
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
-        ends = sender(self._handoff, self._config.device)
+        ends = partial(sender, self._handoff)
         source = RaySource(self._handoff.ack_timeout_s)
         self._stage = load_stage(self._model, self._config, self._number, None, ends, source)
-        return node
+        return node, self._stage.work
 
     def join(self, rendezvous: tuple[str, int]) -> None:
         """Meet the other stages. All must be asked at the same time."""
@@ -92,12 +93,16 @@ class StageActor:
         """A sign of life, answered beside whatever the stage computes: its process's id."""
         return os.getpid()
 
-    def _activations(self, rendezvous: tuple[str, int], stage: PrefillStage) -> GroupActivations:
-        from .activations import GroupActivations, join_store
+    def _activations(self, rendezvous: tuple[str, int], stage: PrefillStage) -> Activations:
+        import torch
+
+        from .activations import join_store
+        from .peer_activations import meet
 
         stages, stack = self._config.stages, stage.stack
         store = self._store if self._number == 0 else join_store(*rendezvous, stages)
-        return GroupActivations(store, self._number, stages, stack.config.hidden, stack.dtype, stack.device)
+        like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
+        return meet(store, self._number, self._config, like)
 
 
 @hosts(Group)
@@ -105,7 +110,12 @@ class ControllerActor(Leaving):
     """A `PrefillController` under a name that the door finds. Asyncio: calls run side by side."""
 
     def __init__(
-        self, name: str, stages: Sequence[Any], config: PrefillConfig, nodes: tuple[str, ...]
+        self,
+        name: str,
+        stages: Sequence[Any],
+        config: PrefillConfig,
+        nodes: tuple[str, ...],
+        work: LayerWork | None,
     ) -> None:
         from .controller import PrefillController
 
@@ -120,9 +130,8 @@ class ControllerActor(Leaving):
         async def pulse(number: int) -> None:
             await in_lane(stages[number].pulse, NOTICES)()
 
-        self.hosted: PrefillController = PrefillController(
-            name, [remote_stage(actor, n) for n, actor in enumerate(stages)], config, end_stage, pulse
-        )
+        proxies = [remote_stage(actor, n) for n, actor in enumerate(stages)]
+        self.hosted: PrefillController = PrefillController(name, proxies, config, end_stage, pulse, work=work)
 
     async def stats(self) -> GroupStats:
         """With what only the actor knows: where the stages are, and whether it is taken away."""
@@ -147,7 +156,8 @@ def _stage_error(number: int, failure: Failure) -> Exception:
     if cause is None:
         return RuntimeError(f"stage {number} {failure.what}")
     if isinstance(cause, RequestFailed):
-        return RequestFailed(str(cause))
+        kind = HandoffFailed if isinstance(cause, HandoffFailed) else RequestFailed
+        return kind(str(cause))
     return RuntimeError(f"stage {number}: {type(cause).__name__}: {cause}")
 
 
@@ -180,11 +190,12 @@ class PrefillGroup(Replica):
                 cpus, gpus = config.cpus_per_stage, config.gpus_per_stage
                 self._stages[number] = self._start(StageActor, number + 1, cpus, gpus, *self._what, number)
         stages = [self._stages[number] for number in range(config.stages)]
-        nodes = ray.get([in_lane(stage.load, COMMANDS)() for stage in stages])
+        loaded = ray.get([in_lane(stage.load, COMMANDS)() for stage in stages])
         if config.stages > 1:
             rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
             ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
-        self._start_head(ControllerActor, 0, 0, 0, stages, config, tuple(dict.fromkeys(nodes)))
+        nodes, work = tuple(dict.fromkeys(node for node, _ in loaded)), loaded[0][1]
+        self._start_head(ControllerActor, 0, 0, 0, stages, config, nodes, work)
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:

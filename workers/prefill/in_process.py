@@ -26,6 +26,7 @@ from ..messages.stages import FirstLogits, KVAnnouncement
 from ..roles import Form, Stage, stand_in
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 from .activations import Activations, LinkClosed, NoActivations, QueueActivations
+from .chunks import LayerWork
 from .controller import PrefillController
 from .stage import PrefillStage, load_stage
 
@@ -44,6 +45,7 @@ class StageThread:
         self._interrupt = interrupt
         self._stopped = False
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
+        self._ends = ThreadPoolExecutor(1)
         self.stage = stand_in(Stage, "a stage of this process", self._method)
 
     def stop(self) -> None:
@@ -51,10 +53,23 @@ class StageThread:
         self._stopped = True
         self._interrupt()
         self._thread.shutdown(wait=False)
+        self._ends.shutdown(wait=False)
 
     def _method(self, name: str, form: Form) -> Callable[..., Any]:
         method = getattr(self._plain, name)
-        return method if form is Form.NOTICE else partial(self._send, method)
+        made: dict[Form, Callable[..., Any]] = {
+            Form.NOTICE: method,
+            Form.BEGUN: partial(self._begin, method),
+        }
+        return made.get(form, partial(self._send, method))
+
+    def _begin(self, method: Callable[..., Callable[[], T]], *arguments: Any) -> Awaitable[T]:
+        begun = self._thread.submit(self._run, method, *arguments)
+
+        def end() -> T:
+            return begun.result()()
+
+        return asyncio.wrap_future(self._ends.submit(end))
 
     def _send(self, method: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.wrap_future(self._thread.submit(self._run, method, *arguments))
@@ -87,10 +102,12 @@ def local_controller(
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
     threads: list[StageThread] = []
+    work: LayerWork | None = None
     for number, activations in enumerate(ends):
-        end = sender(handoff, config.device, sink)
-        stage = load_stage(model, config, number, activations, end, source)
+        made = partial(sender, handoff, sink=sink)
+        stage = load_stage(model, config, number, activations, made, source)
         threads.append(StageThread(stage, config.threads, activations.close))
+        work = stage.work
 
     def end_stages(_hanging: int | None) -> None:
         for thread in threads:
@@ -99,7 +116,8 @@ def local_controller(
     async def pulse(_stage: int) -> None:
         """A thread of this process lives."""
 
-    return PrefillController("local", [thread.stage for thread in threads], config, end_stages, pulse)
+    stages = [thread.stage for thread in threads]
+    return PrefillController("local", stages, config, end_stages, pulse, work=work)
 
 
 def run_in_process(

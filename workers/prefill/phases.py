@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,10 @@ class PhaseTimer(Protocol):
     """One chunk's stopwatch; `phase` fits `kernels.interface.Phase`."""
 
     def phase(self, name: str) -> AbstractContextManager[object]: ...
+
+    def mark(self) -> Any:
+        """A CUDA event of everything launched so far, which does not keep a processor busy while it is waited
+        for; None on the CPU."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase. Called once, after the last phase; on CUDA it waits for the device."""
@@ -40,6 +44,9 @@ class CpuPhases:
         finally:
             self._credit()
             self._stack.pop()
+
+    def mark(self) -> None:
+        """Everything is done."""
 
     def seconds(self) -> dict[str, float]:
         return dict(self._seconds)
@@ -74,6 +81,11 @@ class CudaPhases:
         finally:
             self._record()
             self._stack.pop()
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
     def seconds(self) -> dict[str, float]:
         totals: dict[str, float] = {}

@@ -1,8 +1,9 @@
 """The stages of a prefill group as one thing that takes chunks.
 
-At most one chunk per stage is in flight, and one enters when the first stage has passed on the one before.
-That fills the pipeline, and bounds how long somebody else's chunks stand between a request and its pages:
-one chunk's way through all stages.
+In flight are at most one chunk per stage and one more, and the first stage has at most two: one that it
+computes and one that is launched behind it, so that no stage waits for word of the chunk before. That fills
+the pipeline, and bounds how long somebody else's chunks stand between a request and its pages: one chunk's
+way through all stages, and one more chunk.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
-from ..roles import Answer, Stage, settled
+from ..roles import Answer, Stage, ended, settled
 from .watch import StageWatch
 
 T = TypeVar("T")
+
+_AHEAD = 1
+"""Chunks that a stage has behind the one that it computes."""
 
 
 class Pipeline:
     """Sends each command to all stages before it returns, so that they all get the same ones in one order.
 
-    watch: told of all that stages owe. entry_free: called when the first stage has passed a chunk on.
+    watch: told of all that stages owe. entry_free: called when the first stage is through with a chunk.
     slack_s: what a command may take before a stage is asked whether it lives.
     """
 
@@ -34,7 +38,7 @@ class Pipeline:
         self._slack_s = slack_s
         self._tell_entry_free = entry_free
         self._chunks = 0
-        self._entry_busy = False
+        self._entering = 0
         self._last: asyncio.Task[list[ChunkReport]] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -44,7 +48,7 @@ class Pipeline:
     @property
     def ready(self) -> bool:
         """Whether a chunk may enter."""
-        return not self._entry_busy and self._chunks < len(self._stages)
+        return self._entering <= _AHEAD and self._chunks < len(self._stages) + _AHEAD
 
     def run_chunk(
         self, command: ChunkCommand, opening: OpenRequest | None, allowed: Callable[[], float]
@@ -60,11 +64,11 @@ class Pipeline:
         blind = replace(command, token_ids=b"")
         replies = [first.run_chunk(command), *(stage.run_chunk(blind) for stage in others)]
         self._chunks += 1
-        self._entry_busy = True
+        self._entering += 1
         name, before = f"the chunk of {command.request_id} at token {command.start}", None
         chunks: list[asyncio.Task[Any]] = []
         for stage, reply in enumerate(replies):
-            chunks.append(self.spawn(_outcome(reply)))
+            chunks.append(self.spawn(_outcome(ended(reply))))
             before = self._watch.expect(stage, name, allowed, chunks[-1], before)
         chunks[0].add_done_callback(self._entry_free)
         self._last = self.spawn(self._reports([*opened, *chunks], self._last))
@@ -76,7 +80,7 @@ class Pipeline:
             stage.abandon(serial)
 
     def close(self, request_id: str) -> list[asyncio.Task[Any]]:
-        """Has every stage forget a request; their answers."""
+        """Has every stage forget a request; their answers: whether its pages are free there."""
         return self._all(f"closing {request_id}", [stage.close(request_id) for stage in self._stages])
 
     async def pages(self) -> list[int]:
@@ -88,7 +92,7 @@ class Pipeline:
         """Every stage's answer to one command."""
         outcomes: list[asyncio.Task[Any]] = []
         for stage, reply in enumerate(replies):
-            outcomes.append(self.spawn(_outcome(reply)))
+            outcomes.append(self.spawn(_outcome(settled(reply))))
             self._watch.expect(stage, what, lambda: self._slack_s, outcomes[-1])
         return outcomes
 
@@ -122,14 +126,14 @@ class Pipeline:
 
     def _entry_free(self, entry: asyncio.Future[Any]) -> None:
         """A failure of the group shows in the chunk's reports."""
-        self._entry_busy = False
+        self._entering -= 1
         if not entry.cancelled() and entry.exception() is None:
             self._tell_entry_free()
 
 
-async def _outcome(answer: Answer[T]) -> T | RequestFailed:
+async def _outcome(answer: Coroutine[Any, Any, T]) -> T | RequestFailed:
     """A stage's answer; one request's failure as a value, the group's as an exception."""
     try:
-        return await settled(answer)
+        return await answer
     except RequestFailed as error:
         return error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from ..kv.page_pool import pages_for
 from ..messages.requests import PrefillFailed, PrefillJob
@@ -11,6 +12,7 @@ from ..messages.stages import ChunkCommand, OpenRequest
 from ..roles import PrefillEvent
 from . import schedule
 from .account import Account
+from .chunks import ChunkSizes
 
 
 class Request:
@@ -34,6 +36,8 @@ class Request:
         self.in_flight = 0
         """Chunks of it in the pipeline."""
         self.closing: asyncio.Task[None] | None = None
+        self._cut: deque[int] = deque()
+        """Sizes of the chunks to come, from its first one on."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
@@ -62,10 +66,14 @@ class Request:
             job.start,
         )
 
-    def next_chunk(self, chunk_tokens: int) -> ChunkCommand:
-        """The next chunk_tokens tokens, or what is left; counts them as sent."""
+    def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
+        """The next chunk, cut as `sizes` has it; counts its tokens as sent. A prompt that goes on is cut as it
+        would be from its beginning, so that the same numbers come out, to the bit."""
         start, total = self.sent, self.job.tokens
-        self.sent = min(start + chunk_tokens, total)
+        if not self._cut:
+            whole = sizes.of(self.job.method, 0, total)
+            self._cut = deque(_rest(whole, start) or sizes.of(self.job.method, start, total))
+        self.sent = start + self._cut.popleft()
         return ChunkCommand(
             request_id=self.job.request_id,
             start=start,
@@ -89,3 +97,13 @@ class Request:
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
+
+
+def _rest(cut: Sequence[int], start: int) -> Sequence[int]:
+    """The chunks from token `start` on; none if no chunk begins there."""
+    before = 0
+    for number, tokens in enumerate(cut):
+        if before == start:
+            return cut[number:]
+        before += tokens
+    return ()

@@ -11,7 +11,10 @@ chunk as `RequestFailed`; any other exception is the end of the group.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,16 +29,18 @@ from ..kv.fetch import NoSource, Source, pieces, unpacked
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
 from ..messages.methods import load_methods
-from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
 from ..model.decoder import LayerStack, Stream, load_model
 from ..model.levels import amounts_for
 from ..model.profile import Profile, load_profile
 from ..settings import ModelSpec, PrefillConfig
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
+from .chunks import LayerWork
 from .phases import phase_timer
 from .warm_up import warm_up
 
+_ASK_AGAIN_S = 0.01
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)
 
 
@@ -52,7 +57,8 @@ class _Prompt:
 
 
 class PrefillStage:
-    """Plays `roles.Stage`. One thread, commands in order; only `abandon` may be called from any thread."""
+    """Plays `roles.Stage`. One thread, commands in order; what `run_chunk` returns is called on another one,
+    in the same order, and `abandon` on any."""
 
     def __init__(
         self,
@@ -75,21 +81,35 @@ class PrefillStage:
         self._last = stage == stages - 1
         self._open: dict[str, _Prompt] = {}
         self._abandoned: set[int] = set()
+        self._held: set[str] = set()
+        """Closed requests whose pages decode workers still read."""
+        self._through = 0.0
+        """When the last chunk was, by perf_counter."""
+
+    @property
+    def work(self) -> LayerWork | None:
+        """What chunks cost here; None on a CPU."""
+        if self.stack.device.type != "cuda":
+            return None
+        config = self.stack.config
+        return LayerWork(config.layers, config.layer_matrices, 2 * config.q_heads * config.head_dim)
 
     def connect(self, activations: Activations) -> None:
         """Take these ends of the links to the neighbours; before the first chunk."""
         self._activations = activations
 
     def leave(self) -> None:
-        """The group is lost: forget its requests and let go of the links. What was loaded stays. Raises what
-        the device raises, if that is what broke."""
+        """The group is lost: forget its requests and let go of the links. What was loaded stays. Returns when
+        nobody reads any page. Raises what the device raises, if that is what broke."""
+        links, self._activations = self._activations, NoActivations()
+        links.abort()  # first: what the device computes may wait for them
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
         for request_id in list(self._open):
             self.close(request_id)
+        while not all(self.close(request_id) for request_id in list(self._held)):
+            time.sleep(_ASK_AGAIN_S)
         self._abandoned.clear()
-        links, self._activations = self._activations, NoActivations()
-        links.abort()
 
     # --- the role ----------------------------------------------------------------------------------------
 
@@ -104,7 +124,7 @@ class PrefillStage:
             states = {layer: method.new_state(replace(spec, layer=layer)) for layer in stack.layers}
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
-        pages_N = torch.tensor(request.pages, dtype=torch.int64, device=stack.device)
+        pages_N = self._to_device(np.array(request.pages, dtype=np.int64))
         prompt = _Prompt(request, method, states, pages_N, first_of_run(request.pages))
         self._open[request.request_id] = prompt
         try:
@@ -127,8 +147,9 @@ class PrefillStage:
             self._cache.write_layers(request.pages, piece.start, layer)
 
     @torch.inference_mode()
-    def run_chunk(self, command: ChunkCommand) -> ChunkReport:
-        """Take one chunk through this stage's layers. Raises RequestFailed after having kept in step."""
+    def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
+        """Take one chunk through this stage's layers; call what this returns to wait for it. Both raise
+        RequestFailed, having kept in step."""
         work = ChunkWork(command, phase_timer(self.stack.device))
         received_TC = self._receive(work)
         try:
@@ -137,20 +158,24 @@ class PrefillStage:
             self._drop(command.request_id)
             shape = command.tokens, self.stack.config.hidden
             self._pass_on(work, torch.zeros(shape, dtype=self.stack.dtype, device=self.stack.device))
-            raise RequestFailed(str(error)) from error
+            raise _failure(error) from error
         self._pass_on(work, hidden_TC)
         try:
-            self._finish(work, hidden_TC)
-            report = work.report(self._stage)
-            self._require_finite(work)
+            sent = self._finish(work, hidden_TC)
         except _REQUEST_ERRORS as error:
-            raise RequestFailed(str(error)) from error
-        return report
+            raise _failure(error) from error
+        return partial(self._report, work, sent, self._open[command.request_id].request.decode_worker)
 
-    def close(self, request_id: str) -> None:
-        """Forget a request; nothing of it may run here afterwards. Unknown ids are fine."""
+    def close(self, request_id: str) -> bool:
+        """Forget a request; nothing of it may run here afterwards. Unknown ids are fine. Whether its pages
+        are free."""
         self._drop(request_id)
         self._sender.forget(request_id)
+        if self._sender.holds(request_id):
+            self._held.add(request_id)
+            return False
+        self._held.discard(request_id)
+        return True
 
     def pages_used(self) -> int:
         return sum(prompt.pages_N.numel() for prompt in self._open.values())
@@ -209,7 +234,14 @@ class PrefillStage:
                 f"{ids_T.size} token ids up to {ids_T.max(initial=0)} came for {command.tokens} tokens of a "
                 f"vocabulary of {vocab}"
             )
-        return self.stack.embed(torch.from_numpy(ids_T))
+        return self.stack.embed(self._to_device(ids_T))
+
+    def _to_device(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        """On a GPU by way of pinned memory: from any other, the copy would wait for what was launched."""
+        x = torch.from_numpy(array)
+        if self.stack.device.type == "cuda":
+            return x.pin_memory().to(self.stack.device, non_blocking=True)
+        return x
 
     def _rows(self, prompt: _Prompt, start: int, tokens: int) -> torch.Tensor:
         """Where a chunk's K/V go in each layer's pages."""
@@ -228,7 +260,9 @@ class PrefillStage:
     ) -> int:
         """Hand over what is in the prompt's pages from `start` on; its bytes."""
         k_TGD, v_TGD = k_GSD[:, start:].transpose(0, 1), v_GSD[:, start:].transpose(0, 1)
-        return self._sender.announce(request.request_id, request.decode_worker, layer, start, k_TGD, v_TGD)
+        return self._sender.announce(
+            request.request_id, request.decode_worker, layer, start, k_TGD, v_TGD, request.pages
+        )
 
     def _attend(
         self,
@@ -251,31 +285,35 @@ class PrefillStage:
         work.coverage.append((layer, coverage))
         return out_BHTD[0].transpose(0, 1)
 
-    def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor) -> None:
-        """The first logits, and what is left to hand over.
+    def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor) -> Callable[[], None]:
+        """Launch the first logits and what is left to hand over; what to call when it has been computed.
 
         A number that overflowed in any layer stays in the residual stream, also where sparse attention and
-        page selection would never look at its token again: so it is looked for here. The device's answer is
-        read with the chunk's times, or before logits leave for a first token.
+        page selection would never look at its token again: so it is looked for here.
         """
         command, phase = work.command, work.timer.phase
-        request_id = command.request_id
         with phase("projection"):
             work.finite = torch.isfinite(hidden_TC).all()
-        if self._last and command.last and command.wants_logits:
-            with phase("projection"):
-                logits_V = self.stack.logits(hidden_TC[-1:])[0]
-            self._require_finite(work)
-            with phase("handoff"):
-                worker = self._open[request_id].request.decode_worker
-                self._sender.first_logits(request_id, worker, logits_V)
+            if self._last and command.last and command.wants_logits:
+                work.logits_V = self.stack.logits(hidden_TC[-1:])[0]
         with phase("handoff"):
-            self._sender.finish_chunk(request_id, last=command.last)
+            sent = self._sender.end_chunk(command.request_id)
+        work.seal()
+        return sent
 
-    def _require_finite(self, work: ChunkWork) -> None:
-        """Waits for the device. Raises RequestFailed."""
-        if not bool(work.finite):
-            raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
+    def _report(self, work: ChunkWork, sent: Callable[[], None], decode_worker: str) -> ChunkReport:
+        """The chunk's end, beside the launching of the next. Raises RequestFailed."""
+        work.wait()
+        after, self._through = self._through, work.through
+        try:
+            if not bool(work.finite):
+                raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
+            if work.logits_V is not None:
+                self._sender.first_logits(work.command.request_id, decode_worker, work.logits_V)
+            sent()
+        except _REQUEST_ERRORS as error:
+            raise _failure(error) from error
+        return work.report(self._stage, after)
 
     def _drop(self, request_id: str) -> None:
         prompt = self._open.pop(request_id, None)
@@ -283,22 +321,32 @@ class PrefillStage:
             self._abandoned.discard(prompt.request.serial)
 
 
+def _failure(error: Exception) -> RequestFailed:
+    """One of `_REQUEST_ERRORS` as the controller hears of it."""
+    kind = HandoffFailed if isinstance(error, HandoffError) else RequestFailed
+    return kind(str(error))
+
+
 def load_stage(
     model: ModelSpec,
     config: PrefillConfig,
     stage: int,
     activations: Activations | None,
-    sender: Sender,
+    sender: Callable[[PagedKVCache], Sender],
     source: Source | None = None,
 ) -> PrefillStage:
-    """A stage with its share of the model, warmed up. activations: None in a group of one stage. source:
-    None where no prompt is ever resumed."""
+    """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
+    makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed."""
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
     stack = load_model(model, config.device, stage, config.stages)
-    warm_up(stack, [config.method(name) for name in config.warm_up], config.chunk_tokens, profile)
     shape, pages = stack.config, pages_for(config.cache_tokens)
+    methods, longest = (
+        [config.method(name) for name in config.warm_up],
+        min(config.cache_tokens, shape.positions),
+    )
+    warm_up(stack, methods, config.chunk_tokens, profile, longest)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
-    links = activations or NoActivations()
-    return PrefillStage(stack, cache, sender, links, stage, config.stages, profile, source)
+    ends = activations or NoActivations()
+    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from deltafront.workers.kv import host_copies
 from deltafront.workers.kv.handoff import HandoffError
-from deltafront.workers.kv.host_copies import HostCopySender
+from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.kv.object_store import ObjectStorePost, pull
+from deltafront.workers.kv.posting import PostingSender
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
@@ -43,18 +43,25 @@ class Box:
         if request_id in self.failed:
             raise HandoffError(f"{request_id} was not taken")
 
+    def owed(self, request_id: str) -> bool:
+        return False
+
     def forget(self, request_id: str) -> None:
         self.failed.discard(request_id)
+
+
+def sender_to(box: Box, background: bool = False) -> PostingSender:
+    return PostingSender(HostCopies("cpu"), box, background=background)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     box = Box()
-    sender = HostCopySender(box, "cpu")
+    sender = sender_to(box)
     kv_TJD = torch.randn(37, 6, 8).to(dtype)
     k, v = kv_TJD[:, :3], kv_TJD[:, 3:]
     assert sender.announce("r", "decode:x", 4, 128, k, v) == 2 * 37 * 3 * 8 * dtype.itemsize
-    sender.finish_chunk("r", last=True)
+    sender.end_chunk("r")()
     (announced,) = box.announced
     assert (announced.request_id, announced.layer, announced.start, announced.tokens) == ("r", 4, 128, 37)
     ((got_k, got_v),) = await pull(announced, 3, 8, dtype)
@@ -68,9 +75,9 @@ def test_small_layers_travel_together_and_big_ones_alone(
 ) -> None:
     """A message is posted when it is full, when the next layer is another chunk's, and at the chunk's end."""
     layer_bytes = 2 * 2 * 3 * 8 * 4
-    monkeypatch.setattr(host_copies, "MESSAGE_BYTES", 3 * layer_bytes)
+    monkeypatch.setattr(HostCopies, "message_bytes", 3 * layer_bytes)
     box = Box()
-    sender = HostCopySender(box, "cpu", background=background)
+    sender = sender_to(box, background)
     made = {}
 
     def announce(request_id: str, layer: int, start: int) -> None:
@@ -81,39 +88,39 @@ def test_small_layers_travel_together_and_big_ones_alone(
         announce("r", layer, 0)
     announce("r", 4, 2)
     announce("s", 5, 2)
-    sender.finish_chunk("s", last=True)
+    sender.end_chunk("s")()
     found = [(a.request_id, a.start, a.layer, a.layers) for a in box.announced]
     assert found == [("r", 0, 4, 3), ("r", 0, 7, 2), ("r", 2, 4, 1), ("s", 2, 5, 1)]
     for a in box.announced:
         for n, (k, v) in enumerate(asyncio.run(pull(a, 3, 8, torch.float32))):
             assert torch.equal(torch.stack((k, v)), made[a.request_id, a.start, a.layer + n])
-    monkeypatch.setattr(host_copies, "MESSAGE_BYTES", layer_bytes)
+    monkeypatch.setattr(HostCopies, "message_bytes", layer_bytes)
     box.announced.clear()
     for layer in range(3):
         announce("r", layer, 4)
     if background:
-        sender.finish_chunk("r", last=True)
+        sender.end_chunk("r")()
     assert [(a.layer, a.layers) for a in box.announced] == [(0, 1), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_what_is_left_of_a_closed_request_is_not_posted(background: bool) -> None:
     box = Box()
-    sender = HostCopySender(box, "cpu", background=background)
+    sender = sender_to(box, background)
     kv = torch.zeros(2, 3, 8)
     sender.announce("gone", "decode:x", 0, 0, kv, kv)
     sender.forget("gone")
     sender.announce("r", "decode:x", 0, 0, kv, kv)
-    sender.finish_chunk("r", last=True)
+    sender.end_chunk("r")()
     assert [a.request_id for a in box.announced] == ["r"]
 
 
 async def test_logits_travel_as_float32() -> None:
     box = Box()
-    logits_V = torch.randn(50, dtype=torch.bfloat16)
-    HostCopySender(box, "cpu").first_logits("r", "decode:x", logits_V)
+    logits_V = torch.randn(50)
+    sender_to(box).first_logits("r", "decode:x", logits_V)
     assert box.sent_logits[0].logits.dtype == np.float32
-    assert np.array_equal(box.sent_logits[0].logits, logits_V.float().numpy())
+    assert np.array_equal(box.sent_logits[0].logits, logits_V.numpy())
 
 
 async def test_a_payload_behind_a_reference_is_awaited_and_its_loss_is_plain() -> None:
@@ -155,7 +162,7 @@ async def test_a_wrong_payload_is_refused(case: str) -> None:
 
 
 def test_a_sender_refuses_what_is_no_kv() -> None:
-    sender = HostCopySender(Box(), "cpu")
+    sender = sender_to(Box())
     good = torch.zeros(2, 3, 8)
     for k, v in ((good, good[:1]), (good[0], good[0]), (good.double(), good.double())):
         with pytest.raises(HandoffError, match="cannot hand over"):
@@ -166,65 +173,65 @@ def test_a_sender_refuses_what_is_no_kv() -> None:
 def test_a_refused_announcement_shows_at_the_end_of_the_chunk(background: bool) -> None:
     box = Box()
     box.refuse = "r"
-    sender = HostCopySender(box, "cpu", background=background)
+    sender = sender_to(box, background)
     kv = torch.zeros(2, 3, 8)
     sender.announce("r", "decode:x", 0, 0, kv, kv)
     sender.announce("other", "decode:x", 0, 0, kv, kv)
-    sender.finish_chunk("other", last=True)
+    sender.end_chunk("other")()
     with pytest.raises(HandoffError, match="r was not taken"):
-        sender.finish_chunk("r", last=True)
+        sender.end_chunk("r")()
     sender.forget("r")
-    sender.finish_chunk("r", last=True)
+    sender.end_chunk("r")()
 
 
-def test_a_slow_post_holds_the_stage_only_a_chunk_later() -> None:
-    """And the end of the prompt, when everything must be on its way."""
+def test_a_slow_post_holds_a_chunks_report_and_not_the_stage() -> None:
     let_go = threading.Event()
 
     class Slow(Box):
         def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
-            let_go.wait()
+            assert let_go.wait(20)
             super().kv(decode_worker, announcement)
 
     box = Slow()
-    sender = HostCopySender(box, "cpu", background=True)
+    sender = sender_to(box, background=True)
     kv = torch.zeros(2, 3, 8)
-    sender.announce("r", "decode:x", 0, 0, kv, kv)
-    sender.finish_chunk("r", last=False)  # would hang if it waited, as would all before the next
-    sender.announce("r", "decode:x", 0, 2, kv, kv)
-    sender.announce("s", "decode:x", 0, 0, kv, kv)
-    sender.finish_chunk("s", last=False)
+    sent = []
+    for name, start in (("r", 0), ("r", 2), ("s", 0)):  # would hang if the stage waited
+        sender.announce(name, "decode:x", 0, start, kv, kv)
+        sent.append(sender.end_chunk(name))
     assert not box.announced
     threading.Timer(0.05, let_go.set).start()
-    sender.finish_chunk("r", last=False)
+    sent[0]()
     assert let_go.is_set() and box.announced[0].start == 0
     sender.first_logits("r", "decode:x", torch.zeros(5))
-    sender.finish_chunk("r", last=True)
-    sender.finish_chunk("s", last=True)
+    sent[1]()
+    sent[2]()
     assert sorted((a.request_id, a.start) for a in box.announced) == [("r", 0), ("r", 2), ("s", 0)]
     assert len(box.sent_logits) == 1
 
 
-def test_a_refusal_shows_a_chunk_later_and_only_to_its_request() -> None:
+def test_a_refusal_shows_in_its_chunks_report_and_only_to_its_request() -> None:
     box = Box()
     box.refuse = "r"
-    sender = HostCopySender(box, "cpu", background=True)
+    sender = sender_to(box, background=True)
     kv = torch.zeros(2, 3, 8)
+    sent = {}
     for chunk in range(2):
         for name in ("r", "other"):
             sender.announce(name, "decode:x", 0, 2 * chunk, kv, kv)
-            if chunk == 0:
-                sender.finish_chunk(name, last=False)
-    sender.finish_chunk("other", last=False)
-    with pytest.raises(HandoffError, match="r was not taken"):
-        sender.finish_chunk("r", last=False)
-    sender.forget("r")
-    sender.finish_chunk("other", last=True)
-    assert not sender._posting["other"] and "r" not in sender._posting
+            sent[name, chunk] = sender.end_chunk(name)
+    for chunk in range(2):
+        sent["other", chunk]()
+        with pytest.raises(HandoffError, match="r was not taken"):
+            sent["r", chunk]()
+    for name in ("r", "other"):
+        sender.forget(name)
+        assert not sender.holds(name), "host copies are no pages"
+    assert not sender._posting
 
 
 class FakeRay:
-    """The four calls that ObjectStorePost makes. Replies are answered when `answer` names them, or read."""
+    """The four calls that ActorPost makes. Replies are answered when `answered` names them, or by waiting."""
 
     def __init__(self) -> None:
         self.answered: set[int] = set()
@@ -253,10 +260,13 @@ class FakeRay:
         return number
 
     def wait(self, replies: list[int], num_returns: int, timeout: float, fetch_local: bool) -> Any:
+        if timeout > 0:
+            self.answered |= {*replies}
         return [r for r in replies if r in self.answered], [r for r in replies if r not in self.answered]
 
     def get(self, reply: int, timeout: float) -> None:
-        self.answered.add(reply)
+        if reply not in self.answered:
+            raise TimeoutError("no answer")
         if reply in self.errors:
             raise self.errors[reply]
 

@@ -11,12 +11,18 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.cuda_ipc import CudaIpcReceiver, Lender
 from deltafront.workers.kv.handoff import HandoffError, Hold, Sender
+from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
+from deltafront.workers.kv.posting import PostingSender
 from deltafront.workers.kv.transports import TRANSPORTS, Transport, receiver, sender
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
+
+from .test_cuda_ipc import Neighbours
+from .test_object_store import Box
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
 
@@ -61,7 +67,14 @@ class ToySender(InProcessSender):
         self._memory = memory
 
     def announce(
-        self, request_id: str, decode_worker: str, layer: int, start: int, k_TGD: Any, v_TGD: Any
+        self,
+        request_id: str,
+        decode_worker: str,
+        layer: int,
+        start: int,
+        k_TGD: Any,
+        v_TGD: Any,
+        pages: Sequence[int] = (),
     ) -> int:
         handle = self._memory.export(request_id, k_TGD, v_TGD)
         self._sink.announce(KVAnnouncement(request_id, layer, start, len(k_TGD), handle))
@@ -88,33 +101,72 @@ class ToyReceiver:
         self._memory.exported = {handle: kept for handle, kept in held if kept[0] != request_id}
 
 
-def send_prompt(run: Any, end: Sender, request_id: str, ids: list[int]) -> None:
-    """As a stage does it: chunk by chunk, layer by layer."""
-    prompt = run.prefill(ids)
+class SinkPost(Box):
+    """Delivers to a sink at once, as an actor would be called."""
+
+    def __init__(self, sink: Any) -> None:
+        super().__init__()
+        self._sink = sink
+
+    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+        self._sink.announce(announcement)
+
+    def logits(self, decode_worker: str, message: FirstLogits) -> None:
+        self._sink.first_logits(message)
+
+
+def without_ray_and_gpu(name: str) -> Transport:
+    """A transport with stand-ins for the actor that is called and for the device's memory."""
+    if name == "object_store":
+        return Transport(
+            lambda _config, _cache, sink: PostingSender(HostCopies("cpu"), SinkPost(sink), background=True),
+            TRANSPORTS[name].receiver,
+        )
+    peers = Neighbours()
+    return Transport(
+        lambda config, cache, sink: PostingSender(
+            Lender(cache, peers, config.ack_timeout_s), SinkPost(sink), background=True
+        ),
+        lambda _config, cache, thread: CudaIpcReceiver(cache, thread, peers),
+    )
+
+
+def send_prompt(run: Any, end: Sender, cache: PagedKVCache, request_id: str, ids: list[int]) -> None:
+    """As a stage does it: chunk by chunk, layer by layer, into its pages and on from there."""
+    prompt, pages = run.prefill(ids), (9, 2, 3, 0, 5)
     for start in range(0, len(ids), 32):
         for layer, sides in enumerate(prompt.kv):
             k_TGD, v_TGD = (torch.from_numpy(side[start : start + 32]) for side in sides)
-            end.announce(request_id, "decode:test", layer, start, k_TGD, v_TGD)
-        if start + 32 < len(ids):
-            end.finish_chunk(request_id, last=False)
-    end.first_logits(request_id, "decode:test", torch.from_numpy(prompt.logits))
-    end.finish_chunk(request_id, last=True)
+            cache.write(layer, torch.tensor(pages), start, k_TGD, v_TGD)
+            end.announce(request_id, "decode:test", layer, start, k_TGD, v_TGD, pages)
+        sent = end.end_chunk(request_id)
+        if start + 32 >= len(ids):
+            end.first_logits(request_id, "decode:test", torch.from_numpy(prompt.logits))
+        sent()
     end.forget(request_id)
 
 
 async def answer_by(bench: Callable[..., Any], transport: str) -> Any:
     run = await bench(transport=transport)
-    end = sender(HandoffConfig(transport=transport), "cpu", EngineSink(run.engine))
+    there = run.engine._runner.cache
+    cache = PagedKVCache(there.layers, there.kv_heads, there.head_dim, 10, there.dtype, "cpu")
+    end = sender(HandoffConfig(transport=transport), cache, EngineSink(run.engine))
     await run.reserve("a", 70, 8)
-    await asyncio.to_thread(send_prompt, run, end, "a", ids_of(70))
+    await asyncio.to_thread(send_prompt, run, end, cache, "a", ids_of(70))
+    assert not end.holds("a")
     answer = await run.collect(GenerateJob("a", SHORT))
     assert run.used == 0
     return answer
 
 
-async def test_tensors_go_into_pages_within_one_process(bench: Any) -> None:
+@pytest.mark.parametrize("transport", ["in_process", "object_store", "cuda_ipc"])
+async def test_what_a_stage_computed_is_what_is_decoded(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
     wanted = await (await bench()).ask("a", ids_of(70), SHORT)
-    answer = await answer_by(bench, "in_process")
+    if transport != "in_process":
+        monkeypatch.setitem(TRANSPORTS, transport, without_ray_and_gpu(transport))
+    answer = await answer_by(bench, transport)
     assert answer.ids == wanted.ids
     assert answer.finish.report.handoff_bytes == wanted.finish.report.handoff_bytes
 
@@ -124,7 +176,7 @@ async def test_a_transport_from_outside_is_chosen_by_its_name(
 ) -> None:
     memory = Memory()
     toy = Transport(
-        lambda _config, _device, sink: ToySender(memory, sink),
+        lambda _config, _cache, sink: ToySender(memory, sink),
         lambda _config, cache, _thread: ToyReceiver(memory, cache),
     )
     monkeypatch.setitem(TRANSPORTS, "toy", toy)
@@ -136,12 +188,12 @@ async def test_a_transport_from_outside_is_chosen_by_its_name(
 
 def test_a_transport_needs_a_name_that_is_known_and_what_it_works_with() -> None:
     config = HandoffConfig(transport="pigeons")
-    with pytest.raises(ValueError, match=r"'pigeons' is unknown; known: object_store, in_process$"):
-        sender(config, "cpu")
+    with pytest.raises(ValueError, match=r"'pigeons' is unknown; known: object_store, cuda_ipc, in_process$"):
+        sender(config, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'pigeons' is unknown"):
         receiver(config, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="in one process"):
-        sender(HandoffConfig(transport="in_process"), "cpu")
+        sender(HandoffConfig(transport="in_process"), None)  # type: ignore[arg-type]
 
 
 # --- in process -----------------------------------------------------------------------------------------
@@ -170,18 +222,18 @@ def test_tensors_are_copied_where_they_are_and_trouble_shows_at_the_end_of_the_c
     k, v = torch.randn(2, 5, 3, 8, dtype=torch.bfloat16)
     for name in ("refused", "other"):
         assert end.announce(name, "decode:x", 4, 0, k, v) == 2 * 5 * 3 * 8 * 2
-        end.first_logits(name, "decode:x", torch.ones(7, dtype=torch.bfloat16))
+        end.first_logits(name, "decode:x", torch.ones(7))
     payload, logits = sink.taken
     assert isinstance(payload, DeviceKV) and payload.ready is None
     k_before, v_before = k.clone(), v.clone()
     k.zero_(), v.zero_()  # the stage's pages belong to another prompt by now
     assert torch.equal(payload.k_TGD, k_before) and torch.equal(payload.v_TGD, v_before)
     assert logits.dtype == "float32"
-    end.finish_chunk("other", last=True)
+    end.end_chunk("other")()
     with pytest.raises(HandoffError, match=r"^decode:x did not take K/V: not here$"):
-        end.finish_chunk("refused", last=True)
+        end.end_chunk("refused")()
     end.forget("refused")
-    end.finish_chunk("refused", last=True)
+    end.end_chunk("refused")()
     with pytest.raises(HandoffError, match="cannot hand over"):
         end.announce("other", "decode:x", 0, 0, k, v[:1])
 

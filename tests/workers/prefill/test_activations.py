@@ -5,21 +5,42 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deltafront.workers.prefill.activations import LinkClosed, NoActivations, QueueActivations, host_store
+from deltafront.workers.prefill.peer_activations import SLOTS, PeerActivations
 
 RANK = """
 import sys, torch
 from deltafront.workers.prefill.activations import GroupActivations, join_store
+from deltafront.workers.prefill.peer_activations import PeerActivations
 
-rank, stages, port = int(sys.argv[1]), 3, int(sys.argv[2])
+rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
+torch.multiprocessing.set_sharing_strategy("file_system")
 store = join_store("127.0.0.1", port, stages + 1)
 dtype = torch.bfloat16
-ends = GroupActivations(store, rank, stages, hidden=24, dtype=dtype, device=torch.device("cpu"), timeout_s=60)
+
+class SharedMemory:
+    # stands in for a GPU's memory: the host's, mapped by both processes
+    def export(self, x):
+        from multiprocessing.reduction import ForkingPickler
+        return bytes(ForkingPickler.dumps(x))
+    def open(self, handle):
+        import pickle
+        return pickle.loads(handle)
+    def mark(self):
+        return None
+
+like = torch.empty(0, 24, dtype=dtype)
+if kind == "group":
+    ends = GroupActivations(store, rank, stages, hidden=24, dtype=dtype, device=like.device, timeout_s=60)
+else:
+    ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), timeout_s=60)
 sizes = [128, 128, 1, 77, 128, 128, 128, 5]
 
 def sent(chunk):
@@ -30,7 +51,7 @@ for chunk, tokens in enumerate(sizes):
     assert x.shape == (tokens, 24) and x.dtype is dtype
     assert torch.equal(x, sent(chunk) * 2**rank), (rank, chunk)
     if rank < stages - 1:
-        y = x * 2 if rank < stages - 1 else x
+        y = x * 2
         ends.send(y[:, :].t().contiguous().t() if chunk % 2 else y)
 if rank == stages - 1:
     print("ok")
@@ -38,20 +59,24 @@ ends.close()
 """
 
 
-def test_three_processes_pass_chunks_on_in_order() -> None:
-    store = host_store("127.0.0.1", stages=4)
+@pytest.mark.parametrize(("stages", "kind"), [(3, "group"), (2, "peer"), (4, "peer")])
+def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
+    """Over gloo, and by copies from each other's memory."""
+    store = host_store("127.0.0.1", stages=stages + 1)
     command = [sys.executable, "-W", "ignore", "-c", RANK]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(store.port)], stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
+        subprocess.Popen(
+            [*command, str(rank), str(stages), str(store.port), kind], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(stages)
     ]
     try:
         outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    assert outputs[2].strip() == "ok"
+    assert [rank.returncode for rank in ranks] == [0] * stages
+    assert outputs[-1].strip() == "ok"
 
 
 def test_queues_pass_chunks_on_in_order() -> None:
@@ -93,3 +118,94 @@ def test_the_ends_of_a_pipeline_have_no_neighbour() -> None:
     for ends in (NoActivations(), last):
         with pytest.raises(LinkClosed):
             ends.send(torch.zeros(1, 4))
+
+
+# --- from each other's memory ---------------------------------------------------------------------------
+
+
+class OneProcess:
+    """Memory of neighbours that are threads here. `happened` holds what their devices have still to do."""
+
+    def __init__(self) -> None:
+        self.exported: list[torch.Tensor] = []
+        self.happened = threading.Event()
+        self.happened.set()
+
+    def export(self, x: torch.Tensor) -> int:
+        self.exported.append(x)
+        return len(self.exported) - 1
+
+    def open(self, handle: int) -> torch.Tensor:
+        return self.exported[handle]
+
+    def mark(self) -> OneProcess:
+        return self
+
+    def synchronize(self) -> None:
+        assert self.happened.wait(20)
+
+
+def neighbours(*memory: OneProcess) -> list[PeerActivations]:
+    """Linked stages, one for each memory's device."""
+    store, like = dist.HashStore(), torch.empty(0, 4)
+    shared = memory[0].exported
+    for one in memory:
+        one.exported = shared
+    stages = len(memory)
+    with ThreadPoolExecutor(stages) as pool:
+        ends = [
+            pool.submit(PeerActivations, store, rank, stages, 8, like, one, 20.0)  # type: ignore[arg-type]
+            for rank, one in enumerate(memory)
+        ]
+        return [end.result(20) for end in ends]
+
+
+def test_a_slot_is_written_again_only_after_it_was_copied() -> None:
+    sender, receiver = OneProcess(), OneProcess()
+    first, last = neighbours(sender, receiver)
+    receiver.happened.clear()
+    for n in range(SLOTS):
+        first.send(torch.full((2, 4), float(n)))
+    copied = [last.receive(2) for _ in range(SLOTS)]
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(first.send, torch.full((2, 4), 9.0))
+        with pytest.raises(TimeoutError):
+            sending.result(0.2)
+        assert float(sender.exported[0][0, 0, 0]) == 0.0, "the copy of it is only launched"
+        receiver.happened.set()
+        sending.result(20)
+    assert [float(x[0, 0]) for x in [*copied, last.receive(2)]] == [0.0, 1.0, 2.0, 9.0]
+    first.close()
+    last.close()
+
+
+def test_a_chunk_is_told_of_only_when_it_was_computed() -> None:
+    sender, receiver = OneProcess(), OneProcess()
+    first, last = neighbours(sender, receiver)
+    sender.happened.clear()
+    first.send(torch.ones(2, 4))
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(last.receive, 2)
+        with pytest.raises(TimeoutError):
+            receiving.result(0.2)
+        sender.happened.set()
+        assert torch.equal(receiving.result(20), torch.ones(2, 4))
+    first.abort()
+    last.abort()
+
+
+def test_a_neighbour_that_is_gone_wakes_whoever_waits_for_it() -> None:
+    first, middle, last = neighbours(OneProcess(), OneProcess(), OneProcess())
+    with ThreadPoolExecutor(2) as pool:
+        receiving = pool.submit(last.receive, 2)
+        for _ in range(SLOTS):
+            first.send(torch.ones(2, 4))
+        sending = pool.submit(first.send, torch.ones(2, 4))
+        middle.abort()
+        for waiting in (receiving, sending):
+            with pytest.raises(LinkClosed, match="is gone"):
+                waiting.result(20)
+    for end in (first, last):
+        end.abort()
+        with pytest.raises(LinkClosed, match="nobody"):
+            end.receive(1)

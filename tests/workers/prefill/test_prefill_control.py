@@ -19,7 +19,13 @@ from deltafront.workers.messages.requests import (
     RefusalReason,
     Refused,
 )
-from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from deltafront.workers.messages.stages import (
+    ChunkCommand,
+    ChunkReport,
+    HandoffFailed,
+    OpenRequest,
+    RequestFailed,
+)
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
 
@@ -35,6 +41,8 @@ class FakeStage:
         self.stage, self.pause, self.trouble = stage, pause, trouble
         self.log: list[tuple[str, str, int]] = []
         self.opened: dict[str, OpenRequest] = {}
+        self.lent: dict[str, int] = {}
+        """How often it will say of a closed request that its pages are still being read."""
         self.wrong: list[str] = []
         self.stopped = False
         self.stuck = False
@@ -50,8 +58,8 @@ class FakeStage:
             self.wrong.append("token ids are for the first stage, all of them")
         return self._send(("chunk", command.request_id, command.start), lambda: self._chunk(command))
 
-    def close(self, request_id: str) -> Awaitable[None]:
-        return self._send(("close", request_id, 0), lambda: self.opened.pop(request_id) and None)
+    def close(self, request_id: str) -> Awaitable[bool]:
+        return self._send(("close", request_id, 0), lambda: self._close(request_id))
 
     def abandon(self, serial: int) -> None:
         self.log.append(("abandon", "", serial))
@@ -95,6 +103,11 @@ class FakeStage:
             if set(other.pages) & set(request.pages):
                 self.wrong.append(f"{request.request_id} got pages that {other.request_id} still has")
         self.opened[request.request_id] = request
+
+    def _close(self, request_id: str) -> bool:
+        self.opened.pop(request_id, None)
+        self.lent[request_id] = self.lent.get(request_id, 0) - 1
+        return self.lent[request_id] < 0
 
     def _chunk(self, command: ChunkCommand) -> ChunkReport:
         if command.request_id not in self.opened:
@@ -189,11 +202,12 @@ async def test_one_prompt_from_start_to_report() -> None:
 
 
 @timeless
-async def test_never_more_chunks_in_flight_than_stages_and_short_ones_overtake() -> None:
+async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None:
+    """One that the first stage computes and one behind it; one a stage and one more in all."""
     controller, fakes = make(stages=3)
     long = asyncio.create_task(collect(controller, job("long", 900)))
     await asyncio.sleep(0)
-    assert [kind for kind, _, _ in fakes[0].log].count("chunk") == 1, "the next waits for the first stage"
+    assert [kind for kind, _, _ in fakes[0].log].count("chunk") == 2, "the next waits for the first stage"
     await collect(controller, job("short", 100))
     assert not long.done(), "128-token chunks of the long prompt are still to come"
     events = await long
@@ -210,8 +224,8 @@ async def test_a_request_ages_only_while_nothing_of_it_runs() -> None:
     fake = FakeStage(0, lambda: 0.002, no_trouble)
     controller = controller_of([fake], config)
     await asyncio.gather(collect(controller, job("a", 512)), collect(controller, job("b", 512)))
-    turns = [name for kind, name, _ in fake.log if kind == "chunk"]
-    assert turns == ["a", "b"] * 4
+    turns = "".join(name for kind, name, _ in fake.log if kind == "chunk")
+    assert turns == "aabbaabb", "as many at a time as may be launched at once"
 
 
 @timeless
@@ -239,6 +253,23 @@ async def test_refusals_take_nothing() -> None:
 def test_chunks_are_whole_tiles(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="multiple of 128"):
         PrefillController("x", [], PrefillConfig(chunk_tokens=chunk_tokens), lambda _: None, no_pulse)
+
+
+@timeless
+async def test_pages_are_free_only_when_no_decode_worker_reads_them() -> None:
+    """However often a stage says so; other requests go on meanwhile."""
+    controller, fakes = make(stages=2, pages=64)
+    fakes[1].lent["a"] = 5
+    await collect(controller, job("a", 300))
+    closes = [fake.log.count(("close", "a", 0)) for fake in fakes]
+    assert closes == [6, 6], "asked again until every stage gives them back"
+    fakes[0].lent["b"] = 10**9
+    reading = asyncio.create_task(collect(controller, job("b", 300)))
+    await collect(controller, job("c", 600))
+    assert (await controller.stats()).pages_free == 64 - 19 and not reading.done()
+    fakes[0].lent["b"] = 0
+    await reading
+    await assert_clean(controller, fakes)
 
 
 @timeless
@@ -303,17 +334,20 @@ async def test_a_lease_is_looked_at_again_before_it_ends_a_request() -> None:
 
 
 @timeless
-async def test_trouble_with_one_request_leaves_the_others_alone() -> None:
+@pytest.mark.parametrize(("raised", "told"), [(RequestFailed, PrefillFailed), (HandoffFailed, HandoffFailed)])
+async def test_trouble_with_one_request_leaves_the_others_alone(
+    raised: type[RequestFailed], told: type[PrefillFailed]
+) -> None:
     def trouble(request_id: str) -> None:
         if request_id == "bad":
-            raise RequestFailed("its method does not run here")
+            raise raised("its method does not run here")
 
     controller, fakes = make(trouble=trouble)
     good, bad = await asyncio.gather(
         collect(controller, job("good", 500)), collect(controller, job("bad", 300)), return_exceptions=True
     )
     assert isinstance(good, list) and isinstance(good[-1], PrefillDone)
-    assert isinstance(bad, PrefillFailed) and str(bad) == "its method does not run here"
+    assert type(bad) is told and str(bad) == "its method does not run here"
     assert controller.failure == ""
     await assert_clean(controller, fakes)
 

@@ -167,7 +167,7 @@ async def test_abandoning_overtakes_the_chunk_that_runs_and_commands_keep_their_
             until = time.monotonic() + 60.0
             while self.wanted and time.monotonic() < until:
                 time.sleep(0.005)
-            return "stopped" if not self.wanted else "never stopped"
+            return lambda: "never stopped" if self.wanted else "stopped"
 
         def close(self, request_id: str) -> Any:
             self.order.append(request_id)

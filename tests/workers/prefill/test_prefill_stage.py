@@ -17,6 +17,7 @@ import torch
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.testing import assert_rows_close, row_errors
+from deltafront.workers.kv.handoff import HandoffError
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
@@ -24,6 +25,7 @@ from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
 from deltafront.workers.messages.stages import (
     ChunkCommand,
     FirstLogits,
+    HandoffFailed,
     KVAnnouncement,
     OpenRequest,
     RequestFailed,
@@ -201,7 +203,7 @@ async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
 
 def stage_of(model: ModelSpec, sink: Collector) -> PrefillStage:
     config = PrefillConfig(stages=1, cache_tokens=1024)
-    return load_stage(model, config, 0, None, InProcessSender(sink))
+    return load_stage(model, config, 0, None, lambda _cache: InProcessSender(sink))
 
 
 def test_a_stage_by_hand(model: ModelSpec) -> None:
@@ -211,7 +213,7 @@ def test_a_stage_by_hand(model: ModelSpec) -> None:
         stage.run_chunk(command)
     stage.open(OpenRequest("r", tuple(range(40, 49)), 130, DENSE, "decode:x"))
     assert stage.pages_used() == 9
-    report = stage.run_chunk(command)
+    report = stage.run_chunk(command)()
     assert sum(report.phases.values()) <= report.wall
     assert (report.stage, report.start, report.request_id) == (0, 0, "r")
     with pytest.raises(RequestFailed, match="token ids"):
@@ -219,6 +221,17 @@ def test_a_stage_by_hand(model: ModelSpec) -> None:
     assert stage.pages_used() == 0, "a request that failed is closed"
     stage.close("r")
     stage.close("unknown")
+
+
+def test_a_hand_off_that_failed_is_called_so(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise HandoffError("K/V of r is lost")
+
+    stage = stage_of(model, Collector())
+    stage.open(OpenRequest("r", tuple(range(40, 49)), 130, DENSE, "decode:x"))
+    monkeypatch.setattr(stage._sender, "finish_chunk", lost)
+    with pytest.raises(HandoffFailed, match="K/V of r is lost"):
+        stage.run_chunk(ChunkCommand("r", 0, 128, False, True, random_ids(128)))
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
@@ -232,7 +245,7 @@ def test_scattered_pages_give_what_a_run_of_pages_gives(model: ModelSpec, method
     for start, end in ((0, 128), (128, 256), (256, 300)):
         part = ids[4 * start : 4 * end]
         for name in ("run", "scattered"):
-            stage.run_chunk(ChunkCommand(name, start, end - start, end == 300, True, part))
+            stage.run_chunk(ChunkCommand(name, start, end - start, end == 300, True, part))()
     assert_rows_close(*(torch.from_numpy(sink.logits[name])[None] for name in ("run", "scattered")))
     for name in ("run", "scattered"):
         stage.close(name)
@@ -245,8 +258,9 @@ def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: Me
     token = int(np.frombuffer(ids, dtype="<u4")[70])
     stage.stack._weights.embedding_VC[token] *= 1e7  # beyond 65,504
     stage.open(OpenRequest("r", tuple(range(19)), 300, method, "decode:x"))
+    begun = stage.run_chunk(ChunkCommand("r", 0, 300, True, True, ids))
     with pytest.raises(RequestFailed, match=r"not finite numbers in torch\.float16"):
-        stage.run_chunk(ChunkCommand("r", 0, 300, True, True, ids))
+        begun()
     assert not sink.logits
     stage.close("r")
     assert stage.pages_used() == 0

@@ -1,0 +1,91 @@
+"""Memory of a GPU that other processes of this host can read: CUDA IPC.
+
+A process that maps another's memory sees it as its own device's, whichever GPUs Ray lets it see: CUDA opens
+handles of devices that are not visible, and copies between GPUs are made by copy engines. What is mapped
+stays readable when its owner dies, and stays taken on the owner's GPU until it is unmapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+class PeerMemory(Protocol):
+    """What the transports need of a device and of the processes around."""
+
+    home: str
+    """Names the host, and there the processes that can reach each other."""
+
+    def export(self, x: torch.Tensor) -> Any:
+        """A handle that can be sent; x must live as long as this process."""
+
+    def open(self, handle: Any) -> torch.Tensor:
+        """Another process's tensor. It is unmapped when the last reference goes. Raises RuntimeError if its
+        owner is gone."""
+
+    def mark(self) -> Any:
+        """An event of all that was launched so far, for `.synchronize()`; None: it is done."""
+
+    def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
+        """Call `tell` once, on this event loop, when a process has ended (at once if it has)."""
+
+
+class CudaPeerMemory:
+    """For tensors on `device`. Raises ValueError for a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"CUDA IPC needs a GPU, not {device}")
+        self._device = device
+        self.home = home()
+
+    def export(self, x: torch.Tensor) -> Any:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return reduce_tensor(x)[1]  # type: ignore[no-untyped-call]
+
+    def open(self, handle: Any) -> torch.Tensor:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        here = [*handle]
+        here[_DEVICE_ARGUMENT] = index  # the exporter's number means nothing here
+        opened: torch.Tensor = rebuild_cuda_tensor(*here)  # type: ignore[no-untyped-call]
+        return opened
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            watched = os.pidfd_open(pid)
+        except ProcessLookupError:
+            loop.call_soon(tell)
+            return
+
+        def ended() -> None:
+            loop.remove_reader(watched)
+            os.close(watched)
+            tell()
+
+        loop.add_reader(watched, ended)
+
+
+_DEVICE_ARGUMENT = 6
+"""Of `rebuild_cuda_tensor`: the number of the device."""
+
+
+def home() -> str:
+    """This host and its space of process ids: two containers of one host are two homes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}, boot {boot}, {os.readlink('/proc/self/ns/pid')}"

@@ -1,0 +1,162 @@
+"""Into which chunks a group cuts a prompt: few enough that what each costs beside its tokens stays small, and
+short enough that stages do not wait long for the first or the last. Pure.
+
+Where every stage takes as long for a chunk as the others (`ModelConfig.split`), a prompt takes the sum of its
+chunks' times and (stages - 1) times the longest: a proportionate flow shop. What the tokens cost does not
+depend on how they are cut, so of all cuts the best one has, for its number of chunks, the least longest one.
+Attention makes tokens dearer towards the end, and chunks shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...kernels.constants import BLOCK
+from ..messages.methods import MethodSpec
+
+_FLOPS = 660e12
+"""Multiply-adds count as two. What products of 8B shapes reach on an H200, with all that is around them."""
+_CHUNK_S, _LAYER_S = 0.5e-3, 60e-6
+"""What a chunk costs a stage, and each of its layers, however few its tokens: launches, ends of kernels that
+do not fill the device, the way of its activations."""
+_SPARSE = 0.12
+"""Of dense attention's time, what a sparse method takes, scoring included (131,072 tokens, density 0.055)."""
+_REMEMBERED = 64
+_TRIES = 8
+_HALVINGS = 16
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """What a chunk costs a stage, in tokens' worth of its linear layers. pair: for each query and each key at
+    or before it. fixed: whatever its tokens."""
+
+    pair: float
+    fixed: float
+
+    def of(self, start: int, tokens: int) -> float:
+        """Tokens start .. start+tokens-1."""
+        return tokens + self.pair * tokens * (start + (tokens + 1) / 2) + self.fixed
+
+    def fitting(self, start: int, most: float) -> int:
+        """How many tokens from `start` on cost `most` together, whole blocks; 0 if not one block does."""
+        room = most - self.fixed
+        if room <= 0:
+            return 0
+        slope = 1 + self.pair * (start + 0.5)
+        tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * self.pair * room))
+        return int(tokens * (1 + 1e-12)) // BLOCK * BLOCK
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """A model on GPUs, as far as chunks go. layers: of the whole model. linear, pair: multiply-adds of a
+    layer for each token, and for each pair of query and key."""
+
+    layers: int
+    linear: int
+    pair: int
+
+    def chunk_cost(self, method: MethodSpec, stages: int) -> ChunkCost:
+        layers = self.layers / stages
+        token_s = 2 * self.linear * layers / _FLOPS
+        dense = method.name.partition("+")[0] == "dense"
+        return ChunkCost(
+            pair=(1.0 if dense else _SPARSE) * self.pair / self.linear,
+            fixed=(_CHUNK_S + layers * _LAYER_S) / token_s,
+        )
+
+
+class ChunkSizes:
+    """How a group cuts its prompts. work: None where nothing is known of what chunks cost, as on a CPU: then
+    all are `largest`."""
+
+    def __init__(self, stages: int, largest: int, work: LayerWork | None = None) -> None:
+        self._stages, self._largest, self._work = stages, largest, work
+        self._planned = lru_cache(_REMEMBERED)(self._plan)
+
+    def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
+        """Sizes of the chunks of tokens start .. tokens-1 of a prompt."""
+        if self._work is None or self._stages == 1:
+            return even_chunks(start, tokens, self._largest)
+        return self._planned(self._work.chunk_cost(method, self._stages), start, tokens)
+
+    def _plan(self, cost: ChunkCost, start: int, tokens: int) -> tuple[int, ...]:
+        return plan_chunks(start, tokens, self._stages, self._largest, cost)
+
+
+def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
+    """As few chunks as can be: all `largest`, and what is left."""
+    whole, rest = divmod(tokens - start, largest)
+    return (largest,) * whole + (rest,) * (rest > 0)
+
+
+def plan_chunks(start: int, tokens: int, stages: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
+    """Sizes of the chunks of tokens start .. tokens-1 of a prompt: multiples of a block but for the last,
+    none above `largest` (a multiple too), within a percent of the shortest time that there is."""
+    best = even_chunks(start, tokens, largest)
+    if stages == 1 or len(best) == 0:
+        return best
+    least = takes(best, start, stages, cost)
+    for count in _counts(start, tokens, stages, len(best), cost):
+        sizes = _shortest(start, tokens, count, largest, cost)
+        time = takes(sizes, start, stages, cost)
+        if time < least:
+            best, least = sizes, time
+    return best
+
+
+def takes(sizes: Sequence[int], start: int, stages: int, cost: ChunkCost) -> float:
+    """From the first chunk's start to the last one's end, in `ChunkCost`'s unit."""
+    costs = []
+    for size in sizes:
+        costs.append(cost.of(start, size))
+        start += size
+    return sum(costs) + (stages - 1) * max(costs)
+
+
+def _counts(start: int, tokens: int, stages: int, fewest: int, cost: ChunkCost) -> list[int]:
+    """Numbers of chunks to try: around that at which a chunk more costs what it saves if chunks could be cut
+    anywhere. The time is flat there."""
+    bare = cost.of(start, tokens - start) - cost.fixed
+    middle = math.sqrt((stages - 1) * bare / max(cost.fixed, 1e-9))
+    most = -(-(tokens - start) // BLOCK)
+    low, high = (min(max(fewest, round(middle * factor)), most) for factor in (0.5, 2.0))
+    tried = {round(low + (high - low) * n / (_TRIES - 1)) for n in range(_TRIES)}
+    return sorted(tried)
+
+
+def _shortest(start: int, tokens: int, count: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
+    """At most `count` chunks, the longest of which is as short as can be."""
+    enough = max(cost.of(max(start, tokens - largest), largest), cost.of(start, min(largest, tokens - start)))
+    low, high = 0.0, enough
+    best = even_chunks(start, tokens, largest)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        sizes = _packed(start, tokens, count, largest, middle, cost)
+        if sizes is None:
+            low = middle
+        else:
+            best, high = sizes, middle
+    return best
+
+
+def _packed(
+    start: int, tokens: int, count: int, largest: int, most: float, cost: ChunkCost
+) -> tuple[int, ...] | None:
+    """As few chunks as can be that cost `most` at most; None if these are more than `count`."""
+    sizes: list[int] = []
+    while start < tokens:
+        left = tokens - start
+        size = min(cost.fitting(start, most), largest)
+        if size < left and cost.of(start, left) <= most and left <= largest:
+            size = left  # the last one need not be whole blocks
+        size = min(size, left)
+        if size == 0 or len(sizes) == count:
+            return None
+        sizes.append(size)
+        start += size
+    return tuple(sizes)

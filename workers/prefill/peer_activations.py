@@ -1,0 +1,174 @@
+"""Hidden states between GPUs of one host: a stage keeps them in a ring of its own memory, and the stage after
+copies from there. Copy engines do it, where NCCL would take multiprocessors from the products beside it.
+
+What travels between the processes are numbers over a socket: how many chunks are in the ring, and how many
+of them were copied. They are sent by a thread that waits for its own device, so nobody's stream waits for
+another process, and a neighbour that dies is noticed at once.
+
+Shape suffixes: T tokens of the chunk, C hidden size, N slots of a ring.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from ..kv.peer_memory import CudaPeerMemory, PeerMemory, home
+from ..settings import PrefillConfig
+from .activations import Activations, GroupActivations, LinkClosed
+
+SLOTS = 3
+"""Chunks of a ring: one that is copied, one that waits, one that is written."""
+
+
+class Line:
+    """A connection to a neighbour. tell: a number, once what was launched so far has happened. Numbers come
+    in order. timeout_s: longest wait for one."""
+
+    def __init__(self, connection: Connection[Any, Any], mark: Callable[[], Any], timeout_s: float) -> None:
+        self._connection = connection
+        self._mark = mark
+        self._timeout_s = timeout_s
+        self._telling = ThreadPoolExecutor(1, "activations")
+
+    def tell(self, number: int) -> None:
+        self._telling.submit(self._tell, self._mark(), number)
+
+    def hear(self) -> int:
+        """The neighbour's next number. Raises LinkClosed if it is gone, or too slow."""
+        try:
+            if self._connection.poll(self._timeout_s):
+                return int(self._connection.recv())
+        except (EOFError, OSError):
+            raise LinkClosed("the stage beside this one is gone") from None
+        raise LinkClosed(f"the stage beside this one was silent for {self._timeout_s:g} s")
+
+    def close(self) -> None:
+        """What was told before is sent first."""
+        self._telling.shutdown()
+        self._connection.close()
+
+    def abort(self) -> None:
+        self._telling.shutdown(wait=False, cancel_futures=True)
+        self._connection.close()
+
+    def _tell(self, event: Any, number: int) -> None:
+        if event is not None:
+            event.synchronize()
+        try:
+            self._connection.send(number)
+        except OSError:
+            return  # whoever waits for the neighbour hears that it is gone
+
+
+@dataclass
+class _Out:
+    """The ring, and how many chunks were put into it and copied from it."""
+
+    line: Line
+    ring_NTC: torch.Tensor
+    put: int = 0
+    taken: int = 0
+
+
+@dataclass
+class _In:
+    """The neighbour's ring, and how many chunks came from it."""
+
+    line: Line
+    ring_NTC: torch.Tensor
+    came: int = 0
+
+
+class PeerActivations:
+    """One stage's ends. All stages must make theirs at the same time, with the same store and sizes."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        stages: int,
+        chunk_tokens: int,
+        like: torch.Tensor,
+        peers: PeerMemory,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """like: an empty tensor [0, hidden] of the dtype and device that chunks have."""
+        self._peers = peers
+        self._before: _In | None = None
+        self._after: _Out | None = None
+        listener = None
+        if rank < stages - 1:
+            ring_NTC = like.new_empty(SLOTS, chunk_tokens, like.shape[1])
+            key = secrets.token_bytes(16)
+            listener = Listener(family="AF_UNIX", authkey=key)
+            told = pickle.dumps((listener.address, key, peers.export(ring_NTC)))
+            store.set(f"ring/{rank}", told.hex())
+        if rank > 0:
+            address, key, handle = pickle.loads(bytes.fromhex(store.get(f"ring/{rank - 1}").decode()))
+            line = Line(Client(address, "AF_UNIX", key), peers.mark, timeout_s)
+            self._before = _In(line, peers.open(handle))
+        if listener is not None:
+            with listener:
+                self._after = _Out(Line(listener.accept(), peers.mark, timeout_s), ring_NTC)
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        """Returns once the chunk is in the neighbour's ring and its copy is launched."""
+        link = self._before
+        if link is None:
+            raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
+        number = link.line.hear()
+        if number != link.came + 1:
+            raise LinkClosed(f"stages out of step: chunk {number} came, {link.came + 1} was expected")
+        slot_TC = link.ring_NTC[link.came % SLOTS, :tokens]
+        hidden_TC = torch.empty_like(slot_TC).copy_(slot_TC)
+        link.came = number
+        link.line.tell(number)
+        return hidden_TC
+
+    def send(self, hidden_TC: torch.Tensor) -> None:
+        """Returns when the chunk's copy into the ring is launched; before it waits for a slot."""
+        link = self._after
+        if link is None:
+            raise LinkClosed("the last stage has nobody to send to")
+        while link.put - link.taken >= SLOTS:
+            link.taken = link.line.hear()
+        link.ring_NTC[link.put % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)
+        link.put += 1
+        link.line.tell(link.put)
+
+    def close(self) -> None:
+        """Wait until everything sent has been taken, then part."""
+        if self._after is not None:
+            while self._after.taken < self._after.put:
+                self._after.taken = self._after.line.hear()
+        for link in (self._before, self._after):
+            if link is not None:
+                link.line.close()
+        self._before = self._after = None  # unmapped
+
+    def abort(self) -> None:
+        for link in (self._before, self._after):
+            if link is not None:
+                link.line.abort()
+        self._before = self._after = None
+
+
+def meet(store: Store, rank: int, config: PrefillConfig, like: torch.Tensor) -> Activations:
+    """One stage's links to its neighbours: by `PeerActivations` where all stages have GPUs of one host, by
+    torch.distributed otherwise. All stages must call this at the same time. like: as there."""
+    stages = config.stages
+    if like.device.type == "cuda" and config.activations == "copied":
+        store.set(f"home/{rank}", home())
+        if len({store.get(f"home/{other}") for other in range(stages)}) == 1:
+            memory = CudaPeerMemory(like.device)
+            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory)
+    return GroupActivations(store, rank, stages, like.shape[1], like.dtype, like.device)
