@@ -67,8 +67,8 @@ class Request:
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
-        """The next chunk, cut as `sizes` has it; counts its tokens as sent. A prompt that goes on is cut as it
-        would be from its beginning, so that the same numbers come out, to the bit."""
+        """The next chunk, cut as `sizes` has it; counts its tokens as sent. A prompt that goes on is cut as
+        it would be from its beginning, so that the same numbers come out, to the bit."""
         start, total = self.sent, self.job.tokens
         if not self._cut:
             whole = sizes.of(self.job.method, 0, total)
