@@ -194,7 +194,7 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
-    if runner.stack.device.type == "cuda":
+    if runner.asynchronous:
         runner.capture()
     key = 0
     longest = tokens - _RAGGED - 2  # two steps follow
