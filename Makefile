@@ -6,7 +6,7 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test acceptance check proto serve dashboards manifests clean install dev model accuracy
+.PHONY: demo test acceptance check proto serve dashboards dashboards-preview manifests clean install dev model accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -47,7 +47,8 @@ check: dev
 	$(BIN)/ruff format --check .
 	mkdir -p $(LINK) && ln -sfn "$(CURDIR)" $(LINK)/deltafront
 	cd $(LINK) && MYPYPATH="$(CURDIR)/$(LINK)" "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
-	  --cache-dir "$(CURDIR)/.mypy_cache" -p deltafront.kernels -p deltafront.workers -p deltafront.service
+	  --cache-dir "$(CURDIR)/.mypy_cache" -p deltafront.kernels -p deltafront.workers -p deltafront.service \
+	  -p deltafront.dashboards
 	$(BIN)/pytest tests/test_imports.py tests/test_generated.py -q
 
 proto: dev
@@ -57,7 +58,11 @@ proto: dev
 	cp build/proto/deltafront/protos/v1/deltafront_pb2* protos/v1/
 
 dashboards: install
-	$(BIN)/python dashboards/build.py
+	$(BIN)/python -m deltafront.dashboards.build
+
+# Pictures of them in docs/dashboards: a service, Prometheus (Debian: prometheus) and three minutes of requests.
+dashboards-preview: dev model
+	$(BIN)/python -m deltafront.dashboards.preview
 
 manifests: install
 	$(BIN)/python deploy/kubernetes/build.py

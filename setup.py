@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("benchmarks", "kernels", "protos", "service", "workers")
+FOLDERS = ("benchmarks", "dashboards", "kernels", "protos", "service", "workers")
 
 found = find_packages(include=[name for folder in FOLDERS for name in (folder, f"{folder}.*")])
 setup(packages=["deltafront", *(f"deltafront.{name}" for name in found)])

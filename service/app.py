@@ -28,7 +28,7 @@ from .fleet.dispatch import RayDirectory
 from .fleet.scaling import GroupsByBacklog, WorkersByLoad
 from .fleet.view import Fleet
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import local_model, observer, requests, tls_files
+from .wiring import local_model, observer, requests, tls_files, traced
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -56,13 +56,16 @@ class DoorReplica(FrontDoor):
         logging.basicConfig(level=logging.INFO)
         settings = parse(config)
         self._id = secrets.token_hex(4)
-        metrics = Metrics(Path(metrics_directory))
+        metrics = Metrics(Path(metrics_directory), settings.door.model_name or settings.model.path)
         fleet = Fleet(RayDirectory(), observer(metrics), settings.door.refresh_s, settings.door.renew_s)
         host = settings.door.metrics_host
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = f"{shown}:{settings.door.metrics_port}"
         gate = Gate(settings.door.tls_port) if settings.door.tls_certificate else None
-        super().__init__(requests(settings, fleet, metrics, address, self._id, self._end_elsewhere, gate))
+        self._tracing = traced(settings.door, self._id)
+        super().__init__(
+            requests(settings, fleet, metrics, address, self._id, self._end_elsewhere, gate, self._tracing)
+        )
         self._fleet = fleet
         fleet.start()
         self._http = HttpDoor(self._requests, settings.door.max_message_bytes)
@@ -100,6 +103,7 @@ class DoorReplica(FrontDoor):
         if self._tls is not None:
             await self._tls.stop()
         await self._fleet.stop()
+        await asyncio.to_thread(self._tracing.stop)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve's HTTP server runs, beside the gRPC methods."""

@@ -33,6 +33,7 @@ from ..workers.settings import (
     PrefillConfig,
 )
 
+CONSOLE = "console"
 _WARM_UP_TOKENS = 256
 """A decode worker's warm-up needs room for, and positions of, this many tokens."""
 
@@ -64,6 +65,9 @@ class DoorConfig:
     """OpenAI's API."""
     metrics_port: Port = 9464
     metrics_host: str = "0.0.0.0"
+    tracing: str = ""
+    """Where OpenTelemetry spans of requests go: the URL of a collector's OTLP over HTTP, such as
+    http://collector:4318/v1/traces, or `console`. Empty: there are none."""
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 64 << 20
     tokens_file: Path | None = None
     """Bearer tokens, one a line (`service/door/auth.py`). None: everybody may call, and sessions belong to
@@ -192,6 +196,8 @@ class ServiceConfig(BaseModel):
             yield "door.tls_client_ca: needs door.tls_certificate"
         if door.tls_certificate and door.tls_port in (door.grpc_port, door.http_port, door.metrics_port):
             yield "door.tls_port: must differ from the other ports"
+        if door.tracing and door.tracing != CONSOLE and not door.tracing.startswith(("http://", "https://")):
+            yield f"door.tracing = {door.tracing!r}: must be a URL, or {CONSOLE}"
         if len({door.grpc_port, door.http_port, door.metrics_port}) < 3:
             yield "door: grpc_port, http_port and metrics_port must differ"
 

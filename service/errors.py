@@ -123,3 +123,7 @@ class WorkerLost(WorkerError):
 
 class WorkerFailed(WorkerError):
     """The worker lives and says that this request failed."""
+
+
+class WorkerHandoffFailed(WorkerFailed):
+    """A prompt's K/V did not get from prefill to its decode worker."""

@@ -8,14 +8,19 @@ takes over when it dies.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..workers.messages.events import DecodeReport, LayerDensity, PrefillReport
+from ..workers.messages.events import DecodeReport, FinishReason, LayerDensity, PrefillReport
+from . import scrape
+from .errors import Code
+from .gauges import WorkerGauges
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+FINISHED = "finished"
+"""The outcome of a request that ended well; the others are codes of errors."""
+RPCS = ("Prefill", "Generate", "CancelRequest", "ReleaseSession", "GetServerInfo")
 _SECONDS = (
     0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5,
     10, 15, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640,
@@ -26,21 +31,15 @@ _TOKEN_SECONDS = (
 _TOKENS = tuple(1 << power for power in range(4, 21))
 _RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SCORING = ("anchors", "scoring", "selection")
-
-
-class WorkerState(NamedTuple):
-    """A worker's gauges. usage: pages in use over all pages."""
-
-    usage: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    sessions: int = 0
+_LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K"), (1 << 18, "256K"))
+"""Bounds of `prompt`, in tokens, as dashboards show them."""
 
 
 class Metrics:
-    """`deltafront_*`. One instance a process; `directory` is shared by the replicas of a node."""
+    """`deltafront_*`. One instance a process; `directory` is shared by the replicas of a node. model_name: a
+    label of every series, added when they are scraped; empty: none."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, model_name: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True)
         os.environ[DIRECTORY_VARIABLE] = str(directory)
         import prometheus_client as prometheus  # reads the variable when it is imported
@@ -49,11 +48,14 @@ class Metrics:
         # If somebody imported it earlier, its values would live in this process's memory only.
         values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
         self.directory = directory
+        self._model_name = model_name
         self._prometheus = prometheus
-        self._workers: set[str] = set()
         self._declare_latencies()
+        self._declare_tokens()
         self._declare_attention()
-        self._declare_state()
+        self._declare_prefill()
+        self._declare_outcomes()
+        self.workers = WorkerGauges(self._gauge)
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
@@ -63,9 +65,6 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
         return self._prometheus.Counter(f"deltafront_{name}", text, labels, registry=None)
 
-    def _summary(self, name: str, text: str, labels: tuple[str, ...]) -> Any:
-        return self._prometheus.Summary(f"deltafront_{name}", text, labels, registry=None)
-
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
         return self._prometheus.Gauge(
             f"deltafront_{name}", text, labels, registry=None, multiprocess_mode="livemostrecent"
@@ -73,10 +72,15 @@ class Metrics:
 
     def _declare_latencies(self) -> None:
         self._ttft = self._histogram(
-            "time_to_first_token_seconds", "From the request's arrival to its first token", _SECONDS
+            "time_to_first_token_seconds",
+            "From the request's arrival to its first token; prompt: at most so many tokens were read",
+            _SECONDS,
+            ("prompt",),
         )
         self._parts = self._counter(
-            "ttft_part_seconds_total", "Parts of the time to first token; they add up to its sum", ("part",)
+            "ttft_part_seconds_total",
+            "Parts of the time to first token; they add up to its sum",
+            ("part", "prompt"),
         )
         self._e2e = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the last event", _SECONDS, ("method_rpc",)
@@ -84,36 +88,59 @@ class Metrics:
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for a prefill group", _SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "Reading the prompt", _SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Between two tokens, mean of an answer", _TOKEN_SECONDS
+        )
+
+    def _declare_tokens(self) -> None:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._answer = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
         self._cached = self._counter("cached_tokens_total", "Prompt tokens that a session held")
         self._generated = self._counter("generation_tokens_total", "Tokens generated")
+        self._steps = self._counter("decode_steps_total", "Decode steps, of answers that ended well")
+        self._rows = self._counter("decode_rows_total", "Requests in these steps: the batch sizes' sum")
+        self._attended = self._counter("pages_attended_total", "Pages read by sparse decode layers")
+        self._held = self._counter("pages_held_total", "Pages that full attention would have read there")
 
     def _declare_attention(self) -> None:
         self._density = self._histogram(
             "attention_density_ratio", "Causal tiles computed, by prompt", _RATIOS, ("method",)
         )
-        self._layers = self._summary(
-            "layer_density_ratio", "Causal tiles computed, by prompt and layer", ("method", "layer")
+        self._tiles = self._counter(
+            "attention_tiles_computed_total", "128 x 128 tiles of attention computed", ("method", "layer")
+        )
+        self._causal = self._counter(
+            "attention_tiles_causal_total", "Tiles that dense attention would compute", ("method", "layer")
         )
         self._overhead = self._histogram(
             "scoring_overhead_ratio", "Time of scoring over time of attention", _RATIOS, ("method",)
         )
+
+    def _declare_prefill(self) -> None:
+        by = ("method",)
+        self._prompts = self._counter("prefill_prompts_total", "Prompts read by prefill groups", by)
+        self._read = self._counter("prefill_tokens_total", "Prompt tokens read by prefill groups", by)
+        self._phases = self._counter(
+            "stage_seconds_total", "Time of the stages by phase", ("stage", "phase", "method")
+        )
         self._handoff_bytes = self._counter("handoff_bytes_total", "K/V handed to decode workers")
         self._handoff_seconds = self._histogram("handoff_seconds", "Pulling one prompt's K/V", _SECONDS)
-        self._attended = self._counter("pages_attended_total", "Pages read by sparse decode layers")
-        self._held = self._counter("pages_held_total", "Pages that full attention would have read there")
+        self._handoff_failures = self._counter(
+            "handoff_failures_total", "Attempts that ended because K/V did not arrive"
+        )
 
-    def _declare_state(self) -> None:
-        self._states = [
-            self._gauge("kv_cache_usage_ratio", "K/V pages in use", ("worker",)),
-            self._gauge("num_requests_running", "Requests that a worker computes", ("worker",)),
-            self._gauge("num_requests_waiting", "Requests that wait in a worker", ("worker",)),
-            self._gauge("sessions", "Sessions that a decode worker holds", ("worker",)),
-        ]
+    def _declare_outcomes(self) -> None:
         self._requests = self._counter(
             "requests_total", "Requests by how they ended", ("outcome", "method_rpc")
         )
+        self._reasons = self._counter("finish_reasons_total", "Answers by why they ended", ("reason",))
         self._replays = self._counter("replays_total", "Attempts repeated after a worker failed")
+        # From 0, so that a rate sees the first, and a share is 0 where there was none.
+        for rpc in RPCS:
+            for outcome in (FINISHED, *Code):
+                self._requests.labels(outcome, rpc)
+        for reason in (FinishReason.STOP, FinishReason.STOP_STRING, FinishReason.LENGTH):
+            self._reasons.labels(reason)
 
     # --- what the door tells ---------------------------------------------------------------------------
 
@@ -124,62 +151,68 @@ class Metrics:
     def replayed(self) -> None:
         self._replays.inc()
 
-    def first_token(self, parts: Sequence[tuple[str, float]]) -> None:
-        """parts of the time to first token, which is their sum."""
-        self._ttft.observe(sum(seconds for _part, seconds in parts))
+    def handoff_failed(self) -> None:
+        self._handoff_failures.inc()
+
+    def first_token(self, parts: Sequence[tuple[str, float]], read_tokens: int) -> None:
+        """parts of the time to first token, which is their sum. read_tokens: of the prompt, without those
+        that a session held."""
+        prompt = next((name for bound, name in _LENGTHS if read_tokens <= bound), "more")
+        self._ttft.labels(prompt).observe(sum(seconds for _part, seconds in parts))
         for part, seconds in parts:
-            self._parts.labels(part).inc(seconds)
+            self._parts.labels(part, prompt).inc(seconds)
 
     def next_token(self, seconds: float) -> None:
         self._between.observe(seconds)
 
-    def tokens(self, prompt: int, generated: int, cached: int = 0) -> None:
-        """Of a request that ended well. cached: those of the prompt that were not read again."""
-        self._prompt.observe(prompt)
+    def prompted(self, tokens: int, cached: int = 0) -> None:
+        """A request that ended well. cached: those of its prompt's tokens that were not read again."""
+        self._prompt.observe(tokens)
         self._cached.inc(cached)
-        self._generated.inc(generated)
 
-    def prefilled(self, report: PrefillReport) -> None:
+    def answered(self, reason: FinishReason, tokens: int, per_token: float | None) -> None:
+        """per_token: mean seconds between its tokens; None if there was but one."""
+        self._reasons.labels(reason).inc()
+        self._answer.observe(tokens)
+        self._generated.inc(tokens)
+        if per_token is not None:
+            self._per_token.observe(per_token)
+
+    def prefilled(self, report: PrefillReport, tokens: int) -> None:
         self._queue.observe(report.queue)
         self._prefill.observe(report.wall)
+        self._prompts.labels(report.method).inc()
+        self._read.labels(report.method).inc(tokens)
         self._handoff_bytes.inc(report.handoff_bytes)
         if mean := density(report.density):
             self._density.labels(report.method).observe(mean)
         for layer in report.density:
-            self._layers.labels(report.method, str(layer.layer)).observe(density((layer,)))
+            self._tiles.labels(report.method, layer.layer).inc(layer.computed)
+            self._causal.labels(report.method, layer.layer).inc(layer.causal)
         self._overhead.labels(report.method).observe(scoring_overhead(report))
+        for stage, phases in enumerate(report.stages):
+            for phase, seconds in phases.items():
+                self._phases.labels(stage, phase, report.method).inc(seconds)
 
     def pulled(self, report: DecodeReport) -> None:
         self._handoff_seconds.observe(report.handoff_seconds)
 
-    def decoded(self, pages_attended: int, pages_held: int) -> None:
-        self._attended.inc(pages_attended)
-        self._held.inc(pages_held)
-
-    def state(self, workers: Mapping[str, WorkerState]) -> None:
-        """What every worker says of itself, by name. Each door tells of all of them, so whoever adds up takes
-        `max by (worker)` first."""
-        gone = dict.fromkeys(self._workers - workers.keys(), WorkerState())  # series cannot be removed
-        for worker, state in {**gone, **workers}.items():
-            for gauge, value in zip(self._states, state, strict=True):
-                gauge.labels(worker).set(value)
-        self._workers = set(workers)
+    def decoded(self, reports: Sequence[DecodeReport]) -> None:
+        """Of the attempts at an answer."""
+        for report in reports:
+            self._attended.inc(report.pages_attended)
+            self._held.inc(report.pages_held)
+            self._steps.inc(report.own_steps)
+            self._rows.inc(report.steps)
 
     # --- what a scrape sees ----------------------------------------------------------------------------
 
     def registry(self) -> Any:
         """All processes' numbers, read from the shared directory."""
-        from prometheus_client import multiprocess
-
-        registry = self._prometheus.CollectorRegistry()
-        for pid in _dead(self.directory):
-            multiprocess.mark_process_dead(pid, str(self.directory))  # type: ignore[no-untyped-call]
-        multiprocess.MultiProcessCollector(registry, str(self.directory))  # type: ignore[no-untyped-call]
-        return registry
+        return scrape.registry(self.directory, self._model_name)
 
     def expose(self) -> bytes:
-        text: bytes = self._prometheus.generate_latest(self.registry())
-        return text
+        return scrape.expose(self.directory, self._model_name)
 
 
 def density(layers: tuple[LayerDensity, ...]) -> float:
@@ -193,13 +226,3 @@ def scoring_overhead(report: PrefillReport) -> float:
     attention = sum(stage.get("attention", 0.0) for stage in report.stages)
     scoring = sum(stage.get(name, 0.0) for stage in report.stages for name in _SCORING)
     return scoring / attention if attention > 0 else 0.0
-
-
-def _dead(directory: Path) -> set[int]:
-    """Processes of this node whose gauges are still in the directory but who are not alive."""
-    pids = {
-        int(found[1])
-        for file in directory.glob("gauge_live*.db")
-        if (found := re.search(r"_(\d+)\.db", file.name))
-    }
-    return {pid for pid in pids if not Path(f"/proc/{pid}").exists()}

@@ -18,13 +18,15 @@ from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
 from .door.tls import Gate, TlsFiles
 from .fleet.view import Fleet, View
-from .metrics import Metrics, WorkerState
+from .gauges import state_of
+from .metrics import Metrics
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
 from .request.attempt import Resources
 from .request.callers import Allowance
 from .request.check import Limits
 from .request.run import EndElsewhere, Requests, nowhere_else
 from .request.tokenizer import TextTokenizer
+from .tracing import Tracing, tracing
 
 
 def local_model(settings: ServiceConfig) -> ServiceConfig:
@@ -56,9 +58,10 @@ def requests(
     door_id: str = "",
     end_elsewhere: EndElsewhere = nowhere_else,
     gate: Gate | None = None,
+    traced: Tracing | None = None,
 ) -> Requests:
-    """What an edge hands requests to. door_id: tells this door from others. Raises ModelError,
-    FileNotFoundError or ConfigError."""
+    """What an edge hands requests to. door_id: tells this door from others. traced: None for no tracing.
+    Raises ModelError, FileNotFoundError or ConfigError."""
     directory, door, decode = Path(settings.model.path), settings.door, settings.decode
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = TextTokenizer.load(directory)
@@ -72,6 +75,7 @@ def requests(
         model.vocab,
         model.positions,
         model.eos_ids,
+        traced or Tracing(),
     )
     limits = Limits(
         vocabulary=model.vocab,
@@ -149,11 +153,20 @@ def tls_files(door: DoorConfig) -> TlsFiles | None:
     return files
 
 
+def traced(door: DoorConfig, door_id: str) -> Tracing:
+    """Raises ConfigError where what it needs is not installed."""
+    try:
+        return tracing(door.tracing, door.model_name, door_id)
+    except ImportError as error:
+        raise ConfigError(f"door.tracing: {error}: install deltafront[otel]") from None
+
+
 def check_start(settings: ServiceConfig) -> None:
-    """What would otherwise fail in a replica, over and over: the token file, certificates, the model's files,
-    its profile, the split."""
+    """What would otherwise fail in a replica, over and over: the token file, certificates, packages, the
+    model's files, its profile, the split."""
     authenticator(settings.door)
     tls_files(settings.door)
+    traced(settings.door, "").stop()
     directory = Path(settings.model.path)
     settings.check_against(read_config(directory, settings.model.overrides), load_profile(settings.model))
     TextTokenizer.load(directory)
@@ -164,12 +177,6 @@ def observer(metrics: Metrics) -> Callable[[View], None]:
 
     def observe(view: View) -> None:
         every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
-        metrics.state({one.name: _state(one) for one in every})
+        metrics.workers.tell({one.name: state_of(one) for one in every})
 
     return observe
-
-
-def _state(one: GroupStats | DecodeStats) -> WorkerState:
-    usage = 1 - one.pages_free / one.pages_total if one.pages_total else 0.0
-    sessions = one.sessions if isinstance(one, DecodeStats) else 0
-    return WorkerState(usage, one.running, one.waiting, sessions)

@@ -13,6 +13,9 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
+    from . import interpreter
+
+    interpreter.without_idle_work()
 
 # Tensors here are small: a second thread waits more than it computes, and takes the other processes' core.
 torch.set_num_threads(1)

@@ -39,14 +39,18 @@ ROOMS = {
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.model.config workers.model.levels
         workers.model.profile workers.model.store""",
-    "service.metrics": "workers.messages",
+    "service.metrics": "workers.messages service.errors service.gauges service.scrape",
+    "service.gauges": "workers.messages",
+    "service.scrape": "",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
     "service.request": """workers.messages workers.roles workers.settings workers.model.levels
-        workers.model.profile service.errors service.config service.metrics
+        workers.model.profile service.errors service.config service.metrics service.tracing
         service.fleet""",
+    "service.tracing": "service.errors service.config",
     "service.door": "workers.messages service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.model.config workers.model.profile
-        workers.model.store service.config service.metrics service.fleet service.request service.door""",
+        workers.model.store service.config service.gauges service.metrics service.fleet service.request
+        service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.app": """workers.prefill.group workers.decode.worker service.config service.metrics
         service.exporter service.fleet service.door service.wiring""",
@@ -67,7 +71,8 @@ HOMES = {
     "grpc_health": "service.door service.client",
     "google": "service.door",
     "starlette": "service.door service.app",
-    "prometheus_client": "service.metrics",
+    "prometheus_client": "service.metrics service.scrape",
+    "opentelemetry": "service.tracing",
     "PIL": "service.client.drawing",
     "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",
     "triton": "kernels",

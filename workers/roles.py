@@ -101,7 +101,7 @@ class DecodeWorker(Leased, KVTaker, Protocol):
         """FirstTokenTimings, Token …, one FinishEvent."""
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
-        """Answers once every page is there. Raises DecodeFailed when the hand-off failed."""
+        """Answers once every page is there. Raises HandoffFailed when they cannot come."""
 
     async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
         """The most that one of the owner's sessions holds of a prompt with this chain; None: not a page."""

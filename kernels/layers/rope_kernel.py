@@ -38,9 +38,10 @@ def rope_kernel(
     place = qkv_ptr + token[:, None, None] * ((TURNED + KV_HEADS) * D) + head * D + channel
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    angle = token[:, None, None] * HALF + channel
-    cos = tl.load(cos_ptr + angle, mask=exists, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=exists, other=0.0)
+    # Each head loads its angles: from L1, and without the barriers that handing them round would take.
+    angle = tl.broadcast_to(token[:, None, None] * HALF + channel, (TOKENS, HEADS, BLOCK))
+    cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
     turns = head < TURNED
     a = first
     b = second
@@ -56,15 +57,18 @@ def rope_kernel(
     is_q = inside & (head < Q_HEADS)
     tl.store(place, low, mask=is_q)
     tl.store(place + HALF, high, mask=is_q)
-    row = tl.load(rows_ptr + token, mask=token < tokens, other=0)[:, None, None] * (KV_HEADS * D) + channel
-    is_k = inside & (head >= Q_HEADS) & turns
-    k_place = k_ptr + row + (head - Q_HEADS) * D
-    tl.store(k_place, low, mask=is_k)
-    tl.store(k_place + HALF, high, mask=is_k)
-    is_v = inside & (head >= TURNED)
-    v_place = v_ptr + row + (head - TURNED) * D
-    tl.store(v_place, low, mask=is_v)
-    tl.store(v_place + HALF, high, mask=is_v)
+    if (tl.program_id(1) + 1) * HEADS > Q_HEADS:
+        row = (
+            tl.load(rows_ptr + token, mask=token < tokens, other=0)[:, None, None] * (KV_HEADS * D) + channel
+        )
+        is_k = inside & (head >= Q_HEADS) & turns
+        k_place = k_ptr + row + (head - Q_HEADS) * D
+        tl.store(k_place, low, mask=is_k)
+        tl.store(k_place + HALF, high, mask=is_k)
+        is_v = inside & (head >= TURNED)
+        v_place = v_ptr + row + (head - TURNED) * D
+        tl.store(v_place, low, mask=is_v)
+        tl.store(v_place + HALF, high, mask=is_v)
 
 
 def kernel_rotate_and_store(

@@ -31,7 +31,7 @@ _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
 
 
-@triton.jit(do_not_specialize=["bundles"])
+@triton.jit(do_not_specialize=["bundles", "splits", "requests"])
 def _attend(  # noqa: PLR0915
     q_ptr,
     k_ptr,

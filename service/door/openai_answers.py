@@ -111,9 +111,12 @@ def _usage(usage: Usage) -> Json:
     }
 
 
+_REPORTED = ("session", "timings", "density", "page_share", "trace_id")
+
+
 def _report(finish: GenerateFinished) -> Json:
     every = asdict(finish)
-    return {"deltafront": {name: every[name] for name in ("session", "timings", "density", "page_share")}}
+    return {"deltafront": {name: every[name] for name in _REPORTED}}
 
 
 def model_card(info: ServerInfo, created: int) -> Json:

@@ -165,6 +165,7 @@ def prefill_response(event: RequestEvent) -> pb.PrefillResponse:
             timings=_timings(event.timings),
             density=_density(event.density),
             request_id=event.request_id,
+            trace_id=event.trace_id,
         )
         return pb.PrefillResponse(result=result)
     raise TypeError(f"{type(event).__name__} does not answer a Prefill")
@@ -183,6 +184,7 @@ def read_prefill_response(message: pb.PrefillResponse) -> Progress | PrefillFini
         timings=_read_timings(result.timings),
         density=_read_density(result.density),
         request_id=result.request_id,
+        trace_id=result.trace_id,
     )
 
 
@@ -201,6 +203,7 @@ def generate_response(event: RequestEvent) -> pb.GenerateResponse:
             session=None if event.session is None else _session(event.session),
             page_share=event.page_share,
             request_id=event.request_id,
+            trace_id=event.trace_id,
         )
         return pb.GenerateResponse(finish=finish)
     raise TypeError(f"{type(event).__name__} does not answer a Generate")
@@ -224,6 +227,7 @@ def read_generate_response(message: pb.GenerateResponse) -> Progress | Token | G
         session=_read_session(finish.session) if finish.HasField("session") else None,
         page_share=finish.page_share,
         request_id=finish.request_id,
+        trace_id=finish.trace_id,
     )
 
 

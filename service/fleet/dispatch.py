@@ -9,10 +9,11 @@ from typing import Any, Generic
 
 import ray
 
+from ...workers.messages.stages import HandoffFailed
 from ...workers.messages.states import DECODE_PREFIX, NAMESPACE, PREFILL_PREFIX
 from ...workers.remote import Failure, remote
 from ...workers.roles import DecodeWorker, Group, Role
-from ..errors import WorkerError, WorkerFailed, WorkerLost
+from ..errors import WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from .links import Found
 
 
@@ -67,4 +68,5 @@ def worker_error(worker: str, failure: Failure) -> WorkerError:
     if failure.cause is None:
         return WorkerLost(worker, f"{worker} {failure.what}")
     lines = str(failure.cause).strip().splitlines()
-    return WorkerFailed(worker, lines[0] if lines else "the worker failed")
+    kind = WorkerHandoffFailed if isinstance(failure.cause, HandoffFailed) else WorkerFailed
+    return kind(worker, lines[0] if lines else "the worker failed")

@@ -36,20 +36,21 @@ class Density:
 
 @dataclass(frozen=True)
 class PrefillFinished:
-    """Prefill's result."""
+    """Prefill's result. trace_id: of the request's trace, 32 hexadecimal digits; empty if there is none."""
 
     session: Session
     usage: Usage
     timings: Timings
     density: Density
     request_id: str
+    trace_id: str = ""
 
 
 @dataclass(frozen=True)
 class GenerateFinished:
     """Generate's result. reason: stop, stop_string or length. text: what was held back. density: of no
     method (empty name) when a session made reading a prompt unnecessary. page_share: pages attended over
-    pages held by sparse layers; 1 when nothing was left out."""
+    pages held by sparse layers; 1 when nothing was left out. trace_id: as of a Prefill."""
 
     reason: FinishReason
     text: str
@@ -59,6 +60,7 @@ class GenerateFinished:
     session: Session | None
     page_share: float
     request_id: str
+    trace_id: str = ""
 
 
 RequestEvent = Progress | Token | PrefillFinished | GenerateFinished

@@ -19,9 +19,11 @@ from ..errors import (
     InvalidArgument,
     Unavailable,
     WorkerError,
+    WorkerHandoffFailed,
 )
 from ..fleet.view import Fleet
 from ..metrics import Metrics
+from ..tracing import Tracing
 from .answers import RequestEvent
 from .calls import Prompt
 from .timings import REPLAY, TtftClock
@@ -53,6 +55,7 @@ class Resources:
     vocabulary: int
     positions: int
     eos_ids: tuple[int, ...]
+    tracing: Tracing
 
 
 class Attempt:
@@ -136,6 +139,8 @@ async def with_replays(
             return await once()
         except WorkerError as error:
             fleet.forget(error.worker)
+            if isinstance(error, WorkerHandoffFailed):
+                resources.metrics.handoff_failed()
             if number + 1 == tries:
                 raise Unavailable(
                     f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S

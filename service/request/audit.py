@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 from ...workers.messages.events import Progress, Token
 from .answers import GenerateFinished, PrefillFinished, RequestEvent
@@ -19,6 +20,8 @@ class Audit:
         self.caller = ""
         self.request_id = ""
         self.method = ""
+        self.trace_id = ""
+        self._density: float | None = None
         self._prompt = self._cached = self._completion = 0
         self._finish = ""
 
@@ -30,11 +33,12 @@ class Audit:
         elif isinstance(event, PrefillFinished | GenerateFinished):
             self._prompt, self._cached = event.usage.prompt_tokens, event.usage.cached_tokens
             self._completion = event.usage.completion_tokens
+            self._density = event.density.mean if event.density.method else None
             if isinstance(event, GenerateFinished):
                 self._finish = event.reason.value
 
-    def write(self, outcome: str, seconds: float) -> None:
-        """outcome: finished, or the code of what went wrong."""
+    def write(self, outcome: str, seconds: float) -> dict[str, Any]:
+        """The line. outcome: finished, or the code of what went wrong."""
         line = {
             "request_id": self.request_id,
             "token": self.caller,
@@ -44,6 +48,9 @@ class Audit:
             "cached_tokens": self._cached,
             "completion_tokens": self._completion,
             "finish": self._finish if outcome == "finished" and self._finish else outcome,
+            "density": self._density,
             "seconds": round(seconds, 3),
+            "trace_id": self.trace_id,
         }
         log.info("%s", json.dumps(line))
+        return line

@@ -19,7 +19,7 @@ from ...workers.messages.events import (
 )
 from ...workers.messages.requests import GenerateJob, Refused, Reserve
 from ...workers.roles import DecodeWorker
-from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerLost
+from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import GenerateFinished, RequestEvent, density_of, timings_of
 from .attempt import Attempt, Emit, Resources, Take, tokenize, with_replays
@@ -52,12 +52,13 @@ class Generation:
         self._prompt = b""
         self._append = b""
         self._last_token_at = time.monotonic()
+        self._gaps: list[float] = []
         self._chain = b""
         self._before = 0
         self._cached = 0
         self._session: tuple[DecodeWorker, Session] | None = None
         self._prefill: PrefillReport | None = None
-        self._pages = (0, 0)
+        self._decoded: list[DecodeReport] = []
 
     async def run(self) -> None:
         """Emit Progress …, Token …, GenerateFinished. Raises DeltafrontError."""
@@ -192,7 +193,8 @@ class Generation:
         if not index:
             self._first_token(report)
         else:
-            self._resources.metrics.next_token(now - self._last_token_at)
+            self._gaps.append(now - self._last_token_at)
+            self._resources.metrics.next_token(self._gaps[-1])
         self._last_token_at = now
         match = self._streamed.push(event.token_id)
         self._emit(replace(event, index=index, text=match.text))
@@ -202,9 +204,9 @@ class Generation:
         """A request is measured once, by the attempt that got this far."""
         metrics = self._resources.metrics
         self._clock.span(decode_parts(report))
-        metrics.first_token(self._clock.read().parts)
+        metrics.first_token(self._clock.read().parts, self._prompt_tokens - self._cached)
         if self._prefill is not None:
-            metrics.prefilled(self._prefill)
+            metrics.prefilled(self._prefill, self._prompt_tokens)
             metrics.pulled(report)
 
     async def _stop(self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
@@ -223,9 +225,10 @@ class Generation:
     def _end(self, worker: DecodeWorker, event: FinishEvent) -> None:
         if event.reason is FinishReason.DEADLINE:
             raise DeadlineExceeded("the deadline passed while the answer was being generated")
-        if event.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
-            self._count_pages(event.report)
-            raise WorkerFailed(worker.name, event.message or f"{worker.name} gave the request up")
+        if event.reason in (FinishReason.FAILED, FinishReason.CANCELLED, FinishReason.NO_KV):
+            self._decoded.append(event.report)
+            kind = WorkerHandoffFailed if event.reason is FinishReason.NO_KV else WorkerFailed
+            raise kind(worker.name, event.message or f"{worker.name} gave the request up")
         self._finish(event.reason, event.report)
 
     def _is_complete(self, plan: Plan) -> bool:
@@ -238,20 +241,22 @@ class Generation:
     def _finish(self, reason: FinishReason, report: DecodeReport) -> None:
         """Text that was held back comes with it, up to a stop string that it may complete."""
         rest = Match("") if reason is FinishReason.STOP_STRING else self._streamed.flush()
-        self._count_pages(report)
-        attended, held = self._pages
-        answered = len(self._streamed.ids)
-        tokens = self._before + (len(self._prompt) + len(self._append)) // ID_BYTES
-        self._resources.metrics.tokens(tokens, answered, self._cached)
-        self._resources.metrics.decoded(attended, held)
+        reason = FinishReason.STOP_STRING if rest.stopped else reason
+        self._decoded.append(report)
+        held = sum(one.pages_held for one in self._decoded)
+        tokens, answered = self._prompt_tokens, len(self._streamed.ids)
+        metrics, gaps = self._resources.metrics, self._gaps
+        metrics.prompted(tokens, self._cached)
+        metrics.answered(reason, answered, sum(gaps) / len(gaps) if gaps else None)
+        metrics.decoded(self._decoded)
         finished = GenerateFinished(
-            reason=FinishReason.STOP_STRING if rest.stopped else reason,
+            reason=reason,
             text=rest.text,
             usage=Usage(tokens, answered, self._cached),
             timings=timings_of(self._clock, self._prefill),
             density=density_of(self._prefill),
             session=None if self._session is None else self._session[1],
-            page_share=attended / held if held else 1.0,
+            page_share=sum(one.pages_attended for one in self._decoded) / held if held else 1.0,
             request_id=self._call.request_id,
         )
         self._emit(finished)
@@ -265,9 +270,10 @@ class Generation:
         if not self._streamed.ids:
             self._clock.lap(part)
 
-    def _count_pages(self, report: DecodeReport) -> None:
-        attended, held = self._pages
-        self._pages = (attended + report.pages_attended, held + report.pages_held)
+    @property
+    def _prompt_tokens(self) -> int:
+        """Before the answer, a session's included."""
+        return self._before + (len(self._prompt) + len(self._append)) // ID_BYTES
 
     def _note_session(self, worker: DecodeWorker, event: FirstTokenTimings) -> None:
         if event.session is not None:

@@ -74,9 +74,9 @@ class Prefilling:
                 raise refusal(kept)
             clock.span(decode_parts(kept.report))
             attempt.settle(worker)
-        metrics.prefilled(report)
+        metrics.prefilled(report, plan.read_tokens)
         metrics.pulled(kept.report)
-        metrics.tokens(plan.read_tokens, 0)
+        metrics.prompted(plan.read_tokens)
         usage, timings = Usage(plan.read_tokens), timings_of(clock, report)
         self._emit(PrefillFinished(kept.session, usage, timings, density_of(report), call.request_id))
 
@@ -109,7 +109,7 @@ class Prefilling:
             )
             session, report = await self._appended(attempt, found, found.job(job, plan.read_ids))
         clock.span(decode_parts(report))
-        resources.metrics.tokens(tokens, 0, found.tokens)
+        resources.metrics.prompted(tokens, found.tokens)
         usage = Usage(tokens, cached_tokens=found.tokens)
         self._emit(
             PrefillFinished(session, usage, timings_of(clock, None), density_of(None), call.request_id)

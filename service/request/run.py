@@ -21,7 +21,8 @@ from typing import Any
 
 from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound
 from ..fleet.sessions import NO_SESSION, worker_of
-from .answers import RequestEvent, ServerInfo
+from ..metrics import FINISHED
+from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
 from .attempt import Emit, Resources, within
 from .audit import Audit
 from .callers import Caller, Callers, Share
@@ -190,7 +191,9 @@ class Requests:
 
     async def _run(self, rpc: str, headers: Headers, work: _Work) -> AsyncGenerator[RequestEvent, None]:
         """Events of a request until it ends; rpc: its name in metrics."""
-        clock, audit = TtftClock(), Audit(rpc)
+        clock, audit, headers = TtftClock(), Audit(rpc), tuple(headers)
+        trace = self._resources.tracing.begin(rpc, headers)
+        audit.trace_id = trace.trace_id
         events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
 
         async def run() -> None:
@@ -211,15 +214,17 @@ class Requests:
         error: DeltafrontError | None = Cancelled("the client went away")
         try:
             while (event := await events.get()) is not None:
+                if isinstance(event, PrefillFinished | GenerateFinished):
+                    event = replace(event, trace_id=trace.trace_id)
                 audit.note(event)
                 yield event
             error = await _outcome(task)
         finally:
             if not task.done():
                 task.cancel()
-            outcome, seconds = error.code.value if error else "finished", clock.elapsed
+            outcome, seconds = error.code.value if error else FINISHED, clock.elapsed
             self._resources.metrics.ended(rpc, outcome, seconds)
-            audit.write(outcome, seconds)
+            trace.end(audit.write(outcome, seconds), outcome, clock.intervals)
         if error is not None:
             raise error
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...workers.messages.events import DecodeReport, PrefillReport
+from ..tracing import Interval
 
 TRANSPORT = "transport"
 REPLAY = "replay"
@@ -37,6 +38,8 @@ class TtftClock:
         self.started = now()
         self._last = self.started
         self._parts: dict[str, float] = {}
+        self.intervals: list[Interval] = []
+        """The parts as they came: what a trace shows."""
 
     @property
     def elapsed(self) -> float:
@@ -44,7 +47,8 @@ class TtftClock:
 
     def lap(self, part: str) -> None:
         """Everything since the last mark was `part`."""
-        self._add(part, self._take())
+        begin = self._last
+        self._add(part, begin, self._take())
 
     def span(self, reported: Mapping[str, float]) -> None:
         """Since the last mark a worker did `reported`; the rest was transport.
@@ -52,12 +56,13 @@ class TtftClock:
         Clocks of two machines may disagree by a little: if more is reported than passed here, the
         reported parts are shrunk to what passed.
         """
-        passed = self._take()
+        begin, passed = self._last, self._take()
         total = sum(reported.values())
         shrink = passed / total if total > passed else 1.0
-        for part, seconds in reported.items():
-            self._add(part, seconds * shrink)
-        self._add(TRANSPORT, max(passed - total, 0.0))
+        parts = {part: seconds * shrink for part, seconds in reported.items()}
+        for part, seconds in (*parts.items(), (TRANSPORT, max(passed - total, 0.0))):
+            self._add(part, begin, seconds, measured=False)
+            begin += seconds
 
     def read(self) -> TimeToFirstToken:
         """The parts so far; transport last, since it belongs to several places."""
@@ -69,8 +74,10 @@ class TtftClock:
         passed, self._last = now - self._last, now
         return passed
 
-    def _add(self, part: str, seconds: float) -> None:
+    def _add(self, part: str, begin: float, seconds: float, measured: bool = True) -> None:
         self._parts[part] = self._parts.get(part, 0.0) + seconds
+        if seconds > 0:
+            self.intervals.append(Interval(part, begin - self.started, seconds, measured))
 
 
 def prefill_parts(report: PrefillReport) -> dict[str, float]:

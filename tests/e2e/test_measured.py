@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import urllib.request
@@ -27,8 +28,9 @@ def scrape(wire: Wire) -> dict[str, float]:
     return {m[1]: float(m[2]) for m in samples if m}
 
 
-def total(samples: dict[str, float], name: str, label: str = "") -> float:
-    return sum(v for k, v in samples.items() if (k == name or k.startswith(name + "{")) and label in k)
+def total(samples: dict[str, float], name: str, *labels: str) -> float:
+    named = {k: v for k, v in samples.items() if k == name or k.startswith(name + "{")}
+    return sum(v for k, v in named.items() if all(label in k for label in labels))
 
 
 def counted(wire: Wire, finished: float) -> dict[str, float]:
@@ -73,8 +75,8 @@ def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
         )
     after = counted(wire, total(before, FINISHED) + len(answers))
 
-    def grown(name: str, label: str = "") -> float:
-        return total(after, name, label) - total(before, name, label)
+    def grown(name: str, *labels: str) -> float:
+        return total(after, name, *labels) - total(before, name, *labels)
 
     seen = sum(a.finish.timings.ttft_seconds for a in answers)
     assert grown("deltafront_time_to_first_token_seconds_count") == len(answers)
@@ -82,9 +84,23 @@ def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
     assert abs(grown("deltafront_ttft_part_seconds_total") - seen) < 1e-6
     assert grown("deltafront_request_prompt_tokens_sum") == len(answers) * len(ids)
     assert grown("deltafront_generation_tokens_total") == sum(len(a.token_ids) for a in answers)
-    assert grown("deltafront_requests_total", 'method_rpc="Generate",outcome="finished"') == len(answers)
+    assert grown("deltafront_requests_total", 'method_rpc="Generate"', 'outcome="finished"') == len(answers)
     gaps = sum(a.finish.usage.completion_tokens - 1 for a in answers)
     assert grown("deltafront_inter_token_latency_seconds_count") == gaps
+
+
+def test_a_callers_trace_goes_through_both_edges(wire: Wire) -> None:
+    """Through HAProxy and Serve, as metadata and as header; without tracing it is told all the same."""
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    parent = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    asked = pb.GenerateRequest(prompt=text("Call me"), sampling=pb.SamplingOptions(max_tokens=1))
+    *_, last = wire.stub.Generate(asked, metadata=list(parent.items()), timeout=PATIENCE_S)
+    assert last.finish.trace_id == trace
+    body = json.dumps({"model": wire.info().model, "prompt": "Call me", "max_tokens": 1}).encode()
+    headers = {"content-type": "application/json", **parent}
+    request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+        assert json.load(reply)["deltafront"]["trace_id"] == trace
 
 
 def test_sparse_methods_compute_fewer_tiles_in_less_time(

@@ -1,6 +1,7 @@
-"""Compiles a module's COMPILE_CASES for sm_90 and prints what came out, one JSON line a case.
+"""Compiles modules' COMPILE_CASES for sm_90 and prints what came out, one JSON line a case, or one with the
+error that a module's compilation ended with.
 
-Run as a script, without TRITON_INTERPRET, by test_compile_sm90.py: `compile_module.py MODULE`.
+Run as a script, without TRITON_INTERPRET, by test_compile_sm90.py: `compile_module.py MODULE…`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import traceback
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -40,17 +43,25 @@ def needs_wgmma(kernel: Any, function: Any) -> bool:
     return any(int(m) >= 64 and int(n) >= 16 and kind in ("bf16", "f16") for m, _, kind, n in dots)
 
 
-def main() -> None:
-    for function, types, sizes, *rest in import_module(sys.argv[1]).COMPILE_CASES:
+def records(module: str) -> Iterator[dict[str, Any]]:
+    for function, types, sizes, *rest in import_module(module).COMPILE_CASES:
         options = rest[0] if rest else {}
         kernel = compiled(function, types, sizes, options)
-        record = {
+        yield {
             "case": f"{function.__name__} {sizes}",
             "shared": kernel.metadata.shared,
             "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
             "needs_wgmma": needs_wgmma(kernel, function) and options.get("num_warps", 4) >= 4,
         }
-        print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    for module in sys.argv[1:]:
+        try:
+            for record in records(module):
+                print(json.dumps({"module": module, **record}), flush=True)
+        except Exception:
+            print(json.dumps({"module": module, "error": traceback.format_exc()}), flush=True)
 
 
 if __name__ == "__main__":

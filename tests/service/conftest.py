@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.config import ServiceConfig
 from deltafront.service.metrics import Metrics
+from deltafront.service.tracing import Tracing
 
 from . import fakes
 from .inprocess import House, Loop, open_house, settings, write_model
@@ -32,9 +33,15 @@ def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
     decode worker; with others=[…] another door to theirs."""
     loop, servers = Loop(), []
 
-    def make(config: ServiceConfig | None = None, others: Sequence[House] = (), **door: Any) -> House:
+    def make(
+        config: ServiceConfig | None = None,
+        others: Sequence[House] = (),
+        traced: Tracing | None = None,
+        **door: Any,
+    ) -> House:
         metrics = Metrics(tmp_path / f"metrics{len(servers)}")
-        house, server = loop.run(open_house(config or settings(model, **door), metrics, loop, others))
+        opened = open_house(config or settings(model, **door), metrics, loop, others, traced)
+        house, server = loop.run(opened)
         servers.append((house, server))
         return house
 

@@ -85,7 +85,7 @@ class Pausing:
 class FakeGroup(Pausing):
     """`Group`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
 
-    fail_after: raise PrefillFailed after so many chunks (once per entry). busy: what to refuse the next jobs
+    fail_after: raise `failure` after so many chunks (once per entry). busy: what to refuse the next jobs
     with, once per entry.
     """
 
@@ -101,6 +101,7 @@ class FakeGroup(Pausing):
         self.total = total
         self.speed = speed or Speed()
         self.fail_after: list[int] = []
+        self.failure = PrefillFailed("a stage died")
         self.busy: list[Refused] = []
         self.chunk_tokens = 128
         self.rate = 0.0
@@ -122,7 +123,7 @@ class FakeGroup(Pausing):
         try:
             for number, done in enumerate(range(0, job.tokens, self.chunk_tokens)):
                 if failing is not None and number >= failing:
-                    raise PrefillFailed("a stage died")
+                    raise self.failure
                 await self._pause(number, lambda: job.request_id in self.cancelled)
                 await asyncio.sleep(self.speed.chunk)
                 if job.request_id in self.cancelled:
@@ -175,7 +176,7 @@ class _Request:
 class FakeDecode(Pausing):
     """`DecodeWorker`. script: ids to answer with instead of the checksum's. script_from: tokens of the prompt
     after which the script begins, for answers that are continued; 0: where the job begins. fail_after: tokens
-    until it reports FAILED, once per entry. busy: what to refuse the next reservations with, once per
+    until it reports `failure`, once per entry. busy: what to refuse the next reservations with, once per
     entry."""
 
     def __init__(self, name: str, total: int = 4096, speed: Speed | None = None) -> None:
@@ -186,6 +187,7 @@ class FakeDecode(Pausing):
         self.script: list[int] = []
         self.script_from = 0
         self.fail_after: list[int] = []
+        self.failure = FinishReason.FAILED
         self.renewed: list[tuple[str, ...]] = []
         self.cancelled: list[str] = []
         self.jobs: list[GenerateJob] = []
@@ -239,7 +241,7 @@ class FakeDecode(Pausing):
         reason, count, message = FinishReason.LENGTH, 0, ""
         while count < job.sampling.max_tokens:
             if failing is not None and count >= failing:
-                reason, message = FinishReason.FAILED, "a hand-off failed"
+                reason, message = self.failure, "a hand-off failed"
                 break
             await self._pause(count, lambda: request.cancelled)
             await asyncio.sleep(self.speed.token)
@@ -260,7 +262,13 @@ class FakeDecode(Pausing):
                 reason = FinishReason.STOP
                 break
         self._requests.pop(job.request_id, None)
-        report = DecodeReport(pages_attended=count, pages_held=2 * count, handoff_seconds=0.001)
+        report = DecodeReport(
+            pages_attended=count,
+            pages_held=2 * count,
+            handoff_seconds=0.001,
+            steps=count,
+            own_steps=count / 4,
+        )
         yield FinishEvent(job.request_id, reason, count, report, message)
 
     def _first(self, request: _Request, job: GenerateJob) -> FirstTokenTimings:

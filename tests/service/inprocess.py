@@ -22,11 +22,13 @@ from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
 from deltafront.service.door.registration import add_deltafront_to_server
 from deltafront.service.door.tls import Gate
-from deltafront.service.errors import WorkerFailed, WorkerLost
+from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
 from deltafront.service.metrics import Metrics
+from deltafront.service.tracing import Tracing
 from deltafront.workers.messages.requests import PrefillFailed
+from deltafront.workers.messages.stages import HandoffFailed
 
 from .fakes import FakeDecode, FakeGroup
 
@@ -131,7 +133,8 @@ class Cut:
                 yield event
                 self._check()
         except PrefillFailed as error:
-            raise WorkerFailed(self.name, str(error)) from None
+            kind = WorkerHandoffFailed if isinstance(error, HandoffFailed) else WorkerFailed
+            raise kind(self.name, str(error)) from None
 
 
 @dataclass
@@ -232,7 +235,11 @@ class _Servicer:
 
 
 async def open_house(
-    config: ServiceConfig, metrics: Metrics, loop: Loop, others: Sequence[House] = ()
+    config: ServiceConfig,
+    metrics: Metrics,
+    loop: Loop,
+    others: Sequence[House] = (),
+    traced: Tracing | None = None,
 ) -> tuple[House, grpc.aio.Server]:
     """A door; others: doors of the same service that are open already. Each is told of the other."""
     directory = others[0].directory if others else LocalDirectory([], [])
@@ -244,7 +251,7 @@ async def open_house(
 
     name = f"door{len(others)}"
     gate = Gate(config.door.tls_port) if config.door.tls_certificate else None
-    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1", name, end_elsewhere, gate))
+    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1", name, end_elsewhere, gate, traced))
     house = House(door, fleet, directory, metrics, "", loop, [], beside, config, gate)
     for other in others:
         other.beside.append(house)

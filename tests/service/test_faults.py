@@ -25,7 +25,7 @@ def outcomes(house: House) -> dict[tuple[str, str], float]:
     return {
         (s.labels["method_rpc"], s.labels["outcome"]): s.value
         for s in samples
-        if s.name == "deltafront_requests_total"
+        if s.name == "deltafront_requests_total" and s.value
     }
 
 

@@ -29,7 +29,8 @@ from deltafront.service.errors import (
 )
 from deltafront.service.exporter import Exporter
 from deltafront.service.fleet.sessions import worker_of
-from deltafront.service.metrics import Metrics, WorkerState
+from deltafront.service.gauges import WorkerState
+from deltafront.service.metrics import Metrics
 from deltafront.service.request.callers import Allowance, Caller
 from deltafront.service.request.plan import packed, plan_answer, plan_session
 from deltafront.service.request.timings import TtftClock
@@ -215,13 +216,17 @@ def test_sums_are_exact(tmp_path: Path) -> None:
         for part in ("tokenize", "admission"):
             now[0] += rng.random()
             clock.lap(part)
-        metrics.first_token(clock.read().parts)
+        metrics.first_token(clock.read().parts, read_tokens=rng.choice((10, 1 << 20)))
         total += clock.read().seconds
     seen = samples(metrics)
-    assert seen["deltafront_time_to_first_token_seconds_sum"] == pytest.approx(total, rel=1e-12)
+    sums = [v for k, v in seen.items() if k.startswith("deltafront_time_to_first_token_seconds_sum")]
+    assert len(sums) == 2 and sum(sums) == pytest.approx(total, rel=1e-12)
     parts = [v for k, v in seen.items() if k.startswith("deltafront_ttft_part_seconds_total")]
     assert sum(parts) == pytest.approx(total, rel=1e-12)
-    assert seen['deltafront_time_to_first_token_seconds_bucket{le="640.0"}'] == 50
+    slowest = [
+        f'deltafront_time_to_first_token_seconds_bucket{{le="640.0",prompt="{p}"}}' for p in ("1K", "more")
+    ]
+    assert sum(seen[name] for name in slowest) == 50
 
 
 def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> None:
@@ -229,7 +234,7 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     if child == 0:
         dying = Metrics(tmp_path)
         dying.replayed()
-        dying.state({"decode:x": WorkerState(0.75, running=3, waiting=2, sessions=1)})
+        dying.workers.tell({"decode:x": WorkerState(0.75, running=3, waiting=2, sessions=1)})
         os._exit(0)
     os.waitpid(child, 0)
     metrics = Metrics(tmp_path)
@@ -237,11 +242,13 @@ def test_numbers_of_a_dead_replica_stay_but_its_gauges_go(tmp_path: Path) -> Non
     seen = samples(metrics)
     assert seen["deltafront_replays_total"] == 2
     assert 'deltafront_kv_cache_usage_ratio{worker="decode:x"}' not in seen
-    metrics.state({"decode:x": WorkerState(0.5, 1, 0, 0)})
-    metrics.state({"decode:y": WorkerState(0.25, 1, 0, 0)})
+    metrics.workers.tell({"decode:x": WorkerState(0.5, running=1, up=1)})
+    metrics.workers.tell({"decode:y": WorkerState(0.25, running=1, up=1)})
     seen = samples(metrics)
     assert seen['deltafront_num_requests_running{worker="decode:x"}'] == 0
     assert seen['deltafront_num_requests_running{worker="decode:y"}'] == 1
+    assert seen['deltafront_worker_up{worker="decode:x"}'] == 0
+    assert seen['deltafront_worker_up{worker="decode:y"}'] == 1
     assert seen['deltafront_kv_cache_usage_ratio{worker="decode:x"}'] == 0
     assert seen['deltafront_kv_cache_usage_ratio{worker="decode:y"}'] == 0.25
 
@@ -253,11 +260,11 @@ def test_two_doors_tell_of_a_worker_once(tmp_path: Path) -> None:
         "prefill:y": WorkerState(0.1, running=1),
     }
     metrics = Metrics(tmp_path)
-    metrics.state(states)
+    metrics.workers.tell(states)
     told, kept = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        Metrics(tmp_path).state(states)
+        Metrics(tmp_path).workers.tell(states)
         os.write(told[1], b".")
         os.read(kept[0], 1)
         os._exit(0)

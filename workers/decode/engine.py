@@ -26,7 +26,7 @@ from ..messages.requests import (
     Reserve,
     Reserved,
 )
-from ..messages.stages import FirstLogits, KVAnnouncement
+from ..messages.stages import FirstLogits, HandoffFailed, KVAnnouncement
 from ..messages.states import DecodeStats
 from ..model.decoder import LayerStack, load_model
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
@@ -210,7 +210,7 @@ class DecodeEngine:
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
         """Turn a prefilled request into a session once all its K/V is here.
 
-        Raises DecodeFailed if it cannot come any more; Refused for an unknown or cancelled request and for
+        Raises HandoffFailed if it cannot come any more; Refused for an unknown or cancelled request and for
         a passed deadline.
         """
         request = self._requests.find(job.request_id)
@@ -223,6 +223,8 @@ class DecodeEngine:
         self._requests.forget(request)
         if request.ended is not None:
             reason, message = request.ended
+            if reason is FinishReason.NO_KV:
+                raise HandoffFailed(message)
             if reason is FinishReason.FAILED:
                 raise DecodeFailed(message)
             expired = reason is FinishReason.DEADLINE

@@ -97,4 +97,4 @@ class Reception:
 
 
 def _not_arrived(request: DecodeRequest, error: Exception) -> None:
-    request.close(FinishReason.FAILED, f"the prompt's K/V did not arrive: {error}")
+    request.close(FinishReason.NO_KV, f"the prompt's K/V did not arrive: {error}")

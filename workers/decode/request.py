@@ -35,6 +35,15 @@ class Times:
     handoff_seconds: float = 0.0
     pages_attended: int = 0
     pages_held: int = 0
+    steps: int = 0
+    own_steps: float = 0.0
+
+    def stepped(self, pages_attended: int, pages_held: int, batch: int) -> None:
+        """A decode step that computed so many requests."""
+        self.pages_attended += pages_attended
+        self.pages_held += pages_held
+        self.steps += 1
+        self.own_steps += 1 / batch
 
     def report(self) -> DecodeReport:
         """The parts are disjoint: they add up to the time from the job (or the logits) to the first token."""
@@ -48,6 +57,8 @@ class Times:
             handoff_seconds=self.handoff_seconds,
             pages_attended=self.pages_attended,
             pages_held=self.pages_held,
+            steps=self.steps,
+            own_steps=self.own_steps,
         )
 
 

@@ -97,8 +97,10 @@ class StepRows:
         return self._batch
 
     def padding(self, selecting: bool) -> Iterator[Batch]:
-        """A batch of padding alone in every shape; selecting: also those of rows that select pages. For use
-        before any row was written."""
+        """A batch of padding alone in every shape; selecting: also those of rows that select pages. What was
+        written before is forgotten."""
+        self._batch, self._keys = None, ()
+        self._write(0, [], self._sizes[-1])
         for rows in self._sizes:
             yield self._view(BatchShape(rows, self._widths[-1], False), [])
             for columns in self._widths if selecting else ():

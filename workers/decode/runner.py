@@ -181,7 +181,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Decode steps are CUDA graphs from now on. Call it before the first step; it takes seconds."""
+        """Decode steps are CUDA graphs from now on. It takes seconds, and no step may be under way."""
         self._graphs = StepGraphs(self._forward, self._rows.padding(self._plan.calibrated))
 
 

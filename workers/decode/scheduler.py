@@ -177,12 +177,11 @@ class DecodeScheduler:
             held.close()
         else:
             self._flight = _Flight(requests, following, held)
-        for request, choice in zip(requests, chosen, strict=False):
-            if request.ended is None:
-                request.length += 1
-                request.times.pages_attended += choice.pages_attended
-                request.times.pages_held += choice.pages_held
-                self._deliver(request, choice)
+        live = [one for one in zip(requests, chosen, strict=False) if one[0].ended is None]
+        for request, choice in live:
+            request.length += 1
+            request.times.stepped(choice.pages_attended, choice.pages_held, len(live))
+            self._deliver(request, choice)
 
     def _looks_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
         """Whether the step after the one that these are in has, as far as is known, the same rows. An answer

@@ -71,6 +71,8 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     FAILED = "failed"
+    NO_KV = "no_kv"
+    """The prompt's K/V did not arrive."""
     OTHER = "other"
     """A reason that only a newer server knows; seen by clients alone."""
 
@@ -113,6 +115,8 @@ class DecodeReport:
     handoff_exposed: from the job's arrival (or the logits' arrival, whichever is later) until the last page
     was here. decode_wait: until the scheduler took it. append_prefill: reading appended tokens.
     first_step: sampling the first token. pages_attended, pages_held: summed over sparse layers and steps.
+    steps: decode steps that it was computed in. own_steps: those, each divided by the requests that it
+    computed, so that the worker's steps are the sum over its requests.
     """
 
     handoff_exposed: float = 0.0
@@ -123,6 +127,8 @@ class DecodeReport:
     handoff_seconds: float = 0.0
     pages_attended: int = 0
     pages_held: int = 0
+    steps: int = 0
+    own_steps: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,15 @@ from typing import Any
 
 from .events import LayerDensity
 from .methods import MethodSpec
+from .requests import DecodeFailed, PrefillFailed
 
 
 class RequestFailed(Exception):
     """One request cannot go on at a stage; the stage and its other requests can."""
+
+
+class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed):
+    """A prompt's K/V did not get from a stage to its decode worker, whichever of them says so."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ...kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
 from ...kernels.layers.swiglu import swiglu
 from ..settings import ModelSpec, Quantisation
 from .config import ModelConfig, ModelError, read_config
+from .linear import Fp8Linear, Linear
 from .rope import Rope
 from .store import adapter_directory, model_directory
 from .weights import LayerWeights, StackWeights, read_stack
@@ -134,7 +135,7 @@ class LayerStack:
     def project(self, layer: int, stream: Stream) -> torch.Tensor:
         """qkv_TXD: query, key and value heads, not rotated yet."""
         weights = self._layer(layer)
-        qkv_TO = weights.qkv(self._norm(stream, weights.input_norm_C, weights.qkv.fp8))
+        qkv_TO = weights.qkv(self._norm(stream, weights.input_norm_C, weights.qkv))
         heads = self.config.q_heads + 2 * self.config.kv_heads
         return qkv_TO.view(-1, heads, self.config.head_dim)
 
@@ -157,22 +158,24 @@ class LayerStack:
     def feed_forward(self, layer: int, stream: Stream) -> None:
         """Add the layer's feed-forward network of the stream to it."""
         weights = self._layer(layer)
-        gate_up_TJ = weights.gate_up(self._norm(stream, weights.post_norm_C, weights.gate_up.fp8))
-        stream.update_TC = weights.down(swiglu(gate_up_TJ, weights.down.fp8))
+        gate_up_TJ = weights.gate_up(self._norm(stream, weights.post_norm_C, weights.gate_up))
+        quantise = weights.down.quantises(gate_up_TJ.shape[0])
+        stream.update_TC = weights.down(swiglu(gate_up_TJ, quantise))
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
         """Next-token logits_TV, float32: pass only the rows that are sampled from."""
         if self._weights.head is None or self._weights.final_norm_C is None:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
-        normed = self._norm(Stream(hidden_TC), self._weights.final_norm_C, self._weights.head.fp8)
-        return self._weights.head(normed).float()
+        head = self._weights.head
+        return head(self._norm(Stream(hidden_TC), self._weights.final_norm_C, head)).float()
 
     def _layer(self, layer: int) -> LayerWeights:
         return self._weights.layers[layer - self.layers.start]
 
-    def _norm(self, stream: Stream, weight_C: torch.Tensor, fp8: bool) -> Rows:
-        """The norm of the whole stream, which has nothing left to be added then."""
-        sum_TC, normed = add_norm(stream.hidden_TC, stream.update_TC, weight_C, self.config.rms_eps, fp8)
+    def _norm(self, stream: Stream, weight_C: torch.Tensor, taker: Linear | Fp8Linear) -> Rows:
+        """The norm of the whole stream, as `taker` takes it; the stream has nothing left to be added then."""
+        quantise = taker.quantises(stream.hidden_TC.shape[0])
+        sum_TC, normed = add_norm(stream.hidden_TC, stream.update_TC, weight_C, self.config.rms_eps, quantise)
         stream.hidden_TC, stream.update_TC = sum_TC, None
         return normed
 

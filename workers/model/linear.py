@@ -9,11 +9,11 @@ Shape suffixes: T tokens, I input width, O output width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from ...kernels.layers.few_rows import MOST_ROWS, product_of_few
 from ...kernels.layers.fp8 import Fp8Rows, product, quantise_rows
 from ...kernels.layers.norm import Rows
 
@@ -24,8 +24,10 @@ class Linear:
 
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
-    fp8: ClassVar[bool] = False
-    """Whether it is best given rows of e4m3."""
+
+    def quantises(self, tokens: int) -> bool:
+        """Whether it multiplies so many rows in 8 bits, and so is best given rows of e4m3."""
+        return False
 
     def __call__(self, x_TI: Rows) -> torch.Tensor:
         if isinstance(x_TI, Fp8Rows):
@@ -35,13 +37,13 @@ class Linear:
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """The same with weights in e4m3, a factor for each output channel; x is quantised token by token unless
-    it is already. What comes out is in `dtype`."""
+    """The same with weights in e4m3, a factor for each output channel; what comes out is in `dtype`. x is
+    quantised token by token, unless it is already, or its rows are so few that reading the weights is all
+    that counts."""
 
     weight: Fp8Rows
     bias_O: torch.Tensor | None
     dtype: torch.dtype
-    fp8: ClassVar[bool] = True
 
     @classmethod
     def of(cls, linear: Linear) -> Fp8Linear:
@@ -52,6 +54,13 @@ class Fp8Linear:
         """What the weights stand for, made anew."""
         return self.weight.dequantised(self.dtype)
 
+    def quantises(self, tokens: int) -> bool:
+        """See `Linear.quantises`."""
+        return tokens > MOST_ROWS
+
     def __call__(self, x_TI: Rows) -> torch.Tensor:
-        x = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)
-        return product(x, self.weight, self.bias_O, self.dtype)
+        if isinstance(x_TI, Fp8Rows):
+            return product(x_TI, self.weight, self.bias_O, self.dtype)
+        if self.quantises(x_TI.shape[0]):
+            return product(quantise_rows(x_TI), self.weight, self.bias_O, self.dtype)
+        return product_of_few(x_TI, self.weight, self.bias_O)

@@ -20,7 +20,7 @@ from typing import Any
 from ...kernels.constants import BLOCK
 from ..messages.events import PrefillDone, Progress
 from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
-from ..messages.stages import ChunkCommand, ChunkReport, RequestFailed
+from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
 from ..messages.states import GroupStats
 from ..roles import PrefillEvent, Stage
 from ..settings import PrefillConfig
@@ -204,7 +204,8 @@ class PrefillController:
         if not request.in_flight:
             request.waiting = schedule.became_idle(request.waiting, now)
         if isinstance(reports, RequestFailed):
-            self._end(request, PrefillFailed(str(reports)))
+            kind = HandoffFailed if isinstance(reports, HandoffFailed) else PrefillFailed
+            self._end(request, kind(str(reports)))
             return
         self._requests.chunk_through(request, command, reports, sent, now)
         if request.ended:

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from ..leaving import Leaving
-from ..messages.stages import RequestFailed
+from ..messages.stages import HandoffFailed, RequestFailed
 from ..messages.states import PREFILL_PREFIX, GroupStats
 from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ..replica import Replica
@@ -154,7 +154,8 @@ def _stage_error(number: int, failure: Failure) -> Exception:
     if cause is None:
         return RuntimeError(f"stage {number} {failure.what}")
     if isinstance(cause, RequestFailed):
-        return RequestFailed(str(cause))
+        kind = HandoffFailed if isinstance(cause, HandoffFailed) else RequestFailed
+        return kind(str(cause))
     return RuntimeError(f"stage {number}: {type(cause).__name__}: {cause}")
 
 

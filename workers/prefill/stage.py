@@ -28,7 +28,7 @@ from ..kv.cache import PagedKVCache
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
 from ..messages.methods import load_methods
-from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
 from ..model.decoder import LayerStack, Stream, load_model
 from ..model.levels import amounts_for
 from ..model.profile import Profile, load_profile
@@ -136,12 +136,12 @@ class PrefillStage:
             self._drop(command.request_id)
             shape = command.tokens, self.stack.config.hidden
             self._pass_on(work, torch.zeros(shape, dtype=self.stack.dtype, device=self.stack.device))
-            raise RequestFailed(str(error)) from error
+            raise _failure(error) from error
         self._pass_on(work, hidden_TC)
         try:
             sent = self._finish(work, hidden_TC)
         except _REQUEST_ERRORS as error:
-            raise RequestFailed(str(error)) from error
+            raise _failure(error) from error
         return partial(self._report, work, sent, self._open[command.request_id].request.decode_worker)
 
     def close(self, request_id: str) -> bool:
@@ -290,13 +290,19 @@ class PrefillStage:
                 self._sender.first_logits(work.command.request_id, decode_worker, work.logits_V)
             sent()
         except _REQUEST_ERRORS as error:
-            raise RequestFailed(str(error)) from error
+            raise _failure(error) from error
         return work.report(self._stage, after)
 
     def _drop(self, request_id: str) -> None:
         prompt = self._open.pop(request_id, None)
         if prompt is not None:
             self._abandoned.discard(prompt.request.serial)
+
+
+def _failure(error: Exception) -> RequestFailed:
+    """One of `_REQUEST_ERRORS` as the controller hears of it."""
+    kind = HandoffFailed if isinstance(error, HandoffError) else RequestFailed
+    return kind(str(error))
 
 
 def load_stage(
@@ -312,8 +318,12 @@ def load_stage(
         load_methods(module)
     profile = load_profile(model)
     stack = load_model(model, config.device, stage, config.stages)
-    warm_up(stack, [config.method(name) for name in config.warm_up], config.chunk_tokens, profile)
     shape, pages = stack.config, pages_for(config.cache_tokens)
+    methods, longest = (
+        [config.method(name) for name in config.warm_up],
+        min(config.cache_tokens, shape.positions),
+    )
+    warm_up(stack, methods, config.chunk_tokens, profile, longest)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
     ends = activations or NoActivations()
     return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile)

@@ -1,7 +1,10 @@
 """What a stage runs once before it takes requests, so that none of them waits for a compiler.
 
 On a GPU each kernel is compiled at its first use, tens of seconds for a method in all. The made-up prompts
-here go through the same code as real ones; their results are dropped.
+here go through the same code as real ones; their results are dropped. Kernels do not specialise on lengths,
+counts and positions, so one whole and one ragged chunk meet all but what is chosen by a prompt's length:
+widths that are powers of two, and the order in which the attention kernel takes its work. For those, a tile
+attends to as many keys as there are classes of length.
 
 Shape suffixes: as in `stage.py`.
 """
@@ -15,47 +18,79 @@ import torch
 from ...kernels.build import build
 from ...kernels.constants import BLOCK
 from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ..messages.methods import MethodSpec
+from ...kernels.methods import MethodSpec
 from ..model.decoder import LayerStack
 from ..model.levels import amounts_for
 from ..model.profile import Profile
 
 _RAGGED = 77
-"""Tokens of a last chunk of one tile: no multiple of anything that a kernel might be specialised for."""
+"""Tokens of a ragged chunk: no multiple of anything that a kernel might be specialised for."""
 
 
 @torch.inference_mode()
 def warm_up(
-    stack: LayerStack, methods: Sequence[MethodSpec], chunk_tokens: int, profile: Profile | None = None
+    stack: LayerStack,
+    methods: Sequence[MethodSpec],
+    chunk_tokens: int,
+    profile: Profile | None = None,
+    longest: int = 0,
 ) -> None:
-    """Read a few prompts with each method, in chunks as requests are. Only the first layer attends; all
-    layers run the same kernels. Raises MethodError for a density that the profile does not have."""
+    """Read a few prompts with each method, in chunks as requests are; on a GPU also meet all lengths up to
+    `longest` (0: only those prompts). Only the first layer attends; all layers run the same kernels. Raises
+    MethodError for a density that the profile does not have."""
+    on_gpu = stack.device.type == "cuda"
     for spec in methods:
-        amounts = amounts_for(profile, spec)
-        for tokens in prompt_lengths(int(spec.values.get("min_tokens", 0)), chunk_tokens):
+        method, shortest = build(spec, amounts_for(profile, spec)), int(spec.values.get("min_tokens", 0))
+        for tokens in prompt_lengths(shortest, chunk_tokens):
             whole, rest = divmod(tokens, chunk_tokens)
-            _read(stack, build(spec, amounts), [chunk_tokens] * whole + [rest] * (rest > 0))
-    if stack.device.type == "cuda":
+            _read(stack, method, [chunk_tokens] * whole + [rest] * (rest > 0))
+        if on_gpu and longest:
+            _meet_lengths(stack, method, shortest, chunk_tokens, longest)
+    if on_gpu:
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()
 
 
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
-    """Prompts longer than `shortest` that meet every specialisation: Triton compiles a kernel anew for an
-    integer that is 1 and for one that is no multiple of 16, whether it counts tokens or tiles.
-
-    So: two whole chunks or more, then one tile, a few tiles, and nearly a chunk; and a single short chunk.
-    """
+    """One that is read in whole chunks and a ragged one, by the method itself; and, where short prompts (of
+    at most `shortest` tokens) are read by another, one of those."""
     whole = max(2, shortest // chunk_tokens + 1) * chunk_tokens
-    few, most = 2 * BLOCK + _RAGGED, chunk_tokens - BLOCK - _RAGGED
-    lengths = [whole + rest for rest in (_RAGGED, few, most) if 0 < rest < chunk_tokens]
-    return lengths + [n for n in (chunk_tokens - BLOCK, chunk_tokens - _RAGGED) if n > shortest]
+    return [whole + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
+
+
+def length_classes(longest: int) -> list[int]:
+    """Tokens: a tile, twice as many, and so on, and `longest`. What a kernel is compiled for by length is
+    the same for all lengths between two of them."""
+    return [BLOCK << power for power in range(longest.bit_length()) if BLOCK << power < longest] + [longest]
+
+
+def _meet_lengths(
+    stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int
+) -> None:
+    """The last tile of prompts of all classes of length, and a chunk of the longest. Keys of what counts as a
+    short prompt are met as a longer one's beginning."""
+    config = stack.config
+
+    def zeros(heads: int, tokens: int) -> torch.Tensor:
+        return torch.zeros(1, heads, tokens, config.head_dim, dtype=stack.dtype, device=stack.device)
+
+    k_BGSD, v_BGSD = zeros(config.kv_heads, longest), zeros(config.kv_heads, longest)
+    for keys, rows in [*((keys, BLOCK) for keys in length_classes(longest)), (longest, chunk_tokens)]:
+        start, total = max(0, -(-keys // BLOCK) * BLOCK - rows), keys if keys > shortest else longest
+        seen = k_BGSD[:, :, :keys], v_BGSD[:, :, :keys]
+        x = AttentionInput.of(zeros(config.q_heads, keys - start), *seen, q_start=start, prompt_tokens=total)
+        method.attend(x, method.new_state(_spec(stack, total)))
+
+
+def _spec(stack: LayerStack, tokens: int) -> StateSpec:
+    config = stack.config
+    heads = config.q_heads, config.kv_heads, config.head_dim
+    return StateSpec(1, *heads, tokens, stack.device, stack.dtype, layer=stack.layers.start)
 
 
 def _read(stack: LayerStack, method: Attention, chunks: Sequence[int]) -> None:
     config, total, first = stack.config, sum(chunks), stack.layers.start
-    heads = config.q_heads, config.kv_heads, config.head_dim
-    state = method.new_state(StateSpec(1, *heads, total, stack.device, stack.dtype, layer=first))
+    state = method.new_state(_spec(stack, total))
     k_BGSD = torch.empty(1, config.kv_heads, 0, config.head_dim, dtype=stack.dtype, device=stack.device)
     v_BGSD = k_BGSD
 

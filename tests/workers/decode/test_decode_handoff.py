@@ -11,14 +11,13 @@ import pytest
 
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import (
-    DecodeFailed,
     GenerateJob,
     KeepSession,
     RefusalReason,
     Refused,
     Sampling,
 )
-from deltafront.workers.messages.stages import FirstLogits
+from deltafront.workers.messages.stages import FirstLogits, HandoffFailed
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
 
@@ -93,7 +92,7 @@ async def test_bad_announcements_fail_the_request_and_reach_the_sender(
         await run.engine.announce(replace(bad, **change))
     assert run.used == 0
     answer = await run.collect(GenerateJob("a", SHORT))
-    assert answer.finish.reason is FinishReason.FAILED and words in answer.finish.message
+    assert answer.finish.reason is FinishReason.NO_KV and words in answer.finish.message
     await run.reserve("a", 70, 8)  # the id is free again
     await run.engine.cancel("a")
 
@@ -105,7 +104,7 @@ async def test_a_failed_pull_fails_keep_too(bench: Any) -> None:
     piece = run.pieces("a", run.prefill(ids_of(70)))[0]
     with pytest.raises(Exception, match="not 2 arrays"):
         await run.engine.announce(replace(piece, payload="lost"))
-    with pytest.raises(DecodeFailed, match="did not arrive"):
+    with pytest.raises(HandoffFailed, match="did not arrive"):
         await keeping
 
 
@@ -135,3 +134,25 @@ async def test_wrong_logits_fail_the_request(bench: Any) -> None:
     await run.engine.first_logits(FirstLogits("b", prompt.logits * np.nan))
     answer = await run.collect(GenerateJob("b", SHORT))
     assert answer.finish.reason is FinishReason.FAILED and "not finite" in answer.finish.message
+
+
+async def test_the_steps_of_a_worker_are_shared_among_their_requests(bench: Any) -> None:
+    """Whatever the batch was in each, so that rows over steps are the mean batch size."""
+    run = await bench()
+    runner, batches = run.engine._runner, []
+    launch = runner.launch
+
+    def counted(rows: Any) -> Any:
+        batches.append(len(rows))
+        return launch(rows)
+
+    runner.launch = counted
+    lengths = (8, 5, 3)
+    jobs = (
+        run.ask(f"r{tokens}", ids_of(40 + tokens), Sampling(max_tokens=tokens, ignore_eos=True))
+        for tokens in lengths
+    )
+    reports = [answer.finish.report for answer in await asyncio.gather(*jobs)]
+    assert [report.steps for report in reports] == [tokens - 1 for tokens in lengths]
+    assert sum(report.steps for report in reports) == sum(batches)
+    assert sum(report.own_steps for report in reports) == pytest.approx(len(batches))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from deltafront.workers.decode.page_selection import plan_layers
 from deltafront.workers.decode.rows import BatchShape, Row, StepRows
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.messages.requests import Sampling
-from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.config import read_config
+from deltafront.workers.model.decoder import LayerStack, load_stack
 from deltafront.workers.settings import DecodeConfig
+
+from ..tiny_model import make_tiny_model
 
 PAGES, MAX_BATCH = 120, 5
 SAMPLINGS = (
@@ -72,19 +76,12 @@ def written(runner: DecodeRunner, pages: Sequence[int]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("seed", "steps"), [(0, 256), (1, 50), (2, 50)])
-def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
-    tiny_stack: LayerStack, seed: int, steps: int
-) -> None:
-    """Whatever padding stands beside them; no page that is nobody's is read or written, but the scratch page
-    of the padding, and that is read by no request."""
-    chance, runner = random.Random(seed), make_runner(tiny_stack)
-    poison(runner, range(PAGES + 1))
-    before = {name: x.data_ptr() for name, x in tensors(runner._rows).items()}
-    assert {"table_RP", "ids_R", "lengths_R", "selects_R", "sampling.seed_R"} <= set(before)
+def churn(runner: DecodeRunner, seed: int, steps: int, after: Callable[[list[int]], None]) -> list[Request]:
+    """Steps of requests that come and go at random, whatever they are answered; all of them. after: called
+    with the free pages after each step."""
+    chance = random.Random(seed)
     live: list[Request] = []
     every: list[Request] = []
-    shapes: set[BatchShape] = set()
     free = chance.sample(range(PAGES), PAGES)
     for _ in range(steps):
         while len(live) < MAX_BATCH and (not live or chance.random() < 0.3):
@@ -93,15 +90,34 @@ def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
         for request, chosen in zip(live, runner.decode([r.row for r in live]), strict=True):
             assert math.isfinite(chosen.logprob)
             request.take(chosen.token)
-        assert runner._rows._batch is not None
-        shapes.add(runner._rows._batch.shape)
-        assert not written(runner, free)
+        after(free)
         for request in [r for r in live if r.left == 0 or chance.random() < 0.05]:
             live.remove(request)
             free += request.pages
             poison(runner, (*request.pages, runner.scratch_page))
-        assert {name: x.data_ptr() for name, x in tensors(runner._rows).items()} == before
     assert len(every) > 8
+    return every
+
+
+@pytest.mark.parametrize(("seed", "steps"), [(0, 256), (1, 50), (2, 50)])
+def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
+    tiny_stack: LayerStack, seed: int, steps: int
+) -> None:
+    """Whatever padding stands beside them; no page that is nobody's is read or written, but the scratch page
+    of the padding, and that is read by no request."""
+    runner = make_runner(tiny_stack)
+    poison(runner, range(PAGES + 1))
+    before = {name: x.data_ptr() for name, x in tensors(runner._rows).items()}
+    assert {"table_RP", "ids_R", "lengths_R", "selects_R", "sampling.seed_R"} <= set(before)
+    shapes: set[BatchShape] = set()
+
+    def after(free: list[int]) -> None:
+        assert runner._rows._batch is not None
+        shapes.add(runner._rows._batch.shape)
+        assert not written(runner, free)
+        assert {name: x.data_ptr() for name, x in tensors(runner._rows).items()} == before
+
+    every = churn(runner, seed, steps, after)
     assert shapes <= {batch.shape for batch in make_runner(tiny_stack)._rows.padding(selecting=True)}
     assert {shape.selects for shape in shapes} == {True, False} and len({shape.rows for shape in shapes}) > 2
     alone_runner = make_runner(tiny_stack)
@@ -110,6 +126,25 @@ def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
         while len(alone.answer) < len(request.answer):
             alone.take(alone_runner.decode([alone.row])[0].token)
         assert alone.answer == request.answer
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_graphs_choose_what_eager_steps_choose(tmp_path: Path, dtype: torch.dtype) -> None:
+    directory = make_tiny_model(tmp_path)
+    config = read_config(directory)
+    stack = load_stack(
+        directory, config, range(config.layers), embedding=True, head=True, dtype=dtype, device="cuda"
+    )
+    graphs, eager = make_runner(stack), make_runner(stack)
+    graphs.capture()
+    captured = graphs._graphs
+    assert captured is not None and len(captured) == 2 * 4, "sizes 1, 2, 4, 5; with and without selection"
+    answers = [
+        [request.answer for request in churn(runner, 0, 256, lambda free: None)] for runner in (graphs, eager)
+    ]
+    assert answers[0] == answers[1]
+    assert graphs._graphs is captured, "nothing is captured later"
 
 
 def test_a_step_reads_slices_of_the_rows_with_padding_behind_them() -> None:

@@ -20,7 +20,13 @@ from deltafront.workers.messages.requests import (
     RefusalReason,
     Refused,
 )
-from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from deltafront.workers.messages.stages import (
+    ChunkCommand,
+    ChunkReport,
+    HandoffFailed,
+    OpenRequest,
+    RequestFailed,
+)
 from deltafront.workers.prefill.chunks import LayerWork, plan_chunks
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
@@ -341,17 +347,20 @@ async def test_a_lease_is_looked_at_again_before_it_ends_a_request() -> None:
 
 
 @timeless
-async def test_trouble_with_one_request_leaves_the_others_alone() -> None:
+@pytest.mark.parametrize(("raised", "told"), [(RequestFailed, PrefillFailed), (HandoffFailed, HandoffFailed)])
+async def test_trouble_with_one_request_leaves_the_others_alone(
+    raised: type[RequestFailed], told: type[PrefillFailed]
+) -> None:
     def trouble(request_id: str) -> None:
         if request_id == "bad":
-            raise RequestFailed("its method does not run here")
+            raise raised("its method does not run here")
 
     controller, fakes = make(trouble=trouble)
     good, bad = await asyncio.gather(
         collect(controller, job("good", 500)), collect(controller, job("bad", 300)), return_exceptions=True
     )
     assert isinstance(good, list) and isinstance(good[-1], PrefillDone)
-    assert isinstance(bad, PrefillFailed) and str(bad) == "its method does not run here"
+    assert type(bad) is told and str(bad) == "its method does not run here"
     assert controller.failure == ""
     await assert_clean(controller, fakes)
 

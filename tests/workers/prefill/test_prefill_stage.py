@@ -17,6 +17,7 @@ import torch
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.testing import assert_rows_close, row_errors
+from deltafront.workers.kv.handoff import HandoffError
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
@@ -24,6 +25,7 @@ from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
 from deltafront.workers.messages.stages import (
     ChunkCommand,
     FirstLogits,
+    HandoffFailed,
     KVAnnouncement,
     OpenRequest,
     RequestFailed,
@@ -219,6 +221,17 @@ def test_a_stage_by_hand(model: ModelSpec) -> None:
     assert stage.pages_used() == 0, "a request that failed is closed"
     stage.close("r")
     stage.close("unknown")
+
+
+def test_a_hand_off_that_failed_is_called_so(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise HandoffError("K/V of r is lost")
+
+    stage = stage_of(model, Collector())
+    stage.open(OpenRequest("r", tuple(range(40, 49)), 130, DENSE, "decode:x"))
+    monkeypatch.setattr(stage._sender, "finish_chunk", lost)
+    with pytest.raises(HandoffFailed, match="K/V of r is lost"):
+        stage.run_chunk(ChunkCommand("r", 0, 128, False, True, random_ids(128)))
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)

@@ -15,7 +15,7 @@ from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
 from deltafront.workers.prefill import warm_up
 from deltafront.workers.prefill.in_process import run_in_process
-from deltafront.workers.prefill.warm_up import prompt_lengths
+from deltafront.workers.prefill.warm_up import length_classes, prompt_lengths
 from deltafront.workers.settings import PrefillConfig
 
 from ..tiny_model import make_tiny_model, random_ids
@@ -27,7 +27,7 @@ class Spy:
     def __init__(self, spec: Any) -> None:
         self.method = build(spec)
         self.seen: list[tuple[int, int, int]] = []
-        self.density = 1.0
+        self.least = 1.0
 
     def new_state(self, spec: Any) -> Any:
         return self.method.new_state(spec)
@@ -36,7 +36,7 @@ class Spy:
         self.seen.append((x.q_start, x.q_BHTD.shape[2], x.k_BGSD.shape[2]))
         out_BHTD, coverage = self.method.attend(x, state)
         assert bool(out_BHTD.isfinite().all())
-        self.density = float(coverage.computed) / coverage.causal
+        self.least = min(self.least, float(coverage.computed) / coverage.causal)
         return out_BHTD, coverage
 
 
@@ -57,26 +57,24 @@ def test_a_method_meets_whole_chunks_past_its_shortest_prompt_and_a_ragged_one(
     monkeypatch.setattr(warm_up, "build", spying)
     specs = [method_spec("dense"), method_spec("streaming", {"min_tokens": 1000, "window": 128})]
     warm_up.warm_up(stack, specs, 256)
-    dense = [spy for spy in spies if not hasattr(spy.method, "shortest")]
-    sparse = [spy for spy in spies if hasattr(spy.method, "shortest")]
-    assert dense[0].seen == [(0, 256, 256), (256, 256, 512), (512, 77, 589)]
-    assert sparse[0].seen == [(n * 256, 256, n * 256 + 256) for n in range(4)] + [(1024, 77, 1101)]
-    assert all(spy.density < 1.0 for spy in sparse), "the sparse path must have run"
-    assert [spy.seen[-1][-1] for spy in dense] == prompt_lengths(0, 256)
+    dense, sparse = spies
+    assert dense.seen == [(0, 256, 256), (256, 256, 512), (512, 77, 589)]
+    short = [(0, 77, 77)]
+    assert sparse.seen == [(n * 256, 256, n * 256 + 256) for n in range(4)] + [(1024, 77, 1101)] + short
+    assert sparse.least < 1.0, "the sparse path must have run"
 
 
-@pytest.mark.parametrize(("shortest", "chunk_tokens"), [(4096, 8192), (4096, 512), (0, 128), (10_000, 4096)])
-def test_the_prompts_meet_every_specialisation(shortest: int, chunk_tokens: int) -> None:
-    lengths = prompt_lengths(shortest, chunk_tokens)
-    assert all(length > shortest for length in lengths)
-    last = [length % chunk_tokens for length in lengths]
-    tiles = [-(-rows // 128) for rows in last if rows]
-    assert 1 in tiles and any(rows % 16 for rows in last)
-    if chunk_tokens > 512:
-        assert any(count % 16 and count > 1 for count in tiles), "tiles of the last chunk"
-        assert any(-(-length // 128) % 16 for length in lengths), "tiles of the prompt"
-    if chunk_tokens > shortest + 128:
-        assert any(length < chunk_tokens for length in lengths), "a prompt of one chunk"
+def test_prompts_are_read_whole_and_ragged_and_also_those_that_are_short() -> None:
+    assert prompt_lengths(0, 128) == [2 * 128 + 77]
+    assert prompt_lengths(4096, 8192) == [2 * 8192 + 77, 77]
+    assert prompt_lengths(4096, 512) == [9 * 512 + 77, 77]
+    assert prompt_lengths(64, 128) == [2 * 128 + 77, 64]
+
+
+def test_classes_of_length_double_up_to_the_longest() -> None:
+    assert length_classes(1000) == [128, 256, 512, 1000]
+    assert length_classes(1024) == [128, 256, 512, 1024]
+    assert length_classes(100) == [100]
 
 
 def test_a_warm_group_answers_as_a_cold_one(tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""Decode: pace, batches, answers; sessions, prefixes and the pages that they hold."""
+
+from __future__ import annotations
+
+from .grafana import Dashboard, Panel, Query, Row
+from .promql import DECODERS, RANGE, by_worker, increase, mean, quantile, rate, ratio
+
+_NO_PLACE = 'part="decode_wait"'
+_APPEND = 'part="append_prefill"'
+_TTFT = "time_to_first_token_seconds_count"
+
+PACE = Row(
+    "Pace",
+    (
+        Panel(
+            "Between two tokens",
+            "As the door sees them leave a worker. A high 99%: reading appended text or first tokens stand "
+            "in between.",
+            "s",
+            [Query(quantile(q, "inter_token_latency_seconds"), f"{q:.0%}") for q in (0.5, 0.95, 0.99)],
+        ),
+        Panel(
+            "Distribution",
+            "How many gaps between tokens were how long.",
+            "s",
+            [Query(increase("inter_token_latency_seconds_bucket", "le"), "{{le}}")],
+            kind="heatmap",
+        ),
+        Panel(
+            "Time per output token",
+            "Mean of an answer after its first token.",
+            "s",
+            [Query(quantile(q, "request_time_per_output_token_seconds"), f"{q:.0%}") for q in (0.5, 0.95)]
+            + [Query(mean("request_time_per_output_token_seconds"), "mean")],
+        ),
+        Panel(
+            "Tokens generated",
+            "A second, of answers that ended.",
+            "short",
+            [Query(rate("generation_tokens_total"), "tokens a second")],
+        ),
+        Panel(
+            "Batch size",
+            "Requests that a step computes at once, mean. At `decode.max_batch` requests wait for a place.",
+            "short",
+            [Query(ratio("decode_rows_total", "decode_steps_total"), "requests a step")],
+        ),
+        Panel(
+            "Waiting for a place in the batch",
+            "Mean seconds of a first token. Above 0: a larger `decode.max_batch`, or more workers.",
+            "s",
+            [Query(f"{rate('ttft_part_seconds_total', where=_NO_PLACE)} / {rate(_TTFT)}", "waited")],
+            levels=((1.0, "orange"),),
+        ),
+    ),
+)
+ANSWERS = Row(
+    "Answers",
+    (
+        Panel(
+            "Lengths",
+            "How many answers had how many tokens.",
+            "short",
+            [Query(increase("request_generation_tokens_bucket", "le"), "{{le}}")],
+            kind="heatmap",
+        ),
+        Panel(
+            "Why they ended",
+            "`length`: max_tokens or the model's positions cut them. `stop`: the model ended them. "
+            "`stop_string`: a string that was asked for.",
+            "reqps",
+            [Query(rate("finish_reasons_total", "reason"), "{{reason}}")],
+            stacked=True,
+        ),
+        Panel(
+            "Pages attended",
+            "Of the pages held, in layers that attend to selected pages only. 100%: contexts are short, or "
+            "requests ask for full attention.",
+            "percentunit",
+            [Query(ratio("pages_attended_total", "pages_held_total"), "attended")],
+        ),
+    ),
+)
+SESSIONS = Row(
+    "Sessions and pages",
+    (
+        Panel(
+            "Sessions held",
+            "By decode worker. Each keeps a document's K/V until its lease ends.",
+            "short",
+            [Query(by_worker("sessions", DECODERS), "{{worker}}")],
+            stacked=True,
+        ),
+        Panel(
+            "K/V pages in use",
+            "By decode worker: documents that are read, answered, or held by sessions.",
+            "percentunit",
+            [Query(by_worker("kv_cache_usage_ratio", DECODERS), "{{worker}}")],
+            levels=((0.8, "orange"), (0.95, "red")),
+        ),
+        Panel(
+            "Pages free",
+            "By decode worker, of 16 tokens each: what the next documents may take.",
+            "short",
+            [Query(by_worker("kv_pages_free", DECODERS), "{{worker}}")],
+            stacked=True,
+        ),
+        Panel(
+            "Prompt tokens that were held",
+            "Share of all prompt tokens that a session or a known prefix spared prefill from reading.",
+            "percentunit",
+            [Query(ratio("cached_tokens_total", "request_prompt_tokens_sum"), "held")],
+        ),
+        Panel(
+            "Reading what is appended",
+            "Mean seconds of a first token that a decode worker read a question or the rest of a prompt.",
+            "s",
+            [Query(f"{rate('ttft_part_seconds_total', where=_APPEND)} / {rate(_TTFT)}", "read")],
+        ),
+        Panel(
+            "Requests in decode workers",
+            "Computed now, and waiting for pages, K/V or a place.",
+            "short",
+            [
+                Query(f"sum({by_worker('num_requests_running', DECODERS)})", "running"),
+                Query(f"sum({by_worker('num_requests_waiting', DECODERS)})", "waiting"),
+            ],
+            stacked=True,
+        ),
+        Panel(
+            "Lengths, all that is on the screen",
+            "Mean tokens of an answer, and of a prompt with what a session held of it.",
+            "short",
+            [
+                Query(mean("request_generation_tokens", window=RANGE), "tokens of an answer"),
+                Query(mean("request_prompt_tokens", window=RANGE), "tokens of a prompt"),
+            ],
+            kind="stat",
+        ),
+    ),
+)
+DASHBOARD = Dashboard(
+    "decode",
+    "Decode and sessions",
+    "Pace, batches and answers; sessions, prefixes and the pages that they hold.",
+    (PACE, ANSWERS, SESSIONS),
+)

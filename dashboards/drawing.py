@@ -1,0 +1,204 @@
+"""Dashboards as pictures: each panel as Grafana would place it, drawn from the answers to its queries."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
+from PIL import Image
+
+from .grafana import Dashboard, Panel, Query
+from .prometheus import Series
+
+Answers = Callable[[Panel, Query], list[Series]]
+"""To a panel's query: many points of each series, or one for a panel that shows a moment."""
+
+_COLUMN, _LINE = 0.62, 0.36
+"""Inches of a column and of a unit of height."""
+_DPI = 96
+_COLORS = 96
+_GREEN, _GREY = "#73bf69", "#d9d9d9"
+_NAMED = {"green": _GREEN, "orange": "#ff9830", "red": "#f2495c"}
+_SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "K"))
+_STYLE: Any = {"font.size": 7.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+          "grid.color": "#ececec", "axes.axisbelow": True, "legend.frameon": False}  # fmt: skip
+
+
+def shown(value: float, unit: str) -> str:
+    """A number as Grafana shows it, about. unit: one of its ids."""
+    if unit == "percentunit":
+        return f"{100 * value:.3g}%"
+    if unit == "s" and 0 < abs(value) < 1:
+        return f"{1000 * value:.3g} ms"
+    if unit == "s":
+        return f"{value:.3g} s"
+    for size, suffix in _SUFFIXES:
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}{_units(unit)}"
+    return f"{value:.3g}{_units(unit)}"
+
+
+def _units(unit: str) -> str:
+    return {"reqps": " req/s", "Bps": "B/s"}.get(unit, "")
+
+
+class Line(NamedTuple):
+    """A series. name: its legend, or its row in a table."""
+
+    name: str
+    points: list[tuple[float, float]]
+
+
+def draw(dashboard: Dashboard, answers: Answers, path: Path) -> None:
+    """Writes a PNG. Raises ValueError for a panel that has no data at all."""
+    made = dashboard.json()["panels"]
+    height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in made)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(24 * _COLUMN, (height + 1.2) * _LINE), dpi=_DPI)
+        figure.text(0.008, 1 - 0.7 / (height + 1.2), dashboard.json()["title"], fontsize=12, weight="bold")
+        panels = {panel.title: panel for panel in dashboard.panels}
+        for panel in made:
+            place = panel["gridPos"]
+            top = 1 - (place["y"] + 1.2) / (height + 1.2)
+            if panel["type"] == "row":
+                figure.text(0.008, top - 0.7 / (height + 1.2), panel["title"], fontsize=9.5, color="#555555")
+                continue
+            _place(figure, panels[panel["title"]], place, height + 1.2, top, answers)
+        content = io.BytesIO()
+        figure.savefig(content, format="png")
+    picture = Image.open(content).convert("RGB").quantize(_COLORS)
+    picture.save(path, optimize=True)
+
+
+def _place(figure: Figure, panel: Panel, place: Any, height: float, top: float, answers: Answers) -> None:
+    left, width = place["x"] / 24, place["w"] / 24
+    high = place["h"] / height
+    figure.text(left + 0.008, top - 0.85 / height, panel.title, fontsize=8, weight="bold")
+    margins = {"stat": (0.01, 0.4), "table": (0.01, 0.4), "bargauge": (0.12, 0.6)}
+    before, below = margins.get(panel.kind, (0.036, 2.4 if panel.kind == "timeseries" else 1.3))
+    box = (left + before, top - high + below / height, width - before - 0.012, high - (below + 1.3) / height)
+    axes = figure.add_axes(box)
+    lines = [[Line(_name(panel, q, s), s.points) for s in answers(panel, q)] for q in panel.queries]
+    if not any(lines):
+        raise ValueError(f"{panel.title}: no data")
+    _DRAW[panel.kind](axes, panel, lines)
+
+
+def _name(panel: Panel, query: Query, series: Series) -> str:
+    if panel.key:
+        return series.labels[panel.key]
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: series.labels.get(found[1], ""), query.legend)
+
+
+def _graph(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
+    drawn = sorted((line for found in lines for line in found), key=lambda line: line.name)
+    moments = sorted({when for line in drawn for when, _ in line.points})
+    if panel.stacked:
+        heights = [[dict(line.points).get(when, 0.0) for when in moments] for line in drawn]
+        axes.stackplot(moments, heights, labels=[line.name for line in drawn], alpha=0.75, linewidth=0)
+    else:
+        for line in drawn:
+            axes.plot(*zip(*line.points, strict=True), label=line.name, linewidth=1.1)
+    low = min(0.0, *(value for line in drawn for _, value in line.points))
+    top = axes.get_ylim()[1] if axes.dataLim.ymax > 0 else 1.0
+    for value, color in panel.levels:
+        if low < value <= 1.5 * top:
+            axes.axhline(value, color=_NAMED[color], linewidth=0.8, linestyle="--")
+            top = max(top, 1.05 * value)
+    axes.set_ylim(1.05 * low, top)
+    _axes_of_time(axes, moments)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
+    columns = max(1, min(len(drawn), panel.columns // 2))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.48, -0.13), ncols=columns, fontsize=6, handlelength=1)
+
+
+def _axes_of_time(axes: Axes, moments: Sequence[float]) -> None:
+    axes.set_xlim(moments[0], max(moments[-1], moments[0] + 1))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda when, _: datetime.fromtimestamp(when, UTC).strftime("%H:%M:%S"))
+    )
+    axes.locator_params(axis="x", nbins=5)
+
+
+def _number(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
+    axes.axis("off")
+    found = [line for several in lines for line in several]
+    for i, line in enumerate(found):
+        value, place = line.points[-1][1], (i + 0.5) / len(found)
+        color = next((color for level, color in reversed(panel.levels) if value >= level), "green")
+        text = shown(value, panel.unit)
+        axes.text(place, 0.5, text, fontsize=20, ha="center", va="center", color=_NAMED[color])
+        axes.text(place, 0.02, line.name, fontsize=7, ha="center")
+
+
+def _bars(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
+    found = [line for several in lines for line in several]
+    found = sorted(found, key=lambda line: line.name) if panel.title.startswith("Density") else found
+    values = [line.points[-1][1] for line in found]
+    axes.barh(range(len(found)), values, color=_GREEN, height=0.75)
+    axes.set_yticks(range(len(found)), [line.name for line in found], fontsize=min(7, 150 / len(found)))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
+
+
+def _heat(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
+    """Rows by their name: bounds of a histogram in their order, each less what is below it."""
+    rows = sorted(lines[0], key=lambda line: float(line.name))
+    moments = sorted({when for line in rows for when, _ in line.points})
+    values = [[dict(line.points).get(when, 0.0) for when in moments] for line in rows]
+    if panel.cumulative:
+        above = [[b - a for a, b in zip(*two, strict=True)] for two in itertools.pairwise(values)]
+        values = [values[0], *above]
+        filled = [i for i, row in enumerate(values) if any(value > 0 for value in row)]
+        first, last = (filled[0], filled[-1]) if filled else (0, len(rows) - 1)
+        rows, values = rows[first : last + 1], values[first : last + 1]
+    shades = [[value if value > 0 else math.nan for value in row] for row in values]
+    edges = [*moments, moments[-1] + (moments[-1] - moments[0]) / max(len(moments) - 1, 1)]
+    axes.pcolormesh(edges, range(len(rows) + 1), shades, cmap="YlOrRd")
+    every = max(1, len(rows) // 8)
+    names = [shown(float(line.name), panel.unit if panel.cumulative else "short") for line in rows]
+    axes.set_yticks([i + 0.5 for i in range(0, len(rows), every)], names[::every])
+    axes.grid(visible=False)
+    _axes_of_time(axes, moments)
+
+
+def _table(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
+    axes.axis("off")
+    keys = sorted({line.name for column in lines for line in column})
+    columns = list(zip(lines, panel.queries, strict=True))
+    cells = [[key, *(_cell(column, key, panel, query) for column, query in columns)] for key in keys]
+    titles = [panel.key, *(query.legend for query in panel.queries)]
+    height = min(1.0, 0.14 * (len(cells) + 1))
+    table = axes.table(
+        cells, colLabels=titles, cellLoc="right", bbox=Bbox.from_bounds(0, 1 - height, 1, height)
+    )
+    table.auto_set_font_size(False)
+    table.set_fontsize(7.5)
+    for cell in table.get_celld().values():
+        cell.set_edgecolor(_GREY)
+
+
+def _cell(column: Sequence[Line], key: str, panel: Panel, query: Query) -> str:
+    found = next((line.points[-1][1] for line in column if line.name == key), None)
+    return "" if found is None else shown(found, query.unit or panel.unit)
+
+
+_DRAW: dict[str, Callable[[Axes, Panel, Sequence[Sequence[Line]]], None]] = {
+    "timeseries": _graph,
+    "stat": _number,
+    "bargauge": _bars,
+    "heatmap": _heat,
+    "table": _table,
+}

@@ -1,0 +1,200 @@
+"""Panels and dashboards as plain data, and what Grafana (schema 39) reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+TAG = "deltafront"
+_WIDTH = 24
+_VARIABLES = (
+    ("namespace", "Namespace", "label_values(deltafront_requests_total, namespace)"),
+    ("model", "Model", 'label_values(deltafront_requests_total{namespace=~"$namespace"}, model_name)'),
+)
+
+Json = dict[str, Any]
+Kind = Literal["timeseries", "stat", "bargauge", "heatmap", "table"]
+Level = tuple[float, str]
+"""From this value on, this colour."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """legend: of each series, or, in a table, the column's title. unit: of that column."""
+
+    expr: str
+    legend: str = ""
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """help: what it means and what to do about it. unit: one of Grafana's unit ids. levels: thresholds, above
+    a green ground. columns: of 24. key: a table's first column, a label of all its queries. cumulative: of a
+    heat map whose series are a histogram's buckets."""
+
+    title: str
+    help: str
+    unit: str
+    queries: Sequence[Query]
+    kind: Kind = "timeseries"
+    levels: Sequence[Level] = ()
+    columns: int = 8
+    stacked: bool = False
+    key: str = ""
+    cumulative: bool = True
+
+    @property
+    def instant(self) -> bool:
+        """Whether it shows one moment."""
+        return self.kind in ("stat", "bargauge", "table")
+
+    @property
+    def height(self) -> int:
+        return {"stat": 4, "table": 6}.get(self.kind, 8)
+
+
+@dataclass(frozen=True)
+class Row:
+    title: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """name: of its file, and, after `deltafront-`, its id. variables: beside namespace and model, as (name,
+    title, query)."""
+
+    name: str
+    title: str
+    help: str
+    rows: Sequence[Row]
+    variables: Sequence[tuple[str, str, str]] = field(default_factory=tuple)
+
+    @property
+    def panels(self) -> Iterator[Panel]:
+        for row in self.rows:
+            yield from row.panels
+
+    def json(self) -> Json:
+        return {
+            "uid": f"{TAG}-{self.name}",
+            "title": f"Deltafront / {self.title}",
+            "description": self.help,
+            "tags": [TAG],
+            "schemaVersion": 39,
+            "timezone": "browser",
+            "refresh": "10s",
+            "time": {"from": "now-1h", "to": "now"},
+            "links": [_link_to_the_others()],
+            "templating": {"list": [_source(), *(_variable(*one) for one in (*_VARIABLES, *self.variables))]},
+            "panels": list(self._placed()),
+        }
+
+    def _placed(self) -> Iterator[Json]:
+        """Rows below each other; a panel that does not fit beside the one before starts a new line."""
+        y = number = 0
+        for row in self.rows:
+            number += 1
+            place = {"x": 0, "y": y, "w": _WIDTH, "h": 1}
+            yield {"type": "row", "title": row.title, "id": number, "gridPos": place, "panels": []}
+            y, x, height = y + 1, 0, 0
+            for panel in row.panels:
+                if x + panel.columns > _WIDTH:
+                    y, x, height = y + height, 0, 0
+                number += 1
+                place = {"x": x, "y": y, "w": panel.columns, "h": panel.height}
+                yield _panel(panel, number, place)
+                x, height = x + panel.columns, max(height, panel.height)
+            y += height
+
+
+def _link_to_the_others() -> Json:
+    about = {"type": "dashboards", "tags": [TAG], "title": "Deltafront", "icon": "external link"}
+    return {**about, "asDropdown": False, "includeVars": True, "keepTime": True, "targetBlank": False}
+
+
+def _source() -> Json:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+
+
+def _variable(name: str, title: str, query: str) -> Json:
+    """One of a label's values, several, or all."""
+    choice = {"includeAll": True, "allValue": ".*", "multi": True, "sort": 1, "refresh": 2}
+    chosen = {"current": {"text": ["All"], "value": ["$__all"]}}
+    about = {"name": name, "label": title, "type": "query", "datasource": SOURCE, "definition": query}
+    return {**about, "query": {"query": query, "refId": "variable"}, **choice, **chosen}
+
+
+def _panel(panel: Panel, number: int, place: Json) -> Json:
+    return {
+        "type": panel.kind,
+        "id": number,
+        "title": panel.title,
+        "description": panel.help,
+        "gridPos": place,
+        "datasource": SOURCE,
+        "fieldConfig": {"defaults": _defaults(panel), "overrides": list(_overrides(panel))},
+        "options": _options(panel),
+        "transformations": _transformations(panel),
+        "targets": list(_targets(panel)),
+    }
+
+
+def _targets(panel: Panel) -> Iterator[Json]:
+    form = "table" if panel.kind == "table" else "time_series"
+    if panel.kind == "heatmap" and panel.cumulative:
+        form = "heatmap"
+    for i, query in enumerate(panel.queries):
+        moment = {"instant": panel.instant, "range": not panel.instant, "format": form}
+        legend = {"legendFormat": query.legend or "__auto"}
+        yield {"refId": _letter(i), "datasource": SOURCE, "expr": query.expr, **legend, **moment}
+
+
+def _letter(i: int) -> str:
+    return chr(ord("A") + i)
+
+
+def _defaults(panel: Panel) -> Json:
+    steps: list[Json] = [{"color": "green", "value": None}]
+    steps += [{"color": color, "value": value} for value, color in panel.levels]
+    custom: Json = {}
+    if panel.kind == "timeseries":
+        style = "line" if panel.levels else "off"
+        custom = {"showPoints": "never", "thresholdsStyle": {"mode": style}}
+        custom |= {"stacking": {"mode": "normal"}, "fillOpacity": 40} if panel.stacked else {}
+    thresholds = {"mode": "absolute", "steps": steps}
+    return {"unit": panel.unit, "min": 0, "custom": custom, "thresholds": thresholds}
+
+
+def _overrides(panel: Panel) -> Iterator[Json]:
+    """The columns' units."""
+    for query in panel.queries if panel.kind == "table" else ():
+        unit = {"id": "unit", "value": query.unit or panel.unit}
+        yield {"matcher": {"id": "byName", "options": query.legend}, "properties": [unit]}
+
+
+def _options(panel: Panel) -> Json:
+    last = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+    legend = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+    made: dict[Kind, Json] = {
+        "timeseries": legend,
+        "stat": {"reduceOptions": last, "graphMode": "none", "colorMode": "value"},
+        "bargauge": {"reduceOptions": last, "orientation": "horizontal", "displayMode": "basic"},
+        "heatmap": {"calculate": False, "yAxis": {"unit": panel.unit}, "cellGap": 1},
+        "table": {"showHeader": True, "cellHeight": "sm"},
+    }
+    return made[panel.kind]
+
+
+def _transformations(panel: Panel) -> list[Json]:
+    """One row for each value of the key, one column for each query."""
+    if panel.kind != "table":
+        return []
+    names = {f"Value #{_letter(i)}": query.legend for i, query in enumerate(panel.queries)}
+    order = {name: i for i, name in enumerate([panel.key, *names])}
+    hidden = {"Time": True}
+    organized = {"excludeByName": hidden, "renameByName": names, "indexByName": order}
+    return [{"id": "merge", "options": {}}, {"id": "organize", "options": organized}]

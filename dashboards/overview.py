@@ -1,0 +1,224 @@
+"""Is it well? Objectives, traffic, errors, saturation."""
+
+from __future__ import annotations
+
+from .grafana import Dashboard, Panel, Query, Row
+from .promql import DECODERS, GROUPS, RANGE, by_worker, increase, mean, quantile, rate, recorded
+
+SLOW_BUDGET, ERROR_BUDGET = 0.05, 0.01
+"""Of first tokens that take longer than 30 s, and of requests that fail through the service's fault: the
+objectives of deploy/kubernetes/monitoring/rules.yaml."""
+_BURNING = ((1.0, "orange"), (6.0, "red"))
+IN_TIME = 'le="30.0"'
+OURS, REFUSED = 'outcome=~"internal|unavailable"', 'outcome="resource_exhausted"'
+THEIRS = 'outcome!~"finished|internal|unavailable|resource_exhausted"'
+
+
+def _burn(rule: str, window: str, budget: float) -> Query:
+    return Query(f"max({recorded(f'{rule}:ratio_rate{window}')}) / {budget}", window)
+
+
+OBJECTIVES = Row(
+    "Objectives",
+    (
+        Panel(
+            "First tokens within 30 s",
+            "Of all that is on the screen. The objective is 95%. When it is missed, the dashboard on the "
+            "time to first token says which part took it.",
+            "percentunit",
+            [
+                Query(
+                    rate("time_to_first_token_seconds_bucket", where=IN_TIME, window=RANGE)
+                    + " / "
+                    + rate("time_to_first_token_seconds_count", window=RANGE)
+                )
+            ],
+            kind="stat",
+            levels=((0.0, "red"), (1 - SLOW_BUDGET, "green")),
+            columns=6,
+        ),
+        Panel(
+            "Requests without an error of the service",
+            "Of all that is on the screen; what callers did wrong does not count. The objective is 99%.",
+            "percentunit",
+            [
+                Query(
+                    f"1 - {rate('requests_total', where=OURS, window=RANGE)} / "
+                    f"{rate('requests_total', window=RANGE)}"
+                )
+            ],
+            kind="stat",
+            levels=((0.0, "red"), (1 - ERROR_BUDGET, "green")),
+            columns=6,
+        ),
+        Panel(
+            "Prefill groups that serve",
+            "Groups that answer and take new prompts. None: every prompt waits, then is refused as "
+            "unavailable.",
+            "short",
+            [Query(f"sum({by_worker('worker_up', GROUPS)} - {by_worker('worker_draining', GROUPS)})")],
+            kind="stat",
+            levels=((0.0, "red"), (1.0, "green")),
+            columns=6,
+        ),
+        Panel(
+            "Decode workers that serve",
+            "Workers that answer and take new prompts. Their sessions die with them.",
+            "short",
+            [Query(f"sum({by_worker('worker_up', DECODERS)} - {by_worker('worker_draining', DECODERS)})")],
+            kind="stat",
+            levels=((0.0, "red"), (1.0, "green")),
+            columns=6,
+        ),
+        Panel(
+            "Budget burnt by slow first tokens",
+            "Share of first tokens over 30 s, over the 5% that may be: at 1 a month's budget lasts a month; "
+            "above 14.4 over 1 h, or 6 over 6 h, an alert fires.",
+            "short",
+            [_burn("slow_first_tokens", window, SLOW_BUDGET) for window in ("5m", "30m", "1h", "6h")],
+            levels=_BURNING,
+            columns=12,
+        ),
+        Panel(
+            "Budget burnt by errors",
+            "Share of requests that fail through the service's fault, over the 1% that may: alerts as "
+            "beside.",
+            "short",
+            [_burn("errors", window, ERROR_BUDGET) for window in ("5m", "30m", "1h", "6h")],
+            levels=_BURNING,
+            columns=12,
+        ),
+    ),
+)
+TRAFFIC = Row(
+    "Traffic",
+    (
+        Panel(
+            "Requests by outcome",
+            "All calls, as they ended. `resource_exhausted` is a refusal for load, with a time to come back.",
+            "reqps",
+            [Query(rate("requests_total", "outcome"), "{{outcome}}")],
+            stacked=True,
+        ),
+        Panel(
+            "Tokens",
+            "In: of prompts; held: of these, what a session held and nobody had to read; out: generated.",
+            "short",
+            [
+                Query(rate("request_prompt_tokens_sum"), "in, a second"),
+                Query(rate("cached_tokens_total"), "held, a second"),
+                Query(rate("generation_tokens_total"), "out, a second"),
+            ],
+        ),
+        Panel(
+            "Prompt lengths",
+            "How many requests had prompts of how many tokens, what a session held included.",
+            "short",
+            [Query(increase("request_prompt_tokens_bucket", "le"), "{{le}}")],
+            kind="heatmap",
+        ),
+    ),
+)
+LATENCY = Row(
+    "Latency",
+    (
+        Panel(
+            "Time to first token",
+            "From the request's arrival at the door, tokenising included.",
+            "s",
+            [Query(quantile(q, "time_to_first_token_seconds"), f"{q:.0%}") for q in (0.5, 0.95, 0.99)]
+            + [Query(mean("time_to_first_token_seconds"), "mean")],
+            levels=((30.0, "red"),),
+        ),
+        Panel(
+            "Time per output token",
+            "Of an answer, after its first token. Rises with the batch; see the dashboard on decode.",
+            "s",
+            [Query(quantile(q, "request_time_per_output_token_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
+        ),
+        Panel(
+            "Whole requests",
+            "From arrival to the last event, 95%, by call.",
+            "s",
+            [Query(quantile(0.95, "e2e_request_latency_seconds", "method_rpc"), "{{method_rpc}}")],
+        ),
+    ),
+)
+ERRORS = Row(
+    "Errors",
+    (
+        Panel(
+            "Share that fails or is refused",
+            "Through the service's fault (internal, unavailable), and for load (resource_exhausted).",
+            "percentunit",
+            [
+                Query(
+                    f"{rate('requests_total', where=OURS)} / {rate('requests_total')}", "the service's fault"
+                ),
+                Query(
+                    f"{rate('requests_total', where=REFUSED)} / {rate('requests_total')}",
+                    "refused for load",
+                ),
+            ],
+            levels=((ERROR_BUDGET, "orange"), (0.05, "red")),
+        ),
+        Panel(
+            "Attempts repeated, hand-offs failed",
+            "In an hour. A worker died or failed under a request, which was tried again elsewhere: look at "
+            "pods that restart. A hand-off fails when K/V does not reach its decode worker.",
+            "short",
+            [
+                Query(increase("replays_total", window="1h"), "attempts repeated"),
+                Query(increase("handoff_failures_total", window="1h"), "hand-offs failed"),
+            ],
+            levels=((1.0, "orange"), (3.0, "red")),
+        ),
+        Panel(
+            "What callers did wrong",
+            "Calls a second that were refused for what they asked, and that were cancelled or came too late.",
+            "reqps",
+            [Query(rate("requests_total", "outcome", THEIRS), "{{outcome}}")],
+        ),
+    ),
+)
+SATURATION = Row(
+    "Saturation",
+    (
+        Panel(
+            "K/V pages in use",
+            "By worker. A full decode worker takes no new documents: shorter leases, or more workers.",
+            "percentunit",
+            [Query(by_worker("kv_cache_usage_ratio"), "{{worker}}")],
+            levels=((0.8, "orange"), (0.95, "red")),
+        ),
+        Panel(
+            "Time that the queue takes",
+            "Tokens that a prefill group has yet to read, over how fast it reads them lately. Long: more "
+            "groups, more stages, or a sparser method.",
+            "s",
+            [
+                Query(
+                    f"{by_worker('queue_tokens', GROUPS)} / {by_worker('prefill_tokens_per_second', GROUPS)}",
+                    "{{worker}}",
+                )
+            ],
+            levels=((15.0, "orange"), (60.0, "red")),
+        ),
+        Panel(
+            "Requests in the workers",
+            "Computed now, and waiting there.",
+            "short",
+            [
+                Query(f"sum({by_worker('num_requests_running')})", "running"),
+                Query(f"sum({by_worker('num_requests_waiting')})", "waiting"),
+                Query(f"sum({by_worker('sessions')})", "sessions held"),
+            ],
+        ),
+    ),
+)
+DASHBOARD = Dashboard(
+    "overview",
+    "Overview",
+    "Objectives, traffic, errors and saturation of the whole service.",
+    (OBJECTIVES, TRAFFIC, LATENCY, ERRORS, SATURATION),
+)

@@ -1,0 +1,176 @@
+"""The prefill pipeline: groups and their queues, stages and bubbles, and the hand-off to decode."""
+
+from __future__ import annotations
+
+from .grafana import Dashboard, Panel, Query, Row
+from .promql import GROUPS, by_worker, increase, quantile, rate
+
+_SECONDS = "stage_seconds_total"
+_WORKING = 'phase!="activation_wait"'
+_HANDOFF = 'phase=~"kv_write|handoff"'
+_WORK = rate(_SECONDS, "stage", _WORKING)
+_TTFT = "time_to_first_token_seconds_count"
+_BETWEEN = 'part=~"prefill.(other_requests|group_overhead|activation_wait)"'
+_EXPOSED = 'part="handoff_exposed"'
+
+GROUP = Row(
+    "Groups",
+    (
+        Panel(
+            "Tokens read",
+            "A second, by group, lately: what the queue's time is computed from.",
+            "short",
+            [Query(by_worker("prefill_tokens_per_second", GROUPS), "{{worker}}")],
+        ),
+        Panel(
+            "Queue in tokens",
+            "Admitted to a group and not yet read. Autoscaling adds groups by this over the rate beside.",
+            "short",
+            [Query(by_worker("queue_tokens", GROUPS), "{{worker}}")],
+            stacked=True,
+        ),
+        Panel(
+            "Prompts in the groups",
+            "Being read, and waiting for pages or for their turn.",
+            "short",
+            [
+                Query(f"sum({by_worker('num_requests_running', GROUPS)})", "read"),
+                Query(f"sum({by_worker('num_requests_waiting', GROUPS)})", "waiting"),
+            ],
+            stacked=True,
+        ),
+        Panel(
+            "Tokens read, by method",
+            "Of prompts that a group read to the end, a second.",
+            "short",
+            [Query(rate("prefill_tokens_total", "method"), "{{method}}")],
+            stacked=True,
+        ),
+        Panel(
+            "Reading a prompt",
+            "From its first chunk's start to the last stage's end.",
+            "s",
+            [Query(quantile(q, "request_prefill_time_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
+        ),
+        Panel(
+            "Waiting for a group",
+            "From the job's arrival to its first chunk's start.",
+            "s",
+            [Query(quantile(q, "request_queue_time_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
+            levels=((60.0, "red"),),
+        ),
+    ),
+)
+STAGES = Row(
+    "Stages and bubbles",
+    (
+        Panel(
+            "Stages that work",
+            "Seconds of work a second, by stage, over the groups that are up: 1 is a stage that never idles. "
+            "Counted when a prompt has been read, so that a long one shows late and at once.",
+            "percentunit",
+            [
+                Query(
+                    f"{_WORK} / scalar(sum({by_worker('worker_up', GROUPS)}))",
+                    "stage {{stage}}",
+                )
+            ],
+        ),
+        Panel(
+            "Bubbles",
+            "Share of a stage's time with a chunk in which it waited for the stage before. High from one "
+            "stage on: the one before it is the slowest, has too many layers or a slow link; high "
+            "everywhere: prompts have few chunks.",
+            "percentunit",
+            [Query(f"1 - {_WORK} / {rate(_SECONDS, 'stage')}", "stage {{stage}}")],
+            levels=((0.2, "orange"), (0.5, "red")),
+        ),
+        Panel(
+            "Unevenness",
+            "Work of the busiest stage over the mean of all: what an even split of the layers would gain.",
+            "short",
+            [
+                Query(
+                    f"max({rate(_SECONDS, 'stage', _WORKING)}) / avg({rate(_SECONDS, 'stage', _WORKING)})",
+                    "busiest over mean",
+                )
+            ],
+            levels=((1.2, "orange"), (1.5, "red")),
+        ),
+        Panel(
+            "Phases of all stages",
+            "Seconds a second. `projection` is the same for every method; `attention` and what chooses its "
+            "tiles are on the dashboard on sparsity.",
+            "short",
+            [Query(rate(_SECONDS, "phase"), "{{phase}}")],
+            stacked=True,
+            columns=12,
+        ),
+        Panel(
+            "Between a prompt's chunks",
+            "Mean seconds of a first token that its prompt's last stage waited, ran somebody else's chunks, "
+            "or that no stage accounts for.",
+            "s",
+            [
+                Query(
+                    f"{rate('ttft_part_seconds_total', 'part', _BETWEEN)} / ignoring (part) group_left "
+                    f"{rate(_TTFT)}",
+                    "{{part}}",
+                )
+            ],
+            stacked=True,
+            columns=12,
+        ),
+    ),
+)
+HANDOFF = Row(
+    "Hand-off",
+    (
+        Panel(
+            "K/V handed over",
+            "Bytes a second, from stages to decode workers.",
+            "Bps",
+            [Query(rate("handoff_bytes_total"), "bytes a second")],
+        ),
+        Panel(
+            "Pulling one prompt's K/V",
+            "On its decode worker, from the first announcement taken to the last, while prefill goes on.",
+            "s",
+            [Query(quantile(q, "handoff_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
+        ),
+        Panel(
+            "Speed of a pull",
+            "Bytes over the seconds that pulls took: the link's speed as one prompt sees it.",
+            "Bps",
+            [Query(f"{rate('handoff_bytes_total')} / {rate('handoff_seconds_sum')}", "bytes a second")],
+        ),
+        Panel(
+            "Not hidden behind prefill",
+            "Mean seconds of a first token that was waited for K/V after prefill's end. Near 0 unless the "
+            "link is slower than prefill.",
+            "s",
+            [Query(f"{rate('ttft_part_seconds_total', where=_EXPOSED)} / {rate(_TTFT)}", "exposed")],
+        ),
+        Panel(
+            "What stages spend on it",
+            "Seconds a second: writing K/V into pages, and announcing it.",
+            "short",
+            [Query(rate(_SECONDS, "phase", _HANDOFF), "{{phase}}")],
+            stacked=True,
+        ),
+        Panel(
+            "Hand-offs that failed",
+            "In 15 minutes. Each ended an attempt, which was repeated. Decode workers that die, or links "
+            "that break: the doors' logs name them.",
+            "short",
+            [Query(increase("handoff_failures_total", window="15m"), "failed")],
+            levels=((1.0, "orange"), (3.0, "red")),
+        ),
+    ),
+)
+DASHBOARD = Dashboard(
+    "prefill",
+    "Prefill pipeline",
+    "Groups and their queues, stages and bubbles, and the hand-off of K/V to decode.",
+    (GROUP, STAGES, HANDOFF),
+)

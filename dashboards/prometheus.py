@@ -1,0 +1,139 @@
+"""A Prometheus of its own that scrapes one service on this machine, and answers queries."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import yaml
+
+RULES = Path(__file__).resolve().parents[1] / "deploy" / "kubernetes" / "monitoring" / "rules.yaml"
+_START_S = 60.0
+_STEP_S = 1
+
+
+class QueryFailed(RuntimeError):
+    """What Prometheus says of a query."""
+
+
+class Series(NamedTuple):
+    """points: (seconds since the epoch, value), numbers only."""
+
+    labels: dict[str, str]
+    points: list[tuple[float, float]]
+
+
+def substituted(expr: str, window: str, range_s: int) -> str:
+    """A panel's query as Grafana would send it with all namespaces, models and methods chosen."""
+    values = {"__rate_interval": window, "__range": f"{range_s}s"}
+    return re.sub(r"\$([a-z_]+)", lambda found: values.get(found[1], ".*"), expr)
+
+
+class Prometheus:
+    """`with Prometheus(folder, "127.0.0.1:9464") as prometheus:` with the rules of the Kubernetes manifests.
+
+    folder: for its files. interval_s: of scrapes and rules. Raises FileNotFoundError where it is not
+    installed (Debian: prometheus) and RuntimeError if it does not start.
+    """
+
+    def __init__(self, folder: Path, target: str, interval_s: int = _STEP_S) -> None:
+        tool = shutil.which("prometheus")
+        if tool is None:
+            raise FileNotFoundError("prometheus is not installed (Debian: prometheus)")
+        self._folder = folder
+        self._configure(target, interval_s)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._url = f"http://{address}"
+        self._command = [tool, "--config.file=prometheus.yaml", "--storage.tsdb.path=data"]
+        self._command += [f"--web.listen-address={address}", "--log.level=warn"]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _configure(self, target: str, interval_s: int) -> None:
+        """As the PodMonitor would: the same job's name, a namespace and a pod."""
+        labels = {"namespace": "local", "pod": "door"}
+        scraped = {
+            "job_name": "local/deltafront-door",
+            "static_configs": [{"targets": [target], "labels": labels}],
+        }
+        every = {"scrape_interval": f"{interval_s}s", "evaluation_interval": f"{interval_s}s"}
+        config = {"global": every, "rule_files": ["rules.yaml"], "scrape_configs": [scraped]}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        rules = yaml.safe_load(RULES.read_text())["spec"]
+        (self._folder / "rules.yaml").write_text(yaml.safe_dump(rules))
+
+    def __enter__(self) -> Prometheus:
+        with (self._folder / "prometheus.log").open("wb") as log:
+            self._process = subprocess.Popen(self._command, cwd=self._folder, stdout=log, stderr=log)
+        until = time.monotonic() + _START_S
+        while not self._ready():
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.stop()
+                raise RuntimeError((self._folder / "prometheus.log").read_text()[-2000:])
+            time.sleep(0.1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            process.wait(_START_S)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    def now(self, expr: str) -> list[Series]:
+        """Raises QueryFailed."""
+        return _read(self._ask("query", query=expr))
+
+    def over(self, expr: str, begin: float, end: float, step_s: float) -> list[Series]:
+        """Raises QueryFailed."""
+        return _read(self._ask("query_range", query=expr, start=begin, end=end, step=step_s))
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Every rule with its health."""
+        return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
+
+    def _ask(self, what: str, **arguments: object) -> Any:
+        url = f"{self._url}/api/v1/{what}"
+        data = urllib.parse.urlencode(arguments).encode() if arguments else None
+        try:
+            with urllib.request.urlopen(url, data, timeout=60) as reply:
+                return json.load(reply)["data"]
+        except urllib.error.HTTPError as error:
+            raise QueryFailed(json.load(error)["error"]) from None
+
+
+def _read(data: Mapping[str, Any]) -> list[Series]:
+    """Series that have a number."""
+    result = data["result"]
+    if data["resultType"] == "scalar":
+        result = [{"metric": {}, "value": result}]
+    found = [Series(one["metric"], _numbers(one.get("values") or [one["value"]])) for one in result]
+    return [series for series in found if series.points]
+
+
+def _numbers(points: list[tuple[float, str]]) -> list[tuple[float, float]]:
+    return [(when, float(value)) for when, value in points if math.isfinite(float(value))]

@@ -1,0 +1,170 @@
+"""What sparse attention saves and what choosing tiles costs, by method, layer and stage."""
+
+from __future__ import annotations
+
+from .grafana import Dashboard, Panel, Query, Row
+from .promql import NOW, RANGE, increase, mean, quantile, rate, ratio
+
+_METHOD = 'method=~"$method"'
+_COMPUTED, _CAUSAL = "attention_tiles_computed_total", "attention_tiles_causal_total"
+_SECONDS = "stage_seconds_total"
+_ATTENTION = f'{_METHOD},phase="attention"'
+_CHOOSING = f'{_METHOD},phase=~"anchors|scoring|selection|correction"'
+_BOTH = f'{_METHOD},phase=~"attention|anchors|scoring|selection|correction"'
+_DENSE = (
+    "What dense attention would have cost is an estimate: the time attention took, times causal over "
+    "computed tiles."
+)
+
+
+def _dense(by: str, window: str) -> str:
+    """Seconds of attention if every causal tile had been computed."""
+    return (
+        f"{rate(_SECONDS, by, _ATTENTION, window)} * {rate(_CAUSAL, by, _METHOD, window)}"
+        f" / {rate(_COMPUTED, by, _METHOD, window)}"
+    )
+
+
+def _a_prompt(seconds: str) -> str:
+    return f"({seconds}) / {rate('prefill_prompts_total', 'method', _METHOD, RANGE)}"
+
+
+BY_METHOD = Row(
+    "By method",
+    (
+        Panel(
+            "Methods, all that is on the screen",
+            f"Seconds of all stages, a prompt. {_DENSE} Where choosing costs more than is saved, use dense "
+            "attention (`min_tokens`).",
+            "s",
+            [
+                Query(increase("prefill_prompts_total", "method", _METHOD, RANGE), "prompts", "short"),
+                Query(mean("attention_density_ratio", "method", _METHOD, RANGE), "density", "percentunit"),
+                Query(_a_prompt(rate(_SECONDS, "method", _ATTENTION, RANGE)), "attention"),
+                Query(_a_prompt(rate(_SECONDS, "method", _BOTH, RANGE)), "with choosing tiles"),
+                Query(_a_prompt(_dense("method", RANGE)), "dense, estimated"),
+            ],
+            kind="table",
+            key="method",
+            columns=24,
+        ),
+        Panel(
+            "Density",
+            "Tiles computed over causal tiles, mean over prompts. Rising: the texts have changed, or the "
+            "profile is not the model's.",
+            "percentunit",
+            [Query(mean("attention_density_ratio", "method", _METHOD), "{{method}}")],
+        ),
+        Panel(
+            "Density of prompts, 95%",
+            "The prompts that sparse attention helps least.",
+            "percentunit",
+            [Query(quantile(0.95, "attention_density_ratio", "method", _METHOD), "{{method}}")],
+        ),
+        Panel(
+            "Prompts",
+            "Read by prefill groups. Short ones are dense, whatever the method.",
+            "reqps",
+            [Query(rate("prefill_prompts_total", "method", _METHOD), "{{method}}")],
+            stacked=True,
+        ),
+    ),
+)
+COST = Row(
+    "What it costs and saves",
+    (
+        Panel(
+            "Scoring over attention",
+            "Time of anchors, scores and selection over time of attention, by prompt. Above 1, choosing "
+            "takes longer than computing.",
+            "percentunit",
+            [
+                Query(quantile(q, "scoring_overhead_ratio", "method", _METHOD), f"{{{{method}}}} {name}")
+                for q, name in ((0.5, "median"), (0.95, "95%"))
+            ],
+            levels=((0.5, "orange"), (1.0, "red")),
+        ),
+        Panel(
+            "Attention, and what dense would have cost",
+            f"Seconds a second, all stages. {_DENSE}",
+            "short",
+            [
+                Query(rate(_SECONDS, where=_ATTENTION), "attention"),
+                Query(rate(_SECONDS, where=_CHOOSING), "choosing tiles"),
+                Query(f"sum({_dense('method', NOW)})", "dense would have cost"),
+            ],
+        ),
+        Panel(
+            "Time saved",
+            "Share of dense attention's estimated time, choosing tiles taken off; below 0 it costs.",
+            "percentunit",
+            [
+                Query(f"1 - {rate(_SECONDS, 'method', _BOTH)} / ({_dense('method', NOW)})", "{{method}}"),
+            ],
+        ),
+        Panel(
+            "Choosing tiles, by step",
+            "Seconds a second, all stages: anchors, scores, selection, and the Δ correction.",
+            "short",
+            [Query(rate(_SECONDS, "phase", _CHOOSING), "{{phase}}")],
+            stacked=True,
+            columns=12,
+        ),
+        Panel(
+            "Scoring over attention, by stage",
+            "A stage holds a range of layers, in their order.",
+            "percentunit",
+            [
+                Query(
+                    f"{rate(_SECONDS, 'stage', _CHOOSING)} / {rate(_SECONDS, 'stage', _ATTENTION)}",
+                    "stage {{stage}}",
+                )
+            ],
+            levels=((0.5, "orange"), (1.0, "red")),
+            columns=12,
+        ),
+    ),
+)
+_LAYER = '"layer", "0$1", "layer", "(.)"'
+"""Layers in their order, which is that of their names: 2 as 02."""
+BY_LAYER = Row(
+    "By layer",
+    (
+        Panel(
+            "Density by layer over time",
+            "Tiles computed over causal tiles, of the methods chosen above. Early layers usually need most.",
+            "percentunit",
+            [Query(f"label_replace({ratio(_COMPUTED, _CAUSAL, 'layer', _METHOD)}, {_LAYER})", "{{layer}}")],
+            kind="heatmap",
+            columns=12,
+            cumulative=False,
+        ),
+        Panel(
+            "Density by layer, all that is on the screen",
+            "Tiles computed over causal tiles, of the methods chosen above.",
+            "percentunit",
+            [
+                Query(
+                    f"label_replace({ratio(_COMPUTED, _CAUSAL, 'layer', _METHOD, RANGE)}, {_LAYER})",
+                    "layer {{layer}}",
+                )
+            ],
+            kind="bargauge",
+            columns=12,
+        ),
+    ),
+)
+DASHBOARD = Dashboard(
+    "sparsity",
+    "Sparsity and its overhead",
+    "Density, what choosing tiles costs, and what dense attention would have cost, by method, layer and "
+    "stage.",
+    (BY_METHOD, COST, BY_LAYER),
+    variables=(
+        (
+            "method",
+            "Method",
+            'label_values(deltafront_prefill_prompts_total{namespace=~"$namespace"}, method)',
+        ),
+    ),
+)

@@ -1,0 +1,104 @@
+"""Every prefill group and decode worker by itself, in a table and over time."""
+
+from __future__ import annotations
+
+from .grafana import Dashboard, Panel, Query, Row
+from .promql import DECODERS, GROUPS, by_worker
+
+_FULL = ((0.8, "orange"), (0.95, "red"))
+
+
+def _columns(where: str, *more: Query) -> list[Query]:
+    return [
+        Query(by_worker("worker_up", where), "up"),
+        Query(by_worker("worker_draining", where), "draining"),
+        Query(by_worker("num_requests_running", where), "running"),
+        Query(by_worker("num_requests_waiting", where), "waiting"),
+        *more,
+        Query(by_worker("kv_cache_usage_ratio", where), "pages in use", "percentunit"),
+        Query(by_worker("kv_pages_free", where), "pages free"),
+        Query(by_worker("kv_pages", where), "pages"),
+    ]
+
+
+NOW = Row(
+    "Now",
+    (
+        Panel(
+            "Prefill groups",
+            "As the doors know them. A group that is not up stays in the table with zeros until the doors "
+            "restart; one that drains ends what it has and goes.",
+            "short",
+            _columns(
+                GROUPS,
+                Query(by_worker("queue_tokens", GROUPS), "queue, tokens"),
+                Query(by_worker("prefill_tokens_per_second", GROUPS), "tokens a second"),
+            ),
+            kind="table",
+            key="worker",
+            columns=24,
+        ),
+        Panel(
+            "Decode workers",
+            "As the doors know them. Sessions live on their worker and die with it.",
+            "short",
+            _columns(DECODERS, Query(by_worker("sessions", DECODERS), "sessions")),
+            kind="table",
+            key="worker",
+            columns=24,
+        ),
+    ),
+)
+LATELY = Row(
+    "Lately",
+    (
+        Panel(
+            "Workers that answer",
+            "Steps down are deaths or scaling; who is gone for a moment only was replaced.",
+            "short",
+            [
+                Query(f"sum({by_worker('worker_up', GROUPS)})", "prefill groups"),
+                Query(f"sum({by_worker('worker_up', DECODERS)})", "decode workers"),
+            ],
+        ),
+        Panel(
+            "Draining",
+            "Workers that end what they have and go: scaled down, or replaced by a new version.",
+            "short",
+            [Query(f"sum({by_worker('worker_draining')})", "draining")],
+        ),
+        Panel(
+            "Doors",
+            "Nodes with a door that are scraped. A node whose door is not up shows as 0.",
+            "short",
+            [Query('sum(up{job=~".*deltafront-door",namespace=~"$namespace"})', "up")],
+        ),
+        Panel(
+            "K/V pages in use",
+            "By worker, groups and decode workers.",
+            "percentunit",
+            [Query(by_worker("kv_cache_usage_ratio"), "{{worker}}")],
+            levels=_FULL,
+        ),
+        Panel(
+            "Running",
+            "Requests that a worker computes.",
+            "short",
+            [Query(by_worker("num_requests_running"), "{{worker}}")],
+            stacked=True,
+        ),
+        Panel(
+            "Waiting",
+            "Requests that wait in a worker: for pages, K/V, or their turn.",
+            "short",
+            [Query(by_worker("num_requests_waiting"), "{{worker}}")],
+            stacked=True,
+        ),
+    ),
+)
+DASHBOARD = Dashboard(
+    "workers",
+    "Workers",
+    "Every prefill group and decode worker by itself.",
+    (NOW, LATELY),
+)

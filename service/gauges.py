@@ -1,0 +1,69 @@
+"""What every worker says of itself, as gauges. Each door tells of all workers, so whoever adds up takes
+`max by (worker)` first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..workers.messages.states import DecodeStats, GroupStats
+
+
+class WorkerState(NamedTuple):
+    """A worker's gauges. usage: pages in use over all pages. queue_tokens: of prompts, admitted and not yet
+    read; tokens_per_second: how fast a group reads them."""
+
+    usage: float = 0.0
+    pages_free: int = 0
+    pages_total: int = 0
+    running: int = 0
+    waiting: int = 0
+    sessions: int = 0
+    queue_tokens: int = 0
+    tokens_per_second: float = 0.0
+    up: int = 0
+    draining: int = 0
+
+
+def state_of(one: GroupStats | DecodeStats) -> WorkerState:
+    common = WorkerState(
+        usage=1 - one.pages_free / one.pages_total if one.pages_total else 0.0,
+        pages_free=one.pages_free,
+        pages_total=one.pages_total,
+        running=one.running,
+        waiting=one.waiting,
+        up=1,
+        draining=int(one.draining),
+    )
+    if isinstance(one, DecodeStats):
+        return common._replace(sessions=one.sessions)
+    return common._replace(queue_tokens=one.waiting_tokens, tokens_per_second=one.tokens_per_second)
+
+
+class WorkerGauges:
+    """One series a worker in each; in the order of WorkerState. gauge: declares one."""
+
+    def __init__(self, gauge: Callable[[str, str, tuple[str, ...]], Any]) -> None:
+        self._gauge = gauge
+        self._known: set[str] = set()
+        by = ("worker",)
+        self._gauges = [
+            self._gauge("kv_cache_usage_ratio", "K/V pages in use", by),
+            self._gauge("kv_pages_free", "K/V pages that nobody holds", by),
+            self._gauge("kv_pages", "K/V pages, held or not", by),
+            self._gauge("num_requests_running", "Requests that a worker computes", by),
+            self._gauge("num_requests_waiting", "Requests that wait in a worker", by),
+            self._gauge("sessions", "Sessions that a decode worker holds", by),
+            self._gauge("queue_tokens", "Prompt tokens that a prefill group has yet to read", by),
+            self._gauge("prefill_tokens_per_second", "How fast a prefill group reads, lately", by),
+            self._gauge("worker_up", "1 for a worker that answers, 0 for one that did", by),
+            self._gauge("worker_draining", "1 for a worker that ends what it has and goes", by),
+        ]
+
+    def tell(self, workers: Mapping[str, WorkerState]) -> None:
+        """By name, all that are alive."""
+        gone = dict.fromkeys(self._known - workers.keys(), WorkerState())  # series cannot be removed
+        for worker, state in {**gone, **workers}.items():
+            for gauge, value in zip(self._gauges, state, strict=True):
+                gauge.labels(worker).set(value)
+        self._known |= workers.keys()

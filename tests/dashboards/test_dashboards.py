@@ -1,0 +1,119 @@
+"""The dashboards as files: built, complete, and asking only for what exists. That every query has an answer
+is for tests/e2e/test_dashboards.py."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from deltafront.dashboards.build import DASHBOARDS, FOLDER, path_of, render
+from deltafront.dashboards.grafana import Dashboard
+from deltafront.dashboards.overview import ERROR_BUDGET, SLOW_BUDGET
+from deltafront.dashboards.prometheus import RULES, substituted
+from deltafront.service.errors import Code
+from deltafront.service.metrics import FINISHED
+
+from ..test_generated import declared, declared_series
+
+every = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+
+
+def expressions(dashboard: Dashboard) -> list[str]:
+    return [query.expr for panel in dashboard.panels for query in panel.queries]
+
+
+def test_every_file_is_one_of_them() -> None:
+    assert sorted(FOLDER.glob("*.json")) == sorted(map(path_of, DASHBOARDS))
+    for dashboard in DASHBOARDS:
+        assert path_of(dashboard).read_text() == render(dashboard), "run make dashboards"
+
+
+@every
+def test_only_what_exists_is_asked_for(dashboard: Dashboard) -> None:
+    for expr in expressions(dashboard):
+        assert set(re.findall(r"deltafront_\w+", expr)) <= declared_series(), expr
+    recorded = {rule.get("record") for group in rules() for rule in group["rules"]}
+    assert {
+        name for expr in expressions(dashboard) for name in re.findall(r"deltafront:[\w:]+", expr)
+    } <= recorded
+    outcomes = re.findall(r'outcome[=!]~?"([^"]+)"', " ".join(expressions(dashboard)))
+    assert {name for found in outcomes for name in found.split("|")} <= {*Code, FINISHED}
+
+
+def rules() -> list[Any]:
+    groups: list[Any] = yaml.safe_load(RULES.read_text())["spec"]["groups"]
+    return groups
+
+
+@every
+def test_all_is_within_the_chosen_namespace_and_model(dashboard: Dashboard) -> None:
+    for expr in expressions(dashboard):
+        for selector in re.findall(r"\b(?:deltafront[_:][\w:]+|up)(\{[^}]*\})?", expr):
+            assert 'namespace=~"$namespace"' in selector, expr
+        for selector in re.findall(r"\bdeltafront_\w+(\{[^}]*\})?", expr):
+            assert 'model_name=~"$model"' in selector, expr
+
+
+@every
+def test_workers_gauges_are_not_added_up_over_doors(dashboard: Dashboard) -> None:
+    for gauge in (f"deltafront_{name}" for kind, name in declared() if kind == "gauge"):
+        for expr in expressions(dashboard):
+            uses = len(re.findall(rf"\b{gauge}\b", expr))
+            assert uses == len(re.findall(rf"max by \(worker\) \({gauge}\{{", expr)), expr
+
+
+@every
+def test_every_panel_says_what_it_shows(dashboard: Dashboard) -> None:
+    titles = [panel.title for panel in dashboard.panels]
+    assert len(set(titles)) == len(titles)
+    for panel in dashboard.panels:
+        assert panel.help.endswith(".") and panel.unit and panel.queries, panel.title
+        assert [value for value, _ in panel.levels] == sorted(value for value, _ in panel.levels)
+        several = len(panel.queries) > 1 or panel.kind in ("timeseries", "bargauge", "heatmap")
+        assert all(query.legend for query in panel.queries) or not several, panel.title
+        by = {label for q in panel.queries for label in re.findall(r"\{\{(\w+)\}\}", q.legend)}
+        assert all(re.search(rf"by \([^)]*\b{label}\b", panel.queries[0].expr) for label in by), panel.title
+        assert bool(panel.key) == (panel.kind == "table")
+
+
+@every
+def test_grafana_finds_all_it_needs(dashboard: Dashboard) -> None:
+    made = json.loads(render(dashboard))
+    assert made["uid"] == path_of(dashboard).stem and made["links"][0]["tags"] == made["tags"]
+    assert made["links"][0]["includeVars"] and made["links"][0]["keepTime"]
+    variables = {one["name"] for one in made["templating"]["list"]}
+    assert {"datasource", "namespace", "model"} <= variables
+    own = {"__rate_interval", "__range"}
+    asked = set(re.findall(r"\$([a-z_]+)", " ".join(expressions(dashboard))))
+    assert asked <= variables | own, "of a variable that is not there"
+    numbers = [panel["id"] for panel in made["panels"]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    places = [panel["gridPos"] for panel in made["panels"]]
+    for one, other in itertools.combinations(places, 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or below, (one, other)
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+
+
+def test_every_metric_is_shown_or_watched() -> None:
+    text = " ".join(itertools.chain.from_iterable(map(expressions, DASHBOARDS))) + RULES.read_text()
+    missing = [name for _kind, name in declared() if f"deltafront_{name}" not in text]
+    assert not missing
+
+
+def test_objectives_are_those_of_the_alerts() -> None:
+    alerts = {rule.get("alert"): rule["expr"] for group in rules() for rule in group["rules"]}
+    assert f"> 14.4 * {SLOW_BUDGET}" in alerts["DeltafrontSlowFirstTokensFast"]
+    assert f"> 14.4 * {ERROR_BUDGET}" in alerts["DeltafrontErrorsFast"]
+
+
+def test_variables_are_substituted() -> None:
+    layers = 'label_replace(z, "a", "0$1", "a", "(.)")'
+    expr = 'rate(x{a=~"$namespace"}[$__rate_interval]) + rate(y[$__range]) + ' + layers
+    assert substituted(expr, "15s", 60) == 'rate(x{a=~".*"}[15s]) + rate(y[60s]) + ' + layers

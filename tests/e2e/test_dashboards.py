@@ -1,0 +1,137 @@
+"""Every query of every panel and rule, asked of a real Prometheus that scrapes the real service: none fails,
+none is empty."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deltafront.benchmarks import DEMO_TEXT
+from deltafront.dashboards.build import DASHBOARDS
+from deltafront.dashboards.prometheus import RULES, Prometheus, QueryFailed, Series, substituted
+from deltafront.dashboards.traffic import Traffic
+from deltafront.service.client.server_process import LocalService
+
+from .conftest import Table
+from .wire import PATIENCE_S, Wire
+
+WINDOW, RANGE_S = "10m", 600
+"""Longer than all of this takes, so that a slow machine's requests are not over when they are asked for."""
+
+
+@pytest.fixture
+def prometheus(wire: Wire, tmp_path: Path) -> Iterator[Prometheus]:
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (Debian: prometheus); .ci/run installs it")
+    with Prometheus(tmp_path / "prometheus", wire.info().metrics_address) as running:
+        yield running
+
+
+def of_panels() -> dict[str, str]:
+    return {
+        f"{dashboard.name}: {panel.title}: {query.legend or number}": substituted(query.expr, WINDOW, RANGE_S)
+        for dashboard in DASHBOARDS
+        for panel in dashboard.panels
+        for number, query in enumerate(panel.queries)
+    }
+
+
+def of_rules() -> dict[str, str]:
+    """An alert's conditions cannot all hold at once, so what they compare is asked for."""
+    asked = {}
+    for group in yaml.safe_load(RULES.read_text())["spec"]["groups"]:
+        for rule in group["rules"]:
+            name = rule.get("alert") or rule["record"]
+            asked |= {f"{name}: {number}": expr for number, expr in enumerate(operands(rule["expr"]))}
+    return asked
+
+
+_JOINT = re.compile(r"\s(?:(?:and|or|unless)\b(?:\s+on\s*\([^)]*\))?|[<>]=?|[=!]=)\s")
+
+
+def operands(expr: str) -> list[str]:
+    """What an expression's comparisons and set operators stand between, at its top level."""
+    found, depth, start, place = [], 0, 0, 0
+    while place < len(expr):
+        depth += (expr[place] in "({[") - (expr[place] in ")}]")
+        joint = _JOINT.match(expr, place) if not depth else None
+        if joint:
+            found.append(expr[start:place])
+            start = place = joint.end()
+        else:
+            place += 1
+    return [*found, expr[start:]]
+
+
+def test_conditions_are_taken_apart() -> None:
+    assert operands('sum by (a) (x{b=~"c > d"}) / 2 > 14.4 * 0.05 and on (a) y == 0') == [
+        'sum by (a) (x{b=~"c > d"}) / 2', "14.4 * 0.05", "y", "0",
+    ]  # fmt: skip
+
+
+def empty_ones(asked: dict[str, str], ask: Callable[[str], list[Series]]) -> list[str]:
+    """Raises AssertionError for queries that fail."""
+    empty, failing = [], []
+    for name, expr in asked.items():
+        try:
+            empty += [] if ask(expr) else [name]
+        except QueryFailed as error:
+            failing.append(f"{name}: {error}")
+    assert not failing, failing
+    return empty
+
+
+def scrapes(prometheus: Prometheus) -> float:
+    """How many there were of a door that knows of its workers."""
+    counted = prometheus.now("count_over_time(deltafront_worker_up[10m])")
+    return max((series.points[-1][1] for series in counted), default=0.0)
+
+
+def wait_for(true: Callable[[], bool], otherwise: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until, otherwise()
+        time.sleep(0.5)
+
+
+def test_no_query_of_a_panel_or_a_rule_fails_or_is_empty(
+    service: LocalService, wire: Wire, prometheus: Prometheus, table: Table
+) -> None:
+    """Two rounds of requests: a rate sees nothing of the first increase of a series that begins with it."""
+    panels, rules = of_panels(), of_rules()
+    model = wire.info().model
+    traffic = Traffic(service.address, "http://127.0.0.1:8000", model, DEMO_TEXT.read_text(), (400, 1200) * 2)
+    for _ in range(2):
+        traffic.round()
+        seen = scrapes(prometheus)
+        wait_for(lambda seen=seen: scrapes(prometheus) > seen + 1, lambda: "nothing is scraped")  # type: ignore[misc]
+    traffic.close()
+    asked = panels | rules
+    empty = list(asked)
+
+    def all_there() -> bool:
+        nonlocal empty
+        empty = empty_ones({name: asked[name] for name in empty}, prometheus.now)
+        return not empty
+
+    wait_for(all_there, lambda: f"empty: {empty}")
+    health = {rule["name"]: (rule["health"], rule.get("lastError", "")) for rule in prometheus.rules()}
+    assert set(health) == {name.split(": ")[0] for name in rules}
+    assert set(health.values()) == {("ok", "")}
+    names = {series.labels["model_name"] for series in prometheus.now("deltafront_worker_up")}
+    assert names == {model}
+    count = sum(1 for dashboard in DASHBOARDS for _ in dashboard.panels)
+    table.add(
+        "dashboards: panels, their queries, rules, their queries",
+        (count, len(panels), len(health), len(rules)),
+    )
+    parts = prometheus.now("sum(deltafront_ttft_part_seconds_total)")[0].points[-1][1]
+    whole = prometheus.now("sum(deltafront_time_to_first_token_seconds_sum)")[0].points[-1][1]
+    assert math.isclose(parts, whole), "the parts add up to the time to first token"

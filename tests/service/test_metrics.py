@@ -1,0 +1,141 @@
+"""What the door counts of requests, and what it says of workers; sums and ports are in test_parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.gauges import WorkerState, state_of
+from deltafront.service.metrics import FINISHED, RPCS, Metrics
+from deltafront.service.request import attempt
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.stages import HandoffFailed
+from deltafront.workers.messages.states import DecodeStats, GroupStats
+
+from .inprocess import House, wait_until
+from .test_requests import collect
+
+PROMPT = "p" * 700
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
+
+
+def value(house: House, name: str, **labels: str) -> float:
+    """Sum of the samples that have these labels."""
+    found = [
+        sample.value
+        for metric in house.metrics.registry().collect()
+        for sample in metric.samples
+        if sample.name == f"deltafront_{name}" and labels.items() <= sample.labels.items()
+    ]
+    assert found, f"no series {name} {labels}"
+    return sum(found)
+
+
+def ended(house: House, requests: int) -> None:
+    """Requests are counted after their streams' ends."""
+    wait_until(
+        lambda: value(house, "requests_total", outcome=FINISHED) == requests, "a request was not counted"
+    )
+
+
+def test_an_answer_is_counted_once_in_everything(house: House, client: DeltafrontClient) -> None:
+    _, tokens, finish, _ = collect(client.generate(PROMPT, max_tokens=9, method="dense"))
+    ended(house, 1)
+    read = finish.usage.prompt_tokens
+    assert value(house, "request_generation_tokens_sum") == len(tokens) == 9
+    assert value(house, "request_time_per_output_token_seconds_count") == 1
+    mean = value(house, "request_time_per_output_token_seconds_sum")
+    assert mean == pytest.approx(value(house, "inter_token_latency_seconds_sum") / 8)
+    assert value(house, "finish_reasons_total", reason="length") == 1
+    assert value(house, "finish_reasons_total") == 1, "the others are there, and 0"
+    assert value(house, "prefill_prompts_total", method="dense") == 1
+    assert value(house, "prefill_tokens_total", method="dense") == read
+    assert value(house, "time_to_first_token_seconds_count", prompt="1K") == 1
+    assert value(house, "attention_tiles_computed_total", method="dense", layer="1") == 5
+    assert value(house, "attention_tiles_causal_total", method="dense") == 20
+    rows, steps = value(house, "decode_rows_total"), value(house, "decode_steps_total")
+    assert rows / steps == 4, "the fake worker computes four at once"
+    stages = [value(house, "stage_seconds_total", stage=stage, phase="attention") for stage in "01"]
+    assert stages == [finish.timings.stages[0]["attention"]] * 2
+
+
+def test_a_sessions_answers_count_what_they_read(house: House, client: DeltafrontClient) -> None:
+    """The document belongs to another length than the question on it."""
+    *_, made = client.prefill("x" * 3000, session_ttl_s=60)
+    assert isinstance(made, PrefillFinished)
+    collect(client.generate(session_id=made.session.session_id, append="Who?", max_tokens=1))
+    ended(house, 2)
+    assert value(house, "time_to_first_token_seconds_count", prompt="1K") == 1
+    assert value(house, "time_to_first_token_seconds_count") == 1
+    assert value(house, "cached_tokens_total") == made.usage.prompt_tokens
+    assert value(house, "request_generation_tokens_count") == 1, "Prefill has no answer"
+    assert value(house, "request_time_per_output_token_seconds_count") == 0, "nor one token a gap"
+
+
+def failing_group(house: House) -> None:
+    house.group.fail_after, house.group.failure = [2], HandoffFailed("K/V is lost")
+
+
+def failing_worker(house: House) -> None:
+    house.decode.fail_after, house.decode.failure = [0], FinishReason.NO_KV
+
+
+def dying_group(house: House) -> None:
+    house.group.fail_after = [2]
+
+
+@pytest.mark.parametrize(("fail", "failures"), [(failing_group, 1), (failing_worker, 1), (dying_group, 0)])
+def test_hand_offs_that_fail_are_counted(
+    house: House, client: DeltafrontClient, fail: Callable[[House], None], failures: int
+) -> None:
+    """Whichever end says so; a stage that dies is another matter."""
+    fail(house)
+    *_, finish = client.generate(PROMPT, max_tokens=3)
+    assert isinstance(finish, GenerateFinished)
+    assert value(house, "handoff_failures_total") == failures
+    assert value(house, "replays_total") == 1
+
+
+def test_outcomes_begin_at_zero(tmp_path: Path) -> None:
+    """So that the first of a kind is an increase, and a share of nothing is 0."""
+    samples = [s for m in Metrics(tmp_path).registry().collect() for s in m.samples]
+    outcomes = {
+        (s.labels["method_rpc"], s.labels["outcome"]): s.value for s in samples if "outcome" in s.labels
+    }
+    assert {rpc for rpc, _ in outcomes} == set(RPCS) and len(outcomes) == 10 * len(RPCS)
+    assert not any(outcomes.values())
+
+
+def test_every_series_names_the_model(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, "Llama 3.1 8B")
+    metrics.workers.tell({"decode:x": WorkerState(usage=0.5, up=1)})
+    samples = [s for m in metrics.registry().collect() for s in m.samples]
+    assert samples and {s.labels["model_name"] for s in samples} == {"Llama 3.1 8B"}
+    assert b'model_name="Llama 3.1 8B"' in metrics.expose()
+
+
+STATES: dict[str, tuple[Any, WorkerState]] = {
+    "group": (
+        GroupStats("g", 100, 75, running=2, waiting=3, waiting_tokens=5000, tokens_per_second=250.0),
+        WorkerState(0.25, 75, 100, 2, 3, queue_tokens=5000, tokens_per_second=250.0, up=1),
+    ),
+    "decode worker": (
+        DecodeStats("d", 100, 100, running=1, waiting=0, sessions=4, draining=True),
+        WorkerState(0.0, 100, 100, 1, 0, sessions=4, up=1, draining=1),
+    ),
+    "nothing": (DecodeStats("d", 0, 0, 0, 0, 0), WorkerState(up=1)),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_what_workers_say_becomes_gauges(kind: str) -> None:
+    stats, state = STATES[kind]
+    assert state_of(stats) == state

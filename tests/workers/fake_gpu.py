@@ -1,0 +1,93 @@
+"""A GPU that computes nothing: tensors without memory, and kernels that are named instead of compiled.
+
+With it, code for a GPU runs on any machine up to each launch of a kernel, so that a test can ask which
+kernels would be compiled. Numbers that the host reads are zeros, and conditions are true. Triton must not be
+in its interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+DEVICE = torch.device("cuda", 7)
+"""A number that no real one of a test has: what is cached by device is then nobody else's."""
+_META = torch.device("meta")
+_MULTIPROCESSORS = 132
+
+_device_of = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+class _Tensors(TorchFunctionMode):
+    """What is made on the GPU is made on torch's `meta` device, and says that it is on the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        args = tuple(_META if _names_gpu(one) else one for one in args)
+        kwargs = {name: _META if _names_gpu(one) else one for name, one in (kwargs or {}).items()}
+        if args and isinstance(args[0], torch.Tensor) and _device_of(args[0]) == _META and func in _TOLD:
+            return _TOLD[func](args[0])
+        return func(*args, **kwargs)
+
+
+_TOLD = {
+    _device_of: lambda x: DEVICE,
+    _is_cuda: lambda x: True,
+    torch.Tensor.__bool__: lambda x: True,
+    torch.Tensor.data_ptr: lambda x: x.storage_offset() * x.element_size(),
+    torch.Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=x.dtype).tolist(),
+}
+"""What a tensor on the GPU says of itself."""
+
+
+def _names_gpu(one: Any) -> bool:
+    return isinstance(one, torch.device | str) and str(one).startswith("cuda")
+
+
+_DRIVER = SimpleNamespace(
+    get_current_device=lambda: DEVICE.index,
+    get_current_stream=lambda _device: 0,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_active_torch_device=lambda: DEVICE,
+)
+_CUDA = {
+    "get_device_capability": lambda _device=None: (9, 0),
+    "get_device_properties": lambda _device=None: SimpleNamespace(multi_processor_count=_MULTIPROCESSORS),
+    **{
+        name: mock.MagicMock()
+        for name in ("Event", "Stream", "current_stream", "stream", "synchronize", "empty_cache")
+    },
+    **{name: mock.MagicMock() for name in ("CUDAGraph", "graph", "graph_pool_handle")},
+}
+
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[set[tuple[str, str]]]:
+    """Gives a set that fills with what would be compiled: each kernel's name and the key of the form."""
+    seen: set[tuple[str, str]] = set()
+
+    def note(function: Any, key: str, *_rest: Any) -> None:
+        seen.add((function.__name__, key))
+
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(_DRIVER)  # type: ignore[arg-type]
+    try:
+        with (
+            mock.patch.object(JITFunction, "_do_compile", note),
+            mock.patch.multiple(torch.cuda, **_CUDA),
+            _Tensors(),
+        ):
+            yield seen
+    finally:
+        triton.runtime.driver._active = before
