@@ -7,6 +7,7 @@ its peers go on, for they would be out of step: they leave the group, keep their
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from .controller import PrefillController
     from .stage import PrefillStage
 
+_SWITCH_S = 2e-4
+"""How long the thread that launches may keep those waiting that tell others of what was computed."""
 _LEAVE_S = 10.0
 """For a stage to end what it computes and leave a group that is lost."""
 
@@ -69,6 +72,7 @@ class StageActor:
         from .stage import load_stage
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
+        sys.setswitchinterval(_SWITCH_S)
         ends = partial(sender, self._handoff)
         self._stage = load_stage(self._model, self._config, self._number, None, ends)
         return node, self._stage.work

@@ -102,6 +102,7 @@ class PrefillStage:
         links.abort()  # first: what the device computes may wait for them
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
+        del links  # and with them the neighbours' memory, which the device may have read until now
         for request_id in list(self._open):
             self.close(request_id)
         while not all(self.close(request_id) for request_id in list(self._held)):
