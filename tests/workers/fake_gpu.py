@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,7 +37,12 @@ class _Tensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args = tuple(_META if _names_gpu(one) else one for one in args)
         kwargs = {name: _META if _names_gpu(one) else one for name, one in (kwargs or {}).items()}
-        if args and isinstance(args[0], torch.Tensor) and _device_of(args[0]) == _META and func in _TOLD:
+        kwargs.pop("pin_memory", None)
+        if func == torch.Tensor.pin_memory:
+            return args[0]
+        if func == torch.Tensor.copy_ and _on_gpu(args[1]) and not _on_gpu(args[0]):
+            return args[0].zero_()
+        if args and func in _TOLD and _on_gpu(args[0]):
             return _TOLD[func](args[0])
         return func(*args, **kwargs)
 
@@ -49,6 +55,11 @@ _TOLD = {
     torch.Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=x.dtype).tolist(),
 }
 """What a tensor on the GPU says of itself."""
+
+
+def _on_gpu(one: Any) -> bool:
+    """Asked where the mode is off."""
+    return isinstance(one, torch.Tensor) and bool(_device_of(one) == _META)
 
 
 def _names_gpu(one: Any) -> bool:
@@ -80,11 +91,18 @@ def fake_gpu() -> Iterator[set[tuple[str, str]]]:
     def note(function: Any, key: str, *_rest: Any) -> None:
         seen.add((function.__name__, key))
 
+    def at_once(_pool: Any, run: Any, *args: Any) -> Future[Any]:
+        """Threads would not know of the mode."""
+        future: Future[Any] = Future()
+        future.set_result(run(*args))
+        return future
+
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_DRIVER)  # type: ignore[arg-type]
     try:
         with (
             mock.patch.object(JITFunction, "_do_compile", note),
+            mock.patch.object(ThreadPoolExecutor, "submit", at_once),
             mock.patch.multiple(torch.cuda, **_CUDA),
             _Tensors(),
         ):
