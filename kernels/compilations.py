@@ -49,13 +49,15 @@ def added_up(several: Iterable[Phases]) -> Phases:
     return tuple(total.items())
 
 
-def watch(device: str) -> Compilations:
-    """Count from now on, in this process, if the device has something compiled. Whoever listens to Triton
-    already is still told."""
+def watch(device: str, cache: str | None = None) -> Compilations:
+    """Count from now on, in this process, if the device has something compiled, and keep what is made in the
+    directory `cache` (None: where Triton does). Whoever listens to Triton already is still told."""
     if not device.startswith("cuda"):
         return Compilations()
     import triton
 
+    if cache is not None:
+        triton.knobs.cache.dir = cache
     counted, knobs = Compilations(), triton.knobs.compilation
     before = knobs.listener
 

@@ -67,7 +67,8 @@ class WorkerGauges:
         )
 
     def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
-        """Forms of kernels that a worker has made so far, by phase: it only grows, but each door tells of it."""
+        """Forms of kernels that a worker has made so far, by phase. A gauge that only grows: a counter would
+        be added up over the doors."""
         for phase, count in phases:
             self._compilations.labels(worker, phase).set(count)
 

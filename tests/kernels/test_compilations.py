@@ -13,6 +13,7 @@ import pytest
 from deltafront.kernels.compilations import Compilations, added_up, watch
 
 SCRIPT = """
+import sys
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -24,7 +25,7 @@ def kernel(x_ptr, N: tl.constexpr):
 
 told = []
 triton.knobs.compilation.listener = lambda **what: told.append(what["src"].name)
-counted = watch("cuda:0")
+counted = watch("cuda:0", sys.argv[1])
 
 def make(size):
     source = ASTSource(kernel, {"x_ptr": "*fp32", "N": "constexpr"}, {(1,): size})
@@ -41,13 +42,19 @@ print(counted.phases, told)
 def test_forms_that_are_compiled_and_that_are_loaded_are_counted(tmp_path: Path) -> None:
     script = tmp_path / "counting.py"  # Triton reads a kernel's source from a file
     script.write_text(SCRIPT)
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment = {**kept, "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
+    left_out = ("TRITON_INTERPRET", "TRITON_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    cache = tmp_path / "kernels"
     run = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(script), str(cache)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == "(('warm_up', 1), ('serving', 2)) ['kernel', 'kernel', 'kernel']"
+    assert len([*cache.rglob("kernel.cubin")]) == 2, "what was compiled is kept where it is asked to be"
     assert "kernel kernel was loaded from disk" in run.stderr
     assert "kernel kernel was compiled" in run.stderr
 

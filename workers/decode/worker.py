@@ -38,7 +38,7 @@ class DecodeActor(Leaving):
     def __init__(self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig) -> None:
         from .engine import load_engine
 
-        self._compilations = watch(config.device)
+        self._compilations = watch(config.device, config.kernel_cache)
         self.hosted: DecodeEngine = load_engine(name, model, config, handoff, progress(name))
 
     async def start(self) -> None:

@@ -74,7 +74,7 @@ class StageActor:
         from .stage import load_stage
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
-        self._compilations = watch(self._config.device)
+        self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")
         ends = partial(sender, self._handoff)
         self._stage = load_stage(self._model, self._config, self._number, None, ends, tell)
