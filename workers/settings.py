@@ -165,6 +165,8 @@ class DecodeConfig:
     warm_up: bool = False
     """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use, and
     only then are decode steps CUDA graphs."""
+    kernel_cache: Directory | None = None
+    """As prefill's."""
 
     def layer_problems(self, layers: int) -> Iterator[str]:
         """What is wrong with the layer lists for a model of `layers` layers, key first."""

@@ -41,10 +41,17 @@ class _Tensors(TorchFunctionMode):
         if func == torch.Tensor.pin_memory:
             return args[0]
         if func == torch.Tensor.copy_ and _on_gpu(args[1]) and not _on_gpu(args[0]):
-            return args[0].zero_()
+            return args[0].copy_(_read(args[1]))
+        if func == torch.Tensor.to and _on_gpu(args[0]) and "cpu" in map(str, args[1:]):
+            return _read(args[0])
         if args and func in _TOLD and _on_gpu(args[0]):
             return _TOLD[func](args[0])
         return func(*args, **kwargs)
+
+
+def _read(x: torch.Tensor) -> torch.Tensor:
+    """What the host gets to read of it."""
+    return torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
 
 
 _TOLD = {
@@ -52,7 +59,7 @@ _TOLD = {
     _is_cuda: lambda x: True,
     torch.Tensor.__bool__: lambda x: True,
     torch.Tensor.data_ptr: lambda x: x.storage_offset() * x.element_size(),
-    torch.Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=x.dtype).tolist(),
+    torch.Tensor.tolist: lambda x: _read(x).tolist(),
 }
 """What a tensor on the GPU says of itself."""
 
@@ -73,11 +80,12 @@ _DRIVER = SimpleNamespace(
     get_active_torch_device=lambda: DEVICE,
 )
 _CUDA = {
+    "Event": mock.MagicMock(**{"return_value.elapsed_time.return_value": 0.0}),
     "get_device_capability": lambda _device=None: (9, 0),
     "get_device_properties": lambda _device=None: SimpleNamespace(multi_processor_count=_MULTIPROCESSORS),
     **{
         name: mock.MagicMock()
-        for name in ("Event", "Stream", "current_stream", "stream", "synchronize", "empty_cache")
+        for name in ("Stream", "current_stream", "stream", "synchronize", "empty_cache")
     },
     **{name: mock.MagicMock() for name in ("CUDAGraph", "graph", "graph_pool_handle")},
 }

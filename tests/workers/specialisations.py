@@ -46,7 +46,7 @@ def read(stage: PrefillStage, config: PrefillConfig, name: str, tokens: int, sca
         count = min(CHUNK, tokens - start)
         ids = np.zeros(count, dtype="<u4").tobytes()
         last = start + count == tokens
-        stage.run_chunk(ChunkCommand("r", start, count, last=last, wants_logits=last, token_ids=ids))
+        stage.run_chunk(ChunkCommand("r", start, count, last=last, wants_logits=last, token_ids=ids))()
     stage.close("r")
 
 
@@ -59,7 +59,8 @@ def stage_after_warm_up(
     )
     sender = mock.MagicMock()
     sender.announce.return_value = 0
-    stage = load_stage(ModelSpec(directory), config, 0, None, sender)
+    sender.holds.return_value = False
+    stage = load_stage(ModelSpec(directory), config, 0, None, lambda _cache: sender)
     warm = set(seen)
     randomly = random.Random(5)
     for number, tokens in enumerate(lengths(randomly)):
