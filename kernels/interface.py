@@ -199,7 +199,12 @@ class Executor(Protocol):
 
 
 class Attention(Protocol):
-    """A whole method, as the workers call it."""
+    """A whole method, as the workers call it.
+
+    A prompt whose chunks were computed elsewhere up to some point goes on here with a new state: the next
+    chunk brings the keys of all tokens so far. A method that is registered `from_keys` then computes, to the
+    bit, what it would have with the state of the chunks before, so it makes up for what its state lacks.
+    """
 
     def new_state(self, spec: StateSpec) -> Any: ...
 

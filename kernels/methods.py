@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 
+from .constants import BLOCK
 from .correction import CorrectionOptions
 from .interface import Executor, Selector
 from .options import Option, Value, options_of
@@ -37,7 +38,8 @@ class Preset:
     """A registered method: a composition, its options and where it was published.
 
     form: the dataclass of its options. selector (None: everything causal) and executor are made from one of
-    them. whole_prompt: it estimates from the prompt's last queries, which is wrong per chunk.
+    them. whole_prompt: it estimates from the prompt's last queries, which is wrong per chunk. from_keys: what
+    it remembers between chunks follows from the keys alone (`interface.Attention` says what that allows).
     """
 
     form: type[Any]
@@ -45,6 +47,7 @@ class Preset:
     executor: Callable[[Any], Executor]
     source: str
     whole_prompt: bool
+    from_keys: bool
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -130,17 +133,19 @@ def register(
     *,
     source: str,
     whole_prompt: bool = False,
+    from_keys: bool = False,
 ) -> None:
     """Make a method known; called at the top of the module that defines it and its options.
 
     options: a frozen dataclass of that module, its fields made with `options.option`. selector and executor:
-    what makes them from such options, usually their classes. source: paper and section. Importing the module
-    must not load torch. Raises MethodError for a name that another module has taken.
+    what makes them from such options, usually their classes. source: paper and section. from_keys: see
+    `Preset`; prompts of other methods start over where a prefill group dies. Importing the module must not
+    load torch. Raises MethodError for a name that another module has taken.
     """
     if not name or "+" in name:
         raise MethodError("method", f"{name!r} cannot be a method's name")
     options_of(options)
-    _presets.add(name, Preset(options, selector, executor, source, whole_prompt))
+    _presets.add(name, Preset(options, selector, executor, source, whole_prompt, from_keys))
 
 
 def load(module: str) -> None:
@@ -165,6 +170,18 @@ def registered(spec: MethodSpec) -> Preset:
     if preset is None or preset.module != spec.module:
         raise MethodError("method", f"{spec.module} registers no attention method {base!r}")
     return preset
+
+
+def resume_step(spec: MethodSpec) -> int:
+    """A prompt can be resumed, with a new state, at the multiples of so many tokens; 0: at none of them.
+
+    The Δ correction carries the difference of the last dense row from chunk to chunk, which only queries that
+    are gone could tell; a chunk that begins with a dense row of its own does not need it. Raises MethodError.
+    """
+    preset = registered(spec)
+    if preset.whole_prompt or not preset.from_keys:
+        return 0
+    return math.lcm(BLOCK, int(spec.values["gamma"])) if spec.correction else BLOCK
 
 
 def reads_whole_prompts(name: str) -> bool:

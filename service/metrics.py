@@ -135,6 +135,9 @@ class Metrics:
         )
         self._reasons = self._counter("finish_reasons_total", "Answers by why they ended", ("reason",))
         self._replays = self._counter("replays_total", "Attempts repeated after a worker failed")
+        self._again = self._counter(
+            "tokens_read_again_total", "Prompt tokens that a group had read when a worker's death undid it"
+        )
         # From 0, so that a rate sees the first, and a share is 0 where there was none.
         for rpc in RPCS:
             for outcome in (FINISHED, *Code):
@@ -153,6 +156,9 @@ class Metrics:
 
     def handoff_failed(self) -> None:
         self._handoff_failures.inc()
+
+    def read_again(self, tokens: int) -> None:
+        self._again.inc(tokens)
 
     def first_token(self, parts: Sequence[tuple[str, float]], read_tokens: int) -> None:
         """parts of the time to first token, which is their sum. read_tokens: of the prompt, without those

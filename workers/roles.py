@@ -20,9 +20,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from enum import Enum
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
-from .messages.events import FinishEvent, FirstTokenTimings, PrefillDone, Prefix, Progress, SessionKept, Token
+from .messages.events import (
+    ChunkRead,
+    FinishEvent,
+    FirstTokenTimings,
+    PrefillDone,
+    Prefix,
+    SessionKept,
+    Token,
+)
 from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reserve, Reserved
-from .messages.stages import ChunkCommand, ChunkReport, FirstLogits, KVAnnouncement, OpenRequest
+from .messages.stages import (
+    ChunkCommand,
+    ChunkReport,
+    FirstLogits,
+    HostKV,
+    KVAnnouncement,
+    KVRange,
+    OpenRequest,
+)
 from .messages.states import DecodeStats, GroupStats
 
 T = TypeVar("T")
@@ -33,7 +49,7 @@ Answer: TypeAlias = T | Awaitable[T]
 Begun: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "begun"]
 """A two-part command's: to be called, for the plain class, or awaited, from afar."""
 
-PrefillEvent = Progress | PrefillDone | Refused
+PrefillEvent = ChunkRead | PrefillDone | Refused
 GenerateEvent = FirstTokenTimings | Token | FinishEvent
 
 
@@ -77,7 +93,7 @@ class Group(Leased, Protocol):
     """A prefill group, as the door sees it."""
 
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Progress …, then one PrefillDone; or one Refused. Raises PrefillFailed with a plain message."""
+        """ChunkRead …, then one PrefillDone; or one Refused. Raises PrefillFailed with a plain message."""
 
     async def stats(self) -> GroupStats:
         """Raises PrefillFailed once the group is lost."""
@@ -91,11 +107,20 @@ class KVTaker(Protocol):
 
     async def first_logits(self, message: FirstLogits) -> None: ...
 
+    async def kv(self, wanted: KVRange) -> HostKV:
+        """K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed for a
+        request that is not there."""
+
 
 class DecodeWorker(Leased, KVTaker, Protocol):
     """A decode worker, as door and stages see it."""
 
     async def reserve(self, order: Reserve) -> Reserved | Refused: ...
+
+    async def resume(self, request_id: str, points: Sequence[int]) -> int:
+        """Who read this prompt is gone: the last of these points, in tokens, before which all K/V is here; 0
+        if none is. What came of later tokens is forgotten, its pages stay reserved. Raises DecodeFailed for
+        a request that is not there, or is past being read."""
 
     def generate(self, job: GenerateJob) -> AsyncIterator[GenerateEvent]:
         """FirstTokenTimings, Token …, one FinishEvent."""

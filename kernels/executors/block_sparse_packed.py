@@ -204,4 +204,5 @@ register(
     lambda options: AntidiagonalSelector(options, with_scores=True),
     BlockSparsePackedExecutor,
     source="DeltaAttention section 4.2",
+    from_keys=True,
 )

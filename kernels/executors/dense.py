@@ -77,4 +77,4 @@ def kernel_attend(x: AttentionInput) -> torch.Tensor:
     return out_BHTD
 
 
-register("dense", DenseOptions, None, DenseExecutor, source="FlashAttention-2")
+register("dense", DenseOptions, None, DenseExecutor, source="FlashAttention-2", from_keys=True)

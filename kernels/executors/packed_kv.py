@@ -177,4 +177,6 @@ def _attend_block(
     )[0]
 
 
-register("delta_kv", DeltaKVOptions, None, PackedKVExecutor, source="DeltaAttention section 4.1")
+register(
+    "delta_kv", DeltaKVOptions, None, PackedKVExecutor, source="DeltaAttention section 4.1", from_keys=True
+)

@@ -202,4 +202,5 @@ register(
     AnchorsSelector,
     BlockSparseExecutor,
     source="DeltaAttention section 4.3, with the changes of docs/decisions/0003",
+    from_keys=True,
 )

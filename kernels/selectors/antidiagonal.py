@@ -110,4 +110,5 @@ register(
     AntidiagonalSelector,
     BlockSparseExecutor,
     source="XAttention (Xu et al. 2025), sections 2.1-2.2",
+    from_keys=True,
 )

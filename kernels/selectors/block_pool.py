@@ -81,4 +81,11 @@ def _read_once(x_BGSD: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=2).view(batch, heads, -1, dim)
 
 
-register("block_pool", BlockPoolOptions, BlockPoolSelector, BlockSparseExecutor, source="block mean pooling")
+register(
+    "block_pool",
+    BlockPoolOptions,
+    BlockPoolSelector,
+    BlockSparseExecutor,
+    source="block mean pooling",
+    from_keys=True,
+)

@@ -83,4 +83,5 @@ register(
     NaiveSelector,
     BlockSparseExecutor,
     source="DeltaAttention, ablation of section 4.3",
+    from_keys=True,
 )

@@ -66,4 +66,5 @@ register(
     StreamingSelector,
     BlockSparseExecutor,
     source="StreamingLLM (Xiao et al. 2023), section 3.2",
+    from_keys=True,
 )

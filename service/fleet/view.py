@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 _STATS_PATIENCE_S = 5.0
 """A worker that answers later keeps its last known state; only a dead one is dropped."""
+_NEW_PATIENCE_S = 2.0
+"""One without such a state may be loading, and must not keep a look at the others waiting for longer."""
+_HURRY = 4
+"""So many times as often the door looks for workers while some role has none."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,13 @@ class Fleet:
         self._polls = 0
         self._charges: list[Charge] = []
         """Those made while a poll was asking: its answers may be older."""
+        self._forgotten: list[str] = []
+        """Workers that showed themselves gone or failing while a poll was asking."""
         self.view = View()
 
     def start(self) -> None:
-        self.spawn(self._repeat(self.refresh, self._refresh_s))
-        self.spawn(self._repeat(self._renew, self._renew_s))
+        self.spawn(self._repeat(self.refresh, lambda: self.refresh_pause))
+        self.spawn(self._repeat(self._renew, lambda: self._renew_s))
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -100,6 +106,11 @@ class Fleet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    @property
+    def refresh_pause(self) -> float:
+        """Seconds from one look at all workers to the next."""
+        return self._refresh_s if self.view.ready else self._refresh_s / _HURRY
+
     async def refresh(self) -> None:
         """Look for workers and ask how they are."""
         found = await self._directory.find()
@@ -110,16 +121,22 @@ class Fleet:
 
     async def poll(self) -> None:
         """Ask the known workers how they are; dead ones are dropped."""
-        found, seen = self._found, len(self._charges)
+        found, seen, known = self._found, len(self._charges), len(self._forgotten)
         self._polls += 1
         try:
-            groups = await self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups)
-            workers = await self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers)
+            groups, workers = await asyncio.gather(
+                self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups),
+                self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers),
+            )
+            for name in self._forgotten[known:]:
+                groups.pop(name, None)
+                workers.pop(name, None)
             view = functools.reduce(View.charged, self._charges[seen:], View(groups, workers))
         finally:
             self._polls -= 1
             if not self._polls:
                 self._charges.clear()
+                self._forgotten.clear()
         self._found = Found(
             {name: link for name, link in found.groups.items() if name in groups},
             {name: link for name, link in found.workers.items() if name in workers},
@@ -164,6 +181,8 @@ class Fleet:
         """A call showed that this worker is gone or failing; do not choose it until it is found again."""
         self._found = Found(_without(self._found.groups, name), _without(self._found.workers, name))
         self.view = View(_without(self.view.groups, name), _without(self.view.workers, name))
+        if self._polls:
+            self._forgotten.append(name)
 
     def charge(self, charge: Charge) -> None:
         """Count an admitted request at once: the next poll is up to a second away."""
@@ -229,18 +248,18 @@ class Fleet:
         except WorkerError as error:
             log.info("%s: %s", what, error.message)
 
-    async def _repeat(self, work: Callable[[], Awaitable[None]], every_s: float) -> None:
+    async def _repeat(self, work: Callable[[], Awaitable[None]], pause_s: Callable[[], float]) -> None:
         while True:
             try:
                 await work()
             except Exception:
                 log.exception("looking after the workers failed; trying again")
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(pause_s())
 
 
 async def _answer(ask: Callable[[], Awaitable[_S]], last: _S | None) -> _S | None:
     try:
-        async with asyncio.timeout(_STATS_PATIENCE_S):
+        async with asyncio.timeout(_NEW_PATIENCE_S if last is None else _STATS_PATIENCE_S):
             state = await ask()
     except WorkerError:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
+from ...workers.messages.events import PrefillReport, Progress
 from ...workers.roles import Leased
 from ..config import DoorConfig
 from ..errors import (
@@ -26,8 +28,10 @@ from ..metrics import Metrics
 from ..tracing import Tracing
 from .answers import RequestEvent
 from .calls import Prompt
-from .timings import REPLAY, TtftClock
+from .timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
 from .tokenizer import TemplateError, TextTokenizer
+
+log = logging.getLogger(__name__)
 
 Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
@@ -122,32 +126,62 @@ async def tokenize(resources: Resources, prompt: Prompt, *, follows: bool, answe
     return ids
 
 
-async def with_replays(
-    resources: Resources,
-    clock: TtftClock,
-    once: Callable[[], Awaitable[None]],
-    streaming: Callable[[], bool],
-) -> None:
-    """Try again after a worker failed: at once on others, if there are any of its kind. Raises Unavailable
-    when that does not help.
+class Replays:
+    """How often a request is tried again after a worker failed, and when: at once on others, if there are any
+    of its kind. streaming: whether the first token is out, so that lost time no longer belongs to TTFT."""
 
-    streaming: whether the first token is out, so that lost time no longer belongs to TTFT.
-    """
-    fleet, tries = resources.fleet, resources.settings.replays + 1
-    for number in range(tries):
-        try:
-            return await once()
-        except WorkerError as error:
-            fleet.forget(error.worker)
-            if isinstance(error, WorkerHandoffFailed):
-                resources.metrics.handoff_failed()
-            if number + 1 == tries:
-                raise Unavailable(
-                    f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
-                ) from error
-        resources.metrics.replayed()
+    def __init__(self, resources: Resources, clock: TtftClock, streaming: Callable[[], bool]) -> None:
+        self._resources = resources
+        self._clock = clock
+        self._streaming = streaming
+        self._failures = 0
+
+    async def run(self, once: Callable[[], Awaitable[None]]) -> None:
+        """Try until it succeeds. Raises Unavailable when trying again does not help."""
+        while True:
+            try:
+                return await once()
+            except WorkerError as error:
+                await self.after(error)
+
+    async def after(self, error: WorkerError) -> None:
+        """Returns when there may be somebody to go to. Raises Unavailable after the last try."""
+        fleet, tries = self._resources.fleet, self._resources.settings.replays + 1
+        fleet.forget(error.worker)
+        if isinstance(error, WorkerHandoffFailed):
+            self._resources.metrics.handoff_failed()
+        self._failures += 1
+        if self._failures >= tries:
+            raise Unavailable(
+                f"{error.message}; gave up after {tries} tries", retry_after_s=BUSY_RETRY_S
+            ) from error
+        log.warning("try %d of %d failed: %s", self._failures, tries, error.message)
+        self._resources.metrics.replayed()
         if not fleet.view.ready:
-            await asyncio.sleep(_FIRST_PAUSE_S * 4**number)
+            await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self._failures - 1))
             await fleet.refresh()
-        if not streaming():
-            clock.lap(REPLAY)
+        self.mark(REPLAY)
+
+    def mark(self, part: str) -> None:
+        """What passed since the last mark was `part` of TTFT."""
+        if not self._streaming():
+            self._clock.lap(part)
+
+    def read(self, report: PrefillReport | None, *, lost: bool = False) -> None:
+        """A prefill group did `report` since the last mark. lost: and died; the rest of that time is lost."""
+        if not self._streaming():
+            parts = {} if report is None else prefill_parts(report)
+            self._clock.span(parts, REPLAY if lost else TRANSPORT)
+
+
+class Forward:
+    """Progress that only goes forward, however often a prompt is read again from an earlier point on."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._furthest = 0
+
+    def __call__(self, event: Progress) -> None:
+        if event.tokens_done > self._furthest:
+            self._furthest = event.tokens_done
+            self._emit(event)

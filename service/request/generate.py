@@ -13,6 +13,7 @@ from ...workers.messages.events import (
     FinishReason,
     FirstTokenTimings,
     PrefillReport,
+    Progress,
     Session,
     Token,
     Usage,
@@ -21,15 +22,16 @@ from ...workers.messages.requests import GenerateJob, Refused, Reserve
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
-from .answers import GenerateFinished, RequestEvent, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, Take, tokenize, with_replays
+from .answers import GenerateFinished, density_of, timings_of
+from .attempt import Attempt, Emit, Forward, Replays, Resources, Take, tokenize
 from .calls import GenerateCall
 from .detokenize import Match
-from .placement import place, read, refusal, reserve
+from .placement import place, refusal, reserve
 from .plan import ID_BYTES, Plan, plan_answer
 from .prefix import chain_of, find, links_of
+from .reading import Reading
 from .streamed import Streamed
-from .timings import TtftClock, decode_parts, prefill_parts
+from .timings import TtftClock, decode_parts
 
 _STOPPING_S = 5.0
 """How long to wait for a worker's last report after a stop string ended the answer."""
@@ -49,6 +51,8 @@ class Generation:
         self._clock = clock
         self._emit = emit
         self._streamed = Streamed(resources.tokenizer.decode, call, resources.eos_ids)
+        self._replays = Replays(resources, clock, lambda: bool(self._streamed.ids))
+        self._forward = Forward(emit)
         self._prompt = b""
         self._append = b""
         self._last_token_at = time.monotonic()
@@ -74,7 +78,7 @@ class Generation:
             self._chain = await asyncio.to_thread(chain_of, whole, call.owner, model, call.method)
         once = self._answer_prompt if call.session_id is None else self._answer_session
         try:
-            await with_replays(self._resources, self._clock, once, lambda: bool(self._streamed.ids))
+            await self._replays.run(once)
         except BaseException:
             self._forget_session()
             raise
@@ -95,11 +99,13 @@ class Generation:
         self._take(plan.read_tokens + plan.max_tokens)
         with Attempt(self._resources.fleet) as attempt:
             wish = self._reservation(attempt, plan)
-            placed = await place(self._resources, attempt, plan, wish, self._mark)
-            report = await read(self._resources, attempt, placed, plan, call.method, self._progress)
+            placed = await place(self._resources, attempt, plan, wish, self._replays.mark)
+            reading = Reading(
+                self._resources, attempt, placed, plan, call.method, self._progress, self._replays
+            )
+            report = await reading.run()
             if not self._streamed.ids:
                 self._prefill = report
-                self._clock.span(prefill_parts(report))
             await self._decode(attempt, placed.worker, self._job(attempt, plan))
 
     async def _answer_prefix(self, plan: Plan) -> bool:
@@ -115,7 +121,7 @@ class Generation:
             if isinstance(await reserve(attempt, found.worker, wish), Refused):
                 return False
             self._cached = found.tokens
-            self._mark("admission")
+            self._replays.mark("admission")
             await self._decode(attempt, found.worker, found.job(self._job(attempt, plan), plan.read_ids))
         return True
 
@@ -131,7 +137,7 @@ class Generation:
                 if isinstance(answer, Refused):
                     raise refusal(answer)
                 self._before = self._cached = answer.session_tokens
-                self._mark("admission")
+                self._replays.mark("admission")
                 await self._decode(attempt, worker, self._job(attempt, plan))
             except WorkerLost as error:
                 self._resources.fleet.forget(error.worker)
@@ -261,14 +267,10 @@ class Generation:
         )
         self._emit(finished)
 
-    def _progress(self, event: RequestEvent) -> None:
+    def _progress(self, event: Progress) -> None:
         """A replay in the middle of the answer reads again, but that is not the client's concern."""
         if not self._streamed.ids:
-            self._emit(event)
-
-    def _mark(self, part: str) -> None:
-        if not self._streamed.ids:
-            self._clock.lap(part)
+            self._forward(event)
 
     @property
     def _prompt_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Where an attempt runs: admitted, its pages reserved on a decode worker, its prompt read by a prefill group.
+"""Where an attempt runs: admitted, and its pages reserved on a decode worker.
 
 A worker's no is passed on to the next one; only when all have said it does the client hear of it.
 """
@@ -10,10 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...workers.messages.events import PrefillDone, PrefillReport, Progress
-from ...workers.messages.methods import MethodSpec
-from ...workers.messages.requests import PrefillJob, RefusalReason, Refused, Reserve, Reserved
-from ...workers.roles import DecodeWorker, Group
+from ...workers.messages.requests import RefusalReason, Refused, Reserve, Reserved
+from ...workers.roles import DecodeWorker
 from ..errors import (
     DeadlineExceeded,
     DeltafrontError,
@@ -22,15 +20,14 @@ from ..errors import (
     NotFound,
     Overloaded,
     TooLong,
-    WorkerFailed,
 )
 from ..fleet import admission
 from ..fleet.sessions import NO_SESSION
-from ..fleet.view import Charge
-from .attempt import BUSY_RETRY_S, Attempt, Emit, Mark, Resources
+from ..fleet.view import Charge, View
+from .attempt import BUSY_RETRY_S, Attempt, Mark, Resources
 from .plan import Plan
 
-_ASK_ANOTHER = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
+ASK_ANOTHER = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
 """What one worker refuses for, and another may not."""
 
 
@@ -48,19 +45,24 @@ async def place(resources: Resources, attempt: Attempt, plan: Plan, wish: Reserv
 
     mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
     """
-    settings, fleet = resources.settings, resources.fleet
-    view = await fleet.ready(settings.worker_wait_s)
+    fleet = resources.fleet
+    view = await fleet.ready(resources.settings.worker_wait_s)
     mark("worker_wait")
-    left = None if wish.deadline is None else wish.deadline - time.time()
-    need = admission.Need(plan.read_tokens, plan.max_tokens, left)
-    groups, workers = tuple(view.groups.values()), tuple(view.workers.values())
-    decision = admission.admit(need, groups, workers)
-    if isinstance(decision, admission.Rejected):
-        raise _rejection(decision)
+    decision = admitted(view, plan, wish.deadline)
     worker, pages = await _reserve_somewhere(resources, attempt, decision.workers, wish)
     fleet.charge(Charge(decision.groups[0], plan.read_tokens, worker.name, pages))
     mark("admission")
     return Placed(decision.groups, worker, wish.deadline)
+
+
+def admitted(view: View, plan: Plan, deadline: float | None) -> admission.Admitted:
+    """Where a prompt may go. Raises Overloaded or DeadlineExceeded."""
+    left = None if deadline is None else deadline - time.time()
+    need = admission.Need(plan.read_tokens, plan.max_tokens, left)
+    decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
+    if isinstance(decision, admission.Rejected):
+        raise _rejection(decision)
+    return decision
 
 
 async def _reserve_somewhere(
@@ -74,17 +76,17 @@ async def _reserve_somewhere(
         answer = await reserve(attempt, worker, replace(wish, wait=False))
         if isinstance(answer, Reserved):
             return worker, answer.pages
-        if answer.reason not in _ASK_ANOTHER:
+        if answer.reason not in ASK_ANOTHER:
             raise refusal(answer)
-        if _comes_back(answer) < best:
-            soonest, best = worker, _comes_back(answer)
+        if comes_back(answer) < best:
+            soonest, best = worker, comes_back(answer)
     answer = await reserve(attempt, soonest, replace(wish, wait=True))
     if isinstance(answer, Refused):
         raise refusal(answer)
     return soonest, answer.pages
 
 
-def _comes_back(refused: Refused) -> tuple[bool, float]:
+def comes_back(refused: Refused) -> tuple[bool, float]:
     """To sort by: who may say yes soonest; who never will last."""
     never = refused.reason is RefusalReason.TOO_LARGE
     return never, math.inf if refused.retry_after_s is None else refused.retry_after_s
@@ -97,38 +99,6 @@ async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Rese
     if isinstance(answer, Refused):
         attempt.settle(worker)
     return answer
-
-
-async def read(
-    resources: Resources, attempt: Attempt, placed: Placed, plan: Plan, method: MethodSpec, emit: Emit
-) -> PrefillReport:
-    """Have a prefill group read the prompt; its K/V goes to the decode worker meanwhile. A group whose queue
-    is full passes it on to the next. Raises what the soonest of their refusals says if all are."""
-    fleet, worker = resources.fleet, placed.worker
-    wants_logits = plan.max_tokens > 0
-    job = PrefillJob(attempt.request_id, plan.read_ids, method, worker.name, placed.deadline, wants_logits)
-    refused: list[Refused] = []
-    for name in placed.groups:
-        if refused:
-            fleet.charge(Charge(name, plan.read_tokens, worker.name, 0))
-        outcome = await _read_on(attempt, fleet.group(name), job, emit)
-        if isinstance(outcome, PrefillReport):
-            return outcome
-        refused.append(outcome)
-        if outcome.reason not in _ASK_ANOTHER:
-            break  # every group would say the same
-    raise refusal(min(refused, key=_comes_back) if refused[-1].reason in _ASK_ANOTHER else refused[-1])
-
-
-async def _read_on(attempt: Attempt, group: Group, job: PrefillJob, emit: Emit) -> PrefillReport | Refused:
-    attempt.add(group)
-    async for event in group.prefill(job):
-        if isinstance(event, Progress):
-            emit(event)
-        else:
-            attempt.settle(group)
-            return event.report if isinstance(event, PrefillDone) else event
-    raise WorkerFailed(group.name, f"{group.name} ended without a result")
 
 
 def refusal(refused: Refused) -> DeltafrontError:

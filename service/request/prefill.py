@@ -18,12 +18,13 @@ from ...workers.messages.requests import GenerateJob, KeepSession, RefusalReason
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, WorkerError, WorkerFailed
 from .answers import PrefillFinished, density_of, timings_of
-from .attempt import Attempt, Emit, Resources, Take, tokenize, with_replays
+from .attempt import Attempt, Emit, Forward, Replays, Resources, Take, tokenize
 from .calls import PrefillCall
-from .placement import place, read, refusal, reserve
+from .placement import place, refusal, reserve
 from .plan import Plan, plan_session
 from .prefix import Found, chain_of, find
-from .timings import TtftClock, decode_parts, prefill_parts
+from .reading import Reading
+from .timings import TtftClock, decode_parts
 
 
 class Prefilling:
@@ -37,6 +38,8 @@ class Prefilling:
         self._call = call
         self._clock = clock
         self._emit = emit
+        self._replays = Replays(resources, clock, lambda: False)
+        self._progress = Forward(emit)
         self._prompt = self._chain = b""
 
     async def run(self) -> None:
@@ -46,7 +49,7 @@ class Prefilling:
         call, model = self._call, self._resources.model
         if self._resources.settings.prefix_reuse:
             self._chain = await asyncio.to_thread(chain_of, self._prompt, call.owner, model, call.method)
-        await with_replays(self._resources, self._clock, self._once, lambda: False)
+        await self._replays.run(self._once)
 
     async def _once(self) -> None:
         call, clock, metrics = self._call, self._clock, self._resources.metrics
@@ -64,9 +67,10 @@ class Prefilling:
                 deadline=call.deadline,
             )
             placed = await place(self._resources, attempt, plan, wish, clock.lap)
-            report = await read(self._resources, attempt, placed, plan, call.method, self._emit)
-            worker = placed.worker
-            clock.span(prefill_parts(report))
+            reading = Reading(
+                self._resources, attempt, placed, plan, call.method, self._progress, self._replays
+            )
+            report, worker = await reading.run(), placed.worker
             kept = await self._keep(worker, self._order(attempt))
             if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:
                 raise WorkerFailed(worker.name, kept.message)

@@ -50,8 +50,8 @@ class TtftClock:
         begin = self._last
         self._add(part, begin, self._take())
 
-    def span(self, reported: Mapping[str, float]) -> None:
-        """Since the last mark a worker did `reported`; the rest was transport.
+    def span(self, reported: Mapping[str, float], rest: str = TRANSPORT) -> None:
+        """Since the last mark a worker did `reported`; what is left was `rest`.
 
         Clocks of two machines may disagree by a little: if more is reported than passed here, the
         reported parts are shrunk to what passed.
@@ -60,7 +60,7 @@ class TtftClock:
         total = sum(reported.values())
         shrink = passed / total if total > passed else 1.0
         parts = {part: seconds * shrink for part, seconds in reported.items()}
-        for part, seconds in (*parts.items(), (TRANSPORT, max(passed - total, 0.0))):
+        for part, seconds in (*parts.items(), (rest, max(passed - total, 0.0))):
             self._add(part, begin, seconds, measured=False)
             begin += seconds
 

@@ -22,6 +22,7 @@ from deltafront.kernels.methods import (
     method_spec,
     reads_whole_prompts,
     register,
+    resume_step,
 )
 from deltafront.kernels.options import Option, option
 from deltafront.kernels.selectors.streaming import StreamingOptions, StreamingSelector
@@ -123,6 +124,7 @@ def test_a_selector_from_outside_serves_a_prompt(outside: str, tmp_path: Path) -
         method_spec(outside)
     load(outside)
     assert PRESETS[outside].source == "nowhere"
+    assert resume_step(method_spec(outside)) == 0, "it does not say that its state follows from the keys"
     with pytest.raises(MethodError, match="is not one of"):
         method_spec(outside, {"step": 3})
     directory, ids = make_tiny_model(tmp_path / "model"), random_ids(900)

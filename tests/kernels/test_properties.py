@@ -16,7 +16,7 @@ import torch
 from deltafront.kernels.build import Composition, build
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, no_phase
-from deltafront.kernels.methods import PRESETS, method_spec, reads_whole_prompts
+from deltafront.kernels.methods import PRESETS, method_spec, reads_whole_prompts, resume_step
 from deltafront.kernels.options import Value
 from deltafront.kernels.reference.attention import reference_attention
 from deltafront.kernels.structured import structured_input
@@ -234,3 +234,26 @@ def test_nothing_waits_for_the_device(name: str) -> None:
             method.attend(chunk_of(x, begin, end), state)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", [*METHODS, *OUTSIDE, *CORRECTED])
+def test_a_prompt_goes_on_with_a_new_state(name: str) -> None:
+    """What another process computed is not needed, only its keys and values: to the bit."""
+    x, cuts = prompt(), (384, 640, 768, 1152)
+    step = resume_step(method_spec(name.removesuffix(" outside"), options_of(name, LEAN)))
+    assert step == (384 if name in CORRECTED else BLOCK)
+    whole = run(method_of(name), x, cuts)
+    for start in (cut for cut in cuts if cut % step == 0):
+        method, edges = method_of(name), (*(cut for cut in cuts if cut >= start), x.q_BHTD.shape[2])
+        state = method.new_state(spec_of(x))
+        rest = [method.attend(chunk_of(x, a, b), state)[0] for a, b in pairwise(edges)]
+        assert torch.equal(torch.cat(rest, dim=2), whole[:, :, start:])
+
+
+def test_a_correction_between_two_dense_rows_could_not_go_on() -> None:
+    """Its rows before the next dense row take a difference that only queries before them tell."""
+    x, method = prompt(), method_of("streaming+delta")
+    whole = run(method, x, (640,))
+    rest = method.attend(chunk_of(x, 640, 1200), method.new_state(spec_of(x)))[0]
+    assert not torch.equal(rest[:, :, :32], whole[:, :, 640:672])
+    assert torch.equal(rest[:, :, 32:], whole[:, :, 672:])

@@ -11,12 +11,13 @@ import itertools
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltafront.workers.messages.events import (
     LINK_BYTES,
+    ChunkRead,
     DecodeReport,
     FinishEvent,
     FinishReason,
@@ -25,12 +26,12 @@ from deltafront.workers.messages.events import (
     PrefillDone,
     PrefillReport,
     Prefix,
-    Progress,
     Session,
     SessionKept,
     Token,
 )
 from deltafront.workers.messages.requests import (
+    DecodeFailed,
     GenerateJob,
     KeepSession,
     PrefillFailed,
@@ -107,49 +108,55 @@ class FakeGroup(Pausing):
         self.rate = 0.0
         self.waiting_tokens = 0
         self.jobs: list[PrefillJob] = []
+        self.chunks_read: list[int] = []
         self.renewed: list[tuple[str, ...]] = []
         self.cancelled: list[str] = []
         self._deliver = deliver
         self._open: dict[str, int] = {}
 
-    async def prefill(self, job: PrefillJob) -> AsyncIterator[Progress | PrefillDone | Refused]:
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[ChunkRead | PrefillDone | Refused]:
         self.jobs.append(job)
         if self.busy:
             yield self.busy.pop(0)
             return
         self._open[job.request_id] = pages(job.tokens)
-        started = time.monotonic()
+        started, before = time.monotonic(), len(self.cancelled)
         failing = self.fail_after.pop(0) if self.fail_after else None
         try:
-            for number, done in enumerate(range(0, job.tokens, self.chunk_tokens)):
+            for number, begin in enumerate(range(job.start, job.tokens, self.chunk_tokens)):
                 if failing is not None and number >= failing:
                     raise self.failure
-                await self._pause(number, lambda: job.request_id in self.cancelled)
+                await self._pause(number, lambda: job.request_id in self.cancelled[before:])
                 await asyncio.sleep(self.speed.chunk)
-                if job.request_id in self.cancelled:
+                if job.request_id in self.cancelled[before:]:
                     raise PrefillFailed("it was cancelled")
                 if job.deadline is not None and time.time() > job.deadline:
                     yield Refused(RefusalReason.DEADLINE, "too late")
                     return
-                yield Progress(min(done + self.chunk_tokens, job.tokens), job.tokens)
+                done = min(begin + self.chunk_tokens, job.tokens)
+                self.chunks_read.append(done)
+                yield ChunkRead(done, job.tokens, self._report(job, done, time.monotonic() - started))
             delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids)
             if delivered is not None:
                 await delivered
         finally:
             self._open.pop(job.request_id, None)
-        yield PrefillDone(job.request_id, self._report(job, time.monotonic() - started))
+        yield PrefillDone(job.request_id, self._report(job, job.tokens, time.monotonic() - started))
 
-    def _report(self, job: PrefillJob, wall: float) -> PrefillReport:
+    def _report(self, job: PrefillJob, done: int, wall: float) -> PrefillReport:
+        """Ten tiles a layer. Of layer 0 everything is computed, of layer 1 what lies in the first half."""
+        tile = 10 / job.tokens
+        read, early = done - job.start, max(0.0, min(done, job.tokens / 2) - job.start)
         stage = {"attention": 0.5 * wall, "scoring": 0.1 * wall, "projection": 0.3 * wall}
         return PrefillReport(
             queue=0.0,
             wall=wall,
             critical={**stage, "group_overhead": wall - sum(stage.values())},
             stages=(stage, stage),
-            density=(LayerDensity(0, 10, 10), LayerDensity(1, 5, 10)),
+            density=(LayerDensity(0, read * tile, read * tile), LayerDensity(1, early * tile, read * tile)),
             method=job.method.name,
             sampled_share=0.016,
-            handoff_bytes=job.tokens * 100,
+            handoff_bytes=read * 100,
         )
 
     async def cancel(self, request_id: str) -> None:
@@ -193,6 +200,9 @@ class FakeDecode(Pausing):
         self.jobs: list[GenerateJob] = []
         self.busy: list[Refused] = []
         self.orders: list[Reserve] = []
+        self.arrived: int | None = None
+        """Tokens of a prompt that are here when its group dies; None: all that it has read."""
+        self.resumed: list[int] = []
         self._requests: dict[str, _Request] = {}
         self._sessions: dict[str, tuple[str, bytes, float]] = {}
         self._chains: dict[str, bytes] = {}
@@ -302,6 +312,13 @@ class FakeDecode(Pausing):
         mine = [name for name, (whose, _ids, _expires) in self._sessions.items() if whose == owner]
         best = max(mine, key=links, default=None)
         return Prefix(best, PAGE * links(best)) if best is not None and links(best) else None
+
+    async def resume(self, request_id: str, points: Sequence[int]) -> int:
+        if request_id not in self._requests:
+            raise DecodeFailed(f"request {request_id} is not being read here")
+        here = [point for point in points if self.arrived is None or point <= self.arrived]
+        self.resumed.append(max(here, default=0))
+        return self.resumed[-1]
 
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)

@@ -27,7 +27,7 @@ from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
 from deltafront.service.metrics import Metrics
 from deltafront.service.tracing import Tracing
-from deltafront.workers.messages.requests import PrefillFailed
+from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
 from deltafront.workers.messages.stages import HandoffFailed
 
 from .fakes import FakeDecode, FakeGroup
@@ -120,7 +120,10 @@ class Cut:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         self._check()
-        return await getattr(self.worker, method)(*arguments)
+        try:
+            return await getattr(self.worker, method)(*arguments)
+        except DecodeFailed as error:
+            raise WorkerFailed(self.name, str(error)) from None
 
     async def _stream(self, method: str, *arguments: Any) -> AsyncIterator[Any]:
         self._check()

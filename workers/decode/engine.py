@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -26,7 +26,7 @@ from ..messages.requests import (
     Reserve,
     Reserved,
 )
-from ..messages.stages import FirstLogits, HandoffFailed, KVAnnouncement
+from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
 from ..messages.states import DecodeStats
 from ..model.decoder import LayerStack, load_model
 from ..progress import Tell, silent
@@ -81,7 +81,15 @@ class DecodeEngine:
             for work in ("compute", "handoff")
         ]
         self._receiver = receiver(handoff, self._runner.cache, self._threads[1])
-        self._reception = Reception(self._receiver, self._requests, self._submit_if_ready, model.vocab, clock)
+        self._reception = Reception(
+            self._receiver,
+            self._runner.cache,
+            self._threads[1],
+            self._requests,
+            self._submit_if_ready,
+            model.vocab,
+            clock,
+        )
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
@@ -151,6 +159,14 @@ class DecodeEngine:
         """See `Reception.first_logits`."""
         await self._reception.first_logits(message)
 
+    async def resume(self, request_id: str, points: Sequence[int]) -> int:
+        """See `Reception.resume`."""
+        return self._reception.resume(request_id, points)
+
+    async def kv(self, wanted: KVRange) -> HostKV:
+        """See `Reception.kv`."""
+        return await self._reception.kv(wanted)
+
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
         """FirstTokenTimings and Tokens, then exactly one FinishEvent, whatever happens.
 
@@ -181,6 +197,9 @@ class DecodeEngine:
         request.deadline, request.times.job = job.deadline, self._clock()
         if request.ended is not None:  # it failed before anybody listened
             request.tell_end()
+            return
+        if request.lost:
+            request.close(FinishReason.NO_KV, request.lost)
             return
         try:
             request.append_ids = appended_ids(request.order, job, self._model.vocab)
@@ -221,6 +240,8 @@ class DecodeEngine:
         request.renewed, request.deadline = self._clock(), job.deadline
         request.times.job = self._clock()
         await request.settled.wait()
+        if request.lost:
+            request.close(FinishReason.NO_KV, request.lost)
         self._requests.forget(request)
         if request.ended is not None:
             reason, message = request.ended

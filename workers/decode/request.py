@@ -86,7 +86,9 @@ class DecodeRequest:
     times: Times = field(default_factory=Times)
     events: asyncio.Queue[DecodeEvent] = field(default_factory=asyncio.Queue)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the prompt's K/V is complete, and when the request ends."""
+    """Set when the prompt's K/V is complete, when it will not be, and when the request ends."""
+    lost: str = ""
+    """Why some of its K/V did not arrive; then it has to be resumed before anybody waits for it."""
     job: GenerateJob | None = None
     deadline: float | None = None
     append_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -135,6 +137,21 @@ class DecodeRequest:
         return Row(
             self.serial, self.holding.table, self.length, self.token, self.job.sampling, self.selects_pages
         )
+
+    def not_arrived(self, error: Exception) -> None:
+        """K/V or logits that were announced did not come, or cannot be its own."""
+        self.lost = f"the prompt's K/V did not arrive: {error}"
+        self.settled.set()
+        if self.job is not None:
+            self.close(FinishReason.NO_KV, self.lost)
+
+    def resume(self, tokens: int, now: float) -> None:
+        """All but the first `tokens` tokens of K/V are to come once more, and the logits."""
+        self.arrival = self.arrival.until(tokens)
+        self.lost, self.logits, self.renewed = "", None, now
+        self.times.logits = self.times.complete = None
+        if self.ended is None:
+            self.settled.clear()
 
     def close(self, reason: FinishReason, message: str) -> None:
         """The one way to end; what comes later changes nothing."""

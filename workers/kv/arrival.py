@@ -5,6 +5,8 @@ A token counts once per layer. Ranges are half-open token ranges [start, stop) o
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 
 class ArrivalError(ValueError):
     """An announcement that contradicts the request's plan: its request must fail, not continue."""
@@ -21,16 +23,17 @@ class KVArrival:
         self._layers = layers
         self._tokens = tokens
         self._claimed: tuple[dict[int, int], ...] = tuple({} for _ in range(layers))
-        self._written = 0
+        self._written: tuple[dict[int, int], ...] = tuple({} for _ in range(layers))
+        self._count = 0
 
     @property
     def complete(self) -> bool:
-        return self._written == self._layers * self._tokens
+        return self._count == self._layers * self._tokens
 
     @property
     def missing(self) -> int:
         """Tokens × layers that are not in the pages yet."""
-        return self._layers * self._tokens - self._written
+        return self._layers * self._tokens - self._count
 
     def claim(self, layer: int, start: int, tokens: int) -> bool:
         """True: pull this range. False: exactly this range was announced before.
@@ -55,6 +58,32 @@ class KVArrival:
         claimed[start] = stop
         return True
 
-    def written(self, tokens: int) -> None:
-        """A claimed range of `tokens` tokens is in the pages."""
-        self._written += tokens
+    def written(self, layer: int, start: int, tokens: int) -> None:
+        """A claimed range is in the pages."""
+        self._written[layer][start] = start + tokens
+        self._count += tokens
+
+    def resume_point(self, points: Iterable[int]) -> int:
+        """The last of these points before which every layer has everything, in ranges that end there; 0 if
+        none is."""
+        ends = [set(_ends(written)) for written in self._written]
+        return max(set(points).intersection(*ends), default=0)
+
+    def until(self, tokens: int) -> KVArrival:
+        """The account of a prompt that is read again from a resume point on: what was announced after it may
+        be announced again."""
+        rest = KVArrival(self._layers, self._tokens)
+        for layer, written in enumerate(self._written):
+            for start, stop in written.items():
+                if stop <= tokens:
+                    rest.claim(layer, start, stop - start)
+                    rest.written(layer, start, stop - start)
+        return rest
+
+
+def _ends(written: Mapping[int, int]) -> Iterator[int]:
+    """Where ranges end of those that follow one another from 0 on."""
+    end = 0
+    while end in written:
+        end = written[end]
+        yield end

@@ -171,9 +171,29 @@ class PagedKVCache:
             for layer, (k_TGD, v_TGD) in layers.items():
                 self.write(layer, table_N, start, k_TGD.to(self.device), v_TGD.to(self.device))
 
+    @torch.inference_mode()
+    def read(
+        self, layer: int, pages: Sequence[int], start: int, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies k_TGD, v_TGD on the host of tokens start .. start+tokens-1 of the sequence with these pages,
+        as `write_layers` stored them. Raises KVCacheError if the page table is too short."""
+        first, inside = divmod(start, self.page_tokens)
+        table = pages[first : first + pages_for(inside + tokens, self.page_tokens)]
+        if start < 0 or tokens < 1 or inside + tokens > len(table) * self.page_tokens:
+            raise KVCacheError(
+                f"tokens {start} .. {start + tokens - 1} are not in the {len(pages)} pages of the sequence"
+            )
+        table_N = torch.tensor(table, dtype=torch.int64, device=self.device)
+        with self._arriving(None):
+            k_TGD, v_TGD = (
+                x_PSGD.index_select(0, table_N).flatten(0, 1)[inside : inside + tokens].cpu().contiguous()
+                for x_PSGD in self.layer(layer)
+            )
+        return k_TGD, v_TGD
+
     @contextmanager
     def _arriving(self, after: Any) -> Iterator[None]:
-        """On a GPU: launch on the arrivals' stream, and wait for it at the end."""
+        """On a GPU: launch on the stream of what comes and goes, and wait for it at the end."""
         if self._arrivals is None:
             yield
             return

@@ -49,9 +49,10 @@ class HostCopies:
         return (copies[0], copies[1]), landed
 
     def payload(self, kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
-        return tuple(_as_numpy(x) for sides in kept for x in sides)
+        return tuple(as_numpy(x) for sides in kept for x in sides)
 
 
-def _as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor of the host without copying; bfloat16 as a uint16 view."""
     array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
     return array

@@ -44,6 +44,15 @@ class PrefillReport:
 
 
 @dataclass(frozen=True)
+class ChunkRead:
+    """A prefill group has read a prompt up to token `tokens_done`. so_far: of its chunks until now."""
+
+    tokens_done: int
+    tokens_total: int
+    so_far: PrefillReport
+
+
+@dataclass(frozen=True)
 class PrefillDone:
     request_id: str
     report: PrefillReport

@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 from ...kernels.constants import BLOCK, PAGE_TOKENS
-from ...kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, reads_whole_prompts
+from ...kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, reads_whole_prompts, resume_step
 from ...kernels.methods import load as load_methods
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "load_methods",
     "method_spec",
     "reads_whole_prompts",
+    "resume_step",
 ]

@@ -97,7 +97,8 @@ class Reserved:
 @dataclass(frozen=True)
 class PrefillJob:
     """What a prefill group needs. token_ids: little-endian uint32. decode_worker: the actor name that
-    reserved pages for request_id; K/V is announced to it."""
+    reserved pages for request_id; K/V is announced to it. start: so many tokens are to be brought from
+    there instead of computed, a multiple of BLOCK; another group has."""
 
     request_id: str
     token_ids: bytes
@@ -105,6 +106,7 @@ class PrefillJob:
     decode_worker: str
     deadline: float | None = None
     wants_logits: bool = True
+    start: int = 0
 
     @property
     def tokens(self) -> int:

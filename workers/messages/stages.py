@@ -22,7 +22,8 @@ class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed):
 class OpenRequest:
     """First command of a request on every stage: its pages there and whom its K/V is announced to.
 
-    serial: unique in the group for ever, unlike the request's id; what `abandon` names."""
+    serial: unique in the group for ever, unlike the request's id; what `abandon` names. start: tokens whose
+    K/V is to be brought from the decode worker."""
 
     request_id: str
     pages: tuple[int, ...]
@@ -30,6 +31,7 @@ class OpenRequest:
     method: MethodSpec
     decode_worker: str
     serial: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,24 @@ class KVAnnouncement:
     tokens: int
     payload: Any = field(repr=False)
     layers: int = 1
+
+
+@dataclass(frozen=True)
+class KVRange:
+    """K/V of one layer for tokens start .. start+tokens-1 that a stage wants back."""
+
+    request_id: str
+    layer: int
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class HostKV:
+    """What a KVRange was asked for: host arrays k and v, [tokens, kv_heads, head_dim]."""
+
+    k: Any = field(repr=False)
+    v: Any = field(repr=False)
 
 
 @dataclass(frozen=True)

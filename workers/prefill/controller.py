@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ...kernels.constants import BLOCK
-from ..messages.events import PrefillDone, Progress
+from ..messages.events import ChunkRead, PrefillDone
 from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
 from ..messages.states import GroupStats
@@ -70,7 +70,7 @@ class PrefillController:
         """Why the group is lost; empty while it lives."""
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[PrefillEvent, None]:
-        """Progress after each chunk, then one PrefillDone; or one Refused.
+        """ChunkRead after each chunk, then one PrefillDone; or one Refused.
 
         Raises PrefillFailed (PrefillCancelled). The stream ends when the request's pages are free on every
         stage; closing it early cancels the request.
@@ -136,6 +136,8 @@ class PrefillController:
             raise PrefillFailed(self.failure)
         if len(job.token_ids) % 4 or not job.tokens:
             raise PrefillFailed(f"{len(job.token_ids)} bytes are not a prompt: token ids take 4 bytes each")
+        if job.start % BLOCK or not 0 <= job.start < job.tokens:
+            raise PrefillFailed(f"a prompt of {job.tokens} tokens cannot be resumed at token {job.start}")
         request = self._requests.admit(job, self._clock())
         if isinstance(request, Refused):
             return request
@@ -210,9 +212,10 @@ class PrefillController:
         self._requests.chunk_through(request, command, reports, sent, now)
         if request.ended:
             return
-        request.events.put_nowait(Progress(request.done, request.job.tokens))
+        so_far = request.account.report(now)
+        request.events.put_nowait(ChunkRead(request.done, request.job.tokens, so_far))
         if command.last:
-            self._end(request, PrefillDone(command.request_id, request.account.report(now)))
+            self._end(request, PrefillDone(command.request_id, so_far))
 
     # --- endings --------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class StageActor:
             return node, self._stage.work
         import torch
 
+        from ..kv.fetch import RaySource
         from ..kv.transports import sender
         from .stage import load_stage
 
@@ -81,7 +82,8 @@ class StageActor:
         self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")
         ends = partial(sender, self._handoff)
-        self._stage = load_stage(self._model, self._config, self._number, None, ends, tell)
+        source = RaySource(self._handoff.ack_timeout_s)
+        self._stage = load_stage(self._model, self._config, self._number, None, ends, source, tell)
         self._compilations.ready = True
         return node, self._stage.work
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ..kv.fetch import Source
 from ..kv.handoff import Sink
 from ..kv.transports import sender
 from ..messages.events import PrefillDone, PrefillReport
@@ -91,8 +92,11 @@ class LogitsSink:
         self.logits[message.request_id] = message.logits
 
 
-def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> PrefillController:
-    """Load a group into this process. `stop()` it when done; use it from one event loop."""
+def local_controller(
+    model: ModelSpec, config: PrefillConfig, sink: Sink, source: Source | None = None
+) -> PrefillController:
+    """Load a group into this process. `stop()` it when done; use it from one event loop. source: None where
+    no prompt is ever resumed."""
     handoff = HandoffConfig(transport="in_process")
     ends: Sequence[Activations] = [NoActivations()]
     if config.stages > 1:
@@ -100,7 +104,8 @@ def local_controller(model: ModelSpec, config: PrefillConfig, sink: Sink) -> Pre
     threads: list[StageThread] = []
     work: LayerWork | None = None
     for number, activations in enumerate(ends):
-        stage = load_stage(model, config, number, activations, partial(sender, handoff, sink=sink))
+        made = partial(sender, handoff, sink=sink)
+        stage = load_stage(model, config, number, activations, made, source)
         threads.append(StageThread(stage, config.threads, activations.close))
         work = stage.work
 

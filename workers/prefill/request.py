@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..kv.page_pool import pages_for
 from ..messages.requests import PrefillFailed, PrefillJob
@@ -23,12 +23,14 @@ class Request:
         self.serial = serial
         self.pages: tuple[int, ...] = ()
         """On every stage; its first chunk takes them."""
-        self.waiting = schedule.arrival(job.request_id, job.tokens, arrived, pages_for(job.tokens))
+        self.waiting = schedule.arrival(
+            job.request_id, job.tokens - job.start, arrived, pages_for(job.tokens)
+        )
         self.account = Account(stages, job.method, arrived)
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
-        self.sent = 0
-        self.done = 0
-        """Tokens sent to, and through, the pipeline."""
+        self.sent = job.start
+        self.done = job.start
+        """Up to which token it was sent to, and is through, the pipeline."""
         self.pace: float | None = None
         """Seconds a token of its last chunk, on the slowest stage."""
         self.in_flight = 0
@@ -54,13 +56,23 @@ class Request:
 
     def open_request(self) -> OpenRequest:
         job = self.job
-        return OpenRequest(job.request_id, self.pages, job.tokens, job.method, job.decode_worker, self.serial)
+        return OpenRequest(
+            job.request_id,
+            self.pages,
+            job.tokens,
+            job.method,
+            job.decode_worker,
+            self.serial,
+            job.start,
+        )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
-        """The next chunk, cut as `sizes` has it; counts its tokens as sent."""
+        """The next chunk, cut as `sizes` has it; counts its tokens as sent. A prompt that goes on is cut as
+        it would be from its beginning, so that the same numbers come out, to the bit."""
         start, total = self.sent, self.job.tokens
         if not self._cut:
-            self._cut = deque(sizes.of(self.job.method, start, total))
+            whole = sizes.of(self.job.method, 0, total)
+            self._cut = deque(_rest(whole, start) or sizes.of(self.job.method, start, total))
         self.sent = start + self._cut.popleft()
         return ChunkCommand(
             request_id=self.job.request_id,
@@ -85,3 +97,13 @@ class Request:
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
+
+
+def _rest(cut: Sequence[int], start: int) -> Sequence[int]:
+    """The chunks from token `start` on; none if no chunk begins there."""
+    before = 0
+    for number, tokens in enumerate(cut):
+        if before == start:
+            return cut[number:]
+        before += tokens
+    return ()

@@ -25,6 +25,7 @@ from ...kernels.interface import Attention, AttentionInput, KernelInputError, St
 from ...kernels.layers.rope import KVRows
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
+from ..kv.fetch import NoSource, Source, pieces, unpacked
 from ..kv.handoff import HandoffError, Sender
 from ..kv.page_pool import first_of_run, pages_for
 from ..messages.methods import load_methods
@@ -69,8 +70,10 @@ class PrefillStage:
         stage: int,
         stages: int,
         profile: Profile | None = None,
+        source: Source | None = None,
     ) -> None:
         self.stack = stack
+        self._source = source or NoSource()
         self._profile = profile
         self._cache = cache
         self._sender = sender
@@ -113,7 +116,8 @@ class PrefillStage:
     # --- the role ----------------------------------------------------------------------------------------
 
     def open(self, request: OpenRequest) -> None:
-        """Prepare for a request's chunks. Raises RequestFailed if its method cannot run here."""
+        """Prepare for a request's chunks; one that goes on gets back the K/V of the chunks before. Raises
+        RequestFailed if its method cannot run here, or its K/V is not to be had."""
         stack, config = self.stack, self.stack.config
         heads = config.q_heads, config.kv_heads, config.head_dim
         spec = StateSpec(1, *heads, request.prompt_tokens, stack.device, stack.dtype)
@@ -125,6 +129,24 @@ class PrefillStage:
         pages_N = self._to_device(np.array(request.pages, dtype=np.int64))
         prompt = _Prompt(request, method, states, pages_N, first_of_run(request.pages))
         self._open[request.request_id] = prompt
+        try:
+            self._bring_back(request)
+        except _REQUEST_ERRORS as error:
+            self._drop(request.request_id)
+            raise RequestFailed(str(error)) from error
+
+    def _bring_back(self, request: OpenRequest) -> None:
+        """The K/V of the chunks that another group has computed, from the decode worker into pages."""
+        if not request.start:
+            return
+        if self.stack.device.type == "cuda":  # an abandoned chunk may still write to what were its pages
+            torch.cuda.synchronize(self.stack.device)
+        wanted = pieces(request.request_id, self._cache, request.start)
+        for piece, kv in self._source.fetch(request.decode_worker, wanted):
+            if request.serial in self._abandoned:
+                raise RequestFailed(f"request {request.request_id} was abandoned")
+            layer = {piece.layer: unpacked(kv, piece, self._cache)}
+            self._cache.write_layers(request.pages, piece.start, layer)
 
     @torch.inference_mode()
     def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
@@ -313,10 +335,12 @@ def load_stage(
     stage: int,
     activations: Activations | None,
     sender: Callable[[PagedKVCache], Sender],
+    source: Source | None = None,
     tell: Tell = silent,
 ) -> PrefillStage:
     """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
-    makes the end of the hand-off for the stage's cache. tell: of progress."""
+    makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed. tell:
+    of progress."""
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
@@ -330,4 +354,4 @@ def load_stage(
     tell(f"warmed up {', '.join(config.warm_up) or 'nothing'}")
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
     ends = activations or NoActivations()
-    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile)
+    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from deltafront.service.errors import WorkerLost
 from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Charge, Fleet, View
 from deltafront.workers.messages.states import DecodeStats, GroupStats
@@ -76,3 +77,53 @@ async def test_a_session_is_still_found_on_a_worker_that_leaves() -> None:
     await fleet.refresh()
     assert not fleet.view.ready
     assert await fleet.session_worker("decode:d0") is decode
+
+
+async def test_what_is_forgotten_while_a_poll_asks_stays_forgotten() -> None:
+    """Its answer is older than its death. The next poll may find that it lives."""
+    decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
+    spare, group = FakeDecode("decode:d1"), FakeGroup("prefill:g0", lambda *_: None)
+    fleet = Fleet(LocalDirectory([group], [decode, spare]), lambda _view: None)
+    await fleet.refresh()
+    stats = decode.stats
+
+    async def slow() -> DecodeStats:
+        state = await stats()
+        asked.set()
+        await told.wait()
+        return state
+
+    decode.stats = slow  # type: ignore[method-assign]
+    polls = [asyncio.create_task(fleet.poll()) for _ in range(2)]
+    await asked.wait()
+    fleet.forget("decode:d0")
+    told.set()
+    for poll in polls:
+        await poll
+        assert set(fleet.view.workers) == {"decode:d1"}
+        with pytest.raises(WorkerLost):
+            fleet.worker("decode:d0")
+    await fleet.refresh()
+    assert set(fleet.view.workers) == {"decode:d0", "decode:d1"}
+
+
+async def test_one_that_loads_keeps_no_look_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its actor has a name before its constructor has ended."""
+    loading, loaded = FakeDecode("decode:new"), asyncio.Event()
+    stats = loading.stats
+
+    async def late() -> DecodeStats:
+        await loaded.wait()
+        return await stats()
+
+    loading.stats = late  # type: ignore[method-assign]
+    monkeypatch.setattr("deltafront.service.fleet.view._NEW_PATIENCE_S", 0.01)
+    monkeypatch.setattr("deltafront.service.fleet.view._STATS_PATIENCE_S", 3600.0)
+    fleet = Fleet(LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [loading]), lambda _view: None)
+    await fleet.refresh()
+    assert set(fleet.view.groups) == {"prefill:g0"} and not fleet.view.workers
+    assert fleet.refresh_pause == 0.25, "it looks often while it has nobody"
+    loaded.set()
+    await fleet.refresh()
+    assert set(fleet.view.workers) == {"decode:new"}
+    assert fleet.refresh_pause == 1.0

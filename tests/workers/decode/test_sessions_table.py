@@ -198,7 +198,7 @@ def test_arrivals_agree_with_a_table_of_booleans(layers: int, tokens: int, data:
             assert not cells & seen
             claimed[layer].add((start, count))
             seen |= cells
-            arrival.written(count)
+            arrival.written(layer, start, count)
         else:
             assert (start, count) in claimed[layer]
         assert arrival.missing == layers * tokens - len(seen)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.messages.events import LayerDensity, PrefillDone, Progress
+from deltafront.workers.messages.events import ChunkRead, LayerDensity, PrefillDone
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import (
     PrefillCancelled,
@@ -180,8 +180,13 @@ async def assert_clean(controller: PrefillController, fakes: list[FakeStage]) ->
 async def test_one_prompt_from_start_to_report() -> None:
     controller, fakes = make()
     events = await collect(controller, job("a", 300))
-    assert events[:3] == [Progress(done, 300) for done in (128, 256, 300)]
+    assert [(event.tokens_done, event.tokens_total) for event in events[:3]] == [
+        (128, 300),
+        (256, 300),
+        (300, 300),
+    ]
     report = events[3].report
+    assert events[2].so_far == report and events[0].so_far.handoff_bytes < report.handoff_bytes
     assert len(events) == 4 and isinstance(events[3], PrefillDone)
     assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-12)
     assert report.critical["projection"] == pytest.approx(3 * 0.0004)
@@ -467,7 +472,7 @@ async def abuse(seed: int, fatal: bool) -> None:
         ending, seen = outcome
         terminal = [event for event in seen if isinstance(event, PrefillDone | Refused)]
         assert len(terminal) == (ending == "ended") or (ending == "closed" and terminal == seen[-1:])
-        assert all(isinstance(event, Progress) for event in seen[:-1])
+        assert all(isinstance(event, ChunkRead) for event in seen[:-1])
     if any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes):
         # A reader that is cancelled while it waits for its pages does not see them come back.
         async with asyncio.timeout(1):
@@ -519,7 +524,7 @@ async def test_chunks_end_in_the_order_they_were_sent() -> None:
         await asyncio.sleep(0)
     fakes[1].answer(0)
     done = await events
-    assert done[:2] == [Progress(128, 256), Progress(256, 256)]
+    assert [(event.tokens_done, event.tokens_total) for event in done[:2]] == [(128, 256), (256, 256)]
     assert isinstance(done[2], PrefillDone) and len(done) == 3
     assert sum(layer.causal for layer in done[2].report.density) == 2 * 2 * 2.0, (
         "both chunks are in the report"

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from deltafront.kernels.testing import assert_rows_close
-from deltafront.workers.messages.events import PrefillDone, Progress
+from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import (
     PrefillCancelled,
@@ -147,7 +147,7 @@ async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGro
     job = PrefillJob("r2", random_ids(3000), DENSE, decode[0])
     with pytest.raises(PrefillCancelled):
         async for event in events_of(group, job):
-            if isinstance(event, Progress):
+            if isinstance(event, ChunkRead):
                 await group.head.cancel.remote("r2")
                 assert await drained(group), "cancel returns when pages are free"
     await group.head.cancel.remote("r2")
@@ -261,7 +261,7 @@ async def test_a_killed_stage_ends_the_group_and_only_it_is_loaded_again(
     async def run(name: str) -> str:
         with pytest.raises(PrefillFailed) as failure:
             async for event in events_of(doomed, PrefillJob(name, random_ids(1800, 3), DENSE, decode[0])):
-                if isinstance(event, Progress) and event.tokens_done == 256:
+                if isinstance(event, ChunkRead) and event.tokens_done == 256:
                     ray.kill(doomed._stages[victim])
         return str(failure.value.cause)
 
@@ -285,7 +285,7 @@ async def test_a_stopped_stage_is_noticed_ended_and_replaced(
     first, pid = await pid_of(doomed, 0), await pid_of(doomed, 1)
     with pytest.raises(PrefillFailed) as failure:
         async for event in events_of(doomed, PrefillJob("a", random_ids(3900), DENSE, decode[0])):
-            if isinstance(event, Progress) and event.tokens_done == 512:
+            if isinstance(event, ChunkRead) and event.tokens_done == 512:
                 os.kill(pid, signal.SIGSTOP)
     assert "stage 1 does not answer: the chunk of a at token" in str(failure.value.cause)
     await healed(doomed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.messages.events import PrefillDone, Progress
+from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.messages.stages import ChunkReport
 from deltafront.workers.prefill.account import Pace
@@ -43,7 +43,7 @@ async def test_a_stage_that_hangs_is_noticed_within_two_chunk_times_and_five_sec
     """And named, although those after it wait as long."""
     controller, fakes = slow(3, chunk_s, stream_lease_s=1e6)
     stream, now = controller.prefill(job("a", 2048)), asyncio.get_running_loop().time
-    while not (isinstance(event := await anext(stream), Progress) and event.tokens_done == 512):
+    while not (isinstance(event := await anext(stream), ChunkRead) and event.tokens_done == 512):
         pass
     fakes[stuck].stuck, began = True, now()
     with pytest.raises(PrefillFailed, match=f"is lost: stage {stuck} does not answer: the chunk of a at"):

@@ -1,0 +1,103 @@
+"""A prompt whose stage is killed is read on, not read again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from deltafront.service.client import DeltafrontClient, GenerateFinished, Progress, Token
+from deltafront.service.client.server_process import LocalService
+
+from .conftest import Haystack, Sizes, Table
+from .wire import Wire
+
+CHUNK, STAGES = 512, 2
+"""As in service.yaml."""
+
+
+@pytest.fixture
+def client(service: LocalService) -> Iterator[DeltafrontClient]:
+    with DeltafrontClient(service.address) as client:
+        yield client
+
+
+def stages(service: LocalService) -> list[int]:
+    """Process ids of the group's stages."""
+    found = []
+    for process in psutil.Process(service.pid).children(recursive=True):
+        try:
+            if "ray::StageActor" in " ".join(process.cmdline()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return sorted(found)
+
+
+def read_again(client: DeltafrontClient) -> float:
+    """Tokens, as all doors of this node count them."""
+    with urllib.request.urlopen(f"http://{client.info().metrics_address}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("deltafront_tokens_read_again_total")
+    )
+
+
+def test_a_killed_stage_costs_the_chunks_under_way(
+    service: LocalService,
+    client: DeltafrontClient,
+    wire: Wire,
+    haystack: Haystack,
+    sizes: Sizes,
+    table: Table,
+) -> None:
+    """Without a spare group: the one there is replaces its stage and goes on, with the K/V that the decode
+    worker has. Of the chunks that had to be read twice, those under way are counted whole."""
+
+    kill_at = 0.8 if sizes.document > 8 * CHUNK else 0.7
+
+    silence = 0.0
+
+    def answer(kill: bool) -> tuple[list[int], GenerateFinished]:
+        nonlocal silence
+        ids, done, killed = [], [0], not kill
+        last = time.monotonic()
+        for event in client.generate(haystack.text, max_tokens=16, ignore_eos=True):
+            if kill and killed:
+                silence = max(silence, time.monotonic() - last)
+            last = time.monotonic()
+            if isinstance(event, Progress):
+                done.append(event.tokens_done)
+                assert done[-1] > done[-2], "progress goes forward"
+                if not killed and event.tokens_done >= kill_at * event.tokens_total:
+                    os.kill(stages(service)[-1], signal.SIGKILL)
+                    killed = True
+            elif isinstance(event, Token):
+                assert event.index == len(ids)
+                ids.append(event.token_id)
+            elif isinstance(event, GenerateFinished):
+                finish = event
+        assert killed
+        return ids, finish
+
+    alone, undisturbed = answer(kill=False)
+    before = read_again(client)
+    ids, finish = answer(kill=True)
+    assert ids == alone
+    assert finish.density.layers == pytest.approx(undisturbed.density.layers)
+    assert finish.timings.parts["replay"] > 0
+    assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
+    again = read_again(client) - before
+    table.add("longest silence after a stage's death, without a spare, s", round(silence, 2))
+    under_way = STAGES * CHUNK
+    assert again <= under_way, "what was read had arrived, but for what was still on its way"
+    if sizes.document > 8 * CHUNK:  # of a short prompt two chunks are half
+        share = (again + under_way) / haystack.tokens
+        table.add("of a prompt whose stage was killed at 80%, read twice", round(share, 2))
+        assert share < 0.4
+    wire.seconds_to_no_page()

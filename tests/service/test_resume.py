@@ -1,0 +1,204 @@
+"""A prompt whose prefill group dies is read on by another one, from the last chunk that has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deltafront.service.client import DeltafrontClient, PrefillFinished, Progress
+from deltafront.service.request import attempt, reading
+from deltafront.workers.messages.events import LayerDensity, PrefillReport
+from deltafront.workers.messages.requests import RefusalReason, Refused
+
+from .fakes import FakeGroup
+from .inprocess import House
+from .test_faults import counter
+from .test_requests import collect, expected, ids, nothing_left
+
+PROMPT = "p" * 700
+TOTAL = 701
+"""Tokens of it: six chunks."""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
+
+
+def dying_and_spare(house: House, chunks: int) -> tuple[FakeGroup, FakeGroup]:
+    """The first dies after so many chunks."""
+    dying = house.cut("group")
+    dying.cut_after = chunks
+    return dying.worker, house.add_group("prefill:g1")
+
+
+def furthest(progress: list[Progress]) -> list[int]:
+    return [event.tokens_done for event in progress]
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 5])
+def test_the_next_group_goes_on_in_the_same_reservation(
+    house: House, client: DeltafrontClient, chunks: int
+) -> None:
+    first, spare = dying_and_spare(house, chunks)
+    text, _, finish, progress = collect(client.generate(PROMPT, max_tokens=9))
+    assert text == expected(ids(PROMPT), 9)
+    (job,) = spare.jobs
+    assert job.start == 128 * chunks
+    assert (job.request_id, job.token_ids) == (first.jobs[0].request_id, ids(PROMPT))
+    assert len(house.decode.orders) == 1, "one reservation"
+    assert furthest(progress) == [128, 256, 384, 512, 640, TOTAL], "each once, in order"
+    assert finish.timings.parts["replay"] > 0
+    assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
+    assert counter(house, "deltafront_replays_total") == 1
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("deaths", [(), (2,), (4,), (1, 2)])
+def test_the_account_is_that_of_a_prompt_read_once(
+    house: House, client: DeltafrontClient, deaths: tuple[int, ...]
+) -> None:
+    """Density of the whole prompt, bytes and tokens of every chunk once."""
+    house.group.fail_after = list(deaths)
+    _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=3))
+    assert finish.density.layers == {0: 1.0, 1: pytest.approx(0.5)}
+    assert finish.density.mean == pytest.approx(0.75)
+    assert finish.density.sampled_share == pytest.approx(0.016)
+    assert counter(house, "deltafront_handoff_bytes_total") == 100 * TOTAL
+    assert counter(house, "deltafront_request_prompt_tokens_sum") == TOTAL
+    assert counter(house, "deltafront_request_prefill_time_seconds_count") == 1
+    assert [job.start for job in house.group.jobs] == [128 * sum(deaths[:n]) for n in range(len(deaths) + 1)]
+    nothing_left(house)
+
+
+def test_what_has_not_arrived_is_read_again(house: House, client: DeltafrontClient) -> None:
+    """Progress does not go back for it."""
+    _, spare = dying_and_spare(house, 5)
+    house.decode.arrived = 300
+    text, _, finish, progress = collect(client.generate(PROMPT, max_tokens=9))
+    assert text == expected(ids(PROMPT), 9)
+    assert spare.jobs[0].start == 256
+    assert furthest(progress) == [128, 256, 384, 512, 640, TOTAL]
+    assert finish.density.mean == pytest.approx(0.75)
+    assert counter(house, "deltafront_handoff_bytes_total") == 100 * TOTAL
+
+
+def test_a_group_that_is_alone_goes_on_itself(house: House, client: DeltafrontClient) -> None:
+    house.group.fail_after = [4]
+    text, *_ = collect(client.generate(PROMPT, max_tokens=5))
+    assert text == expected(ids(PROMPT), 5)
+    assert house.group.chunks_read == [128, 256, 384, 512, 640, TOTAL]
+    nothing_left(house)
+
+
+def test_after_the_last_chunk_that_one_is_read_again(house: House, client: DeltafrontClient) -> None:
+    """Its logits may not have arrived."""
+    _, spare = dying_and_spare(house, 6)
+    text, *_ = collect(client.generate(PROMPT, max_tokens=5))
+    assert text == expected(ids(PROMPT), 5)
+    assert spare.jobs[0].start == 640
+
+
+def test_a_group_that_was_out_of_reach_and_still_has_the_request_lets_go_of_it(
+    house: House, client: DeltafrontClient
+) -> None:
+    house.group.fail_after = [4]
+    stream = client.generate(PROMPT, max_tokens=5)
+    house.group.pause_at = 3
+    events = [next(stream) for _ in range(3)]
+    house.group.busy = [Refused(RefusalReason.DUPLICATE, "it is already running here")]
+    house.group.pause_at = -1
+    text, *_ = collect([*events, *stream])
+    assert text == expected(ids(PROMPT), 5)
+    assert house.group.cancelled == [house.group.jobs[0].request_id]
+    assert [job.start for job in house.group.jobs] == [0, 512, 512]
+    nothing_left(house)
+
+
+def test_a_prefill_is_resumed_too(house: House, client: DeltafrontClient) -> None:
+    _, spare = dying_and_spare(house, 4)
+    *progress, made = client.prefill(PROMPT)
+    assert isinstance(made, PrefillFinished)
+    assert spare.jobs[0].start == 512 and not spare.jobs[0].wants_logits
+    assert [event.tokens_done for event in progress if isinstance(event, Progress)][-1] == TOTAL
+    assert made.density.mean == pytest.approx(0.75)
+    client.release(made.session.session_id)
+    nothing_left(house)
+
+
+@pytest.mark.parametrize(("options", "start"), [({"gamma": 64}, 512), ({"gamma": 192}, 384)])
+def test_a_correction_is_resumed_where_a_dense_row_begins_a_chunk(
+    house: House, client: DeltafrontClient, options: dict[str, Any], start: int
+) -> None:
+    _, spare = dying_and_spare(house, 4)
+    text, *_ = collect(client.generate(PROMPT, max_tokens=5, method="dense+delta", options=options))
+    assert text == expected(ids(PROMPT), 5)
+    assert spare.jobs[0].start == start
+
+
+def test_a_method_that_cannot_go_on_starts_over_in_its_reservation(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "resume_step", lambda _method: 0)
+    _, spare = dying_and_spare(house, 4)
+    text, _, finish, progress = collect(client.generate(PROMPT, max_tokens=5))
+    assert text == expected(ids(PROMPT), 5)
+    assert spare.jobs[0].start == 0 and len(house.decode.orders) == 1
+    assert furthest(progress) == [128, 256, 384, 512, 640, TOTAL]
+    assert finish.density.mean == pytest.approx(0.75)
+    assert counter(house, "deltafront_handoff_bytes_total") == 100 * TOTAL
+
+
+def test_where_the_reservation_is_lost_too_the_request_starts_anew(
+    make_house: Callable[..., House],
+) -> None:
+    """The group is not to blame for a decode worker's death: with no poll, it must still be there."""
+    house = make_house(refresh_s=3600)
+    lost, house.group.fail_after = house.cut("decode"), [3]
+    house.add_decode("decode:d1").total = 2000
+    house.loop.run(house.fleet.refresh())
+    house.group.pause_at = 2
+    with DeltafrontClient(house.address) as client:
+        stream = client.generate(PROMPT, max_tokens=5)
+        events = [next(stream), next(stream)]
+        lost.cut, house.group.pause_at = True, -1
+        text, *_ = collect([*events, *stream])
+    assert text == expected(ids(PROMPT), 5)
+    assert [job.start for job in house.group.jobs] == [0, 0]
+    assert [job.decode_worker for job in house.group.jobs] == ["decode:d0", "decode:d1"]
+    assert counter(house, "deltafront_replays_total") == 1
+
+
+def report(read: int, computed: float, **more: Any) -> PrefillReport:
+    given: dict[str, Any] = {
+        "queue": 1.0,
+        "wall": 2.0,
+        "critical": {"attention": 1.5, "group_overhead": 0.5},
+        "stages": ({"attention": 1.5}, {"attention": 1.0}),
+        "density": (LayerDensity(0, computed, read),),
+        "method": "dpxa",
+        "sampled_share": 0.1,
+        "handoff_bytes": read,
+    }
+    return PrefillReport(**(given | more))
+
+
+def test_two_reports_together() -> None:
+    both = reading.together(
+        report(100, 50.0),
+        report(
+            300,
+            30.0,
+            critical={"attention": 1.0, "queue_of_others": 1.0},
+            stages=({"attention": 2.0}, {"kv_write": 1.0}),
+            density=(LayerDensity(0, 30.0, 300), LayerDensity(1, 1.0, 100)),
+            sampled_share=0.2,
+        ),
+    )
+    assert (both.queue, both.wall, both.handoff_bytes) == (2.0, 4.0, 400)
+    assert both.critical == {"attention": 2.5, "group_overhead": 0.5, "queue_of_others": 1.0}
+    assert both.stages == ({"attention": 3.5}, {"attention": 1.0, "kv_write": 1.0})
+    assert both.density == (LayerDensity(0, 80.0, 400), LayerDensity(1, 1.0, 100))
+    assert both.sampled_share == pytest.approx((0.1 * 100 + 0.2 * 400) / 500)

@@ -1,0 +1,172 @@
+"""What a decode worker keeps of a prompt whose prefill group died, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltafront.workers.kv.arrival import ArrivalError, KVArrival
+from deltafront.workers.kv.cache import KVCacheError
+from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.requests import DecodeFailed, GenerateJob, KeepSession, Sampling
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement, KVRange
+
+from ..conftest import LAYERS
+
+SHORT = Sampling(max_tokens=8, ignore_eos=True)
+IDS = [(7 * i) % 198 for i in range(150)]
+
+
+def arrival_of(*written: tuple[int, int, int], layers: int = 2, tokens: int = 100) -> KVArrival:
+    """(layer, start, tokens) that are here."""
+    arrival = KVArrival(layers, tokens)
+    for part in written:
+        assert arrival.claim(*part)
+        arrival.written(*part)
+    return arrival
+
+
+def test_the_resume_point_is_where_every_layer_has_everything() -> None:
+    arrival = arrival_of((0, 0, 32), (0, 32, 32), (0, 64, 36), (1, 0, 32), (1, 32, 32))
+    assert arrival.claim(1, 64, 36), "announced, and still on its way"
+    assert arrival.resume_point([32, 64, 100]) == 64
+    assert arrival.resume_point([32]) == 32
+    assert arrival.resume_point([16, 48, 96]) == 0, "no range ends there"
+    assert arrival.resume_point([]) == 0
+    gap = arrival_of((0, 0, 32), (0, 64, 36), (1, 0, 32), (1, 32, 32), (1, 64, 36))
+    assert gap.resume_point([32, 64, 100]) == 32
+    assert arrival_of((0, 32, 32), (1, 32, 32)).resume_point([64]) == 0
+
+
+def test_after_it_everything_may_be_announced_again() -> None:
+    arrival = arrival_of((0, 0, 32), (0, 32, 32), (1, 0, 32))
+    arrival.claim(1, 32, 32)
+    rest = arrival.until(32)
+    assert rest.missing == 2 * 100 - 2 * 32
+    assert not rest.claim(0, 0, 32), "an exact repetition of what is here"
+    with pytest.raises(ArrivalError, match="overlaps"):
+        rest.claim(0, 16, 32)
+    assert rest.claim(0, 32, 64) and rest.claim(1, 32, 32), "also in other pieces"
+
+
+async def announce(run: Any, pieces: list[KVAnnouncement]) -> None:
+    for piece in pieces:
+        await run.engine.announce(piece)
+
+
+async def test_a_prompt_that_is_resumed_answers_as_one_that_was_not(bench: Callable[..., Any]) -> None:
+    run = await bench()
+    whole = await run.ask("whole", IDS, SHORT)
+    prompt = run.prefill(IDS)
+    pieces = run.pieces("a", prompt)
+    await run.reserve("a", len(IDS), 8)
+    used = run.used
+    await announce(run, pieces[: 3 * LAYERS + 2])
+    await run.engine.first_logits(FirstLogits("a", np.zeros(199, np.float32)))
+    assert await run.engine.resume("a", [32, 64, 96, 128]) == 96
+    assert run.used == used, "its pages stay"
+    wrong = [np.full_like(x, 9.0) for x in pieces[-1].payload]
+    assert wrong[0].shape[0] == len(IDS) - 128
+    await announce(run, pieces[: 3 * LAYERS])
+    await announce(run, pieces[3 * LAYERS :])
+    await run.engine.first_logits(FirstLogits("a", prompt.logits))
+    answer = await run.collect(GenerateJob("a", SHORT))
+    assert answer.ids == whole.ids
+    assert run.used == 0
+
+
+async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Callable[..., Any]) -> None:
+    """A stage dies with what it has announced: the owner of the arrays is gone."""
+    run = await bench()
+    prompt = run.prefill(IDS)
+
+    async def gone() -> Any:
+        raise RuntimeError("the object's owner has died")
+
+    async def half(name: str) -> list[KVAnnouncement]:
+        pieces = run.pieces(name, prompt)
+        await run.reserve(name, len(IDS), 8)
+        await announce(run, pieces[:LAYERS])
+        lost = pieces[LAYERS]
+        with pytest.raises(HandoffError, match="is lost: RuntimeError: the object's owner has died"):
+            await run.engine.announce(KVAnnouncement(name, lost.layer, lost.start, lost.tokens, gone()))
+        return pieces
+
+    for name in ("asked", "kept"):
+        await half(name)
+    answer = await run.collect(GenerateJob("asked", SHORT))
+    assert answer.finish.reason is FinishReason.NO_KV and "did not arrive" in answer.finish.message
+    with pytest.raises(DecodeFailed, match="did not arrive"):
+        await run.engine.keep(KeepSession("kept", 10.0))
+    assert run.used == 0
+    pieces = await half("resumed")
+    assert await run.engine.resume("resumed", [32, 64]) == 32
+    await announce(run, pieces[LAYERS:])
+    await run.engine.first_logits(FirstLogits("resumed", prompt.logits))
+    assert len((await run.collect(GenerateJob("resumed", SHORT))).ids) == 8
+
+
+async def test_what_belongs_to_a_reading_that_was_given_up_does_no_harm(bench: Callable[..., Any]) -> None:
+    """An announcement that is still being pulled when the request is resumed, and fails or ends later."""
+    import asyncio
+
+    run = await bench()
+    prompt, release = run.prefill(IDS), asyncio.Event()
+    pieces = run.pieces("a", prompt)
+    await run.reserve("a", len(IDS), 8)
+
+    async def late(payload: Any) -> Any:
+        await release.wait()
+        if payload is None:
+            raise RuntimeError("its owner has died")
+        return payload
+
+    first, second = pieces[0], pieces[1]
+    pulling = [
+        asyncio.create_task(
+            run.engine.announce(KVAnnouncement("a", one.layer, one.start, one.tokens, late(payload)))
+        )
+        for one, payload in ((first, first.payload), (second, None))
+    ]
+    await asyncio.sleep(0)
+    assert await run.engine.resume("a", [32]) == 0
+    await announce(run, pieces)
+    release.set()
+    outcomes = await asyncio.gather(*pulling, return_exceptions=True)
+    assert outcomes[0] is None and isinstance(outcomes[1], HandoffError)
+    await run.engine.first_logits(FirstLogits("a", prompt.logits))
+    assert len((await run.collect(GenerateJob("a", SHORT))).ids) == 8
+
+
+async def test_only_a_prompt_that_is_being_read_can_be_resumed(bench: Callable[..., Any]) -> None:
+    run = await bench()
+    session = (await run.ask("s", IDS, SHORT, keep_tokens=len(IDS), keep_ttl_s=60.0)).first.session
+    await run.engine.renew(["s"])
+    await run.reserve("more", 5, 8, session_id=session.session_id)
+    await run.reserve("ended", 40, 8)
+    await run.engine.cancel("ended")
+    for name in ("nobody", "more", "ended"):
+        with pytest.raises(DecodeFailed, match=f"{name} is not being read"):
+            await run.engine.resume(name, [32])
+    await run.engine.cancel("more")
+
+
+async def test_kv_comes_back_as_it_arrived(bench: Callable[..., Any]) -> None:
+    run = await bench()
+    prompt = run.prefill(IDS)
+    await run.reserve("a", len(IDS), 8)
+    await announce(run, run.pieces("a", prompt))
+    for layer, start, tokens in ((0, 0, 150), (2, 5, 100), (LAYERS - 1, 149, 1)):
+        back = await run.engine.kv(KVRange("a", layer, start, tokens))
+        for array, whole in zip((back.k, back.v), prompt.kv[layer], strict=True):
+            assert np.array_equal(array, whole[start : start + tokens])
+    for start, tokens in ((0, 161), (-1, 5), (3, 0)):
+        with pytest.raises(KVCacheError, match="are not in the 10 pages"):
+            await run.engine.kv(KVRange("a", 0, start, tokens))
+    with pytest.raises(DecodeFailed, match="nobody is not being read"):
+        await run.engine.kv(KVRange("nobody", 0, 0, 1))
+    await run.engine.cancel("a")

@@ -1,0 +1,103 @@
+"""K/V on its way back to a stage: in which pieces, what is refused, and what Ray's errors become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltafront.workers.kv import fetch
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.fetch import NoSource, RaySource, packed, pieces, unpacked
+from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.messages.stages import HostKV, KVRange
+
+
+def cache_of(dtype: torch.dtype = torch.float32, layers: range = range(2, 4)) -> PagedKVCache:
+    return PagedKVCache(layers, 2, 8, 12, dtype, "cpu")
+
+
+def test_pieces_are_bounded_and_cover_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "PIECE_BYTES", 40 * 2 * 2 * 8 * 4)
+    wanted = list(pieces("a", cache_of(), 100))
+    assert [(one.layer, one.start, one.tokens) for one in wanted] == [
+        (layer, start, tokens) for layer in (2, 3) for start, tokens in ((0, 40), (40, 40), (80, 20))
+    ]
+    assert list(pieces("a", cache_of(), 0)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_packed_is_unpacked_to_the_bit(dtype: torch.dtype) -> None:
+    """From pages that do not follow one another, to others."""
+    here, there, wanted = cache_of(dtype), cache_of(dtype), KVRange("a", 3, 5, 40)
+    k_TGD, v_TGD = (torch.randn(50, 2, 8).to(dtype) for _ in "kv")
+    here.write_layers((7, 2, 9, 4), 0, {3: (k_TGD, v_TGD)})
+    back = unpacked(packed(here, (7, 2, 9, 4), wanted), wanted, there)
+    there.write_layers((1, 0, 5), wanted.start, {3: back})
+    found = there.read(3, (1, 0, 5), 5, 40)
+    assert all(torch.equal(x, y[5:45]) for x, y in zip(found, (k_TGD, v_TGD), strict=True))
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((3, 2, 8), np.float16), np.zeros((4, 2, 8), np.float32), "nothing"]
+)
+def test_what_is_no_kv_of_this_model_is_refused(array: Any) -> None:
+    good = np.zeros((3, 2, 8), np.float32)
+    with pytest.raises(HandoffError, match="K/V of a came back as"):
+        unpacked(HostKV(good, array), KVRange("a", 2, 0, 3), cache_of())
+
+
+class FakeRay:
+    """An actor whose `kv` gives its argument back; `fails` is what the n-th answer is instead."""
+
+    def __init__(self, fails: dict[int, Exception]) -> None:
+        self.fails = fails
+        self.kv = self
+        self.sent: list[KVRange] = []
+        self.most = 0
+        self.answered = 0
+
+    def get_actor(self, name: str, namespace: str) -> FakeRay:
+        if name == "decode:gone":
+            raise ValueError("Failed to look up actor\nwith a traceback")
+        return self
+
+    def remote(self, wanted: KVRange) -> KVRange:
+        self.sent.append(wanted)
+        self.most = max(self.most, len(self.sent) - self.answered)
+        return wanted
+
+    def get(self, reply: KVRange, timeout: float) -> KVRange:
+        self.answered += 1
+        if self.answered in self.fails:
+            raise self.fails[self.answered]
+        return reply
+
+
+def source_of(**fails: Exception) -> tuple[RaySource, FakeRay]:
+    source = RaySource(5.0)
+    ray = FakeRay({int(name[1:]): error for name, error in fails.items()})
+    source._ray = ray
+    return source, ray
+
+
+def test_pieces_come_in_order_with_some_under_way() -> None:
+    source, ray = source_of()
+    wanted = [KVRange("a", layer, 0, 9) for layer in range(8)]
+    assert list(source.fetch("decode:x", iter(wanted))) == [(one, one) for one in wanted]
+    assert 1 < ray.most <= 3
+
+
+def test_a_decode_worker_that_dies_fails_the_request_in_one_line() -> None:
+    wanted = [KVRange("a", layer, 0, 9) for layer in range(8)]
+    source, _ray = source_of(n3=RuntimeError("The actor died\nand so on"))
+    with pytest.raises(HandoffError, match=r"decode:x gave no K/V back: RuntimeError: The actor died$"):
+        list(source.fetch("decode:x", iter(wanted)))
+    with pytest.raises(
+        HandoffError, match=r"decode:gone gave no K/V back: ValueError: Failed to look up actor$"
+    ):
+        list(source.fetch("decode:gone", iter(wanted)))
+    with pytest.raises(HandoffError, match="gives no K/V back to this group"):
+        list(NoSource().fetch("decode:x", iter(wanted)))

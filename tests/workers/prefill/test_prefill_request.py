@@ -1,0 +1,35 @@
+"""How a prompt that goes on in another group is cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltafront.workers.messages.methods import MethodSpec, method_spec
+from deltafront.workers.messages.requests import PrefillJob
+from deltafront.workers.prefill.chunks import ChunkSizes
+from deltafront.workers.prefill.request import Request
+
+
+class Uneven(ChunkSizes):
+    """As a group with a plan cuts: by where a chunk begins."""
+
+    def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
+        return (512, 256, tokens - 768) if start == 0 else (tokens - start,)
+
+
+@pytest.mark.parametrize(
+    ("start", "cut"), [(0, [512, 256, 232]), (512, [256, 232]), (768, [232]), (640, [360])]
+)
+def test_it_is_cut_as_from_its_beginning(start: int, cut: list[int]) -> None:
+    """Where no chunk of that cut begins, as one of its own."""
+    job = PrefillJob("a", bytes(4000), method_spec("dense"), "decode:x", start=start)
+    request = Request(job, 2, 0.0, 1)
+    request.pages = (1, 2, 3)
+    assert request.open_request().start == start
+    assert request.waiting.remaining == 1000 - start
+    chunks = []
+    while request.unsent:
+        chunks.append(request.next_chunk(Uneven(2, 512)))
+    assert [chunk.tokens for chunk in chunks] == cut
+    assert [chunk.start for chunk in chunks] == [start + sum(cut[:n]) for n in range(len(cut))]
+    assert [chunk.last for chunk in chunks] == [False] * (len(cut) - 1) + [True]

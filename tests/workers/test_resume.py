@@ -1,0 +1,167 @@
+"""Real stages and a real decode engine: a prompt whose group is gone goes on in another one, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltafront.workers.decode.engine import DecodeEngine
+from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.messages.events import ChunkRead, PrefillDone
+from deltafront.workers.messages.methods import MethodSpec, method_spec
+from deltafront.workers.messages.requests import GenerateJob, PrefillFailed, PrefillJob, Sampling
+from deltafront.workers.messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange
+from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.prefill.in_process import local_controller
+from deltafront.workers.settings import ModelSpec, PrefillConfig
+
+from .conftest import LAYERS
+
+TOKENS, CHUNK = 700, 128
+IDS = np.asarray([(11 * i + i // 7) % 198 for i in range(TOKENS)], dtype="<u4").tobytes()
+SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
+METHODS = [
+    method_spec("dense"),
+    *(method_spec(name, {"min_tokens": 0}) for name in ("dpxa", "delta_kv", "delta_xattention")),
+    method_spec("streaming+delta", {"min_tokens": 0, "window": 256}),
+]
+
+
+class Line:
+    """Between the stages' threads and an engine. broken: K/V that is asked for is not to be had."""
+
+    def __init__(self, engine: DecodeEngine) -> None:
+        self.engine = engine
+        self.loop = asyncio.get_running_loop()
+        self.broken = False
+        self.fetched: list[KVRange] = []
+
+    def _ask(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def announce(self, announcement: KVAnnouncement) -> None:
+        self._ask(self.engine.announce(announcement))
+
+    def first_logits(self, message: FirstLogits) -> None:
+        self._ask(self.engine.first_logits(message))
+
+    def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
+        for one in wanted:
+            if self.broken:
+                raise HandoffError(f"{decode_worker} gave no K/V back")
+            self.fetched.append(one)
+            yield one, self._ask(self.engine.kv(one))
+
+
+@asynccontextmanager
+async def group(directory: Path, line: Line, stages: int = 2) -> AsyncIterator[PrefillController]:
+    config = PrefillConfig(stages=stages, cache_tokens=1024, chunk_tokens=CHUNK, stream_lease_s=600.0)
+    made = local_controller(ModelSpec(str(directory), dtype="float32"), config, line, line)
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def job_of(name: str, method: MethodSpec, start: int = 0) -> PrefillJob:
+    return PrefillJob(name, IDS, method, "decode:test", start=start)
+
+
+async def read(controller: PrefillController, job: PrefillJob, until: int = TOKENS) -> list[Any]:
+    """Its events; the group is left in the middle once it has read so far."""
+    events: list[Any] = []
+    stream = controller.prefill(job)
+    async for event in stream:
+        events.append(event)
+        if isinstance(event, ChunkRead) and until <= event.tokens_done < TOKENS:
+            break
+    await stream.aclose()
+    return events
+
+
+async def held(engine: DecodeEngine, name: str) -> list[np.ndarray]:
+    """All that a request holds: K and V of each layer, and its logits."""
+    parts = [await engine.kv(KVRange(name, layer, 0, TOKENS)) for layer in range(LAYERS)]
+    request = engine._requests.find(name)
+    assert request is not None and request.logits is not None
+    return [*(x for part in parts for x in (part.k, part.v)), request.logits]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+async def test_a_resumed_prompt_is_the_same_to_the_bit(
+    bench: Callable[..., Any], tiny_llama: Path, method: MethodSpec
+) -> None:
+    run = await bench(transport="in_process")
+    line = Line(run.engine)
+    for name in ("whole", "resumed"):
+        await run.reserve(name, TOKENS, SAMPLING.max_tokens)
+    async with group(tiny_llama, line) as controller:
+        await read(controller, job_of("whole", method))
+        first = await read(controller, job_of("resumed", method), until=4 * CHUNK)
+    points = [event.tokens_done for event in first if isinstance(event, ChunkRead)]
+    assert await run.engine.resume("resumed", points) == 4 * CHUNK
+    async with group(tiny_llama, line, stages=3) as other:
+        events = await read(other, job_of("resumed", method, start=4 * CHUNK))
+    assert [event.tokens_done for event in events[:-1]] == [5 * CHUNK, TOKENS]
+    assert isinstance(events[-1], PrefillDone)
+    assert {one.layer for one in line.fetched} == set(range(LAYERS))
+    assert sum(one.tokens for one in line.fetched) == LAYERS * 4 * CHUNK
+    both = [await held(run.engine, name) for name in ("whole", "resumed")]
+    assert all(np.array_equal(one, other) for one, other in zip(*both, strict=True))
+    answers = [await run.collect(GenerateJob(name, SAMPLING)) for name in ("whole", "resumed")]
+    assert answers[0].ids == answers[1].ids and len(answers[0].ids) == SAMPLING.max_tokens
+
+
+async def test_the_report_of_what_is_left_counts_only_that(
+    bench: Callable[..., Any], tiny_llama: Path
+) -> None:
+    run = await bench(transport="in_process")
+    line = Line(run.engine)
+    await run.reserve("a", TOKENS, 1)
+    async with group(tiny_llama, line) as controller:
+        first = await read(controller, job_of("a", METHODS[0]), until=4 * CHUNK)
+        assert await run.engine.resume("a", [4 * CHUNK]) == 4 * CHUNK
+        second = await read(controller, job_of("a", METHODS[0], start=4 * CHUNK))
+        whole = await read(controller, job_of("b", METHODS[0]))
+    reports = [first[-1].so_far, second[-1].report, whole[-1].report]
+    tiles = [sum(layer.causal for layer in report.density) for report in reports]
+    assert tiles[0] + tiles[1] == tiles[2]
+    assert reports[0].handoff_bytes + reports[1].handoff_bytes == reports[2].handoff_bytes
+    await run.engine.cancel("a")
+
+
+async def test_where_no_kv_comes_back_the_request_fails_and_the_group_lives(
+    bench: Callable[..., Any], tiny_llama: Path
+) -> None:
+    run = await bench(transport="in_process")
+    line = Line(run.engine)
+    await run.reserve("a", TOKENS, SAMPLING.max_tokens)
+    async with group(tiny_llama, line) as controller:
+        await read(controller, job_of("a", METHODS[0]), until=4 * CHUNK)
+        line.broken = True
+        start = await run.engine.resume("a", [2 * CHUNK, 4 * CHUNK])
+        with pytest.raises(PrefillFailed, match="gave no K/V back"):
+            await read(controller, job_of("a", METHODS[0], start=start))
+        assert await controller.stage_pages() == [0, 0]
+        line.broken = False
+        start = await run.engine.resume("a", [2 * CHUNK])
+        assert start == 2 * CHUNK
+        await read(controller, job_of("a", METHODS[0], start=start))
+    assert len((await run.collect(GenerateJob("a", SAMPLING))).ids) == SAMPLING.max_tokens
+
+
+@pytest.mark.parametrize("start", [-128, 64, TOKENS, 768])
+async def test_a_start_that_makes_no_sense_is_refused(
+    bench: Callable[..., Any], tiny_llama: Path, start: int
+) -> None:
+    run = await bench(transport="in_process")
+    async with group(tiny_llama, Line(run.engine), stages=1) as controller:
+        with pytest.raises(PrefillFailed, match=f"cannot be resumed at token {start}"):
+            await read(controller, replace(job_of("a", METHODS[0]), start=start))
