@@ -32,11 +32,9 @@ demo: install model
 serve: install model
 	$(BIN)/deltafront serve --config deploy/config/demo.yaml
 
-# Two runs: the end-to-end tests own the service's fixed ports and measure one service. In the first, tests
-# that start Ray share one process (tests/conftest.py).
+# Two processes; what cannot stand beside each other shares one (tests/conftest.py).
 test: dev model
-	$(BIN)/pytest -n 2 --ignore=tests/e2e
-	$(BIN)/pytest tests/e2e
+	$(BIN)/pytest -n 2
 
 acceptance: dev model
 	$(BIN)/pytest tests/e2e --acceptance -s

@@ -109,7 +109,7 @@ def _graph(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
         axes.stackplot(moments, heights, labels=[line.name for line in drawn], alpha=0.75, linewidth=0)
     else:
         for line in drawn:
-            axes.plot(*zip(*line.points, strict=True), label=line.name, linewidth=1.1)
+            axes.plot(*zip(*_with_gaps(line.points), strict=True), label=line.name, linewidth=1.1)
     low = min(0.0, *(value for line in drawn for _, value in line.points))
     top = axes.get_ylim()[1] if axes.dataLim.ymax > 0 else 1.0
     for value, color in panel.levels:
@@ -121,6 +121,13 @@ def _graph(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
     columns = max(1, min(len(drawn), panel.columns // 2))
     axes.legend(loc="upper center", bbox_to_anchor=(0.48, -0.13), ncols=columns, fontsize=6, handlelength=1)
+
+
+def _with_gaps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """No line across moments that have no number: these are further apart than others."""
+    apart = [after[0] - before[0] for before, after in itertools.pairwise(points)]
+    gaps = [before[0] + 1 for before, wide in zip(points, apart, strict=False) if wide > 1.5 * min(apart)]
+    return sorted([*points, *((when, math.nan) for when in gaps)])
 
 
 def _axes_of_time(axes: Axes, moments: Sequence[float]) -> None:

@@ -7,7 +7,7 @@ from .promql import GROUPS, by_worker, increase, quantile, rate
 
 _SECONDS = "stage_seconds_total"
 _WORKING = 'phase!="activation_wait"'
-_HANDOFF = 'phase=~"kv_write|handoff"'
+_HANDOFF = 'phase=~"kv_.+|handoff"'
 _WORK = rate(_SECONDS, "stage", _WORKING)
 _TTFT = "time_to_first_token_seconds_count"
 _BETWEEN = 'part=~"prefill.(other_requests|group_overhead|activation_wait)"'
@@ -153,7 +153,7 @@ HANDOFF = Row(
         ),
         Panel(
             "What stages spend on it",
-            "Seconds a second: writing K/V into pages, and announcing it.",
+            "Seconds a second: writing K/V into pages, gathering it from them, and announcing it.",
             "short",
             [Query(rate(_SECONDS, "phase", _HANDOFF), "{{phase}}")],
             stacked=True,

@@ -40,7 +40,7 @@ class Recorded:
     def __call__(self, panel: Panel, query: Query) -> list[Series]:
         expr = substituted(query.expr, _WINDOW, self._seconds)
         if panel.instant:
-            return self._prometheus.now(expr)
+            return self._prometheus.now(expr, self._end)
         begin, step = self._end - self._seconds, max(self._seconds / _STEPS, 1.0)
         return self._prometheus.over(expr, begin, self._end, step)
 
@@ -61,7 +61,11 @@ def main() -> None:
     door, folder = load(chosen.config).door, Path(tempfile.mkdtemp(prefix="deltafront-"))
     http, metrics = f"http://127.0.0.1:{door.http_port}", f"127.0.0.1:{door.metrics_port}"
     service = LocalService(chosen.config, port=door.grpc_port)
-    with service, Prometheus(folder, metrics) as prometheus, ThreadPoolExecutor(_CLIENTS) as pool:
+    with (
+        service,
+        Prometheus(folder, metrics, interval_s=2) as prometheus,
+        ThreadPoolExecutor(_CLIENTS) as pool,
+    ):
         until, text = time.monotonic() + chosen.seconds, _TEXT.read_text()
         clients = [Traffic(service.address, http, door.model_name, text, _LENGTHS) for _ in range(_CLIENTS)]
         running = [pool.submit(busy, client, until, 3 * i) for i, client in enumerate(clients)]

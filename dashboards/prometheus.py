@@ -104,9 +104,9 @@ class Prometheus:
         except OSError:
             return False
 
-    def now(self, expr: str) -> list[Series]:
-        """Raises QueryFailed."""
-        return _read(self._ask("query", query=expr))
+    def now(self, expr: str, when: float | None = None) -> list[Series]:
+        """when: seconds since the epoch; None: now. Raises QueryFailed."""
+        return _read(self._ask("query", query=expr, **({} if when is None else {"time": when})))
 
     def over(self, expr: str, begin: float, end: float, step_s: float) -> list[Series]:
         """Raises QueryFailed."""

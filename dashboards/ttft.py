@@ -11,12 +11,13 @@ _LENGTHS = "Lengths are of what was read: at most so many tokens, without those 
 _OBJECTIVE = ((30.0, "red"),)
 _DOOR = 'part=~"tokenize|worker_wait|admission|transport|replay"'
 _DECODE = 'part=~"handoff_exposed|decode_wait|append_prefill|first_step"'
+_ATTENDING = "prefill.(attention|anchors|scoring|selection|correction)"
 _KINDS = {
     "queue": 'part="queue"',
     "attention": 'part="prefill.attention"',
     "choosing tiles": 'part=~"prefill.(anchors|scoring|selection|correction)"',
     "projection": 'part="prefill.projection"',
-    "other prefill": 'part=~"prefill.(activation_.+|other_requests|group_overhead|kv_write|handoff)"',
+    "other prefill": f'part=~"prefill.+",part!~"{_ATTENDING}|prefill.projection"',
     "decode": _DECODE,
     "door": _DOOR,
 }

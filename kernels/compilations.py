@@ -7,10 +7,16 @@ a request, for less time.
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+
+Phases = tuple[tuple[str, int], ...]
+"""Forms of kernels made, by phase."""
 
 
 @dataclass
@@ -31,15 +37,27 @@ class Compilations:
         log.warning("kernel %s was %s in %.3f s while requests may wait", name, how, seconds)
 
     @property
-    def phases(self) -> tuple[tuple[str, int], ...]:
-        """As metrics name them."""
+    def phases(self) -> Phases:
         return ("warm_up", self.warm_up), ("serving", self.serving)
 
 
-def watch() -> Compilations:
-    """Count from now on, in this process. Whoever listens to Triton already is still told."""
+def added_up(several: Iterable[Phases]) -> Phases:
+    """Of several processes."""
+    total: Counter[str] = Counter()
+    for phases in several:
+        total.update(dict(phases))
+    return tuple(total.items())
+
+
+def watch(device: str, cache: str | None = None) -> Compilations:
+    """Count from now on, in this process, if the device has something compiled, and keep what is made in the
+    directory `cache` (None: where Triton does). Whoever listens to Triton already is still told."""
+    if not device.startswith("cuda"):
+        return Compilations()
     import triton
 
+    if cache is not None:
+        triton.knobs.cache.dir = cache
     counted, knobs = Compilations(), triton.knobs.compilation
     before = knobs.listener
 

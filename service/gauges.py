@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..workers.messages.states import DecodeStats, GroupStats
@@ -59,6 +59,18 @@ class WorkerGauges:
             self._gauge("worker_up", "1 for a worker that answers, 0 for one that did", by),
             self._gauge("worker_draining", "1 for a worker that ends what it has and goes", by),
         ]
+
+        self._compilations = self._gauge(
+            "kernel_compilations_total",
+            "Forms of kernels compiled, or loaded from disk: in warm-up, or while requests may wait",
+            ("worker", "phase"),
+        )
+
+    def compiled(self, worker: str, phases: Sequence[tuple[str, int]]) -> None:
+        """Forms of kernels that a worker has made so far, by phase. A gauge that only grows: a counter would
+        be added up over the doors."""
+        for phase, count in phases:
+            self._compilations.labels(worker, phase).set(count)
 
     def tell(self, workers: Mapping[str, WorkerState]) -> None:
         """By name, all that are alive."""

@@ -178,5 +178,7 @@ def observer(metrics: Metrics) -> Callable[[View], None]:
     def observe(view: View) -> None:
         every: list[GroupStats | DecodeStats] = [*view.groups.values(), *view.workers.values()]
         metrics.workers.tell({one.name: state_of(one) for one in every})
+        for one in every:
+            metrics.workers.compiled(one.name, one.compilations)
 
     return observe

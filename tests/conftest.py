@@ -1,5 +1,5 @@
-"""Runs Triton kernels in the interpreter where there is no CUDA device, fixes the seeds, and keeps what
-starts Ray in one process when pytest-xdist spreads the tests over several."""
+"""Runs Triton kernels in the interpreter where there is no CUDA device, fixes the seeds, and says
+what pytest-xdist must keep in one process."""
 
 from __future__ import annotations
 
@@ -24,25 +24,32 @@ torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-STARTS_RAY = (
-    "tests/deploy/test_cluster.py",
-    "tests/service/test_served.py",
-    "tests/workers/decode/test_decode_worker.py",
-    "tests/workers/prefill/test_prefill_group.py",
-)
-"""One Ray after the other: they share fixed ports and the machine's shared memory."""
+TOGETHER = {
+    "tests/deploy/test_cluster.py": "the service",
+    "tests/e2e/": "the service",
+    "tests/service/test_served.py": "the service",
+    "tests/workers/decode/test_decode_worker.py": "actors",
+    "tests/workers/prefill/test_prefill_group.py": "actors",
+    "tests/kernels/test_compile_sm90.py": "compiler",
+}
+"""What runs in one process, one test after the other. The service has fixed ports. Bare actors start a Ray of
+their own, which may stand beside the service's; the compiler's process is started once."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--acceptance", action="store_true", help="run tests/e2e at full size")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whatever starts Ray is one piece of work, every other test a piece of its own."""
+    """The groups of TOGETHER first, the longest before the others; every other test is a piece of its own."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneRay(LoadScopeScheduling):
+    class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if nodeid.startswith(STARTS_RAY) else nodeid
+            return next((TOGETHER[start] for start in TOGETHER if nodeid.startswith(start)), nodeid)
 
-    return OneRay(config, log)
+    return Together(config, log)
 
 
 @pytest.fixture(autouse=True)

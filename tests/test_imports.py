@@ -29,13 +29,14 @@ ROOMS = {
     "workers.remote": "workers.roles",
     "workers.replica": "workers.messages workers.remote",
     "workers.leaving": "",
-    "workers.model": "workers.settings kernels",
+    "workers.progress": "",
+    "workers.model": "workers.settings workers.progress kernels",
     "workers.calibration": "workers.settings workers.model kernels",
     "workers.kv": "workers.messages workers.settings kernels.constants",
     "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.model workers.kv kernels""",
+        workers.leaving workers.progress workers.model workers.kv kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.model workers.kv kernels""",
+        workers.leaving workers.progress workers.model workers.kv kernels""",
     "service.errors": "",
     "service.config": """workers.messages workers.settings workers.model.config workers.model.levels
         workers.model.profile workers.model.store""",

@@ -29,6 +29,8 @@ Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
 """Tokens of a prefill chunk: whole attention tiles."""
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
+Directory = Annotated[str, Field(pattern="^/")]
+"""On every node: so an absolute path."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantisation = Literal["fp8"]
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -111,6 +113,9 @@ class PrefillConfig:
     `{dpxa: {density: 0.08}}`."""
     warm_up: tuple[str, ...] = ()
     """Methods that every stage runs once before it takes requests: a GPU compiles at first use."""
+    kernel_cache: Directory | None = None
+    """Where what was compiled is kept for the next start. None: where Triton keeps it (TRITON_CACHE_DIR, else
+    the user's home)."""
 
     def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
         """A method with these options and this service's defaults. Raises MethodError naming the field."""
@@ -160,6 +165,8 @@ class DecodeConfig:
     warm_up: bool = False
     """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use, and
     only then are decode steps CUDA graphs."""
+    kernel_cache: Directory | None = None
+    """As prefill's."""
 
     def layer_problems(self, layers: int) -> Iterator[str]:
         """What is wrong with the layer lists for a model of `layers` layers, key first."""

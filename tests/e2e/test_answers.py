@@ -65,7 +65,7 @@ def test_needles_are_found_and_delta_decodes_like_full(
     name: str, wire: Wire, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
     # The small run's document is short: without these, dpxa would fall to dense or keep everything.
-    options = {} if name == "dense" else {"min_tokens": 0, "window": 256}
+    options = {} if name == "dense" else {"min_tokens": 0, "window": min(256, sizes.document // 8)}
     result = wire.prefill(
         pb.PrefillRequest(prompt=text(haystack.text), attention=method(name, **options)), timeout=600
     )

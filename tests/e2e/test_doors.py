@@ -28,8 +28,8 @@ from .conftest import Haystack, Sizes, Table
 from .wire import PATIENCE_S, Wire, text
 
 RAYS_WORDS = ("actor", "ray", "traceback", "replica")
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 48, "ignore_eos": True}
-GREEDY = {"max_tokens": 48, "ignore_eos": True}
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+GREEDY = {"max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_answers_go_on_when_their_door_is_killed(
     service: LocalService, client: DeltafrontClient, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
     """Each door has requests: some read their prompt, some answer, greedy and sampled."""
-    prompts = [haystack.text[: 1200 + 40 * number] for number in range(6)]
+    prompts = [haystack.text[: 400 + 40 * number] for number in range(6)]
     options = [GREEDY if number % 2 else SAMPLED for number in range(6)]
 
     def answer(number: int, on_token: threading.Event | None = None) -> list[int]:

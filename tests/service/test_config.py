@@ -100,6 +100,8 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("decode", {"recency": 0}, "decode.recency = 0: must be greater than or equal to 1"),
         ("decode", {"full_layers": [0, -1]}, "decode.full_layers.1 = -1: must be greater than or equal to 0"),
         ("decode", {"cache_tokens": 100}, "decode.cache_tokens = 100: must be a multiple of 16"),
+        ("prefill", {"kernel_cache": "kernels"}, "prefill.kernel_cache = 'kernels'"),
+        ("decode", {"kernel_cache": "kernels"}, "decode.kernel_cache = 'kernels'"),
         ("decode", {"warm_up": True, "cache_tokens": 128}, "decode.warm_up: needs cache_tokens"),
         ("decode", {"page_selection": "delta"}, "decode.delta_layers: empty"),
         ("decode", {"recency": 65}, "decode.recency"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,16 @@ STATES: dict[str, tuple[Any, WorkerState]] = {
 def test_what_workers_say_becomes_gauges(kind: str) -> None:
     stats, state = STATES[kind]
     assert state_of(stats) == state
+
+
+def test_compilations_are_told_by_worker_and_phase_and_not_added_up(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    for serving in (0, 2, 2):  # polled again and again
+        metrics.workers.compiled("decode:x", (("warm_up", 40), ("serving", serving)))
+    metrics.workers.compiled("prefill:y", ())
+    text = metrics.expose().decode()
+    told = re.findall(r"^deltafront_kernel_compilations_total\{(.*)\} (\S+)$", text, re.MULTILINE)
+    assert sorted(told) == [
+        ('phase="serving",worker="decode:x"', "2.0"),
+        ('phase="warm_up",worker="decode:x"', "40.0"),
+    ]

@@ -226,6 +226,7 @@ def test_a_huge_message_is_refused(served: Served, client: DeltafrontClient, cha
         list(call(b"\x0a" + b"\0" * 600_000_000, timeout=10 * HANG_S))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert client.info().vocabulary == 258
+    nothing_left(served)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,9 +37,21 @@ class _Tensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         args = tuple(_META if _names_gpu(one) else one for one in args)
         kwargs = {name: _META if _names_gpu(one) else one for name, one in (kwargs or {}).items()}
-        if args and isinstance(args[0], torch.Tensor) and _device_of(args[0]) == _META and func in _TOLD:
+        kwargs.pop("pin_memory", None)
+        if func == torch.Tensor.pin_memory:
+            return args[0]
+        if func == torch.Tensor.copy_ and _on_gpu(args[1]) and not _on_gpu(args[0]):
+            return args[0].copy_(_read(args[1]))
+        if func == torch.Tensor.to and _on_gpu(args[0]) and "cpu" in map(str, args[1:]):
+            return _read(args[0])
+        if args and func in _TOLD and _on_gpu(args[0]):
             return _TOLD[func](args[0])
         return func(*args, **kwargs)
+
+
+def _read(x: torch.Tensor) -> torch.Tensor:
+    """What the host gets to read of it."""
+    return torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
 
 
 _TOLD = {
@@ -46,9 +59,14 @@ _TOLD = {
     _is_cuda: lambda x: True,
     torch.Tensor.__bool__: lambda x: True,
     torch.Tensor.data_ptr: lambda x: x.storage_offset() * x.element_size(),
-    torch.Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=x.dtype).tolist(),
+    torch.Tensor.tolist: lambda x: _read(x).tolist(),
 }
 """What a tensor on the GPU says of itself."""
+
+
+def _on_gpu(one: Any) -> bool:
+    """Asked where the mode is off."""
+    return isinstance(one, torch.Tensor) and bool(_device_of(one) == _META)
 
 
 def _names_gpu(one: Any) -> bool:
@@ -62,11 +80,12 @@ _DRIVER = SimpleNamespace(
     get_active_torch_device=lambda: DEVICE,
 )
 _CUDA = {
+    "Event": mock.MagicMock(**{"return_value.elapsed_time.return_value": 0.0}),
     "get_device_capability": lambda _device=None: (9, 0),
     "get_device_properties": lambda _device=None: SimpleNamespace(multi_processor_count=_MULTIPROCESSORS),
     **{
         name: mock.MagicMock()
-        for name in ("Event", "Stream", "current_stream", "stream", "synchronize", "empty_cache")
+        for name in ("Stream", "current_stream", "stream", "synchronize", "empty_cache")
     },
     **{name: mock.MagicMock() for name in ("CUDAGraph", "graph", "graph_pool_handle")},
 }
@@ -80,11 +99,18 @@ def fake_gpu() -> Iterator[set[tuple[str, str]]]:
     def note(function: Any, key: str, *_rest: Any) -> None:
         seen.add((function.__name__, key))
 
+    def at_once(_pool: Any, run: Any, *args: Any) -> Future[Any]:
+        """Threads would not know of the mode."""
+        future: Future[Any] = Future()
+        future.set_result(run(*args))
+        return future
+
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_DRIVER)  # type: ignore[arg-type]
     try:
         with (
             mock.patch.object(JITFunction, "_do_compile", note),
+            mock.patch.object(ThreadPoolExecutor, "submit", at_once),
             mock.patch.multiple(torch.cuda, **_CUDA),
             _Tensors(),
         ):

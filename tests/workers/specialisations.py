@@ -1,8 +1,8 @@
 """Which kernels a stage or a decode worker would compile after its warm-up. See test_specialisations.py.
 
 Run as a script, without TRITON_INTERPRET: `specialisations.py DIRECTORY NAME …`. A name is a method's, one
-behind a `-` (which is then not warmed up), or `append` for text appended on a decode worker. Prints a JSON
-object for each: {"name": …, "warm_up": how many, "missing": {kernel: [key …]}}.
+behind a `-` (which is then not warmed up), or `decode` for a decode worker's appended text and steps. Prints
+a JSON object for each: {"name": …, "warm_up": how many, "missing": {kernel: [key …]}}.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from fake_gpu import DEVICE, fake_gpu
 
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.workers.decode.page_selection import plan_layers
+from deltafront.workers.decode.rows import Row
 from deltafront.workers.decode.runner import DecodeRunner, warm_up
 from deltafront.workers.kv.page_pool import pages_for
+from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.stages import ChunkCommand, OpenRequest
 from deltafront.workers.model.decoder import load_model
 from deltafront.workers.prefill.stage import PrefillStage, load_stage
@@ -44,7 +46,7 @@ def read(stage: PrefillStage, config: PrefillConfig, name: str, tokens: int, sca
         count = min(CHUNK, tokens - start)
         ids = np.zeros(count, dtype="<u4").tobytes()
         last = start + count == tokens
-        stage.run_chunk(ChunkCommand("r", start, count, last=last, wants_logits=last, token_ids=ids))
+        stage.run_chunk(ChunkCommand("r", start, count, last=last, wants_logits=last, token_ids=ids))()
     stage.close("r")
 
 
@@ -57,7 +59,8 @@ def stage_after_warm_up(
     )
     sender = mock.MagicMock()
     sender.announce.return_value = 0
-    stage = load_stage(ModelSpec(directory), config, 0, None, sender)
+    sender.holds.return_value = False
+    stage = load_stage(ModelSpec(directory), config, 0, None, lambda _cache: sender)
     warm = set(seen)
     randomly = random.Random(5)
     for number, tokens in enumerate(lengths(randomly)):
@@ -65,20 +68,27 @@ def stage_after_warm_up(
     return seen - warm
 
 
-def appended_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """What reading appended text adds to what the warm-up of a decode worker has seen."""
-    config = DecodeConfig(cache_tokens=ROOM, page_selection="full", full_layers=(0,), device=str(DEVICE))
+def decode_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """What appended text and decode steps add to what the warm-up of a decode worker has seen."""
+    layers = {"full_layers": (0,), "delta_layers": (1,)}
+    config = DecodeConfig(cache_tokens=ROOM, max_batch=6, device=str(DEVICE), **layers)
     stack = load_model(ModelSpec(directory), config.device)
     plan = plan_layers(config, stack.config.layers)
     pages = ROOM // PAGE_TOKENS
-    runner = DecodeRunner(stack, plan, pages=pages, max_batch=4, max_pages=pages)
+    runner = DecodeRunner(stack, plan, pages=pages, max_batch=config.max_batch, max_pages=pages)
     warm_up(runner, ROOM, plan.calibrated)
-    warm = set(seen)
-    randomly = random.Random(6)
-    for length in lengths(randomly):
-        tokens = randomly.randint(1, min(config.append_chunk_tokens, ROOM - length)) if length < ROOM else 1
-        start = min(length, ROOM - tokens)
-        runner.append(range(pages_for(start + tokens)), start, array("I", [0] * tokens), last=True)
+    warm, randomly = set(seen), random.Random(6)
+    for number, length in enumerate(lengths(randomly)):
+        start = min(length, ROOM - config.append_chunk_tokens - 1)
+        tokens = randomly.randint(1, config.append_chunk_tokens)
+        held = tuple(range(pages_for(start + tokens + 1)))
+        runner.append(held, start, array("I", [0] * tokens), last=True)
+        sampling = [Sampling(temperature=float(randomly.randint(0, 1))) for _ in range(number % 6 + 1)]
+        rows = [
+            Row(100 * number + place, held, start + tokens, 0, one, bool(randomly.randint(0, 1)))
+            for place, one in enumerate(sampling)
+        ]
+        runner.decode(rows)
     return seen - warm
 
 
@@ -87,8 +97,8 @@ def main() -> None:
     for name in names:
         method = name.removeprefix("-")
         with fake_gpu() as seen:
-            if name == "append":
-                new = appended_after_warm_up(directory, seen)
+            if name == "decode":
+                new = decode_after_warm_up(directory, seen)
             else:
                 new = stage_after_warm_up(directory, method, (name,) * (method == name), seen)
         missing: dict[str, list[str]] = {}

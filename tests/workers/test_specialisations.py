@@ -21,7 +21,7 @@ from deltafront.benchmarks.engine.model import SHAPES, write_model
 
 METHODS = ("dense", "dpxa", "dpxa+delta", "xattention", "delta_xattention", "delta_kv", "streaming")
 SHAPE = replace(
-    SHAPES["8b"], layers=1, hidden=256, intermediate=256, vocab=512, positions=262_144
+    SHAPES["8b"], layers=3, hidden=256, intermediate=256, vocab=512, positions=262_144
 )  # heads as they are: they decide how work is divided
 
 
@@ -33,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("specialisations.py")
     run = subprocess.run(
-        [sys.executable, str(script), str(directory), "-dpxa", "append", *METHODS],
+        [sys.executable, str(script), str(directory), "-dpxa", "decode", *METHODS],
         env=environment,
         capture_output=True,
         text=True,
@@ -50,7 +50,7 @@ def test_without_a_warm_up_kernels_are_missing(found: dict[str, Any]) -> None:
     assert len(missing["_rule_kernel"]) >= 5, "one for each class of length"
 
 
-@pytest.mark.parametrize("name", [*METHODS, "append"])
+@pytest.mark.parametrize("name", [*METHODS, "decode"])
 def test_nothing_is_compiled_after_the_warm_up(found: dict[str, Any], name: str) -> None:
     assert found[name]["warm_up"] > 0
     assert found[name]["missing"] == {}

@@ -29,6 +29,7 @@ from ..messages.requests import (
 from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
 from ..messages.states import DecodeStats
 from ..model.decoder import LayerStack, load_model
+from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from .page_selection import PageSelectionError, plan_layers
 from .reception import Reception
@@ -293,11 +294,12 @@ def load_engine(
     model: ModelSpec,
     config: DecodeConfig,
     handoff: HandoffConfig = HandoffConfig(),  # noqa: B008
+    tell: Tell = silent,
 ) -> DecodeEngine:
-    """An engine that is loaded but not started. Sets this process's torch threads.
+    """An engine that is loaded but not started. Sets this process's torch threads. tell: of progress.
 
     Raises ModelError for a model that cannot be loaded, PageSelectionError or ValueError for a configuration
     that does not fit it.
     """
     torch.set_num_threads(config.threads)
-    return DecodeEngine(name, load_model(model, config.device), config, handoff)
+    return DecodeEngine(name, load_model(model, config.device, tell=tell), config, handoff)

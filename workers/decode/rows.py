@@ -72,7 +72,7 @@ class StepRows:
     def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
         self._vocab = vocab
         self._scratch_page = scratch_page
-        self._sizes = [*(1 << n for n in range((rows - 1).bit_length())), rows]
+        self.sizes = [*(1 << n for n in range((rows - 1).bit_length())), rows]
         self._widths = _widths(pages)
         self.table_RP = torch.full((rows, self._widths[-1]), scratch_page, dtype=torch.int32, device=device)
         self.lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -100,14 +100,14 @@ class StepRows:
         """A batch of padding alone in every shape; selecting: also those of rows that select pages. What was
         written before is forgotten."""
         self._batch, self._keys = None, ()
-        self._write(0, [], self._sizes[-1])
-        for rows in self._sizes:
+        self._write(0, [], self.sizes[-1])
+        for rows in self.sizes:
             yield self._view(BatchShape(rows, self._widths[-1], False), [])
             for columns in self._widths if selecting else ():
                 yield self._view(BatchShape(rows, columns, True), [])
 
     def _shape(self, rows: Sequence[Row]) -> BatchShape:
-        size = next(size for size in self._sizes if size >= len(rows))
+        size = next(size for size in self.sizes if size >= len(rows))
         if not any(row.selects_pages for row in rows):
             return BatchShape(size, self._widths[-1], False)
         pages = max(len(row.pages) for row in rows)

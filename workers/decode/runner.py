@@ -34,6 +34,8 @@ from .sessions import PageCopy
 
 _RAGGED = 77
 """Tokens of a warm-up's appended text: no multiple of anything that a kernel might be specialised for."""
+_ROOM = 64
+"""Rows that pinned memory is asked for at least: memory of one size is used again, another size is slow."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ class Launched:
         self._both_R2 = torch.stack((ids_R.to(torch.float64), logprob_R.to(torch.float64)), dim=1)
         self._there: Any = None
         if self._both_R2.is_cuda:
-            device_R2 = self._both_R2
-            self._both_R2 = torch.empty_like(device_R2, device="cpu", pin_memory=True)
+            device_R2, rows = self._both_R2, len(read)
+            room = torch.empty(max(rows, _ROOM), 2, dtype=torch.float64, pin_memory=True)
+            self._both_R2 = room[:rows]
             self._both_R2.copy_(device_R2, non_blocking=True)
             self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._there.record()
@@ -93,6 +96,11 @@ class DecodeRunner:
         self._plan = plan
         self._scale = model.head_dim**-0.5
         self._dense: Attention = build(method_spec("dense"))
+
+    @property
+    def batch_sizes(self) -> Sequence[int]:
+        """Rows that batches are padded to, ascending."""
+        return self._rows.sizes
 
     @torch.inference_mode()
     def first_tokens(
@@ -194,7 +202,7 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
-    if runner.stack.device.type == "cuda":
+    if runner.asynchronous:
         runner.capture()
     key = 0
     longest = tokens - _RAGGED - 2  # two steps follow
@@ -206,6 +214,9 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
             for selects, sampling in zip(batch[: runner.max_batch], (Sampling(), sampled), strict=False):
                 key -= 1  # requests count upwards
                 rows.append(Row(key, pages, length + _RAGGED, 0, sampling, selects))
-            runner.first_tokens([logits_V] * len(rows), rows)
             runner.decode(rows)
             runner.decode(rows)
+        for sampling in (Sampling(), Sampling(temperature=1.0), sampled):
+            row = Row(0, pages, length + _RAGGED, 0, sampling, False)
+            for count in runner.batch_sizes:  # by which torch chooses its kernels
+                runner.first_tokens([logits_V] * count, [row] * count)

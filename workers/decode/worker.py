@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from ...kernels.compilations import watch
 from ..leaving import Leaving
 from ..messages.states import DECODE_PREFIX, DecodeStats
+from ..progress import progress
 from ..remote import REPLICA_CPUS, hosts, placement_of
 from ..replica import Replica
 from ..roles import DecodeWorker
@@ -36,15 +38,19 @@ class DecodeActor(Leaving):
     def __init__(self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig) -> None:
         from .engine import load_engine
 
-        self.hosted: DecodeEngine = load_engine(name, model, config, handoff)
+        self._compilations = watch(config.device, config.kernel_cache)
+        self.hosted: DecodeEngine = load_engine(name, model, config, handoff, progress(name))
 
     async def start(self) -> None:
         await self.hosted.start()
+        self._compilations.ready = True
 
     async def stats(self) -> DecodeStats:
-        """With what only the actor knows: where it is, and whether it is taken away."""
-        node = ray.get_runtime_context().get_node_id()
-        return replace(await self.hosted.stats(), node=node, draining=self.draining)
+        """With what only the actor knows: where it is, whether it is taken away, and what was compiled in its
+        process."""
+        node, compilations = ray.get_runtime_context().get_node_id(), self._compilations.phases
+        stats = await self.hosted.stats()
+        return replace(stats, node=node, draining=self.draining, compilations=compilations)
 
     async def check(self) -> str:
         """Why the worker should be replaced; empty while it is well."""

@@ -11,7 +11,8 @@ from .methods import PAGE_TOKENS
 class GroupStats:
     """A prefill group as admission sees it. tokens_per_second: recent prefill rate (0: none seen yet).
     waiting_tokens: prompt tokens admitted and not yet computed. nodes: where its stages are (empty:
-    unknown). draining: it ends what it has and wants nothing new."""
+    unknown). draining: it ends what it has and wants nothing new. compilations: forms of kernels that its
+    stages have made, by phase (`warm_up`, `serving`)."""
 
     name: str
     pages_total: int
@@ -22,6 +23,7 @@ class GroupStats:
     tokens_per_second: float
     nodes: tuple[str, ...] = ()
     draining: bool = False
+    compilations: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class OwnerUse:
 @dataclass(frozen=True)
 class DecodeStats:
     """A decode worker as admission sees it. uses: by owner and door. node: where it is (empty: unknown).
-    draining: it ends what it has, sessions included, and wants no new prompts."""
+    draining: it ends what it has, sessions included, and wants no new prompts. compilations: as a group's."""
 
     name: str
     pages_total: int
@@ -50,6 +52,7 @@ class DecodeStats:
     uses: tuple[OwnerUse, ...] = ()
     node: str = ""
     draining: bool = False
+    compilations: tuple[tuple[str, int], ...] = ()
 
 
 NAMESPACE = "deltafront"

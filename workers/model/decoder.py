@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from ...kernels.layers.norm import Rows, add_norm
 from ...kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
 from ...kernels.layers.swiglu import swiglu
+from ..progress import Tell, silent
 from ..settings import ModelSpec, Quantisation
 from .config import ModelConfig, ModelError, read_config
 from .linear import Fp8Linear, Linear
@@ -191,6 +192,7 @@ def load_stack(
     device: torch.device | str,
     adapter: str | Path | None = None,
     quantisation: Quantisation | None = None,
+    tell: Tell = silent,
 ) -> LayerStack:
     """Load a layer range of a model directory; see `read_stack` for what is read and what is refused."""
     target = torch.device(device)
@@ -204,12 +206,15 @@ def load_stack(
         device=target,
         adapter=adapter,
         quantisation=quantisation,
+        tell=tell,
     )
     return LayerStack(config, layers, weights, dtype, target)
 
 
-def load_model(model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1) -> LayerStack:
-    """The share of one of `stages` stages of a model: all of it, unless told otherwise.
+def load_model(
+    model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1, tell: Tell = silent
+) -> LayerStack:
+    """The share of one of `stages` stages of a model: all of it, unless told otherwise. tell: of progress.
 
     Raises ModelError for a model that cannot be loaded, split or quantised so, ValueError for an unknown
     dtype.
@@ -227,6 +232,7 @@ def load_model(model: ModelSpec, device: torch.device | str, stage: int = 0, sta
         device=device,
         adapter=None if model.adapter is None else adapter_directory(model.adapter),
         quantisation=model.quantisation,
+        tell=tell,
     )
 
 

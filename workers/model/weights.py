@@ -5,19 +5,25 @@ Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimens
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..progress import Tell, silent
 from ..settings import Quantisation
 from .config import ModelConfig, ModelError
 from .gguf import GgufSource
 from .linear import Fp8Linear, Linear
 from .lora import LoraAdapter
 from .store import INDEX, weight_index
+from .uploads import THREADS, Uploads, in_threads
+
+_TOLD_LAYERS = 8
+"""Progress is told after so many layers."""
 
 
 class WeightSource(Protocol):
@@ -96,14 +102,39 @@ class StackWeights:
 
 @dataclass(frozen=True)
 class _Reader:
+    """Used from several threads at once."""
+
     source: WeightSource
     adapter: LoraAdapter | None
     dtype: torch.dtype
     device: torch.device
     quantisation: Quantisation | None
+    uploads: Uploads
     taken: set[str] = field(default_factory=set)
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
+        """On the device. On a CPU that is the file's own memory, where its dtype is ours."""
+        tensor = self._read(name, shape)
+        if self.device.type == "cpu":
+            return tensor.to(self.dtype)
+        target = self._empty(shape)
+        self.uploads.copy(tensor, target)
+        return target
+
+    def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
+        """Several below one another, each read to its place."""
+        whole = self._empty((sum(rows), *columns))
+        start = 0
+        for name, count in zip(names, rows, strict=True):
+            self.uploads.copy(self._read(name, (count, *columns)), whole[start : start + count])
+            start += count
+        return whole
+
+    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """On the host, as the file has it, the adapter merged."""
         if name not in self.source.names():
             raise ModelError(f"the weights have no tensor {name!r}: they do not belong to this config.json")
         self.taken.add(name)
@@ -112,14 +143,17 @@ class _Reader:
             raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, config.json says {shape}")
         if not tensor.is_floating_point():
             raise ModelError(f"tensor {name!r} is {tensor.dtype}: quantised safetensors are not supported")
-        if self.adapter is not None:
-            tensor = self.adapter.merge(name, tensor)
-        return tensor.to(self.device, self.dtype)
+        return tensor if self.adapter is None else self.adapter.merge(name, tensor)
 
-    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> Linear | Fp8Linear:
-        """A layer's, in as many bits as the model is to have."""
-        plain = Linear(weight_OI, bias_O)
-        return plain if self.quantisation is None else Fp8Linear.of(plain)
+    def in_its_bits(self, layer: LayerWeights) -> LayerWeights:
+        """The layer with its matrices in as many bits as the model is to have. Not from several threads: it
+        launches kernels."""
+        if self.quantisation is None:
+            return layer
+        fewer: dict[str, Any] = {
+            name: Fp8Linear.of(one) for name, one in vars(layer).items() if isinstance(one, Linear)
+        }
+        return replace(layer, **fewer)
 
     def require_all_taken(self, prefix: str) -> None:
         """A tensor left over (a bias, say) would be a model computed wrongly without a word."""
@@ -140,14 +174,15 @@ def read_stack(
     device: torch.device,
     adapter: str | Path | None = None,
     quantisation: Quantisation | None = None,
+    tell: Tell = silent,
 ) -> StackWeights:
     """Read layers `layers` (and the ends asked for), merge the adapter in float32, cast, move, and quantise
-    the layers' matrices if so asked.
+    the layers' matrices if so asked. tell: of progress.
 
     Raises ModelError if weights are missing, misshapen or quantised, or the adapter does not fit.
     """
     lora = None if adapter is None else LoraAdapter(adapter, config.layers)
-    read = _Reader(open_weights(directory), lora, dtype, device, quantisation)
+    read = _Reader(open_weights(directory), lora, dtype, device, quantisation, Uploads(device))
     table = (config.vocab, config.hidden)
     embedding_VC = read.get("model.embed_tokens.weight", *table) if embedding else None
     head_VC = None
@@ -156,11 +191,22 @@ def read_stack(
     elif head:
         head_VC = read.get("lm_head.weight", *table)
     return StackWeights(
-        layers=tuple(_read_layer(read, config, layer) for layer in layers),
+        layers=_read_layers(read, config, layers, tell),
         embedding_VC=embedding_VC,
         final_norm_C=read.get("model.norm.weight", config.hidden) if head else None,
         head=None if head_VC is None else Linear(head_VC),
     )
+
+
+def _read_layers(read: _Reader, config: ModelConfig, layers: range, tell: Tell) -> tuple[LayerWeights, ...]:
+    """For a GPU several at a time; a CPU mostly uses the files' own memory."""
+    threads = 1 if read.device.type == "cpu" else THREADS
+    made: list[LayerWeights] = []
+    for layer in in_threads(lambda number: _read_layer(read, config, number), layers, threads):
+        made.append(read.in_its_bits(layer))
+        if len(made) % _TOLD_LAYERS == 0 or len(made) == len(layers):
+            tell(f"loaded {len(made)} of {len(layers)} layers")
+    return tuple(made)
 
 
 def _read_layer(read: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
@@ -169,21 +215,22 @@ def _read_layer(read: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
     rows = {name: count * config.head_dim for name, count in heads.items()}
 
     def projections(kind: str, *columns: int) -> torch.Tensor:
-        return torch.cat([read.get(f"{prefix}self_attn.{n}_proj.{kind}", rows[n], *columns) for n in "qkv"])
+        names = [f"{prefix}self_attn.{name}_proj.{kind}" for name in rows]
+        return read.fused(names, list(rows.values()), *columns)
 
     qk_norm_JD = None
     if config.qk_norm:
         norms = [read.get(f"{prefix}self_attn.{n}_norm.weight", config.head_dim) for n in "qk"]
         qk_norm_JD = torch.cat([norm.expand(heads[n], -1) for n, norm in zip("qk", norms, strict=True)])
-    gate_up_2IC = torch.cat([read.get(f"{prefix}mlp.{n}_proj.weight", inner, hidden) for n in ("gate", "up")])
+    gate_up = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
     weights = LayerWeights(
         input_norm_C=read.get(f"{prefix}input_layernorm.weight", hidden),
-        qkv=read.linear(projections("weight", hidden), projections("bias") if config.qkv_bias else None),
+        qkv=Linear(projections("weight", hidden), projections("bias") if config.qkv_bias else None),
         qk_norm_JD=qk_norm_JD,
-        output=read.linear(read.get(f"{prefix}self_attn.o_proj.weight", hidden, rows["q"])),
+        output=Linear(read.get(f"{prefix}self_attn.o_proj.weight", hidden, rows["q"])),
         post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up=read.linear(gate_up_2IC),
-        down=read.linear(read.get(f"{prefix}mlp.down_proj.weight", hidden, inner)),
+        gate_up=Linear(read.fused(gate_up, [inner, inner], hidden)),
+        down=Linear(read.get(f"{prefix}mlp.down_proj.weight", hidden, inner)),
     )
     read.require_all_taken(prefix)
     return weights

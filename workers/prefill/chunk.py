@@ -39,7 +39,7 @@ class ChunkWork:
     def seal(self) -> None:
         """Once, after the last phase, on the thread that launches."""
         if self.coverage:
-            self._computed_L = _to_host(torch.stack([c.computed.to(torch.float64) for _, c in self.coverage]))
+            self._computed_L = _to_host(torch.stack([c.computed for _, c in self.coverage]).to(torch.float64))
         if self.finite is not None:
             self.finite = _to_host(self.finite)
         if self.logits_V is not None:

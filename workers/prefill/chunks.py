@@ -19,9 +19,12 @@ from ..messages.methods import MethodSpec
 
 _FLOPS = 660e12
 """Multiply-adds count as two. What products of 8B shapes reach on an H200, with all that is around them."""
-_CHUNK_S, _LAYER_S = 0.5e-3, 60e-6
+_CHUNK_S, _LAYER_S = 1.5e-3, 100e-6
 """What a chunk costs a stage, and each of its layers, however few its tokens: launches, ends of kernels that
-do not fill the device, the way of its activations."""
+do not fill the device, the way of its activations. Two stages of an 8B shape lost 5 to 7 ms a chunk where
+this was taken for 1.5; half of it could be mended (docs/LOG.md)."""
+_EVEN, _LONG = 4 * BLOCK, 16 * BLOCK
+"""Chunks of _LONG tokens and more are multiples of _EVEN: 32 heads' tiles then fill 132 multiprocessors."""
 _SPARSE = 0.12
 """Of dense attention's time, what a sparse method takes, scoring included (131,072 tokens, density 0.055)."""
 _REMEMBERED = 64
@@ -42,13 +45,15 @@ class ChunkCost:
         return tokens + self.pair * tokens * (start + (tokens + 1) / 2) + self.fixed
 
     def fitting(self, start: int, most: float) -> int:
-        """How many tokens from `start` on cost `most` together, whole blocks; 0 if not one block does."""
+        """How many tokens from `start` on cost `most` together, as a chunk may have them; 0 if not one block
+        does."""
         room = most - self.fixed
         if room <= 0:
             return 0
         slope = 1 + self.pair * (start + 0.5)
         tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * self.pair * room))
-        return int(tokens * (1 + 1e-12)) // BLOCK * BLOCK
+        blocks = int(tokens * (1 + 1e-12)) // BLOCK * BLOCK
+        return blocks if blocks < _LONG else blocks // _EVEN * _EVEN
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,10 @@ its peers go on, for they would be out of step: they leave the group, keep their
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from ...kernels.compilations import Compilations, Phases, added_up, watch
 from ..leaving import Leaving
 from ..messages.stages import HandoffFailed, RequestFailed
 from ..messages.states import PREFILL_PREFIX, GroupStats
+from ..progress import progress
 from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ..replica import Replica
 from ..roles import Group, Stage
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from .controller import PrefillController
     from .stage import PrefillStage
 
+_SWITCH_S = 2e-4
+"""How long the thread that launches may keep those waiting that tell others of what was computed."""
 _LEAVE_S = 10.0
 """For a stage to end what it computes and leave a group that is lost."""
 
@@ -49,6 +56,7 @@ class StageActor:
         self._model, self._config, self._handoff, self._number = model, config, handoff, stage
         self._store: Any = None
         self._stage: PrefillStage | None = None
+        self._compilations = Compilations()
 
     def host(self) -> tuple[str, int]:
         """Address and port where the stages of the group find each other (first stage only)."""
@@ -70,9 +78,13 @@ class StageActor:
         from .stage import load_stage
 
         torch.set_num_threads(self._config.threads)  # of this thread, which computes
+        sys.setswitchinterval(_SWITCH_S)
+        self._compilations = watch(self._config.device, self._config.kernel_cache)
+        tell = progress(f"stage {self._number} of {self._config.stages}")
         ends = partial(sender, self._handoff)
         source = RaySource(self._handoff.ack_timeout_s)
-        self._stage = load_stage(self._model, self._config, self._number, None, ends, source)
+        self._stage = load_stage(self._model, self._config, self._number, None, ends, source, tell)
+        self._compilations.ready = True
         return node, self._stage.work
 
     def join(self, rendezvous: tuple[str, int]) -> None:
@@ -92,6 +104,10 @@ class StageActor:
     def pulse(self) -> int:
         """A sign of life, answered beside whatever the stage computes: its process's id."""
         return os.getpid()
+
+    def compilations(self) -> Phases:
+        """Forms of kernels made in this process, answered like a pulse."""
+        return self._compilations.phases
 
     def _activations(self, rendezvous: tuple[str, int], stage: PrefillStage) -> Activations:
         import torch
@@ -120,6 +136,9 @@ class ControllerActor(Leaving):
         from .controller import PrefillController
 
         self._nodes = nodes
+        self._stages = stages
+        self._compilations: Phases = ()
+        self._counting: asyncio.Task[None] | None = None
 
         def end_stage(hanging: int | None) -> None:
             """The links of its peers break, so that they answer what they owe, with errors. Those that live
@@ -134,12 +153,24 @@ class ControllerActor(Leaving):
         self.hosted: PrefillController = PrefillController(name, proxies, config, end_stage, pulse, work=work)
 
     async def stats(self) -> GroupStats:
-        """With what only the actor knows: where the stages are, and whether it is taken away."""
-        return replace(await self.hosted.stats(), nodes=self._nodes, draining=self.draining)
+        """With what only the actor knows: where the stages are, whether it is taken away, and what was
+        compiled when that was last asked."""
+        stats = await self.hosted.stats()
+        compilations = self._compilations
+        return replace(stats, nodes=self._nodes, draining=self.draining, compilations=compilations)
 
     async def check(self) -> str:
-        """Why the group is dead; empty while it lives."""
+        """Why the group is dead; empty while it lives. Also asks the stages what was compiled, and does not
+        wait for the answer."""
+        if self._counting is None or self._counting.done():
+            self._counting = asyncio.create_task(self._count())
         return await self.hosted.check()
+
+    async def _count(self) -> None:
+        """A stage that is lost is noticed elsewhere."""
+        with contextlib.suppress(RayError):
+            asked = (in_lane(stage.compilations, NOTICES)() for stage in self._stages)
+            self._compilations = added_up(await asyncio.gather(*asked))
 
     async def stage_pages(self) -> list[int]:
         """Pages that each stage holds for open requests (what the leak tests count)."""

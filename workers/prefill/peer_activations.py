@@ -156,10 +156,10 @@ class PeerActivations:
         self._before = self._after = None  # unmapped
 
     def abort(self) -> None:
+        """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
         for link in (self._before, self._after):
             if link is not None:
                 link.line.abort()
-        self._before = self._after = None
 
 
 def meet(store: Store, rank: int, config: PrefillConfig, like: torch.Tensor) -> Activations:

@@ -33,6 +33,7 @@ from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequ
 from ..model.decoder import LayerStack, Stream, load_model
 from ..model.levels import amounts_for
 from ..model.profile import Profile, load_profile
+from ..progress import Tell, silent
 from ..settings import ModelSpec, PrefillConfig
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
@@ -105,6 +106,7 @@ class PrefillStage:
         links.abort()  # first: what the device computes may wait for them
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
+        del links  # and with them the neighbours' memory, which the device may have read until now
         for request_id in list(self._open):
             self.close(request_id)
         while not all(self.close(request_id) for request_id in list(self._held)):
@@ -334,19 +336,22 @@ def load_stage(
     activations: Activations | None,
     sender: Callable[[PagedKVCache], Sender],
     source: Source | None = None,
+    tell: Tell = silent,
 ) -> PrefillStage:
     """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
-    makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed."""
+    makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed. tell:
+    of progress."""
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
-    stack = load_model(model, config.device, stage, config.stages)
+    stack = load_model(model, config.device, stage, config.stages, tell)
     shape, pages = stack.config, pages_for(config.cache_tokens)
     methods, longest = (
         [config.method(name) for name in config.warm_up],
         min(config.cache_tokens, shape.positions),
     )
     warm_up(stack, methods, config.chunk_tokens, profile, longest)
+    tell(f"warmed up {', '.join(config.warm_up) or 'nothing'}")
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
     ends = activations or NoActivations()
     return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source)

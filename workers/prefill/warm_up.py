@@ -46,6 +46,7 @@ def warm_up(
             _read(stack, method, [chunk_tokens] * whole + [rest] * (rest > 0))
         if on_gpu and longest:
             _meet_lengths(stack, method, shortest, chunk_tokens, longest)
+    _meet_few_rows(stack)
     if on_gpu:
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()
@@ -80,6 +81,16 @@ def _meet_lengths(
         seen = k_BGSD[:, :, :keys], v_BGSD[:, :, :keys]
         x = AttentionInput.of(zeros(config.q_heads, keys - start), *seen, q_start=start, prompt_tokens=total)
         method.attend(x, method.new_state(_spec(stack, total)))
+
+
+def _meet_few_rows(stack: LayerStack) -> None:
+    """A last chunk of a few tokens, and the row that the first token is chosen from: their products are
+    others' (`kernels/layers/few_rows.py`)."""
+    hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)
+    position_T = torch.zeros(1, dtype=torch.int64, device=stack.device)
+    stack.forward(hidden_TC, position_T, lambda _layer, q_THD, _k, _v: torch.zeros_like(q_THD))
+    if stack.has_head:
+        stack.logits(hidden_TC)
 
 
 def _spec(stack: LayerStack, tokens: int) -> StateSpec:

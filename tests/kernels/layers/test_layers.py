@@ -88,6 +88,7 @@ def test_norm(dtype: torch.dtype, tokens: int, width: int, adds: bool, quantise:
     assert torch.equal(hidden_TC, before[0]) and torch.equal(update_TC, before[1])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp(200), in the interpreter
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), [(4, 1536), (1, 3000)])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,6 +168,7 @@ def test_quantising_rows(dtype: torch.dtype, tokens: int, width: int) -> None:
     assert float(row_errors(plain(wanted), x_TI.float()).max()) < 0.04  # 2^-4 of each number at most
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_rows_without_and_beyond_numbers() -> None:
     x_TI = torch.zeros(3, 32, device=DEVICE)
     x_TI[1, 5], x_TI[2, 5] = float("inf"), float("nan")

@@ -71,8 +71,9 @@ def test_long_prompts_lose_little_to_filling_and_draining(tokens: int, stages: i
     alone = takes(even_chunks(0, tokens, 16_384), 0, 1, cost)
     planned = alone / takes(sizes, 0, stages, cost)
     by_hand = [alone / takes(even_chunks(0, tokens, 128 << n), 0, stages, cost) for n in range(3, 8)]
-    assert planned >= max(by_hand) - 0.002, "no even chunk length does better"
-    assert planned >= (0.93 if stages == 2 else 0.8)
+    assert planned >= max(by_hand) - 0.005, "no even chunk length does better"
+    assert planned >= (0.91 if stages == 2 else 0.72)
+    assert all(size % 512 == 0 for size in sizes[:-1] if size >= 2048)
 
 
 def test_chunks_shrink_as_attention_grows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,7 @@ from deltafront.workers.messages.stages import (
     OpenRequest,
     RequestFailed,
 )
+from deltafront.workers.prefill.chunks import LayerWork, plan_chunks
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
 
@@ -140,7 +142,9 @@ def make(
     return controller_of(fakes, config), fakes
 
 
-def controller_of(fakes: list[FakeStage], config: PrefillConfig) -> PrefillController:
+def controller_of(
+    fakes: list[FakeStage], config: PrefillConfig, work: LayerWork | None = None
+) -> PrefillController:
     def end_stages(_hanging: int | None) -> None:
         for fake in fakes:
             fake.stop()
@@ -150,7 +154,7 @@ def controller_of(fakes: list[FakeStage], config: PrefillConfig) -> PrefillContr
             await asyncio.sleep(1.0)
 
     clock = asyncio.get_running_loop().time
-    return PrefillController("prefill:test", fakes, config, end_stages, pulse, clock)
+    return PrefillController("prefill:test", fakes, config, end_stages, pulse, clock, work)
 
 
 def job(name: str, tokens: int, **more: Any) -> PrefillJob:
@@ -214,6 +218,20 @@ async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None
     report = events[-1].report
     assert report.critical["other_requests"] == pytest.approx(0.0006)
     assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-12)
+    await assert_clean(controller, fakes)
+
+
+@timeless
+async def test_prompts_are_cut_as_planned_where_it_is_known_what_chunks_cost() -> None:
+    config = PrefillConfig(stages=3, chunk_tokens=4096, cache_tokens=65_536)
+    fakes = [FakeStage(stage, lambda: 0.001, no_trouble) for stage in range(3)]
+    work = LayerWork(layers=32, linear=218_103_808, pair=8192)
+    controller = controller_of(fakes, config, work)
+    await asyncio.gather(collect(controller, job("a", 30_000)), collect(controller, job("b", 9_000)))
+    for name, tokens in (("a", 30_000), ("b", 9_000)):
+        starts = [start for kind, one, start in fakes[0].log if (kind, one) == ("chunk", name)]
+        sizes = plan_chunks(0, tokens, 3, 4096, work.chunk_cost(DENSE, 3))
+        assert starts == [0, *itertools.accumulate(sizes[:-1])] and len(set(sizes)) > 1
     await assert_clean(controller, fakes)
 
 

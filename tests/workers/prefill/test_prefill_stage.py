@@ -229,9 +229,10 @@ def test_a_hand_off_that_failed_is_called_so(model: ModelSpec, monkeypatch: pyte
 
     stage = stage_of(model, Collector())
     stage.open(OpenRequest("r", tuple(range(40, 49)), 130, DENSE, "decode:x"))
-    monkeypatch.setattr(stage._sender, "finish_chunk", lost)
+    monkeypatch.setattr(stage._sender, "end_chunk", lambda _: lost)
+    begun = stage.run_chunk(ChunkCommand("r", 0, 128, False, True, random_ids(128)))
     with pytest.raises(HandoffFailed, match="K/V of r is lost"):
-        stage.run_chunk(ChunkCommand("r", 0, 128, False, True, random_ids(128)))
+        begun()
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)

@@ -1,0 +1,79 @@
+"""Weights on their way from files to a GPU: several tensors at a time, each by way of pinned memory.
+
+A file's tensor is a view of mapped memory, which one thread reads far slower than storage or bus could. So
+each reading thread fills two pinned buffers in turn, and what is full goes to the GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+THREADS = min(8, os.cpu_count() or 1)
+_BUFFER_BYTES = 32 << 20
+Buffer = tuple[torch.Tensor, Any]
+"""Pinned bytes, and the event after which they may be filled again."""
+
+
+class Uploads:
+    """`copy` may be called from any number of threads, which share the device's current stream: whatever is
+    launched on it later finds the copies done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = threading.local()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """target, contiguous on the device, from source, of the same shape on the host. The source may go
+        when this returns."""
+        if self._device.type != "cuda" or source.dtype != target.dtype:
+            target.copy_(source)
+            return
+        source_B = source.contiguous().view(-1).view(torch.uint8)
+        target_B = target.view(-1).view(torch.uint8)
+        for start in range(0, source_B.numel(), _BUFFER_BYTES):
+            buffer_B, left = self._next_buffer()
+            left.synchronize()
+            part_B = source_B[start : start + _BUFFER_BYTES]
+            filled_B = buffer_B[: part_B.numel()].copy_(part_B)
+            target_B[start : start + _BUFFER_BYTES].copy_(filled_B, non_blocking=True)
+            left.record(torch.cuda.current_stream(self._device))
+
+    def _next_buffer(self) -> Buffer:
+        """This thread's two in turn."""
+        if not hasattr(self._own, "turn"):
+            self._own.turn = deque(_pinned() for _ in range(2))
+        self._own.turn.rotate()
+        buffer: Buffer = self._own.turn[0]
+        return buffer
+
+
+def _pinned() -> Buffer:
+    event: Any = torch.cuda.Event  # untyped in torch
+    return torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), event()
+
+
+def in_threads(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[Made]:
+    """make(item) of each, in order, made by threads that run at most one more than `threads` ahead of who
+    takes them. Raises what `make` raises."""
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[Future[Made]] = deque()
+        try:
+            for item in items:
+                pending.append(pool.submit(make, item))
+                if len(pending) > threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()

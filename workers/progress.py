@@ -1,0 +1,25 @@
+"""How a worker says how far it has come while it loads: a line on stderr, which Ray brings to the service's
+log and keeps in the worker's own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+Tell = Callable[[str], None]
+
+
+def silent(what: str) -> None:
+    """Says nothing."""
+    del what
+
+
+def progress(who: str, now: Callable[[], float] = time.monotonic) -> Tell:
+    """Says what `who` has done, and how many seconds after it began."""
+    began = now()
+
+    def tell(what: str) -> None:
+        print(f"{who}: {what} after {now() - began:.1f} s", file=sys.stderr, flush=True)
+
+    return tell
