@@ -18,10 +18,11 @@ _DENSE = (
 
 
 def _dense(by: str, window: str) -> str:
-    """Seconds of attention if every causal tile had been computed."""
+    """Seconds of attention if every causal tile had been computed; of what had prompts, since a sum with what
+    had none (0 over 0) is no number."""
     return (
         f"{rate(_SECONDS, by, _ATTENTION, window)} * {rate(_CAUSAL, by, _METHOD, window)}"
-        f" / {rate(_COMPUTED, by, _METHOD, window)}"
+        f" / ({rate(_COMPUTED, by, _METHOD, window)} > 0)"
     )
 
 
