@@ -17,6 +17,7 @@ from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
 from deltafront.workers.kv.posting import PostingSender
 from deltafront.workers.kv.transports import TRANSPORTS, Transport, receiver, sender
+from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
@@ -244,4 +245,7 @@ async def test_what_is_not_as_announced_fails_the_request(bench: Any, payload: A
     await run.reserve("a", 70, 8)
     with pytest.raises(HandoffError, match="K/V of a, layer 0 at 0 is not two tensors as expected"):
         await run.engine.announce(KVAnnouncement("a", 0, 0, 32, payload))
+    assert run.used == 5, "its door may have another group go on"
+    answer = await run.collect(GenerateJob("a", SHORT))
+    assert answer.finish.reason is FinishReason.NO_KV
     assert run.used == 0
