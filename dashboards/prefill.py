@@ -59,6 +59,12 @@ GROUP = Row(
             [Query(quantile(q, "request_queue_time_seconds"), f"{q:.0%}") for q in (0.5, 0.95)],
             levels=((60.0, "red"),),
         ),
+        Panel(
+            "Tokens read again",
+            "In an hour: what a group had read of prompts when a worker's death undid it.",
+            "short",
+            [Query(increase("tokens_read_again_total", window="1h"), "tokens")],
+        ),
     ),
 )
 STAGES = Row(

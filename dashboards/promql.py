@@ -51,9 +51,10 @@ def quantile(q: float, name: str, by: str = "", where: str = "", window: str = N
     return f"histogram_quantile({q}, {rate(name + '_bucket', labels, where, window)})"
 
 
-def by_worker(gauge: str, where: str = "") -> str:
-    """One value for each worker, however many doors tell of it."""
-    return f"max by (worker) ({series(gauge, where)})"
+def by_worker(gauge: str, where: str = "", also: str = "") -> str:
+    """One value for each worker, and each value of the label `also`, however many doors tell of it."""
+    labels = ", ".join(filter(None, ("worker", also)))
+    return f"max by ({labels}) ({series(gauge, where)})"
 
 
 GROUPS = 'worker=~"prefill:.+"'

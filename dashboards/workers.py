@@ -74,6 +74,13 @@ LATELY = Row(
             [Query('sum(up{job=~".*deltafront-door",namespace=~"$namespace"})', "up")],
         ),
         Panel(
+            "Kernels compiled",
+            "Or loaded from disk, since the worker started, by phase. Rising while requests may wait: the "
+            "warm-up misses a shape. 0 without a GPU.",
+            "short",
+            [Query(by_worker("kernel_compilations_total", also="phase"), "{{worker}} {{phase}}")],
+        ),
+        Panel(
             "K/V pages in use",
             "By worker, groups and decode workers.",
             "percentunit",
