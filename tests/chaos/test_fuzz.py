@@ -1,0 +1,25 @@
+"""Every message, 10,000 times, at the real service."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import Amount, Record
+from .fuzz import fuzz
+from .running import Service
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_fuzzed_calls(service: Service, amount: Amount, record: Record) -> None:
+    calls = amount.tries or 10_000
+    findings = fuzz([service.address], calls, amount.seed)
+    with service.client() as client:
+        try:
+            service.seconds_to_no_page(client, 15.0)
+            held = []
+        except AssertionError as error:
+            held = [f"held {error}"]
+    codes = ", ".join(f"{count} {name}" for name, count in findings.codes.most_common())
+    print(*findings.bad, *held, sep="\n")
+    record("fuzz", calls, len(findings.bad) + len(held), codes)
+    assert not findings.bad and not held
