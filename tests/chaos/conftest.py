@@ -108,11 +108,11 @@ Record = Callable[..., None]
 
 @pytest.fixture(scope="session")
 def record(amount: Amount) -> Record:
-    """record(case, tries, bad, note): a row of chaos.json."""
+    """record(case, tries, bad, note, add): a row of chaos.json."""
 
-    def write(case: str, tries: int, bad: int, note: str = "") -> None:
+    def write(case: str, tries: int, bad: int, note: str = "", add: bool = amount.add) -> None:
         row = Row(case, tries, bad, note)
-        print(f"\n{row}", flush=True)
-        results.write(row, amount.add)
+        print(row, flush=True)
+        results.write(row, add)
 
     return write

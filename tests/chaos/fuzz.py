@@ -3,8 +3,10 @@ What is made follows from the generator that is passed in."""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -144,22 +146,29 @@ class Findings:
 
     codes: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
-    sessions: list[str] = field(default_factory=list)
 
 
 FORBIDDEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
 
 
-def fuzz(addresses: Sequence[str], calls: int, seed: int, threads: int = 8) -> Findings:
-    """Send so many; sessions that come of them are released. addresses: of each thread in turn."""
+def fuzz(
+    addresses: Sequence[str], calls: int, seed: int, threads: int = 8, until: float = math.inf
+) -> Findings:
+    """Send so many, or what there is time for; sessions that come of them are released. addresses: of each
+    thread in turn. until: by the monotonic clock."""
     findings, lock = Findings(), threading.Lock()
-    workers = [
-        threading.Thread(
-            target=_send,
-            args=(addresses[number % len(addresses)], calls, seed, number, threads, findings, lock),
-        )
-        for number in range(threads)
-    ]
+
+    def send(first: int) -> None:
+        with grpc.insecure_channel(addresses[first % len(addresses)]) as channel:
+            for number in range(first, calls, threads):
+                if time.monotonic() > until:
+                    return
+                said = _send(channel, call(random.Random(f"{seed}.{number}")))
+                with lock:
+                    findings.codes[said[0].name] += 1
+                    findings.bad += [f"call {number} of seed {seed}: {said[1]}"] if said[1] else []
+
+    workers = [threading.Thread(target=send, args=(number,)) for number in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -167,22 +176,16 @@ def fuzz(addresses: Sequence[str], calls: int, seed: int, threads: int = 8) -> F
     return findings
 
 
-def _send(
-    address: str, calls: int, seed: int, first: int, step: int, findings: Findings, lock: threading.Lock
-) -> None:
-    with grpc.insecure_channel(address) as channel:
-        for number in range(first, calls, step):
-            one = call(random.Random(f"{seed}.{number}"))
-            code, details, sessions = _ask(channel, one)
-            for session in sessions:
-                request = pb.ReleaseSessionRequest(session_id=session).SerializeToString()
-                _ask(channel, Call("ReleaseSession", request))
-            with lock:
-                findings.codes[code.name] += 1
-                if code in FORBIDDEN or "Traceback" in details:
-                    findings.bad.append(
-                        f"call {number}: {one.method} {one.wire[:200]!r}: {code.name} {details}"
-                    )
+def _send(channel: grpc.Channel, one: Call) -> tuple[grpc.StatusCode, str]:
+    """The code, and what is wrong with it, if anything is."""
+    code, details, sessions = _ask(channel, one)
+    for session in sessions:
+        _ask(
+            channel,
+            Call("ReleaseSession", pb.ReleaseSessionRequest(session_id=session).SerializeToString()),
+        )
+    bad = code in FORBIDDEN or "Traceback" in details
+    return code, f"{one.method} {one.wire[:200]!r}: {code.name} {details}" if bad else ""
 
 
 def _ask(channel: grpc.Channel, one: Call) -> tuple[grpc.StatusCode, str, list[str]]:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ from deltafront.service.client import (
 from deltafront.service.errors import ConnectionLost, NotFound
 
 from .checks import Log, Reference
-from .running import MODEL, PATIENCE_S, Service
+from .running import PATIENCE_S, Service
 from .schedule import MAX_TOKENS, PROMPTS, Ask, Form, prompt, question
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
@@ -208,11 +208,11 @@ class Clients:
         """Raises one of _BROKEN also where the stream ends too early."""
         with openai.OpenAI(base_url=f"{self._service.http}/v1", api_key="-", max_retries=0) as client:
             chunks = client.completions.create(
-                model=MODEL,
+                model=self._service.model,
                 prompt=prompt(log.ask.prompt),
                 max_tokens=log.ask.tokens,
                 stream=True,
-                extra_body={"ignore_eos": True},
+                extra_body={"ignore_eos": True, "method": "dense"},
             )
             ended = False
             for chunk in self._events(iter(chunks), log):
@@ -230,27 +230,31 @@ _FORMS: dict[Form, Callable[[Clients, Counting, Log], None]] = {
 }
 
 
-def references(service: Service) -> dict[tuple[int, str], Reference]:
-    """Answers of a service that nothing happens to, by prompt and what is asked: greedy, sampled, session."""
-    found: dict[tuple[int, str], Reference] = {}
+Key = tuple[int, Form]
+"""A prompt, and which of its answers: greedy, sampled, or to the question about it."""
+EVERY_KEY = tuple(
+    (number, form) for number in range(PROMPTS) for form in (Form.GREEDY, Form.SAMPLED, Form.SESSION)
+)
+
+
+def key_of(ask: Ask) -> Key:
+    """What its answer is compared with."""
+    return ask.prompt, ask.form if ask.form in (Form.SAMPLED, Form.SESSION) else Form.GREEDY
+
+
+def references(service: Service, keys: Iterable[Key] = EVERY_KEY) -> dict[Key, Reference]:
+    """Answers of a service that nothing happens to."""
+    found: dict[Key, Reference] = {}
     with service.client() as client:
-        for number in range(PROMPTS):
-            for kind, options in _KINDS(number).items():
-                ids, texts = list[int](), list[str]()
-                for event in client.generate(
-                    prompt(number), max_tokens=MAX_TOKENS, ignore_eos=True, method="dense", **options
-                ):
-                    if isinstance(event, Token):
-                        ids.append(event.token_id)
-                        texts.append((texts[-1] if texts else "") + event.text)
-                found[number, kind] = Reference(ids, texts)
+        for number, form in keys:
+            options: dict[str, Any] = SAMPLED if form is Form.SAMPLED else {}
+            options = {"append": question(number)} if form is Form.SESSION else options
+            ids, texts = list[int](), list[str]()
+            for event in client.generate(
+                prompt(number), max_tokens=MAX_TOKENS, ignore_eos=True, method="dense", **options
+            ):
+                if isinstance(event, Token):
+                    ids.append(event.token_id)
+                    texts.append((texts[-1] if texts else "") + event.text)
+            found[number, form] = Reference(ids, texts)
     return found
-
-
-def _KINDS(number: int) -> dict[str, dict[str, Any]]:
-    return {"greedy": {}, "sampled": SAMPLED, "session": {"append": question(number)}}
-
-
-def reference_of(ask: Ask, found: dict[tuple[int, str], Reference]) -> Reference:
-    """What a request's answer is compared with."""
-    return found[ask.prompt, ask.form.value if ask.form.value in ("sampled", "session") else "greedy"]

@@ -10,16 +10,16 @@ from deltafront.service.client import GenerateFinished, Token
 
 from . import checks
 from .checks import Reference
-from .load import Clients, reference_of
+from .load import Clients, Key, key_of
 from .running import Service
-from .schedule import Episode, Fault, Kind, prompt
+from .schedule import Episode, Fault, Form, Kind, prompt
 
 _LEASE_S = 5.5
 """Of requests and sessions whose door died, and a tenth of it (`stream_lease_s`)."""
 _SLACK_S = 4.5
 _GAUGES_S = 10.0
 
-References = Mapping[tuple[int, str], Reference]
+References = Mapping[Key, Reference]
 
 
 @dataclass
@@ -52,7 +52,7 @@ def play(service: Service, episode: Episode, references: References) -> Outcome:
     clients.join()
     for log in clients.logs:
         outcome.lost += filter(None, [checks.lost(log)])
-        outcome.differ += filter(None, [checks.differs(log, reference_of(log.ask, references))])
+        outcome.differ += filter(None, [checks.differs(log, references[key_of(log.ask)])])
         outcome.pause_s = max(outcome.pause_s, log.longest_pause_s)
     outcome.held += _held(service)
     outcome.lost += _next_request(service, references)
@@ -71,7 +71,7 @@ def _held(service: Service) -> list[str]:
 
 
 def _next_request(service: Service, references: References) -> list[str]:
-    wanted = list(references[0, "greedy"].ids[:8])
+    wanted = list(references[0, Form.GREEDY].ids[:8])
     with service.client() as client:
         events = list(client.generate(prompt(0), method="dense", max_tokens=8, ignore_eos=True))
     ids = [event.token_id for event in events if isinstance(event, Token)]

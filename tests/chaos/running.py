@@ -22,6 +22,8 @@ from ..workers.tiny_model import make_tiny_model
 from .schedule import Fault, Kind
 
 MODEL = "tiny"
+_AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+"""Ray's workers run at a low priority otherwise: whatever else the machine does would be a fault, too."""
 PATIENCE_S = 180.0
 """Until what must happen counts as never happening."""
 
@@ -55,11 +57,19 @@ def configuration(model: Path) -> dict[str, Any]:
 
 
 class Service:
-    """A running service. pid: of the process that everything else descends from; whole: how many processes of
-    each kind there are when nothing is missing."""
+    """A running service. pid: of the process that everything else descends from. whole: how many processes of
+    each kind there are when nothing is missing. model: its name over HTTP."""
 
-    def __init__(self, pid: int, address: str, http: str, metrics: str, whole: dict[Kind, int]) -> None:
-        self.pid, self.address, self.http, self.metrics, self.whole = pid, address, http, metrics, whole
+    def __init__(
+        self,
+        pid: int,
+        whole: dict[Kind, int],
+        address: str = "127.0.0.1:9000",
+        http: str = "http://127.0.0.1:8000",
+        model: str = MODEL,
+    ) -> None:
+        self.pid, self.whole, self.address, self.http, self.model = pid, whole, address, http, model
+        self.metrics = "http://127.0.0.1:9464/metrics"
 
     def processes(self) -> dict[Kind, list[psutil.Process]]:
         """Those that live and have not been stopped, oldest first."""
@@ -159,13 +169,11 @@ def running(folder: Path, **sections: dict[str, Any]) -> Iterator[Service]:
         content[name] |= changes
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(content))
-    with LocalService(path, start_s=PATIENCE_S, environment={"OMP_NUM_THREADS": "1"}) as local:
+    with LocalService(path, start_s=PATIENCE_S, environment=_AS_OTHERS) as local:
         whole = whole_of(
             content["prefill"]["groups"], content["prefill"]["stages"], content["decode"]["workers"]
         )
-        service = Service(
-            local.pid, local.address, "http://127.0.0.1:8000", "http://127.0.0.1:9464/metrics", whole
-        )
+        service = Service(local.pid, whole)
         try:
             with service.client() as client:
                 service.seconds_to_whole(client)

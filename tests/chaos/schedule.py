@@ -77,14 +77,16 @@ class Episode:
     faults: tuple[Fault, ...]
 
 
-def episode(seed: int, requests: int, stops: bool = True, most: int = 2) -> Episode:
-    """stops: whether a process may hang instead of dying. most: faults."""
+def episode(seed: int, requests: int, stops: bool = True) -> Episode:
+    """One to three faults: one door's at most, and two others', as often as a request is tried again. stops:
+    whether a process may hang instead of dying."""
     draw = random.Random(seed)
     asks = [_ask(draw) for _ in range(requests)]
     faults: list[Fault] = []
-    for _ in range(draw.randint(1, most)):
+    for _ in range(draw.randint(1, 3)):
         fault = _fault(draw, stops)
-        if fault.kind is not Kind.DOOR or all(other.kind is not Kind.DOOR for other in faults):
+        doors = [one.kind is Kind.DOOR for one in (*faults, fault)]
+        if sum(doors) <= 1 and len(doors) - sum(doors) <= 2:
             faults.append(fault)
     return Episode(seed, tuple(asks), tuple(sorted(faults, key=lambda fault: fault.progress)))
 

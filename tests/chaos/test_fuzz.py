@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from .conftest import Amount, Record
@@ -12,7 +14,8 @@ from .running import Service
 @pytest.mark.timeout(24 * 3600)
 def test_fuzzed_calls(service: Service, amount: Amount, record: Record) -> None:
     calls = amount.tries or 10_000
-    findings = fuzz([service.address], calls, amount.seed)
+    findings = fuzz([service.address], calls, amount.seed, until=time.monotonic() + amount.budget_s)
+    calls = findings.codes.total()
     with service.client() as client:
         try:
             service.seconds_to_no_page(client, 15.0)
