@@ -94,20 +94,19 @@ def busy(samples: Samples) -> list[str]:
     ]
 
 
-def inconsistent(before: Samples, after: Samples, logs: Iterable[Log], extra: int = 0) -> list[str]:
+def inconsistent(before: Samples, after: Samples, logs: Iterable[Log]) -> list[str]:
     """Where counters do not add up with what clients saw. Every stream that a door took has one outcome,
-    except on a door that died; what finished at a client finished at a door. extra: streams beside the logs,
-    which all finished."""
+    except on a door that died; what finished at a client finished at a door."""
 
     def grown(name: str, *labels: str) -> float:
         return total(after, name, *labels) - total(before, name, *labels)
 
     seen = list(logs)
-    calls, broken = extra + sum(log.calls for log in seen), sum(log.lost for log in seen)
+    calls, broken = sum(log.calls for log in seen), sum(log.lost for log in seen)
     ended = sum(grown("deltafront_requests_total", rpc) for rpc in _STREAMS)
     timed = sum(grown("deltafront_e2e_request_latency_seconds_count", rpc) for rpc in _STREAMS)
     finished = grown("deltafront_requests_total", _STREAMS[1], 'outcome="finished"')
-    answers = extra + sum(log.ends == ["finished"] for log in seen)
+    answers = sum(log.ends == ["finished"] for log in seen)
     problems = []
     if not calls - broken <= ended <= calls:
         problems.append(f"{calls} streams, {broken} of them broken, have {ended:g} outcomes")

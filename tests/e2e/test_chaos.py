@@ -11,12 +11,10 @@ from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
 
 from ..chaos.load import key_of, references
-from ..chaos.play import play
+from ..chaos.play import NEXT, play
 from ..chaos.running import Service, whole_of
-from ..chaos.schedule import Ask, Episode, Fault, Form, Kind, episode
+from ..chaos.schedule import Episode, Fault, Kind, episode
 from .conftest import CONFIG
-
-SHORT = Ask(Form.GREEDY, 0, 12, 0)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,7 @@ def test_nothing_is_lost_when_processes_die(tried: Service, kinds: tuple[Kind, .
         for ask in episode(len(kinds), 5).asks
     )
     faults = tuple(Fault(kind, 0, SIGKILL, 0.2 * number) for number, kind in enumerate(kinds, 1))
-    known = references(tried, {key_of(ask) for ask in (*asks, SHORT)})
+    known = references(tried, {key_of(ask) for ask in (*asks, NEXT)})
     outcome = play(tried, Episode(0, asks, faults), known)
     assert not outcome.problems and len(outcome.faults) == len(kinds)
     with tried.client() as client:
