@@ -6,14 +6,14 @@ Without --chaos only the short form runs, which starts no Ray; tests/e2e has a f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from . import results
+from .inside import running_inside
 from .results import Row
 from .running import Service, running
 
@@ -29,6 +29,7 @@ class Amount:
     tries: int
     budget_s: float
     add: bool
+    inside: bool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--chaos-minutes", type=float, default=60.0, help="of the soak")
     group.addoption("--chaos-tries", type=int, default=0, help="of every other case; 0: each case's own")
     group.addoption("--chaos-budget", type=float, default=1e9, help="seconds; then no further try begins")
+    group.addoption("--chaos-inside", action="store_true", help="in one process, where nothing can be killed")
     group.addoption("--chaos-add", action="store_true", help="add to the rows of chaos.json")
 
 
@@ -54,23 +56,25 @@ def amount(request: pytest.FixtureRequest) -> Amount:
         option("--chaos-tries"),
         option("--chaos-budget"),
         option("--chaos-add"),
+        option("--chaos-inside"),
     )
 
 
 class Switch:
     """One service at a time: their ports are the same."""
 
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
-        self._folders = folders
+    def __init__(self, folders: pytest.TempPathFactory, inside: bool) -> None:
+        self._folders, self._inside = folders, inside
         self._name = ""
         self._stack = ExitStack()
         self._running: Service | None = None
 
-    def to(self, name: str, start: Callable[[Path], AbstractContextManager[Service]]) -> Service:
-        """The service of that name, started unless it is the one that runs."""
+    def to(self, name: str, **sections: dict[str, Any]) -> Service:
+        """The service of that name, started unless it runs already. sections: of its configuration."""
         if self._running is None or name != self._name:
             self.off()
-            self._running = self._stack.enter_context(start(self._folders.mktemp(name)))
+            start = running_inside if self._inside else running
+            self._running = self._stack.enter_context(start(self._folders.mktemp(name), **sections))
             self._name = name
         return self._running
 
@@ -81,7 +85,7 @@ class Switch:
 
 @pytest.fixture(scope="session")
 def switch(amount: Amount, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Switch]:
-    made = Switch(tmp_path_factory)
+    made = Switch(tmp_path_factory, amount.inside)
     yield made
     made.off()
 
@@ -89,7 +93,7 @@ def switch(amount: Amount, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture
 def service(switch: Switch) -> Service:
     """Two of everything."""
-    return switch.to("whole", running)
+    return switch.to("whole")
 
 
 @pytest.fixture
@@ -100,7 +104,7 @@ def alone(switch: Switch) -> Service:
         "decode": {"workers": 1, "cache_tokens": 8192},
         "door": {"prefix_reuse": False},
     }
-    return switch.to("alone", lambda folder: running(folder, **sections))
+    return switch.to("alone", **sections)
 
 
 Record = Callable[..., None]
@@ -111,7 +115,8 @@ def record(amount: Amount) -> Record:
     """record(case, tries, bad, note, add): a row of chaos.json."""
 
     def write(case: str, tries: int, bad: int, note: str = "", add: bool = amount.add) -> None:
-        row = Row(case, tries, bad, note)
+        where = "in one process" if amount.inside else ""
+        row = Row(case, tries, bad, "; ".join(filter(None, (note, where))))
         print(row, flush=True)
         results.write(row, add)
 

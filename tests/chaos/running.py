@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from .schedule import Fault, Kind
 MODEL = "tiny"
 _AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 """Ray's workers run at a low priority otherwise: whatever else the machine does would be a fault, too."""
+Audits = list[dict[str, Any]]
 PATIENCE_S = 180.0
 """Until what must happen counts as never happening."""
 
@@ -133,6 +134,15 @@ class Service:
 
         return waited(usable, lambda: "a door or a role is missing", patience_s)
 
+    def audits(self) -> Audits:
+        """The audit log's entries of the doors that live, from their standard error."""
+        found: Audits = []
+        for door in self.processes()[Kind.DOOR]:
+            lines = Path(f"/proc/{door.pid}/fd/2").read_text(errors="replace").splitlines()
+            entries = (line.partition("deltafront.audit:")[2] for line in lines)
+            found += [json.loads(entry) for entry in entries if entry]
+        return found
+
     def scrape(self) -> str:
         """What /metrics says; another door takes the port over when the one that had it dies."""
         until = time.monotonic() + PATIENCE_S
@@ -159,27 +169,27 @@ def waited(true: Callable[[], bool], otherwise: Callable[[], str], patience_s: f
         time.sleep(0.1)
 
 
+def write_model(directory: Path) -> Path:
+    """A tiny random model with a byte tokenizer."""
+    make_tiny_model(directory, VOCABULARY, positions=16_384)
+    write_tokenizer(directory)
+    return directory
+
+
+def merge(content: dict[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A configuration with some keys of some sections otherwise."""
+    return {name: {**keys, **sections.get(name, {})} for name, keys in content.items()}
+
+
 @contextmanager
 def running(folder: Path, **sections: dict[str, Any]) -> Iterator[Service]:
     """Start it, and stop it in the end. sections: what is configured otherwise."""
-    model = make_tiny_model(folder / MODEL, VOCABULARY, positions=16_384)
-    write_tokenizer(model)
-    content = configuration(model)
-    for name, changes in sections.items():
-        content[name] |= changes
+    content = merge(configuration(write_model(folder / MODEL)), sections)
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(content))
+    prefill, decode = content["prefill"], content["decode"]
     with LocalService(path, start_s=PATIENCE_S, environment=_AS_OTHERS) as local:
-        whole = whole_of(
-            content["prefill"]["groups"], content["prefill"]["stages"], content["decode"]["workers"]
-        )
-        service = Service(local.pid, whole)
-        try:
-            with service.client() as client:
-                service.seconds_to_whole(client)
-            yield service
-        finally:
-            for those in service.processes().values():
-                for process in those:
-                    process.send_signal(signal.SIGCONT)
-            (folder / "serve.log").write_text(local.log.read_text(errors="replace"))
+        service = Service(local.pid, whole_of(prefill["groups"], prefill["stages"], decode["workers"]))
+        with service.client() as client:
+            service.seconds_to_whole(client)
+        yield service

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,12 +15,10 @@ from deltafront.service.app import serve_config
 from deltafront.service.config import parse
 
 from ..deploy.local_cluster import LABEL, LocalCluster
-from ..service.inprocess import VOCABULARY, write_tokenizer
-from ..workers.tiny_model import make_tiny_model
 from .conftest import Amount, Record, Switch
 from .load import references
 from .play import play
-from .running import MODEL, Service, configuration, whole_of
+from .running import MODEL, Service, configuration, merge, whole_of, write_model
 from .schedule import Episode, Fault, Kind, episode
 
 NODES = ("door", "door", "prefill", "prefill", "decode", "decode")
@@ -45,11 +42,8 @@ class OnNodes(Service):
 @pytest.fixture
 def cluster(amount: Amount, switch: Switch, tmp_path: Path) -> Iterator[LocalCluster]:
     switch.off()
-    model = make_tiny_model(tmp_path / MODEL, VOCABULARY, positions=16_384)
-    write_tokenizer(model)
-    content: dict[str, Any] = configuration(model)
-    for section, group in (("door", "door"), ("prefill", "prefill"), ("decode", "decode")):
-        content[section]["node_labels"] = {LABEL: group}
+    labels = {section: {"node_labels": {LABEL: section}} for section in ("door", "prefill", "decode")}
+    content = merge(configuration(write_model(tmp_path / MODEL)), labels)
     content["door"]["per_node"] = 1
     made = LocalCluster(NODES, parse(content))
     try:

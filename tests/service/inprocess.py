@@ -141,7 +141,7 @@ class Cut:
                 self._check()
                 yield event
                 self._check()
-        except PrefillFailed as error:
+        except (PrefillFailed, DecodeFailed) as error:
             kind = WorkerHandoffFailed if isinstance(error, HandoffFailed) else WorkerFailed
             raise kind(self.name, str(error)) from None
 
