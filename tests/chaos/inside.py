@@ -15,7 +15,7 @@ from typing import Any
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.metrics import Metrics
 from deltafront.workers.decode.engine import DecodeEngine, load_engine
-from deltafront.workers.messages import FirstLogits, KVAnnouncement
+from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.prefill.in_process import local_controller
 from deltafront.workers.settings import HandoffConfig
@@ -37,7 +37,7 @@ class ToEngines:
         self._wait(self._engine(message.request_id).first_logits(message))
 
     def _engine(self, request_id: str) -> DecodeEngine:
-        known = (engine for engine in self._engines if request_id in engine._requests)
+        known = (engine for engine in self._engines if engine._requests.find(request_id) is not None)
         return next(known, self._engines[0])  # which says that it does not know the request
 
     def _wait(self, call: Any) -> None:

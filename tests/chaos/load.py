@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,11 +22,10 @@ from deltafront.service.client import (
 )
 from deltafront.service.errors import ConnectionLost, NotFound
 
-from .checks import Log, Reference
+from .checks import Log
 from .running import PATIENCE_S, Service
-from .schedule import MAX_TOKENS, PROMPTS, Ask, Form, prompt, question
+from .schedule import SAMPLED, Ask, Form, prompt, question
 
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
 _SPARSE = "streaming"
 _BROKEN = (httpx.TransportError, openai.APIConnectionError)
 _PAUSE_S = 0.3
@@ -69,10 +68,13 @@ class Clients:
         return all(one.done() for one in self._running)
 
     def join(self) -> None:
-        """Raises what a client did not foresee, and TimeoutError where one hangs."""
+        """Raises what a client did not foresee, and TimeoutError naming one that hangs."""
         try:
-            for one in self._running:
-                one.result(PATIENCE_S)
+            for log, one in zip(self.logs, self._running, strict=True):
+                try:
+                    one.result(PATIENCE_S)
+                except TimeoutError:
+                    raise TimeoutError(f"it hangs: {log}") from None
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -228,33 +230,3 @@ _FORMS: dict[Form, Callable[[Clients, Counting, Log], None]] = {
     Form.CANCEL: Clients._cancel,
     Form.LEAVE: Clients._leave,
 }
-
-
-Key = tuple[int, Form]
-"""A prompt, and which of its answers: greedy, sampled, or to the question about it."""
-EVERY_KEY = tuple(
-    (number, form) for number in range(PROMPTS) for form in (Form.GREEDY, Form.SAMPLED, Form.SESSION)
-)
-
-
-def key_of(ask: Ask) -> Key:
-    """What its answer is compared with."""
-    return ask.prompt, ask.form if ask.form in (Form.SAMPLED, Form.SESSION) else Form.GREEDY
-
-
-def references(service: Service, keys: Iterable[Key] = EVERY_KEY) -> dict[Key, Reference]:
-    """Answers of a service that nothing happens to."""
-    found: dict[Key, Reference] = {}
-    with service.client() as client:
-        for number, form in keys:
-            options: dict[str, Any] = SAMPLED if form is Form.SAMPLED else {}
-            options = {"append": question(number)} if form is Form.SESSION else options
-            ids, texts = list[int](), list[str]()
-            for event in client.generate(
-                prompt(number), max_tokens=MAX_TOKENS, ignore_eos=True, method="dense", **options
-            ):
-                if isinstance(event, Token):
-                    ids.append(event.token_id)
-                    texts.append((texts[-1] if texts else "") + event.text)
-            found[number, form] = Reference(ids, texts)
-    return found

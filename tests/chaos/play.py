@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from . import checks
 from .checks import Log, Reference
-from .load import Clients, Key, key_of
+from .load import Clients
+from .references import Key, key_of
 from .running import Service
 from .schedule import Ask, Episode, Fault, Form, Kind
 

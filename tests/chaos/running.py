@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,12 +15,12 @@ import httpx
 import psutil
 import yaml
 
-from deltafront.service.client import DeltafrontClient, DeltafrontError
+from deltafront.service.client import DeltafrontClient, DeltafrontError, Progress
 from deltafront.service.client.server_process import LocalService
 
 from ..service.inprocess import VOCABULARY, write_tokenizer
 from ..workers.tiny_model import make_tiny_model
-from .schedule import Fault, Kind
+from .schedule import Fault, Kind, prompt
 
 MODEL = "tiny"
 _AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
@@ -98,6 +99,16 @@ class Service:
 
     def client(self, retry_s: float = 60.0) -> DeltafrontClient:
         return DeltafrontClient(self.address, retry_s=retry_s)
+
+    def chunk_seconds(self) -> float:
+        """Between two chunks of a prompt that is read alone, the median."""
+        at, waits = time.monotonic(), list[float]()
+        with self.client() as client:
+            for event in client.generate(prompt(5), method="dense", max_tokens=1, ignore_eos=True):
+                if isinstance(event, Progress):
+                    waits.append(time.monotonic() - at)
+                    at = time.monotonic()
+        return statistics.median(waits[1:])
 
     def used(self, client: DeltafrontClient) -> int:
         """Pages that somebody holds."""

@@ -38,6 +38,7 @@ class Form(StrEnum):
 
 COMPARED = (Form.GREEDY, Form.SAMPLED, Form.SESSION, Form.HTTP)
 """Answers that must be those of a service without faults, token by token."""
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
 PROMPTS = 8
 """Different ones; `prompt` says which are long."""
 MAX_TOKENS = 48

@@ -8,8 +8,8 @@ from signal import SIGSTOP
 import pytest
 
 from .conftest import Amount, Record
-from .load import references
 from .play import Outcome, play
+from .references import references
 from .running import Service
 from .schedule import Fault, episode
 

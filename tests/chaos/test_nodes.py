@@ -16,8 +16,8 @@ from deltafront.service.config import parse
 
 from ..deploy.local_cluster import LABEL, LocalCluster
 from .conftest import Amount, Record, Switch
-from .load import references
 from .play import play
+from .references import references
 from .running import MODEL, Service, configuration, merge, whole_of, write_model
 from .schedule import Episode, Fault, Kind, episode
 

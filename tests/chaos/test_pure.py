@@ -70,8 +70,10 @@ def test_an_answer_is_the_one_without_faults() -> None:
     other = finished(ids=(5, 6, 9))
     assert differs(other, known)
     assert not differs(replace(other, ask=replace(ASK, form=Form.SPARSE)), known), "it may"
-    over_http = replace(finished(replace(ASK, form=Form.HTTP)), text="abd")
-    assert differs(over_http, known)
+    over_http = finished(replace(ASK, form=Form.HTTP))
+    assert not differs(replace(over_http, text="abc\ufffd"), known), "the beginning of a character"
+    for text in ("abd", "ab", "abcd"):
+        assert differs(replace(over_http, text=text), known), text
 
 
 EXPOSED = """# TYPE deltafront_requests_total counter

@@ -12,7 +12,7 @@ from .conftest import Amount, Record
 from .growth import Sample, grown
 from .load import Clients
 from .running import Service
-from .schedule import episode
+from .schedule import Form, episode
 
 _REQUESTS = 6
 _EVERY_S = 5.0
@@ -35,7 +35,8 @@ def test_nothing_grows(service: Service, amount: Amount, record: Record) -> None
     while (now := time.monotonic()) < started + 60 * amount.minutes:
         if not samples or now > samples[-1].at + _EVERY_S:
             samples += sampled(service, now)
-        clients = Clients(service, episode(seed, _REQUESTS).asks)
+        asks = episode(seed, _REQUESTS).asks
+        clients = Clients(service, [ask for ask in asks if service.http or ask.form is not Form.HTTP])
         clients.join()
         problems += filter(None, map(lost, clients.logs))
         requests, seed = requests + len(clients.logs), seed + 1

@@ -10,8 +10,8 @@ import pytest
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
 
-from ..chaos.load import key_of, references
 from ..chaos.play import NEXT, play
+from ..chaos.references import key_of, references
 from ..chaos.running import Service, whole_of
 from ..chaos.schedule import Episode, Fault, Kind, episode
 from .conftest import CONFIG

@@ -12,8 +12,8 @@ from deltafront.service.client import losses
 from deltafront.service.request import attempt
 
 from ..chaos.fuzz import fuzz
-from ..chaos.load import references
 from ..chaos.play import play
+from ..chaos.references import references
 from ..chaos.running import Service
 from ..chaos.schedule import Fault, Form, Kind, episode
 from .fakes import Speed
