@@ -1,6 +1,6 @@
 """The service under attack, and what `make chaos` is told: how much, and from which seed.
 
-Without --chaos only the short form runs, which starts no Ray; tests/e2e has a few kills of the real service.
+Without --chaos only what is pure runs here; the short form is tests/service/test_chaos.py.
 """
 
 from __future__ import annotations
