@@ -55,33 +55,6 @@ async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
     assert fleet.view.workers["decode:d0"].pages_free == decode.total
 
 
-@pytest.mark.parametrize("lost", ["prefill:g0", "decode:d0"])
-async def test_a_worker_that_dies_after_its_answer_does_not_come_back(lost: str) -> None:
-    """A poll lasts as long as the slowest answer, and the others may be dead by then."""
-    slow, asked, told = FakeDecode("decode:slow"), asyncio.Event(), asyncio.Event()
-    group, decode = FakeGroup("prefill:g0", lambda *_: None), FakeDecode("decode:d0")
-    fleet = Fleet(LocalDirectory([group], [decode, slow]), lambda _view: None)
-    await fleet.refresh()
-    stats = slow.stats
-
-    async def hanging() -> DecodeStats:
-        asked.set()
-        await told.wait()
-        return await stats()
-
-    slow.stats = hanging  # type: ignore[method-assign]
-    poll = asyncio.create_task(fleet.poll())
-    await asked.wait()
-    fleet.forget(lost)
-    told.set()
-    await poll
-    assert {*fleet.view.groups, *fleet.view.workers} == {"prefill:g0", "decode:d0", "decode:slow"} - {lost}
-    with pytest.raises(WorkerLost):
-        (fleet.group if lost == "prefill:g0" else fleet.worker)(lost)
-    await fleet.refresh()
-    assert lost in {*fleet.view.groups, *fleet.view.workers}, "it is found again"
-
-
 def test_a_fleet_whose_workers_all_leave_is_not_ready() -> None:
     group, worker = GroupStats("g", 9, 9, 0, 0, 0, 0.0), DecodeStats("d", 9, 9, 0, 0, 0)
     assert View({"g": group}, {"d": worker}).ready
