@@ -45,6 +45,8 @@ def test_nothing_grows(service: Service, amount: Amount, record: Record) -> None
     found = grown(samples, started + 20 * amount.minutes)
     print(*problems, *found, sep="\n")
     processes = len({sample.pid for sample in samples})
-    note = f"tries are processes; {amount.minutes:g} minutes, {requests} requests, {len(problems)} of them lost"
+    note = (
+        f"tries are processes; {amount.minutes:g} minutes, {requests} requests, {len(problems)} of them lost"
+    )
     record("soak", processes, len(found) + len(problems), "; ".join([note, *found]))
     assert not found and not problems
