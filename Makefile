@@ -6,7 +6,7 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test acceptance check proto serve dashboards dashboards-preview manifests clean install dev model accuracy
+.PHONY: demo test acceptance chaos check proto serve dashboards dashboards-preview manifests clean install dev model accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -39,6 +39,12 @@ test: dev model
 acceptance: dev model
 	$(BIN)/pytest tests/e2e --acceptance -s
 	$(BIN)/python -m deltafront.benchmarks.service_overhead
+
+# Everything dies, hangs, floods and leaves: hours, into benchmarks/results/chaos.json. Another amount:
+# make chaos CHAOS="--chaos-kills 20 --chaos-minutes 5 --chaos-seed 7"
+chaos: dev
+	$(BIN)/pytest tests/chaos --chaos -s $(CHAOS)
+	$(BIN)/python -m deltafront.benchmarks.tables
 
 check: dev
 	$(BIN)/ruff check .

@@ -252,6 +252,11 @@ def _largest(parts: Mapping[str, float]) -> str:
     )
 
 
+def chaos(result: Result) -> str:
+    rows = [[f"`{row['case']}`", row["tries"], row["bad"], row["note"]] for row in result["rows"]]
+    return markdown(("case", "tries", "bad", "note"), rows) + provenance(result, "")
+
+
 GPUS_GIB = (79.0, 139.0, 267.0)
 """About what a process can have of an H100's 80 GB, an H200's 141 GB and a B300's 288 GB."""
 
@@ -279,6 +284,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "precision_h200": (precision, ("precision_h200",)),
     "engine_h200": (engine, ("engine_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),
+    "chaos": (chaos, ("chaos",)),
     "sizing": (sizing, ()),
 }
 """What makes a table, and from which results."""

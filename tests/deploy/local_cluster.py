@@ -45,17 +45,20 @@ class LocalCluster:
         for name, value in environment(settings, self._folder).items():
             self._environment.setenv(name, value)
         self._cluster = Cluster(shutdown_at_exit=True)
+        self._groups = tuple(groups)
+        self._nodes: dict[int, Any] = {}
         self.doors: list[str] = []
         self.http_doors: list[str] = []
         try:
-            for number, group in enumerate(groups):
-                self._add(number, group)
+            for number in range(len(groups)):
+                self.add(number)
         except BaseException:
             self.stop()
             raise
 
-    def _add(self, number: int, group: str) -> None:
-        door = self._settings.door
+    def add(self, number: int) -> None:
+        """The node of `groups[number]`, which is not there; a door's only at the start."""
+        door, group = self._settings.door, self._groups[number]
         ports = {
             "RAY_SERVE_WORKER_PROXY_GRPC_PORT": door.grpc_port + number,  # the head keeps its own
             "RAY_SERVE_WORKER_PROXY_HTTP_PORT": door.http_port + number,
@@ -65,12 +68,16 @@ class LocalCluster:
         variables = {key: str(port) for key, port in ports.items()}
         dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
         head = dashboard if number == 0 else {}
-        self._cluster.add_node(
+        self._nodes[number] = self._cluster.add_node(
             num_cpus=2, labels={LABEL: group}, env_vars=variables, node_ip_address=_address(number), **head
         )
         if group == "door":
             self.doors.append(f"{_address(number)}:{door.grpc_port + number}")
             self.http_doors.append(f"{_address(number)}:{door.http_port + number}")
+
+    def remove(self, number: int) -> None:
+        """As a machine goes: all its processes at once."""
+        self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
     @property
     def dashboard(self) -> str:

@@ -30,16 +30,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
     """make_house(**door settings), or make_house(config) → a running door with one fake group and one fake
-    decode worker; with others=[…] another door to theirs."""
+    decode worker; with others=[…] another door to theirs. metrics: another door's, to add to its numbers, as
+    the doors of a node do."""
     loop, servers = Loop(), []
 
     def make(
         config: ServiceConfig | None = None,
         others: Sequence[House] = (),
         traced: Tracing | None = None,
+        metrics: Metrics | None = None,
         **door: Any,
     ) -> House:
-        metrics = Metrics(tmp_path / f"metrics{len(servers)}")
+        metrics = metrics or Metrics(tmp_path / f"metrics{len(servers)}")
         opened = open_house(config or settings(model, **door), metrics, loop, others, traced)
         house, server = loop.run(opened)
         servers.append((house, server))

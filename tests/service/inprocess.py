@@ -35,6 +35,7 @@ from .fakes import FakeDecode, FakeGroup
 T = TypeVar("T")
 HANG_S = 60.0
 """Longest wait for what must happen: a guard against hanging, never a measure."""
+VOCABULARY = 258
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}[s:be nice]{% endif %}"
     "{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}"
@@ -43,8 +44,26 @@ TEMPLATE = (
 
 
 def write_model(directory: Path, positions: int = 8192) -> Path:
-    """A model directory whose tokenizer has one token a byte (id = byte), BOS 256 and EOS 257."""
+    """A model directory without weights, and with `write_tokenizer`'s tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": positions,
+        "eos_token_id": 257,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """One token a byte (id = byte), BOS 256 and EOS 257, and a chat template."""
     alphabet = _byte_characters()
     vocabulary = {character: byte for byte, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -57,19 +76,6 @@ def write_model(directory: Path, positions: int = 8192) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(special))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 258,
-        "max_position_embeddings": positions,
-        "eos_token_id": 257,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def _byte_characters() -> list[str]:
@@ -135,7 +141,7 @@ class Cut:
                 self._check()
                 yield event
                 self._check()
-        except PrefillFailed as error:
+        except (PrefillFailed, DecodeFailed) as error:
             kind = WorkerHandoffFailed if isinstance(error, HandoffFailed) else WorkerFailed
             raise kind(self.name, str(error)) from None
 

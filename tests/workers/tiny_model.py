@@ -18,7 +18,7 @@ from deltafront.workers.model.decoder import load_stack
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199
 
 
-def make_tiny_model(directory: Path) -> Path:
+def make_tiny_model(directory: Path, vocabulary: int = VOCAB, positions: int = 4096) -> Path:
     """A complete model directory in Hugging Face layout, weights from a fixed seed."""
     generator = torch.Generator().manual_seed(7)
 
@@ -26,9 +26,9 @@ def make_tiny_model(directory: Path) -> Path:
         return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
 
     weights = {
-        "model.embed_tokens.weight": draw(VOCAB, HIDDEN) * HIDDEN**0.5,
+        "model.embed_tokens.weight": draw(vocabulary, HIDDEN) * HIDDEN**0.5,
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": draw(VOCAB, HIDDEN),
+        "lm_head.weight": draw(vocabulary, HIDDEN),
     }
     for layer in range(LAYERS):
         name = f"model.layers.{layer}."
@@ -52,8 +52,8 @@ def make_tiny_model(directory: Path) -> Path:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
     }

@@ -1,0 +1,126 @@
+"""What must hold after any schedule, over what clients saw and what /metrics says. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .schedule import COMPARED, Ask, Form
+
+Samples = Mapping[str, float]
+"""Series with its labels, as /metrics writes it → value."""
+_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio", "sessions")
+_STREAMS = ('method_rpc="Prefill"', 'method_rpc="Generate"')
+_UNFINISHED = "\ufffd"
+"""A character whose last bytes are not there: held back, but told at the end of an answer."""
+_MAY_END = {Form.CANCEL: ("cancelled", "finished"), Form.LEAVE: ("left", "finished")}
+
+
+@dataclass
+class Log:
+    """What one client saw. ends: every terminal event, `finished`, `left`, or an error's code and message.
+    calls: streams begun; lost: those that broke. again: documents read again because their worker died."""
+
+    ask: Ask
+    indices: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    ends: list[str] = field(default_factory=list)
+    calls: int = 0
+    lost: int = 0
+    again: int = 0
+    longest_pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An answer without faults: its ids, and its text, which ends in the same place."""
+
+    ids: Sequence[int]
+    texts: Sequence[str]
+    """The answer's text after each token."""
+
+
+def lost(log: Log) -> str:
+    """Why the request counts as lost; empty if it ended exactly once, and well."""
+    may = _MAY_END.get(log.ask.form, ("finished",))
+    if len(log.ends) != 1 or log.ends[0] not in may:
+        return f"{log.ask}: ended as {log.ends or 'nothing'}"
+    if log.indices != list(range(len(log.indices))):
+        return f"{log.ask}: tokens came as {log.indices}"
+    answered = log.ends[0] == "finished" and log.ask.form is not Form.HTTP
+    if answered and len(log.ids) != log.ask.tokens:
+        return f"{log.ask}: {len(log.ids)} tokens"
+    return ""
+
+
+def differs(log: Log, reference: Reference) -> str:
+    """How the answer, or the part of it that came, differs from the one without faults; empty if not."""
+    if log.ask.form is Form.HTTP:
+        wanted = reference.texts[log.ask.tokens - 1]
+        rest = log.text.removeprefix(wanted).strip(_UNFINISHED)
+        same = log.ends != ["finished"] or (log.text.startswith(wanted) and not rest)
+        return "" if same else f"{log.ask}: {log.text!r}, {wanted!r}"
+    if log.ask.form not in COMPARED:
+        return ""
+    same = list(log.ids) == list(reference.ids[: len(log.ids)])
+    return "" if same else f"{log.ask}: {log.ids}, not {list(reference.ids)}"
+
+
+def parse(exposed: str) -> dict[str, float]:
+    """/metrics as series and values; a series that is there twice (of two nodes) counts with its sum."""
+    found: dict[str, float] = {}
+    for line in exposed.splitlines():
+        if line and not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            found[series] = found.get(series, 0.0) + float(value)
+    return found
+
+
+def total(samples: Samples, name: str, *labels: str) -> float:
+    """The sum of a metric's series that have all these labels."""
+    return sum(
+        value
+        for series, value in samples.items()
+        if re.split(r"[{ ]", series)[0] == name and all(label in series for label in labels)
+    )
+
+
+def busy(samples: Samples) -> list[str]:
+    """Gauges that are not back at zero."""
+    return [
+        f"{series} {value:g}"
+        for series, value in samples.items()
+        if value and any(series.startswith(f"deltafront_{gauge}") for gauge in _GAUGES)
+    ]
+
+
+def inconsistent(before: Samples, after: Samples, logs: Iterable[Log]) -> list[str]:
+    """Where counters do not add up with what clients saw. Every stream that a door took has one outcome,
+    except on a door that died; what finished at a client finished at a door."""
+
+    def grown(name: str, *labels: str) -> float:
+        return total(after, name, *labels) - total(before, name, *labels)
+
+    seen = list(logs)
+    calls, broken = sum(log.calls for log in seen), sum(log.lost for log in seen)
+    ended = sum(grown("deltafront_requests_total", rpc) for rpc in _STREAMS)
+    timed = sum(grown("deltafront_e2e_request_latency_seconds_count", rpc) for rpc in _STREAMS)
+    finished = grown("deltafront_requests_total", _STREAMS[1], 'outcome="finished"')
+    answers = sum(log.ends == ["finished"] for log in seen)
+    problems = []
+    if not calls - broken <= ended <= calls:
+        problems.append(f"{calls} streams, {broken} of them broken, have {ended:g} outcomes")
+    if timed != ended:
+        problems.append(f"{ended:g} outcomes, {timed:g} times")
+    if finished < answers:
+        problems.append(f"{answers} clients have an answer, {finished:g} are counted")
+    falls = [series for series, value in before.items() if _counts(series) and after.get(series, 0) < value]
+    return problems + [f"{series} fell" for series in falls]
+
+
+def _counts(series: str) -> bool:
+    return series.startswith("deltafront_") and re.split(r"[{ ]", series)[0].endswith(
+        ("_total", "_count", "_bucket")
+    )

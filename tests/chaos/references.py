@@ -1,0 +1,41 @@
+"""What answers are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from deltafront.service.client import Token
+
+from .checks import Reference
+from .running import Service
+from .schedule import MAX_TOKENS, PROMPTS, SAMPLED, Ask, Form, prompt, question
+
+Key = tuple[int, Form]
+"""A prompt, and which of its answers: greedy, sampled, or to the question about it."""
+EVERY_KEY = tuple(
+    (number, form) for number in range(PROMPTS) for form in (Form.GREEDY, Form.SAMPLED, Form.SESSION)
+)
+
+
+def key_of(ask: Ask) -> Key:
+    """What its answer is compared with."""
+    return ask.prompt, ask.form if ask.form in (Form.SAMPLED, Form.SESSION) else Form.GREEDY
+
+
+def references(service: Service, keys: Iterable[Key] = EVERY_KEY) -> dict[Key, Reference]:
+    """Answers of a service that nothing happens to."""
+    found: dict[Key, Reference] = {}
+    with service.client() as client:
+        for number, form in keys:
+            options: dict[str, Any] = SAMPLED if form is Form.SAMPLED else {}
+            options = {"append": question(number)} if form is Form.SESSION else options
+            ids, texts = list[int](), list[str]()
+            for event in client.generate(
+                prompt(number), max_tokens=MAX_TOKENS, ignore_eos=True, method="dense", **options
+            ):
+                if isinstance(event, Token):
+                    ids.append(event.token_id)
+                    texts.append((texts[-1] if texts else "") + event.text)
+            found[number, form] = Reference(ids, texts)
+    return found

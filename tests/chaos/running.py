@@ -1,0 +1,206 @@
+"""The service that is tried, two of everything and a tiny random model; and its processes, by kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from deltafront.service.client import DeltafrontClient, DeltafrontError, Progress
+from deltafront.service.client.server_process import LocalService
+
+from ..service.inprocess import VOCABULARY, write_tokenizer
+from ..workers.tiny_model import make_tiny_model
+from .schedule import Fault, Kind, prompt
+
+MODEL = "tiny"
+_AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+"""Ray's workers run at a low priority otherwise: whatever else the machine does would be a fault, too."""
+Audits = list[dict[str, Any]]
+PATIENCE_S = 180.0
+"""Until what must happen counts as never happening."""
+
+
+def whole_of(groups: int, stages: int, workers: int, doors: int = 2) -> dict[Kind, int]:
+    """How many processes there are of each kind."""
+    return {
+        Kind.STAGE: groups * stages,
+        Kind.CONTROLLER: groups,
+        Kind.DECODE: workers,
+        Kind.GROUP_OWNER: groups,
+        Kind.DECODE_OWNER: workers,
+        Kind.DOOR: doors,
+    }
+
+
+def configuration(model: Path) -> dict[str, Any]:
+    """Two of everything."""
+    worker = {"cache_tokens": 32_768, "device": "cpu"}
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "prefill": {**worker, "groups": 2, "stages": 2, "chunk_tokens": 128, "cpus_per_stage": 0.1},
+        "decode": {**worker, "workers": 2, "max_batch": 16, "page_selection": "full", "cpus": 0.1},
+        "door": {
+            "replicas": 2,
+            "default_method": "dense",
+            "metrics_host": "127.0.0.1",
+            "model_name": MODEL,
+        },
+    }
+
+
+class Service:
+    """A running service. pid: of the process that everything else descends from. whole: how many processes of
+    each kind there are when nothing is missing. model: its name over HTTP."""
+
+    def __init__(
+        self,
+        pid: int,
+        whole: dict[Kind, int],
+        address: str = "127.0.0.1:9000",
+        http: str = "http://127.0.0.1:8000",
+        model: str = MODEL,
+    ) -> None:
+        self.pid, self.whole, self.address, self.http, self.model = pid, whole, address, http, model
+        self.metrics = "http://127.0.0.1:9464/metrics"
+
+    def processes(self) -> dict[Kind, list[psutil.Process]]:
+        """Those that live and have not been stopped, oldest first."""
+        found: dict[Kind, list[psutil.Process]] = {kind: [] for kind in Kind}
+        for process in psutil.Process(self.pid).children(recursive=True):
+            try:
+                title, status = " ".join(process.cmdline()), process.status()
+            except psutil.Error:
+                continue
+            kind = next((kind for kind in Kind if title.startswith(kind.value)), None)
+            if kind and status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+                found[kind].append(process)
+        return {kind: sorted(those, key=lambda one: one.pid) for kind, those in found.items()}
+
+    def strike(self, fault: Fault) -> bool:
+        """Send the signal, unless nobody of that kind is there, or of the doors only one."""
+        those = self.processes()[fault.kind]
+        if len(those) <= (fault.kind is Kind.DOOR):
+            return False
+        try:
+            os.kill(those[fault.which % len(those)].pid, fault.signal)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def client(self, retry_s: float = 60.0) -> DeltafrontClient:
+        return DeltafrontClient(self.address, retry_s=retry_s)
+
+    def chunk_seconds(self) -> float:
+        """Between two chunks of a prompt that is read alone, the median."""
+        at, waits = time.monotonic(), list[float]()
+        with self.client() as client:
+            for event in client.generate(prompt(5), method="dense", max_tokens=1, ignore_eos=True):
+                if isinstance(event, Progress):
+                    waits.append(time.monotonic() - at)
+                    at = time.monotonic()
+        return statistics.median(waits[1:])
+
+    def used(self, client: DeltafrontClient) -> int:
+        """Pages that somebody holds."""
+        info = client.info()
+        total = info.decode_pages_total + info.prefill_pages_total
+        return total - info.decode_pages_free - info.prefill_pages_free
+
+    def seconds_to_no_page(self, client: DeltafrontClient, patience_s: float = PATIENCE_S) -> float:
+        """Raises AssertionError if some are held for longer than that."""
+        return waited(lambda: not self.used(client), lambda: f"{self.used(client)} pages", patience_s)
+
+    def seconds_to_whole(self, client: DeltafrontClient, patience_s: float = PATIENCE_S) -> float:
+        """Until every process is there, and the door that is asked knows of all workers."""
+
+        def counts() -> dict[Kind, int]:
+            return {kind: len(those) for kind, those in self.processes().items()}
+
+        def complete() -> bool:
+            if counts() != self.whole:
+                return False
+            info = client.info()
+            known = info.prefill_groups, info.decode_workers
+            return known == (self.whole[Kind.CONTROLLER], self.whole[Kind.DECODE])
+
+        return waited(complete, lambda: f"only {counts()}", patience_s)
+
+    def seconds_to_usable(self, client: DeltafrontClient, patience_s: float = PATIENCE_S) -> float:
+        """Until both doors are there, and a group and a decode worker: others may still be missing."""
+
+        def usable() -> bool:
+            info = client.info()
+            doors = len(self.processes()[Kind.DOOR])
+            return doors == self.whole[Kind.DOOR] and info.prefill_groups > 0 and info.decode_workers > 0
+
+        return waited(usable, lambda: "a door or a role is missing", patience_s)
+
+    def audits(self) -> Audits:
+        """The audit log's entries of the doors that live, from their standard error."""
+        found: Audits = []
+        for door in self.processes()[Kind.DOOR]:
+            lines = Path(f"/proc/{door.pid}/fd/2").read_text(errors="replace").splitlines()
+            entries = (line.partition("deltafront.audit:")[2] for line in lines)
+            found += [json.loads(entry) for entry in entries if entry]
+        return found
+
+    def scrape(self) -> str:
+        """What /metrics says; another door takes the port over when the one that had it dies."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return httpx.get(self.metrics, timeout=30).raise_for_status().text
+            except httpx.HTTPError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.3)
+
+
+def waited(true: Callable[[], bool], otherwise: Callable[[], str], patience_s: float) -> float:
+    """Seconds until it is true; a service that does not answer is asked again."""
+    started = time.monotonic()
+    while True:
+        try:
+            if true():
+                return time.monotonic() - started
+        except DeltafrontError:
+            pass
+        if time.monotonic() - started > patience_s:
+            raise AssertionError(f"after {patience_s:g} s: {otherwise()}")
+        time.sleep(0.1)
+
+
+def write_model(directory: Path) -> Path:
+    """A tiny random model with a byte tokenizer."""
+    make_tiny_model(directory, VOCABULARY, positions=16_384)
+    write_tokenizer(directory)
+    return directory
+
+
+def merge(content: dict[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A configuration with some keys of some sections otherwise."""
+    return {name: {**keys, **sections.get(name, {})} for name, keys in content.items()}
+
+
+@contextmanager
+def running(folder: Path, **sections: dict[str, Any]) -> Iterator[Service]:
+    """Start it, and stop it in the end. sections: what is configured otherwise."""
+    content = merge(configuration(write_model(folder / MODEL)), sections)
+    path = folder / "chaos.yaml"
+    path.write_text(yaml.safe_dump(content))
+    prefill, decode = content["prefill"], content["decode"]
+    with LocalService(path, start_s=PATIENCE_S, environment=_AS_OTHERS) as local:
+        service = Service(local.pid, whole_of(prefill["groups"], prefill["stages"], decode["workers"]))
+        with service.client() as client:
+            service.seconds_to_whole(client)
+        yield service

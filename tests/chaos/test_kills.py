@@ -1,0 +1,48 @@
+"""Random processes die or hang under mixed load."""
+
+from __future__ import annotations
+
+import time
+from signal import SIGSTOP
+
+import pytest
+
+from .conftest import Amount, Record
+from .play import Outcome, play
+from .references import references
+from .running import Service
+from .schedule import Fault, episode
+
+REQUESTS = 6
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_random_kills(service: Service, amount: Amount, record: Record) -> None:
+    """Whatever dies or hangs: no request is lost, no answer differs, no page stays, the metrics add up."""
+    found = references(service)
+    until = time.monotonic() + amount.budget_s
+    kills, seed, bad = 0, amount.seed, list[str]()
+    with service.client() as client:
+        while kills < amount.kills and time.monotonic() < until:
+            started = time.monotonic()
+            service.seconds_to_usable(client)
+            usable = time.monotonic()
+            one = play(service, episode(seed, REQUESTS), found)
+            head = f"seed {seed}: waited {usable - started:.1f} s, took {time.monotonic() - usable:.1f} s"
+            head += f", longest pause {one.pause_s:.1f} s; {', '.join(map(named, one.faults)) or 'nothing'}"
+            print(head, *one.problems, sep="\n  ", flush=True)
+            write(record, seed, one, add=amount.add or seed > amount.seed)
+            kills, seed, bad = kills + len(one.faults), seed + 1, bad + one.problems
+    assert not bad
+
+
+def write(record: Record, seed: int, one: Outcome, add: bool) -> None:
+    """At once, so that what was found stays when the run is ended."""
+    for case in ("lost", "differ", "held", "metrics"):
+        found = getattr(one, case)
+        record(f"kills_{case}", len(one.faults), len(found), f"seed {seed}" if found else "", add)
+
+
+def named(fault: Fault) -> str:
+    verb = "stopped" if fault.signal == SIGSTOP else "killed"
+    return f"{fault.kind.name.lower().replace('_', ' ')} {verb}"

@@ -1,0 +1,82 @@
+"""Whole nodes go, on a Ray cluster of six on this machine: two of doors, of prefill, and of decode."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltafront.service.app import serve_config
+from deltafront.service.config import parse
+
+from ..deploy.local_cluster import LABEL, LocalCluster
+from .conftest import Amount, Record, Switch
+from .play import play
+from .references import references
+from .running import MODEL, Service, configuration, merge, whole_of, write_model
+from .schedule import Episode, Fault, Kind, episode
+
+NODES = ("door", "door", "prefill", "prefill", "decode", "decode")
+REMOVABLE = range(2, 6)
+"""A client speaks to one door's node; a load balancer, not Deltafront, would choose another."""
+
+
+class OnNodes(Service):
+    """A fault takes the node of its process."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        http = f"http://{cluster.http_doors[0]}"
+        super().__init__(os.getpid(), whole_of(2, 2, 2), cluster.doors[0], http)
+        self._cluster = cluster
+
+    def strike(self, fault: Fault) -> bool:
+        self._cluster.remove(fault.which)
+        return True
+
+
+@pytest.fixture
+def cluster(amount: Amount, switch: Switch, tmp_path: Path) -> Iterator[LocalCluster]:
+    switch.off()
+    labels = {section: {"node_labels": {LABEL: section}} for section in ("door", "prefill", "decode")}
+    content = merge(configuration(write_model(tmp_path / MODEL)), labels)
+    content["door"]["per_node"] = 1
+    made = LocalCluster(NODES, parse(content))
+    try:
+        made.deploy(serve_config(content))
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_removed_nodes(cluster: LocalCluster, amount: Amount, record: Record) -> None:
+    """The other node of its kind goes on; then the lost one comes back."""
+    service, draw = OnNodes(cluster), random.Random(amount.seed)
+    tries, done, problems, longest = amount.tries or 8, 0, list[str](), 0.0
+    until = time.monotonic() + amount.budget_s
+    with service.client() as client:
+        service.seconds_to_whole(client)
+        known = references(service)
+        while done < tries and time.monotonic() < until:
+            node = draw.choice(REMOVABLE)
+            kind = Kind.STAGE if NODES[node] == "prefill" else Kind.DECODE
+            asks = episode(amount.seed + done, 6).asks
+            fault = Fault(kind, node, signal.SIGKILL, draw.uniform(0.02, 0.9))
+            outcome = play(service, Episode(done, asks, (fault,)), known)
+            print(
+                f"{NODES[node]}, longest pause {outcome.pause_s:.1f} s",
+                *outcome.problems,
+                sep="\n  ",
+                flush=True,
+            )
+            problems, longest = problems + outcome.problems, max(longest, outcome.pause_s)
+            cluster.add(node)
+            service.seconds_to_whole(client)
+            done += 1
+    record("nodes_removed", done, len(problems), f"of prefill and decode; longest pause {longest:.1f} s")
+    assert not problems

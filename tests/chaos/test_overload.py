@@ -1,0 +1,171 @@
+"""One group, one decode worker: what is refused, how fast, and whether the time told is right."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
+from deltafront.service.client import Token
+from deltafront.service.door.status import PUSHBACK
+from deltafront.service.errors import Overloaded
+
+from .conftest import Amount, Record
+from .running import Service
+from .schedule import prompt
+
+TIMES = 10
+_TOKENS = 600
+_ANSWER = 8
+_CHANNELS = 8
+_FAST_S = 0.1
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_what_there_is_room_for_is_not_refused(alone: Service, amount: Amount, record: Record) -> None:
+    """One after the other at either door, each more than half of the pool, ended by a stop string."""
+    tries, refused = amount.tries or 100, 0
+    text = prompt(0)
+    with alone.client() as client:
+        info = client.info()
+        over_half = info.page_tokens * (info.decode_pages_total // 2 + 1)
+        shown = [
+            event.text
+            for event in client.generate(text, max_tokens=48, ignore_eos=True)
+            if isinstance(event, Token)
+        ]
+    stop = next(letter for letter in "".join(shown[2:]) if letter.isascii() and letter.isprintable())
+    for _ in range(tries):
+        with alone.client() as client:
+            try:
+                list(client.generate(text, max_tokens=over_half - len(text), ignore_eos=True, stop=[stop]))
+            except Overloaded as error:
+                print(error)
+                refused += 1
+    total = info.page_tokens * info.decode_pages_total
+    record("spurious_refusals", tries, refused, f"each takes {over_half} of {total} tokens")
+    assert not refused
+
+
+@dataclass
+class Crowd:
+    """told: seconds of each first refusal that is judged; right: those that proved so within a factor of two.
+    early: told and asked again after less than half of it."""
+
+    told: list[float] = field(default_factory=list)
+    right: int = 0
+    early: int = 0
+    early_in: int = 0
+    answered: int = 0
+    other: list[str] = field(default_factory=list)
+
+
+class Burst:
+    """Asks at an even rate, for so many seconds; whoever is refused does as it was told."""
+
+    def __init__(self, service: Service, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._channels = [
+            grpc.aio.insecure_channel(service.address, [("grpc.use_local_subchannel_pool", 1)])
+            for _ in range(_CHANNELS)
+        ]
+        self.crowd = Crowd()
+
+    async def run(self, rate: float, seconds: float) -> None:
+        clients = []
+        for _ in range(math.ceil(rate * seconds)):
+            clients.append(asyncio.create_task(self._client()))
+            await asyncio.sleep(1 / rate)
+        await asyncio.gather(*clients)
+        for channel in self._channels:
+            await channel.close()
+
+    async def rate(self, together: int, each: int) -> float:
+        """Requests a second, when so many clients ask one after the other."""
+
+        async def some() -> None:
+            for _ in range(each):
+                while (told := await self._ask()) is not None:
+                    await asyncio.sleep(told)
+
+        started = time.monotonic()
+        await asyncio.gather(*(some() for _ in range(together)))
+        return together * each / (time.monotonic() - started)
+
+    async def _client(self) -> None:
+        """Comes back when told, until it is let in or twice the first time has passed. Every fourth looks
+        after less than half the time, and leaves."""
+        first = await self._ask()
+        if first is None:
+            return
+        if self._draw.random() < 0.25:
+            self.crowd.early += 1
+            await asyncio.sleep(first * 0.45)
+            self.crowd.early_in += await self._ask() is None
+            return
+        refused, told = time.monotonic(), first
+        self.crowd.told.append(first)
+        while time.monotonic() - refused + told <= 2 * first + 0.5:
+            await asyncio.sleep(told)
+            again = await self._ask()
+            if again is None:
+                self.crowd.right += 1
+                return
+            told = again
+
+    async def _ask(self) -> float | None:
+        """None once it is answered; else the seconds that it is told."""
+        stub = pb_grpc.DeltafrontServiceStub(self._draw.choice(self._channels))  # type: ignore[no-untyped-call]
+        ids = b"".join(self._draw.randrange(256).to_bytes(4, "little") for _ in range(_TOKENS))
+        sampling = pb.SamplingOptions(max_tokens=_ANSWER, ignore_eos=True)
+        stream = stub.Generate(pb.GenerateRequest(prompt=pb.Prompt(token_ids=ids), sampling=sampling))
+        try:
+            async for _response in stream:
+                pass
+        except grpc.aio.AioRpcError as error:
+            sent = dict(error.trailing_metadata() or ())
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and PUSHBACK in sent:
+                return int(sent[PUSHBACK]) / 1000
+            self.crowd.other.append(f"{error.code().name}: {error.details()}")
+            return None
+        self.crowd.answered += 1
+        return None
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_ten_times_too_much(alone: Service, amount: Amount, record: Record) -> None:
+    async def overload() -> tuple[Crowd, float]:
+        warm = Burst(alone, amount.seed)
+        rate = await warm.rate(together=4, each=5)
+        burst = Burst(alone, amount.seed + 1)
+        await burst.run(TIMES * rate, seconds=float(amount.tries or 5))
+        return burst.crowd, rate
+
+    before = len(alone.audits())
+    crowd, rate = asyncio.run(overload())
+    with alone.client() as client:
+        alone.seconds_to_no_page(client)
+    every = alone.audits()[before:]
+    seconds = [one["seconds"] for one in every if one["finish"] == "resource_exhausted"]
+    slow = sum(one >= _FAST_S for one in seconds)
+    note = f"{TIMES} × {rate:.1f} requests a second, {crowd.answered} answered"
+    late = f"median {statistics.median(seconds) * 1000:.0f} ms"
+    record("overload_refusal_ms", len(seconds), slow, f"bad: 100 ms or more at the server; {late}; {note}")
+    judged, wrong = len(crowd.told) + crowd.early, len(crowd.told) - crowd.right + crowd.early_in
+    what = (
+        f"bad: let in before half of it ({crowd.early_in} of {crowd.early} that looked), or not within twice"
+    )
+    told = f"told {statistics.median(crowd.told):.1f} s (median)"
+    record("overload_retry_after", judged, wrong, f"{what}; {told}; {note}")
+    print(crowd.other)
+    assert not crowd.other
+    assert slow <= 0.05 * len(seconds)
+    assert wrong <= 0.2 * judged

@@ -1,0 +1,148 @@
+"""What the suite itself decides: its schedules follow from seeds, and its checks see what is wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGSTOP
+
+import pytest
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+
+from . import fuzz, results
+from .checks import Log, Reference, busy, differs, inconsistent, lost, parse, total
+from .growth import Sample, grown
+from .results import Row, merged
+from .schedule import Ask, Form, Kind, episode, prompt
+
+SEEDS = range(300)
+ASK = Ask(Form.GREEDY, 0, 3, 0)
+
+
+def test_an_episode_follows_from_its_seed() -> None:
+    assert episode(7, 6) == episode(7, 6) != episode(8, 6)
+    assert prompt(3) == prompt(3) != prompt(5)
+
+
+def test_never_do_all_doors_die_and_everything_else_happens() -> None:
+    drawn = [episode(seed, 6) for seed in SEEDS]
+    faults = [fault for one in drawn for fault in one.faults]
+    assert {fault.kind for fault in faults} == set(Kind)
+    assert {ask.form for one in drawn for ask in one.asks} == set(Form)
+    assert any(fault.signal == SIGSTOP for fault in faults)
+    assert not any(
+        fault.signal == SIGSTOP for seed in SEEDS for fault in episode(seed, 6, stops=False).faults
+    )
+    for one in drawn:
+        doors = sum(fault.kind is Kind.DOOR for fault in one.faults)
+        assert doors <= 1 and len(one.faults) - doors <= 2 and one.faults
+        assert [fault.progress for fault in one.faults] == sorted(fault.progress for fault in one.faults)
+
+
+def finished(ask: Ask = ASK, ids: tuple[int, ...] = (5, 6, 7)) -> Log:
+    return Log(ask, list(range(len(ids))), list(ids), "abc"[: len(ids)], ["finished"], calls=1)
+
+
+def test_a_request_ends_exactly_once() -> None:
+    good = finished()
+    assert not lost(good)
+    for changes in (
+        {"ends": []},
+        {"ends": ["finished"] * 2},
+        {"ends": ["unavailable: no"]},
+        {"indices": [0, 0, 1]},
+    ):
+        assert lost(replace(good, **changes)), changes
+    assert lost(finished(ids=(5, 6))), "a token is missing"
+    for form, end in ((Form.CANCEL, "cancelled"), (Form.LEAVE, "left")):
+        log = replace(finished(replace(ASK, form=form), (5,)), ends=[end])
+        assert not lost(log)
+        assert lost(replace(log, ask=ASK))
+
+
+def test_an_answer_is_the_one_without_faults() -> None:
+    known = Reference((5, 6, 7, 8), ("a", "ab", "abc", "abcd"))
+    for form in Form:
+        assert not differs(finished(replace(ASK, form=form)), known)
+    other = finished(ids=(5, 6, 9))
+    assert differs(other, known)
+    assert not differs(replace(other, ask=replace(ASK, form=Form.SPARSE)), known), "it may"
+    over_http = finished(replace(ASK, form=Form.HTTP))
+    assert not differs(replace(over_http, text="abc\ufffd"), known), "the beginning of a character"
+    for text in ("abd", "ab", "abcd"):
+        assert differs(replace(over_http, text=text), known), text
+
+
+EXPOSED = """# TYPE deltafront_requests_total counter
+deltafront_requests_total{method_rpc="Generate",outcome="finished"} 2.0
+deltafront_requests_total{method_rpc="Generate",outcome="cancelled"} 1.0
+deltafront_e2e_request_latency_seconds_count{method_rpc="Generate"} 3.0
+deltafront_num_requests_running{worker="decode:a b"} 0.0
+"""
+
+
+def test_metrics_are_read_as_they_are_written() -> None:
+    samples = parse(EXPOSED)
+    assert total(samples, "deltafront_requests_total") == 3
+    assert total(samples, "deltafront_requests_total", 'outcome="finished"') == 2
+    assert not busy(samples)
+    left = parse(EXPOSED.replace('"} 0.0', '"} 1.0'))
+    assert busy(left) == ['deltafront_num_requests_running{worker="decode:a b"} 1']
+
+
+def test_counters_add_up_with_what_clients_saw() -> None:
+    left = replace(finished(replace(ASK, form=Form.LEAVE)), ends=["left"])
+    logs = [finished(), finished(), left]
+    after = parse(EXPOSED)
+    assert not inconsistent({}, after, logs)
+    assert not inconsistent({}, after, [*logs, replace(left, lost=1)]), "a stream of a door that died"
+    assert inconsistent({}, after, [*logs, left]) == ["4 streams, 0 of them broken, have 3 outcomes"]
+    assert inconsistent({}, after, logs[:2]) == ["2 streams, 0 of them broken, have 3 outcomes"]
+    assert inconsistent({}, after, [finished()] * 3) == ["3 clients have an answer, 2 are counted"]
+    untimed = {**after, 'deltafront_e2e_request_latency_seconds_count{method_rpc="Generate"}': 2.0}
+    assert inconsistent({}, untimed, logs) == ["3 outcomes, 2 times"]
+    assert any("fell" in problem for problem in inconsistent(after, {}, []))
+
+
+def test_growth_is_seen() -> None:
+    def samples(resident: int, files: int) -> list[Sample]:
+        return [
+            Sample(1, "stage", at, (300 << 20) + at * resident, 40 + at * files)
+            for at in map(float, range(30))
+        ]  # type: ignore[arg-type]
+
+    assert not grown(samples(0, 0), 0)
+    assert not grown(samples(1 << 16, 0), 0), "within the bounds"
+    assert grown(samples(2 << 20, 0), 0) == ["stage: 309 to 349 MiB"]
+    assert grown(samples(0, 1), 0) == ["stage: 44.5 to 64.5 file descriptors"]
+    assert not grown([sample for sample in samples(2 << 20, 0) if sample.at < 10], after=10), "warming up"
+
+
+def test_rows_replace_and_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = merged([Row("a", 1, 0, "x"), Row("b", 2, 0)], Row("a", 5, 1, "y"), add=False)
+    assert rows == [Row("a", 5, 1, "y"), Row("b", 2, 0)]
+    assert merged(rows, Row("a", 5, 1, "z"), add=True)[0] == Row("a", 10, 2, "y; z")
+    path = tmp_path / "chaos.json"
+    monkeypatch.setattr(results, "commit_of", lambda _root: "abc")
+    for _ in range(2):
+        results.write(Row("fuzz", 10, 0, "n"), add=True, path=path)
+    assert json.loads(path.read_text()) == {
+        "commit": "abc",
+        "rows": [{"case": "fuzz", "tries": 20, "bad": 0, "note": "n"}],
+    }
+
+
+def test_every_field_of_every_request_is_fuzzed() -> None:
+    seen: set[str] = set()
+    for seed in SEEDS:
+        for method in fuzz.SERVICE.methods:
+            made = fuzz.message(random.Random(seed), getattr(pb, method.input_type.name))
+            seen |= {f"{method.input_type.name}.{one.name}" for one, _value in made.ListFields()}
+    wanted = {f"{m.input_type.name}.{f.name}" for m in fuzz.SERVICE.methods for f in m.input_type.fields}
+    assert seen == wanted
+    assert fuzz.call(random.Random(3)) == fuzz.call(random.Random(3))
+    wires = [fuzz.garbage(random.Random(seed), b"\x0a\x04text") for seed in SEEDS]
+    assert len(set(wires)) > len(SEEDS) // 2

@@ -1,0 +1,153 @@
+"""How long a client waits when a process that works for it dies or hangs, and what a dead door leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from signal import SIGKILL, SIGSTOP, Signals
+
+import grpc
+import pytest
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
+from deltafront.service.client import DeltafrontError, Token
+
+from .conftest import Amount, Record
+from .running import Service
+from .schedule import Kind, prompt
+
+WITH_SPARE_S, WITHOUT_S, PAGES_S, NOTICE_S = 3.0, 12.0, 10.0, 5.0
+_KINDS = (Kind.STAGE, Kind.DECODE, Kind.CONTROLLER)
+_CLIENTS = 4
+
+
+class Trials:
+    """Seconds that something takes, again and again; each must be within a bound."""
+
+    def __init__(self, service: Service, amount: Amount, record: Record) -> None:
+        self._service, self._amount, self._record = service, amount, record
+        self.draw = random.Random(amount.seed)
+
+    def run(self, case: str, tries: int, bound_s: float, once: Callable[[int], float]) -> None:
+        """What was measured is a row, also when it is ended early."""
+        seconds: list[float] = []
+        until = time.monotonic() + self._amount.budget_s
+        try:
+            with self._service.client() as client:
+                while len(seconds) < (self._amount.tries or tries) and time.monotonic() < until:
+                    self._service.seconds_to_whole(client)
+                    seconds.append(once(len(seconds)))
+                    print(f"{case}: {seconds[-1]:.2f} s", flush=True)
+        finally:
+            if seconds:
+                median, most = statistics.median(seconds), max(seconds)
+                note = f"bad: over {bound_s:.1f} s; median {median:.1f} s, most {most:.1f} s"
+                self._record(case, len(seconds), sum(one > bound_s for one in seconds), note)
+        assert max(seconds) <= bound_s
+
+
+@pytest.fixture
+def trials(service: Service, amount: Amount, record: Record) -> Trials:
+    return Trials(service, amount, record)
+
+
+def pause(service: Service, kind: Kind, sign: Signals, draw: random.Random) -> float:
+    """Longest pause of four clients with long prompts, some reading, some answering, when a process of a kind
+    gets a signal; infinite where one of them fails."""
+    begun = [threading.Event() for _ in range(_CLIENTS)]
+
+    def ask(number: int) -> float:
+        longest, at = 0.0, time.monotonic()
+        text = prompt(2 * number + 1)
+        with service.client() as client:
+            for event in client.generate(text, max_tokens=60, ignore_eos=True, method="dense"):
+                now = time.monotonic()
+                longest, at = max(longest, now - at), now
+                if kind is not Kind.DECODE or isinstance(event, Token):
+                    begun[number].set()
+        return longest
+
+    with ThreadPoolExecutor(_CLIENTS) as pool:
+        asked = [pool.submit(ask, number) for number in range(_CLIENTS)]
+        begun[0].wait(60)
+        os.kill(draw.choice(service.processes()[kind]).pid, sign)
+        try:
+            return max(one.result(180) for one in asked)
+        except (DeltafrontError, TimeoutError) as error:
+            print(error)
+            return math.inf
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_with_a_spare(service: Service, trials: Trials) -> None:
+    """A stage, a decode actor and a controller in turn."""
+    trials.run(
+        "recovery_spare",
+        12,
+        WITH_SPARE_S,
+        lambda number: pause(service, _KINDS[number % len(_KINDS)], SIGKILL, trials.draw),
+    )
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_a_hanging_stage_is_noticed(service: Service, trials: Trials) -> None:
+    """In two chunk times and 5 s; the next event needs another chunk, at the other group."""
+    bound_s = NOTICE_S + 3 * service.chunk_seconds()
+    trials.run("sigstop", 10, bound_s, lambda _number: pause(service, Kind.STAGE, SIGSTOP, trials.draw))
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_a_doors_death_frees_its_pages(service: Service, trials: Trials) -> None:
+    """Clients of the other door leave at that moment, so that what stays is the dead one's."""
+
+    def once(_number: int) -> float:
+        with service.client() as client:
+            with endless(service, 6):
+                os.kill(trials.draw.choice(service.processes()[Kind.DOOR]).pid, SIGKILL)
+            killed = time.monotonic()
+            service.seconds_to_no_page(client)
+        return time.monotonic() - killed
+
+    trials.run("door_death_pages", 10, PAGES_S, once)
+
+
+@contextlib.contextmanager
+def endless(service: Service, clients: int) -> Iterator[None]:
+    """Clients that do not come back: each has an endless answer, begun, and its prompt as a session."""
+    streams, channels = [], []
+    for _ in range(clients):
+        channel = grpc.insecure_channel(service.address, [("grpc.use_local_subchannel_pool", 1)])
+        channels.append(channel)
+        stub = pb_grpc.DeltafrontServiceStub(channel)  # type: ignore[no-untyped-call]
+        request = pb.GenerateRequest(
+            prompt=pb.Prompt(text=prompt(0)), sampling=pb.SamplingOptions(max_tokens=10_000, ignore_eos=True)
+        )
+        request.session_ttl.FromSeconds(600)
+        streams.append(stub.Generate(request))
+    for stream in streams:
+        while next(stream).WhichOneof("event") != "token":
+            pass
+    yield
+    for stream in streams:
+        stream.cancel()
+    for channel in channels:
+        channel.close()
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_without_a_spare(alone: Service, amount: Amount, record: Record) -> None:
+    trials = Trials(alone, amount, record)
+    trials.run(
+        "recovery_no_spare",
+        12,
+        WITHOUT_S,
+        lambda number: pause(alone, _KINDS[number % len(_KINDS)], SIGKILL, trials.draw),
+    )
