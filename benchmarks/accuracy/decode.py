@@ -122,28 +122,28 @@ class AnswerDecoder:
         gold_RA = torch.tensor([padded(q.gold, steps + 1) for q in questions], device=device)
         prompt_R = torch.tensor([len(q.prompt) for q in questions], device=device)
         ids_R = gold_RA[:, 0] if forced else torch.tensor([a.first for a in self._full], device=device)
+        roles = plan or plan_layers(DecodeConfig(full_layers=(), page_selection="full"), stack.config.layers)
         logps, bests, read, held = [], [], 0, 0
         for step in range(steps):
             positions_R = self._reader.length + prompt_R + step
-            attention = self._step(plan, positions_R)
+            attention = self._step(roles, plan is not None, positions_R)
             hidden_RC = self._forward(ids_R, positions_R, attention)
             logp_R, best_R = predicted(stack, hidden_RC, gold_RA[:, step + 1])
             logps.append(logp_R)
             bests.append(best_R)
             ids_R = gold_RA[:, step + 1] if forced else best_R.to(device)
-            others = stack.config.layers * pages_R(positions_R) - attention.held_R
-            read += int((attention.attended_R + others).sum())
-            held += int((stack.config.layers * pages_R(positions_R)).sum())
+            for position in positions_R.tolist():
+                attended, could = roles.pages_read(position + 1, plan is not None)
+                every = stack.config.layers * pages_for(position + 1)
+                read, held = read + every - could + attended, held + every
         none_AR = torch.zeros(0, len(questions))
         share = read / held if held else 1.0
         return torch.stack(logps) if logps else none_AR, torch.stack(bests) if bests else none_AR, share
 
-    def _step(self, plan: LayerPlan | None, positions_R: torch.Tensor) -> StepAttention:
-        config = self._reader.stack.config
-        full = plan_layers(DecodeConfig(full_layers=(), page_selection="full"), config.layers)
+    def _step(self, plan: LayerPlan, selects: bool, positions_R: torch.Tensor) -> StepAttention:
         lengths_R = (positions_R + 1).to(torch.int32)
-        rows = BatchRows(self._table_RP, lengths_R, selecting=None, full=None, any_selects=plan is not None)
-        return StepAttention(plan or full, rows, config.head_dim**-0.5)
+        rows = BatchRows(self._table_RP, lengths_R, torch.ones_like(lengths_R) if selects else None)
+        return StepAttention(plan, rows, self._reader.stack.config.head_dim**-0.5)
 
     def _forward(
         self, ids_R: torch.Tensor, positions_R: torch.Tensor, attention: StepAttention
@@ -155,7 +155,3 @@ class AnswerDecoder:
         stack = self._reader.stack
         return stack.forward(stack.embed(ids_R), positions_R, attend)
 
-
-def pages_R(positions_R: torch.Tensor) -> torch.Tensor:
-    """Pages that a row at this position attends to in full."""
-    return positions_R // PAGE_TOKENS + 1

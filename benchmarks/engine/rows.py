@@ -54,22 +54,29 @@ def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[s
 
 
 def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
-    """What follows from the measured rows: efficiency of a pipeline against one GPU, the
-    hand-off's share of a time to first token, projections over their plain products, DELTA over full."""
+    """What follows from the measured rows: efficiency of a pipeline against one GPU, the hand-off's share of
+    a time to first token, projections over their plain products, DELTA over full. Only rows of one commit
+    are compared."""
     for (case, tokens, gpus), one in rows.items():
-        at = {"tokens": tokens, "gpus": gpus, "density": one["density"]}
-        alone = rows.get((case, tokens, 1))
+        mark = {"commit": one["commit"]} if "commit" in one else {}
+
+        def ratio(name: str, value: float, one: Row = one, mark: Row = mark) -> Row:
+            at = {"tokens": one["tokens"], "gpus": one["gpus"], "density": one["density"]}
+            return {**row(name, round(value, 4), "ratio", **at), **mark}
+
+        def beside(place: Key, one: Row = one) -> Row | None:
+            other = rows.get(place)
+            return other if other is not None and other.get("commit") == one.get("commit") else None
+
+        alone, products = beside((case, tokens, 1)), beside(("linear_products", tokens, gpus))
         if case in ("ttft_dense", "ttft_dpxa") and gpus > 1 and alone is not None:
-            share = alone["value"] / (gpus * one["value"])
-            yield row(case.replace("ttft", "efficiency"), round(share, 4), "ratio", **at)
+            yield ratio(case.replace("ttft", "efficiency"), alone["value"] / (gpus * one["value"]))
         if case == "ttft_dpxa":
-            exposed = one["parts"].get("prefill.handoff", 0.0) + one["parts"].get("handoff_exposed", 0.0)
-            yield row("handoff_share", round(exposed / one["value"], 4), "ratio", **at)
-            products = rows.get(("linear_products", tokens, gpus))
+            parts = one["parts"]
+            exposed = parts.get("prefill.handoff", 0.0) + parts.get("handoff_exposed", 0.0)
+            yield ratio("handoff_share", exposed / one["value"])
             if products is not None:
-                spent = one["parts"]["prefill.projection"]
-                yield row("projection_ratio", round(spent / products["value"], 4), "ratio", **at)
-        delta = rows.get((f"batch{BATCH}_token_delta", tokens, gpus))
+                yield ratio("projection_ratio", parts["prefill.projection"] / products["value"])
+        delta = beside((f"batch{BATCH}_token_delta", tokens, gpus))
         if case == f"batch{BATCH}_token_full" and delta is not None:
-            gain = one["value"] / delta["value"]
-            yield row(f"batch{BATCH}_full_over_delta", round(gain, 4), "ratio", **at)
+            yield ratio(f"batch{BATCH}_full_over_delta", one["value"] / delta["value"])

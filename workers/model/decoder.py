@@ -160,8 +160,7 @@ class LayerStack:
         """Add the layer's feed-forward network of the stream to it."""
         weights = self._layer(layer)
         gate_up_TJ = weights.gate_up(self._norm(stream, weights.post_norm_C, weights.gate_up))
-        quantise = weights.down.quantises(gate_up_TJ.shape[0])
-        stream.update_TC = weights.down(swiglu(gate_up_TJ, quantise))
+        stream.update_TC = weights.down(swiglu(gate_up_TJ, weights.down.quantised))
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
         """Next-token logits_TV, float32: pass only the rows that are sampled from."""
@@ -175,8 +174,8 @@ class LayerStack:
 
     def _norm(self, stream: Stream, weight_C: torch.Tensor, taker: Linear | Fp8Linear) -> Rows:
         """The norm of the whole stream, as `taker` takes it; the stream has nothing left to be added then."""
-        quantise = taker.quantises(stream.hidden_TC.shape[0])
-        sum_TC, normed = add_norm(stream.hidden_TC, stream.update_TC, weight_C, self.config.rms_eps, quantise)
+        eps = self.config.rms_eps
+        sum_TC, normed = add_norm(stream.hidden_TC, stream.update_TC, weight_C, eps, taker.quantised)
         stream.hidden_TC, stream.update_TC = sum_TC, None
         return normed
 

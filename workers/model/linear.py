@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...kernels.layers.few_rows import MOST_ROWS, product_of_few
 from ...kernels.layers.fp8 import Fp8Rows, product, quantise_rows
 from ...kernels.layers.norm import Rows
 
@@ -25,8 +24,9 @@ class Linear:
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None = None
 
-    def quantises(self, tokens: int) -> bool:
-        """Whether it multiplies so many rows in 8 bits, and so is best given rows of e4m3."""
+    @property
+    def quantised(self) -> bool:
+        """Whether it multiplies in 8 bits, and so is best given rows of e4m3."""
         return False
 
     def __call__(self, x_TI: Rows) -> torch.Tensor:
@@ -38,8 +38,7 @@ class Linear:
 @dataclass(frozen=True)
 class Fp8Linear:
     """The same with weights in e4m3, a factor for each output channel; what comes out is in `dtype`. x is
-    quantised token by token, unless it is already, or its rows are so few that reading the weights is all
-    that counts."""
+    quantised token by token, unless it is already."""
 
     weight: Fp8Rows
     bias_O: torch.Tensor | None
@@ -54,13 +53,11 @@ class Fp8Linear:
         """What the weights stand for, made anew."""
         return self.weight.dequantised(self.dtype)
 
-    def quantises(self, tokens: int) -> bool:
-        """See `Linear.quantises`."""
-        return tokens > MOST_ROWS
+    @property
+    def quantised(self) -> bool:
+        """See `Linear.quantised`."""
+        return True
 
     def __call__(self, x_TI: Rows) -> torch.Tensor:
-        if isinstance(x_TI, Fp8Rows):
-            return product(x_TI, self.weight, self.bias_O, self.dtype)
-        if self.quantises(x_TI.shape[0]):
-            return product(quantise_rows(x_TI), self.weight, self.bias_O, self.dtype)
-        return product_of_few(x_TI, self.weight, self.bias_O)
+        rows_TI = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)
+        return product(rows_TI, self.weight, self.bias_O, self.dtype)

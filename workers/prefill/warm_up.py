@@ -46,7 +46,7 @@ def warm_up(
             _read(stack, method, [chunk_tokens] * whole + [rest] * (rest > 0))
         if on_gpu and longest:
             _meet_lengths(stack, method, shortest, chunk_tokens, longest)
-    _meet_few_rows(stack)
+    _meet_one_row(stack)
     if on_gpu:
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()
@@ -83,9 +83,9 @@ def _meet_lengths(
         method.attend(x, method.new_state(_spec(stack, total)))
 
 
-def _meet_few_rows(stack: LayerStack) -> None:
-    """A last chunk of a few tokens, and the row that the first token is chosen from: their products are
-    others' (`kernels/layers/few_rows.py`)."""
+def _meet_one_row(stack: LayerStack) -> None:
+    """A last chunk of one token, and the row that the first token is chosen from: products of few rows are
+    other kernels than those of many."""
     hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)
     position_T = torch.zeros(1, dtype=torch.int64, device=stack.device)
     stack.forward(hidden_TC, position_T, lambda _layer, q_THD, _k, _v: torch.zeros_like(q_THD))

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.layers import few_rows, fp8, norm, rope, swiglu
-from deltafront.kernels.layers.few_rows_kernel import kernel_product_of_few
+from deltafront.kernels.layers import fp8, norm, rope, swiglu
 from deltafront.kernels.layers.fp8_kernel import kernel_quantise_rows
 from deltafront.kernels.layers.norm_kernel import kernel_add_norm
 from deltafront.kernels.layers.rope_kernel import kernel_rotate_and_store
@@ -190,25 +189,6 @@ def test_product(tokens: int, biased: bool) -> None:
     assert_rows_close(found_TO.cpu(), wanted_TO.bfloat16())
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("tokens", "width", "outputs"), [(1, 576, 96), (7, 160, 70), (16, 512, 32)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_product_of_few_rows(dtype: torch.dtype, tokens: int, width: int, outputs: int, scaled: bool) -> None:
-    x_TI, weight_OI = draw(tokens, width, dtype=dtype), draw(outputs, width, dtype=dtype)
-    bias_O = draw(outputs, dtype=dtype) if tokens > 1 else None
-    weight = fp8.quantise_rows(weight_OI) if scaled else weight_OI
-    found_TO = few_rows.cpu_product_of_few(x_TI, weight, bias_O)
-    wanted_TO = x_TI.cpu().double() @ plain(weight).cpu().double().T
-    if bias_O is not None:
-        wanted_TO += bias_O.cpu().double()
-    assert_rows_close(found_TO.cpu().double(), wanted_TO, dtype=dtype)
-    with poisoned_empty():
-        kernel_TO = kernel_product_of_few(x_TI, weight, bias_O)
-        alone_TO = kernel_product_of_few(x_TI[-1:], weight, bias_O)
-    assert_rows_close(kernel_TO, found_TO)
-    assert torch.equal(alone_TO[0], kernel_TO[-1]), "a row does not depend on its neighbours"
-
-
 def test_what_does_not_fit_is_named() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(KernelInputError, match=r"add_norm: update is \(2, 4\)"):
@@ -223,12 +203,6 @@ def test_what_does_not_fit_is_named() -> None:
         swiglu.swiglu(x.to("meta"), False)
     with pytest.raises(KernelInputError, match="fp8 product: rows of 8 and weights of 6"):
         fp8.product(fp8.quantise_rows(x), fp8.quantise_rows(x[:, :6]), None, torch.float32)
-    with pytest.raises(KernelInputError, match=r"\(17, 8\) with weights \(2, 8\): at most 16"):
-        few_rows.product_of_few(torch.zeros(17, 8), x, None)
-    with pytest.raises(KernelInputError, match=r"float32 with weights of torch.float16"):
-        few_rows.product_of_few(x, x.half(), None)
-    with pytest.raises(KernelInputError, match="rows of 24, must be a multiple of 16"):
-        kernel_product_of_few(torch.zeros(2, 24), torch.zeros(2, 24), None)
     qkv_TXD, cos_T1F = torch.zeros(2, 4, 8), torch.zeros(2, 1, 4)
     kv = rope.KVRows(torch.zeros(9, 1, 8), torch.zeros(9, 1, 8), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(KernelInputError, match=r"rows \(3,\) for 2 tokens"):
