@@ -154,4 +154,3 @@ class AnswerDecoder:
 
         stack = self._reader.stack
         return stack.forward(stack.embed(ids_R), positions_R, attend)
-
