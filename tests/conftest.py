@@ -40,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--acceptance", action="store_true", help="run tests/e2e at full size")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The end-to-end tests last: their service stands until the end, on ports that others need before."""
+    items.sort(key=lambda item: item.nodeid.startswith("tests/e2e/"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The groups of TOGETHER first, the longest before the others; every other test is a piece of its own."""

@@ -23,7 +23,9 @@ from deltafront.kernels.structured import structured_input
 from deltafront.kernels.testing import assert_rows_close, chunk_of, row_errors, spec_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-METHODS = [name for name in PRESETS if not reads_whole_prompts(name)]
+OWN = [name for name in PRESETS if PRESETS[name].form.__module__.startswith("deltafront.kernels.")]
+"""Without what other tests have registered from outside the package."""
+METHODS = [name for name in OWN if not reads_whole_prompts(name)]
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
 OUTSIDE = [f"{name} outside" for name in ("xattention", "dpxa", "naive", "block_pool")]
 """Methods with scores whose quota counts the mass outside a wider sink and window."""
