@@ -7,8 +7,10 @@ and ranks as ever. Every start is a row (`ready_cold` where the kernel cache was
 `--decode-gpu last` decodes on a stage's GPU, `own` on one more. gpus in the rows counts those of prefill.
 
 Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
-(the linear products alone), decode (one and four sessions, full and DELTA). Rows are printed as they come and
-merged into --result after each, so that several runs, on several machines, fill one file. On a CPU:
+(the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
+--prompt-tokens sent together; set prefill.cache_tokens and decode.cache_tokens so that the next one has room).
+Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
+fill one file. On a CPU:
 
     … --shape tiny --cases ttft products decode --tokens 4096 --densities 0.5 --decode-tokens 512 --chunk 1024
 """
@@ -32,8 +34,9 @@ from deltafront.benchmarks.harness import commit_of
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
+from deltafront.service.request.answers import GenerateFinished
 
-from . import measure, peers
+from . import measure, peers, rows
 from .model import SHAPES, write_model
 from .products import products_s
 from .rows import BATCH, Row, merge_into, row
@@ -41,7 +44,8 @@ from .setup import ANSWER_ROOM, Setup, dpxa_share
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "engine_h200.json"
-CASES = ("ready", "ttft", "peers", "products", "decode")
+CASES = ("ready", "ttft", "peers", "products", "decode", "throughput")
+SERVED = {"ttft", "decode", "peers", "throughput"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
 """Of `dpxa`, by length; a prompt gets that of the nearest, by ratio."""
 
@@ -50,7 +54,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES[:-1])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32_768, 131_072, 262_144])
     parser.add_argument("--peer-tokens", type=int, nargs="+", help="of the peers; by default as --tokens")
@@ -58,6 +62,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=("dense", "dpxa"), default=["dense", "dpxa"])
     parser.add_argument("--peers", nargs="+", choices=("fa2", "cudnn"), default=["fa2", "cudnn"])
     parser.add_argument("--repeats", type=int, default=3, help="of a first token")
+    parser.add_argument("--row-s", type=float, default=60, help="a row that took longer is not repeated")
+    parser.add_argument("--prompts", type=int, default=16, help="of throughput")
+    parser.add_argument("--prompt-tokens", type=int, default=131_072, help="of each")
     parser.add_argument("--decode-tokens", type=int, default=131_072, help="of each session")
     parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a group: one service for each")
@@ -85,7 +92,8 @@ class Run:
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
         self.gpu = torch.cuda.get_device_name() if self.on_gpu else "no GPU"
         self.commit = arguments.commit or commit_of(ROOT)
-        longest = max(*arguments.tokens, *self.session_tokens, 1)
+        together = [arguments.prompt_tokens] * ("throughput" in arguments.cases)
+        longest = max(*arguments.tokens, *self.session_tokens, *together, 1)
         self.shape = replace(SHAPES[arguments.shape], positions=longest + ANSWER_ROOM)
         memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
         self.model: Path = arguments.model or memory / f"deltafront-engine-{arguments.shape}"
@@ -159,15 +167,24 @@ class Run:
             lengths = given.peer_tokens if case.endswith("_stack") and given.peer_tokens else given.tokens
             for tokens in lengths:
                 options = self.options(method, tokens)
-                results = [
-                    result
-                    for seed in range(given.repeats)
-                    for result in measure.at_once(
-                        client, self.prompts(setup.groups, tokens, seed), method, options
-                    )
-                ]
+                results: list[GenerateFinished] = []
+                began = time.perf_counter()
+                for seed in range(given.repeats):
+                    prompts = self.prompts(setup.groups, tokens, seed)
+                    results += measure.at_once(client, prompts, method, options)
+                    if time.perf_counter() - began > given.row_s:
+                        break
                 name = case if setup.groups == 1 else f"{case}_{setup.groups}_groups"
                 self.keep(measure.ttft_row(name, results, setup.gpus), setup)
+
+    def throughput(self, client: DeltafrontClient, setup: Setup) -> None:
+        tokens = self.given.prompt_tokens
+        prompts = self.prompts(self.given.prompts, tokens, seed=7)
+        for method in self.given.methods:
+            options = self.options(method, tokens)
+            rate = measure.prompts_per_s(client, prompts, method, options)
+            one = rows.throughput_row(method, round(rate, 4), tokens, setup.gpus, setup.groups)
+            self.keep(one, setup)
 
     def decoding(self, client: DeltafrontClient, setup: Setup) -> None:
         tokens = self.given.decode_tokens
@@ -184,6 +201,8 @@ class Run:
                 self.first_tokens(client, setup, {name: f"ttft_{name}" for name in given.methods})
             if "decode" in given.cases:
                 self.decoding(client, setup)
+            if "throughput" in given.cases:
+                self.throughput(client, setup)
             if used := measure.gpu_memory_gib():
                 fullest = round(max(used), 1)
                 self.keep(row("memory", fullest, "GiB", tokens=setup.tokens, gpus=setup.gpus), setup)
@@ -220,7 +239,7 @@ class Run:
             if "ready" in self.given.cases:
                 with self.started(setup):
                     pass
-            if {"ttft", "decode", "peers"} & {*self.given.cases}:
+            if SERVED & {*self.given.cases}:
                 self.serve(setup)
         if "products" in self.given.cases:
             self.products()

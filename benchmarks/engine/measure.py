@@ -89,6 +89,15 @@ def at_once(
         return [job.result() for job in jobs]
 
 
+def prompts_per_s(
+    client: DeltafrontClient, prompts: Sequence[Sequence[int]], method: str, options: Mapping[str, float]
+) -> float:
+    """All sent together, until the last one's first token."""
+    began = time.perf_counter()
+    at_once(client, prompts, method, options)
+    return len(prompts) / (time.perf_counter() - began)
+
+
 @contextmanager
 def sessions(client: DeltafrontClient, prompts: Sequence[Sequence[int]], method: str) -> Iterator[list[str]]:
     """Each prompt read into a session of its own, so that no two share pages."""

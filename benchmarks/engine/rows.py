@@ -16,6 +16,7 @@ Row = dict[str, Any]
 Key = tuple[str, int, int]
 BATCH = 4
 """Requests that decode together, beside one alone."""
+_GROUPS = "_groups_"
 
 
 def row(
@@ -24,6 +25,12 @@ def row(
     """tokens: 0 for what is not of one length."""
     rounded = round(density, 4) if density is not None else None
     return {"case": case, "tokens": tokens, "gpus": gpus, "density": rounded, "value": value, "unit": unit}
+
+
+def throughput_row(method: str, rate: float, tokens: int, gpus: int, groups: int) -> Row:
+    """Prompts a second of all groups together; gpus: of all."""
+    name = f"prompts_per_s_{method}"
+    return row(name if groups == 1 else f"{name}{_GROUPS}{groups}", rate, "1/s", tokens=tokens, gpus=gpus)
 
 
 def key(one: Row) -> Key:
@@ -55,7 +62,7 @@ def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[s
 
 def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
     """What follows from the measured rows: efficiency of a pipeline against one GPU, the hand-off's share of
-    a time to first token, projections over their plain products, DELTA over full. Only rows of one commit
+    a time to first token, projections over their plain products, DELTA over full, several groups over one. Only rows of one commit
     are compared."""
     for (case, tokens, gpus), one in rows.items():
         mark = {"commit": one["commit"]} if "commit" in one else {}
@@ -77,6 +84,9 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
             yield ratio("handoff_share", exposed / one["value"])
             if products is not None:
                 yield ratio("projection_ratio", parts["prefill.projection"] / products["value"])
+        name, _, groups = case.partition(_GROUPS)
+        if groups and (group := beside((name, tokens, gpus // int(groups)))) is not None:
+            yield ratio(name.replace("prompts_per_s", f"groups_{groups}_over_1"), one["value"] / group["value"])
         delta = beside((f"batch{BATCH}_token_delta", tokens, gpus))
         if case == f"batch{BATCH}_token_full" and delta is not None:
             yield ratio(f"batch{BATCH}_full_over_delta", one["value"] / delta["value"])

@@ -140,6 +140,15 @@ def ttft(case: str, seconds: float, gpus: int = 1, **parts: float) -> rows.Row:
     return {**rows.row(case, seconds, "s", tokens=1024, gpus=gpus, density=0.5), "parts": parts}
 
 
+def test_groups_are_compared_with_one_of_as_many_stages(tmp_path: Path) -> None:
+    one = rows.throughput_row("dpxa", 0.5, 1024, gpus=2, groups=1)
+    other = rows.throughput_row("dpxa", 0.3, 1024, gpus=4, groups=1)
+    two = rows.throughput_row("dpxa", 0.98, 1024, gpus=4, groups=2)
+    made = rows.merge_into(tmp_path / "engine.json", [one, other, two], "GPU", "first")
+    found = {row["case"]: row["value"] for row in made["rows"] if row["unit"] == "ratio"}
+    assert found == {"groups_2_over_1_dpxa": 1.96}
+
+
 def test_rows_of_several_runs_fill_one_file(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     one = ttft(
