@@ -127,9 +127,13 @@ def anchor_scores(x: AttentionInput, form: AnchorSettings) -> torch.Tensor:
                         if seen > 0:
                             weight = seen if form.weighted else 1
                             cells.append((a, m, weight * math.exp(float(vector @ key) * x.scale)))
+                parts: dict[tuple[int, int], float] = {}
                 for a, m, mass in cells:
                     shared = [c[2] for c in cells if c[0] == a or not form.row_normalised]
-                    score[b, h, n, m] += mass / sum(shared)
+                    parts[a, m] = parts.get((a, m), 0.0) + mass / sum(shared)
+                for m in {m for _, m in parts}:
+                    each = [part for (_, column), part in parts.items() if column == m]
+                    score[b, h, n, m] = max(each) if form.largest else sum(each)
     return score
 
 

@@ -34,6 +34,7 @@ class AnchorsOptions(ScoredOptions):
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
     q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
     k_anchors: int = option(32, 8, 32, "key anchors per block", (8, 16, 32))
+    largest: bool = option(True, 0, 1, "score tiles by the query anchor that needs it most, not by their sum")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class AnchorSettings:
 
     cos: cosine at or above which a row joins a run. weighted: count a key slot once per row it stands for.
     row_normalised: every query anchor's scores sum to 1 before they are added; otherwise all cells of a
-    query block share one normaliser, as in the thesis.
+    query block share one normaliser, as in the thesis. largest: a tile's score is that of the query anchor
+    that gives it most, in place of their sum.
     """
 
     cos: float
@@ -77,6 +79,7 @@ class AnchorSettings:
     k: SideSettings
     weighted: bool = True
     row_normalised: bool = True
+    largest: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class AnchorsSelector(ScoredSelector):
             k=SideSettings(options.k_anchors, k_representative, k_overflow, k_relax),
             weighted=weighted,
             row_normalised=row_normalised,
+            largest=options.largest,
         )
         self.sampled = self.form.q.cap * self.form.k.cap / BLOCK**2
 

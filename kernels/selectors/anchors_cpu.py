@@ -58,8 +58,8 @@ def cpu_scores(
 ) -> torch.Tensor:
     """Tile scores: float32 score_BHNM (DeltaAttention section 4.3, with the changes of decisions/0003).
 
-    A tile's score is the sum over query slots a and key slots b of n_b exp(q_a . k_b scale), each query
-    slot's values divided by their sum over all keys before it. n_b is the number of rows that slot b stands
+    A tile's score is the sum over query slots a, or the largest of them, of the sum over key slots b of
+    n_b exp(q_a . k_b scale), each query slot's values divided by their sum over all keys before it. n_b is the number of rows that slot b stands
     for; in the query's own block, of those not after the query slot's first row. `keys` holds all blocks so
     far, `queries` this chunk's.
     """
@@ -82,4 +82,5 @@ def cpu_scores(
         mass_BHNAY = torch.softmax(logit_BHNAY, dim=-1).nan_to_num(0.0)
     else:
         mass_BHNAY = torch.softmax(logit_BHNAY.flatten(3), dim=-1).view_as(logit_BHNAY).nan_to_num(0.0)
-    return mass_BHNAY.view(batch, heads, blocks, slots, columns, key_slots).sum(dim=(3, 5))
+    mass_BHNAM = mass_BHNAY.view(batch, heads, blocks, slots, columns, key_slots).sum(dim=5)
+    return mass_BHNAM.amax(dim=3) if form.largest else mass_BHNAM.sum(dim=3)

@@ -177,7 +177,7 @@ def score_sums(
             num_warps=8,
             maxnreg=None if diagonal else 128,
         )
-    return Sums(part, first_row, form.row_normalised)
+    return Sums(part, first_row, form.row_normalised, form.largest)
 
 
 _SCORE = {

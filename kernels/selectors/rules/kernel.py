@@ -95,10 +95,19 @@ def _kept(
 
 @triton.jit
 def _score_of_sums(
-    in_ptr, stride_r, column_W, causal_W, R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr
+    in_ptr,
+    stride_r,
+    column_W,
+    causal_W,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
-    """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's."""
+    """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's; the rows'
+    sum or the LARGEST of them."""
     score_W = tl.zeros((W,), tl.float32)
+    everyone = tl.zeros((), tl.float32)
     top = tl.full((), float("-inf"), tl.float32)
     if not NORM:
         for row in range(R):
@@ -113,10 +122,11 @@ def _score_of_sums(
         if NORM:
             total = tl.sum(mass_W, axis=0)
             mass_W = mass_W * (1.0 / tl.where(total > 0.0, total, 1.0))
-        score_W += mass_W
+        else:
+            everyone += tl.sum(mass_W, axis=0)
+        score_W = tl.maximum(score_W, mass_W) if LARGEST else score_W + mass_W
     if not NORM:
-        total = tl.sum(score_W, axis=0)
-        score_W = score_W / tl.where(total > 0.0, total, 1.0)
+        score_W = score_W / tl.where(everyone > 0.0, everyone, 1.0)
     return score_W
 
 
@@ -154,6 +164,7 @@ def _rule_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
     NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
     KIND: tl.constexpr,
     OUTSIDE: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -170,7 +181,7 @@ def _rule_kernel(
     if R == 0:
         score_W = tl.load(in_ptr + column_W, mask=causal_W, other=0.0).to(tl.float32)
     else:
-        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, W, NORM)
+        score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, W, NORM, LARGEST)
     place = batch * stride_mb + head * stride_mh + row.to(tl.int64) * stride_mn
     if KIND == -1:
         tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
@@ -247,6 +258,7 @@ def _launch(
         R=parts,
         W=width,
         NORM=sums.normalised,
+        LARGEST=sums.largest,
         KIND=-1 if rule is None else _KINDS[rule.kind],
         OUTSIDE=rule is not None and rule.outside,
         LEVELS=LEVELS,
@@ -283,6 +295,7 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
         R=0,
         W=width,
         NORM=True,
+        LARGEST=False,
         KIND=_KINDS[rule.kind],
         OUTSIDE=rule.outside,
         LEVELS=LEVELS,
@@ -307,11 +320,12 @@ _RULE = {
     **dict.fromkeys(("stride_mb", "stride_mh", "stride_mn", "stride_cb", "stride_ch"), "i64"),
     **dict.fromkeys(("heads", "first_block", "sink_blocks", "window_blocks"), "i32"),
 }
-_LONG = {"R": 8, "W": 1024, "NORM": True, "LEVELS": LEVELS, "WITH_SCORES": False}
+_LONG = {"R": 8, "W": 1024, "NORM": True, "LARGEST": False, "LEVELS": LEVELS, "WITH_SCORES": False}
 
 COMPILE_CASES = [
     *((_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": False}) for kind in (0, 1, 2, -1)),
     *((_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": True}) for kind in (0, 1, 2)),
+    (_rule_kernel, _RULE, {**_LONG, "LARGEST": True, "KIND": 0, "OUTSIDE": True}),
     (
         _rule_kernel,
         _RULE,

@@ -20,11 +20,13 @@ PART_BYTES = 768 << 20
 class Sums:
     """log2 of the parts of a slab's tile scores: part_BHNRM, N the slab's query blocks from `first_row` of
     the chunk on; columns after a row's diagonal are never read. `normalised`: every part row's values are
-    divided by their sum before the rows are added."""
+    divided by their sum before the rows are added. `largest`: of the rows' values the largest is the score,
+    in place of their sum."""
 
     part_BHNRM: torch.Tensor
     first_row: int
     normalised: bool = True
+    largest: bool = False
 
 
 def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torch.Tensor:

@@ -91,10 +91,12 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_anchors_equal_the_oracle(form: str) -> None:
+def test_anchors_equal_the_oracle(form: str, largest: bool) -> None:
     x = sample(300)
     options = replace(ANCHORS, q_anchors=128, k_anchors=128) if form == "thesis" else ANCHORS
+    options = replace(options, largest=largest)
     selector = AnchorsSelector(options, **FORMS[form])
     score = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
     check_scores(score, anchor_scores(x, selector.form))
