@@ -47,8 +47,8 @@ def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
     found = hay.make_needles(count, rng.getrandbits(32))
     keyed = [[(n.key, str(rng.randint(1_000_000, 9_999_999))) for _ in range(VALUES)] for n in found]
     hidden = [hay.Needle(key, number, "number") for key, number in _mixed(rng, keyed)]
-    ids = hidden_in(rng, tokens, [needle.sentence for needle in hidden], text)
-    return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in hidden], text))
+    ids, facts = hidden_in(rng, tokens, [needle.sentence for needle in hidden], text)
+    return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in hidden], text), facts)
 
 
 def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
@@ -62,7 +62,8 @@ def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
         links = list(itertools.pairwise(chain))
         facts.append([f"VAR {chain[0]} = {value}.", *(f"VAR {new} = VAR {old}." for old, new in links)])
         asked += [(new, f"\nVAR {new} = VAR", f" {old}") for old, new in links]
-    return Document(hidden_in(rng, tokens, _mixed(rng, facts), text), questions_of(asked, text))
+    ids, places = hidden_in(rng, tokens, _mixed(rng, facts), text)
+    return Document(ids, questions_of(asked, text), places)
 
 
 TASKS: Mapping[str, Task] = {

@@ -62,8 +62,8 @@ def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[s
 
 def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
     """What follows from the measured rows: efficiency of a pipeline against one GPU, the hand-off's share of
-    a time to first token, projections over their plain products, DELTA over full, several groups over one. Only rows of one commit
-    are compared."""
+    a time to first token, projections over their plain products, DELTA over full, several groups over one.
+    Only rows of one commit are compared."""
     for (case, tokens, gpus), one in rows.items():
         mark = {"commit": one["commit"]} if "commit" in one else {}
 
@@ -86,7 +86,9 @@ def derived(rows: Mapping[Key, Row]) -> Iterator[Row]:
                 yield ratio("projection_ratio", parts["prefill.projection"] / products["value"])
         name, _, groups = case.partition(_GROUPS)
         if groups and (group := beside((name, tokens, gpus // int(groups)))) is not None:
-            yield ratio(name.replace("prompts_per_s", f"groups_{groups}_over_1"), one["value"] / group["value"])
+            yield ratio(
+                name.replace("prompts_per_s", f"groups_{groups}_over_1"), one["value"] / group["value"]
+            )
         delta = beside((f"batch{BATCH}_token_delta", tokens, gpus))
         if case == f"batch{BATCH}_token_full" and delta is not None:
             yield ratio(f"batch{BATCH}_full_over_delta", one["value"] / delta["value"])

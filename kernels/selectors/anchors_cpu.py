@@ -59,9 +59,9 @@ def cpu_scores(
     """Tile scores: float32 score_BHNM (DeltaAttention section 4.3, with the changes of decisions/0003).
 
     A tile's score is the sum over query slots a, or the largest of them, of the sum over key slots b of
-    n_b exp(q_a . k_b scale), each query slot's values divided by their sum over all keys before it. n_b is the number of rows that slot b stands
-    for; in the query's own block, of those not after the query slot's first row. `keys` holds all blocks so
-    far, `queries` this chunk's.
+    n_b exp(q_a . k_b scale), each query slot's values divided by their sum over all keys before it. n_b is
+    the number of rows that slot b stands for; in the query's own block, of those not after the query slot's
+    first row. `keys` holds all blocks so far, `queries` this chunk's.
     """
     batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
     groups, columns, key_slots = keys.count_BGMA.shape[1:]

@@ -2,7 +2,8 @@
 
 From one dense pass over a text: at a sample of query blocks the attention over the tiles that a quota keeps
 is compared with the attention over all, after the head's share of the output projection, where errors of
-different heads and layers can be weighed against each other (`allocation.py`).
+different heads and layers can be weighed against each other (`allocation.py`). Where facts stand that are
+asked for, errors are looked at apart: those rows are few, and answers depend on them alone.
 
 Shape suffixes as in `kernels.interface`; I quotas, R rows of a query block, L layers, C hidden size.
 """
@@ -20,37 +21,44 @@ from ...kernels.selectors.rules.rule import Rule
 from ...kernels.selectors.scored import ScoredSelector
 from ..model.decoder import LayerStack
 from .dense_pass import embedded, read_densely, state_spec
+from .probes import Document
 
 QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 """Amounts of the cumulative rule, counted outside sink and window, at which heads are looked at."""
 
-SAMPLED_BLOCKS = 24
-"""Query blocks of a text that are compared."""
+SAMPLED_BLOCKS, FACT_BLOCKS = 24, 16
+"""Query blocks of a text that are compared; and of those that hold facts."""
 
 
 @dataclass(frozen=True)
 class Curves:
     """density_LHI: kept share of the causal tiles. error_LHI: mean square of the change of the layer's
-    attention output over the mean square of that output. quotas: of the last dimension."""
+    attention output over the mean square of that output. fact_error_LHI: the same where facts stand;
+    error_LHI in a text without. quotas: of the last dimension."""
 
     density_LHI: torch.Tensor
     error_LHI: torch.Tensor
+    fact_error_LHI: torch.Tensor
     quotas: tuple[float, ...]
 
 
 def curves(
-    stack: LayerStack, ids: Sequence[int], selector: ScoredSelector, quotas: Sequence[float] = QUOTAS
+    stack: LayerStack, document: Document, selector: ScoredSelector, quotas: Sequence[float] = QUOTAS
 ) -> Curves:
     """The curves of every layer and head for a text, in one dense pass over it. Float32, on the CPU."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    prose, facts = sampled_blocks(-(-len(document.ids) // BLOCK)), fact_blocks(document.facts)
 
     def look(layer: int, x: AttentionInput) -> None:
         score_BHNM = selector.scores(x, selector.new_state(state_spec(x, layer)), no_phase)
-        found.append(layer_curve(x, score_BHNM, selector.rule, stack.output_weight(layer), quotas))
+        of_layer = selector.rule, stack.output_weight(layer), quotas
+        density_HI, error_HI = layer_curve(x, score_BHNM, *of_layer, prose)
+        fact_error_HI = layer_curve(x, score_BHNM, *of_layer, facts)[1] if facts else error_HI
+        found.append((density_HI, error_HI, fact_error_HI))
 
-    read_densely(stack, embedded(stack, ids), look)
-    density, error = zip(*found, strict=True)
-    return Curves(torch.stack(density).cpu(), torch.stack(error).cpu(), tuple(quotas))
+    read_densely(stack, embedded(stack, document.ids), look)
+    density, error, fact_error = (torch.stack(each).cpu() for each in zip(*found, strict=True))
+    return Curves(density, error, fact_error, tuple(quotas))
 
 
 def layer_curve(
@@ -59,9 +67,9 @@ def layer_curve(
     rule: Rule,
     output_CO: torch.Tensor,
     quotas: Sequence[float],
+    blocks: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """density_HI and error_HI of one layer, float32."""
-    blocks = sampled_blocks(x.query_blocks)
+    """density_HI and error_HI of one layer at these query blocks, float32."""
     kept_IHNM = _kept(score_BHNM[:, :, blocks], blocks, rule, quotas)
     causal_N = torch.tensor(blocks, device=score_BHNM.device) + 1
     density_HI = (kept_IHNM.sum(3) / causal_N).mean(2).T
@@ -81,6 +89,13 @@ def sampled_blocks(count: int) -> list[int]:
     """Query blocks to compare out of `count`: each in the middle of a part of as many causal tiles."""
     parts = (torch.arange(SAMPLED_BLOCKS) + 0.5) / SAMPLED_BLOCKS
     return sorted(set((parts.sqrt() * count).long().tolist()))
+
+
+def fact_blocks(facts: Sequence[range]) -> list[int]:
+    """FACT_BLOCKS of the query blocks in which facts begin, evenly picked; all if there are fewer."""
+    held = sorted({fact.start // BLOCK for fact in facts})
+    count = min(FACT_BLOCKS, len(held))
+    return [held[(2 * n + 1) * len(held) // (2 * count)] for n in range(count)]
 
 
 def _kept(

@@ -19,10 +19,13 @@ from .allocation import allocate
 from .curves import Curves, curves
 from .dense_pass import embedded, read_densely, state_spec
 from .probes import Document
-from .sensitivity import layer_costs
+from .sensitivity import LayerCosts, layer_costs
 
 COSTED_AT = 0.5
 """The quota at which a layer's cost is measured: about that of a mean density of 8% at 128K."""
+
+ANSWER_WEIGHT = 4.0
+"""What the divergence at the tokens of answers counts beside that of the tail."""
 
 GROWTH = 0.4
 """Shorter prompts get a larger share of their tiles: a level of density d, made for the longest documents,
@@ -53,7 +56,7 @@ def method_levels(
         found, costs = [], []
         for number, document in enumerate(documents):
             told(f"{tokens} tokens, document {number + 1} of {len(documents)}: errors of heads")
-            found.append(curves(stack, document.ids, selector_of(costed)))
+            found.append(curves(stack, document, selector_of(costed)))
             told(f"{tokens} tokens, document {number + 1} of {len(documents)}: costs of layers")
             costs.append(layer_costs(stack, document, build(costed)))
         for density in densities:
@@ -96,17 +99,23 @@ def selector_of(method: MethodSpec) -> ScoredSelector:
 
 
 def head_amounts(
-    found: Sequence[Curves], costs: Sequence[torch.Tensor], share: float
+    found: Sequence[Curves], costs: Sequence[LayerCosts], share: float
 ) -> tuple[tuple[float, ...], ...]:
     """The quota of each layer and head so that the mean density over documents is at most `share` and the
-    predictions change least: a head's error counts as much as its layer's errors together cost."""
+    predictions change least: a head's error counts as much as its layer's errors together cost, in the tail
+    where the text is looked at anywhere, in answers where it holds what is asked for."""
     density_LHI = torch.stack([one.density_LHI for one in found]).mean(0)
-    error_LHI = torch.stack([one.error_LHI for one in found]).mean(0)
     quotas = found[0].quotas
-    error_L = error_LHI[..., quotas.index(COSTED_AT)].sum(1)
-    # Where that quota drops nothing, a layer costs nothing, and no quota has an error.
-    weight_L = torch.stack(list(costs)).mean(0) / torch.where(error_L > 0, error_L, 1.0)
-    loss_LHI = error_LHI * weight_L[:, None, None]
+
+    def loss(errors: list[torch.Tensor], costs: list[torch.Tensor]) -> torch.Tensor:
+        error_LHI = torch.stack(errors).mean(0)
+        error_L = error_LHI[..., quotas.index(COSTED_AT)].sum(1)
+        # Where that quota drops nothing, a layer costs nothing, and no quota has an error.
+        weight_L = torch.stack(costs).mean(0) / torch.where(error_L > 0, error_L, 1.0)
+        return error_LHI * weight_L[:, None, None]
+
+    loss_LHI = loss([one.error_LHI for one in found], [one.tail_L for one in costs])
+    loss_LHI += ANSWER_WEIGHT * loss([one.fact_error_LHI for one in found], [one.answer_L for one in costs])
     layers, heads, _ = loss_LHI.shape
     points = [
         list(zip(density_LHI[layer, head].tolist(), loss_LHI[layer, head].tolist(), quotas, strict=True))

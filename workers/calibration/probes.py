@@ -29,8 +29,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
+    """facts: where what is asked for stands among the ids, in order; empty where that is not known."""
+
     ids: list[int]
     questions: list[Question]
+    facts: Sequence[range] = ()
 
 
 class Text:
@@ -65,8 +68,8 @@ class Text:
 def needles(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
     """`count` needles in text, all asked for."""
     found = hay.make_needles(count, rng.getrandbits(32))
-    ids = hidden_in(rng, tokens, [needle.sentence for needle in rng.sample(found, count)], text)
-    return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in found], text))
+    ids, facts = hidden_in(rng, tokens, [needle.sentence for needle in rng.sample(found, count)], text)
+    return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in found], text), facts)
 
 
 def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
@@ -96,20 +99,25 @@ def with_answers(probe: Document) -> tuple[list[int], list[int]]:
     return [token for piece in pieces for token in piece], answers
 
 
-def hidden_in(rng: random.Random, tokens: int, facts: Sequence[str], text: Text) -> list[int]:
-    """Text with each fact after a sentence, in order, evenly spread with jitter; `tokens` tokens in all."""
+def hidden_in(
+    rng: random.Random, tokens: int, facts: Sequence[str], text: Text
+) -> tuple[list[int], list[range]]:
+    """Text with each fact after a sentence, in order, evenly spread with jitter, `tokens` tokens in all; and
+    where each fact stands."""
     encoded = text.encode_all([f" {fact}" for fact in facts])
     room = tokens - sum(map(len, encoded))
     if room < 0:
         raise ValueError(f"{len(facts)} facts take {tokens - room} tokens of a document of {tokens}")
     sentences = text.take(rng, room)
     share = len(sentences) / max(1, len(facts))
-    pieces, last = list[list[int]](), 0
+    ids, places, last = list[int](), list[range](), 0
     for i, fact in enumerate(encoded):
         place = max(last, int((i + rng.random()) * share))
-        pieces += [*sentences[last:place], fact]
+        ids += joined(sentences[last:place])
+        places.append(range(len(ids), len(ids) + len(fact)))
+        ids += fact
         last = place
-    return joined([*pieces, *sentences[last:]])
+    return ids + joined(sentences[last:]), places
 
 
 def questions_of(asked: Iterable[tuple[str, str, str]], text: Text) -> list[Question]:

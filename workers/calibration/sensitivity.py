@@ -10,6 +10,8 @@ Shape suffixes: T tokens, L layers, R rows looked at, V vocabulary, C hidden siz
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ...kernels.build import build
@@ -23,19 +25,22 @@ from .probes import Document, with_answers
 TAIL = 2048
 """Last positions of a document whose predictions are compared."""
 
-ANSWER_WEIGHT = 2.0
-"""What the divergence at the tokens of answers counts beside that of the tail."""
-
 _ROWS = 512
 
 
-@torch.inference_mode()
-def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> torch.Tensor:
-    """cost_L (float64, on the CPU): KL(dense | one layer read with `method`) of the next-token distributions,
-    its mean over the document's tail plus ANSWER_WEIGHT times its mean over the answers' tokens.
+@dataclass(frozen=True)
+class LayerCosts:
+    """KL(dense | one layer read sparsely) of the next-token distributions, float64, on the CPU: its mean over
+    the document's tail and over the answers' tokens, 0 where nothing is asked."""
 
-    The questions with their answers follow the document and are read densely, as a session's are.
-    """
+    tail_L: torch.Tensor
+    answer_L: torch.Tensor
+
+
+@torch.inference_mode()
+def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerCosts:
+    """What reading each layer with `method` costs. The questions with their answers follow the document and
+    are read densely, as a session's are."""
     ids, answers = with_answers(probe)
     tokens = len(probe.ids)
 
@@ -57,9 +62,9 @@ def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> torch.
         after_TC = read_densely(stack, dense_TC, sparse, this)
         changed.append(read_densely(stack, after_TC, dense, others)[rows])
         dense_TC = read_densely(stack, dense_TC, dense, this)
-    weight_R = torch.full((len(rows),), 1 / (len(rows) - len(answers)), dtype=torch.float64)
-    weight_R[len(rows) - len(answers) :] = ANSWER_WEIGHT / max(1, len(answers))
-    return torch.stack([divergence(stack, dense_TC[rows], one_RC) @ weight_R for one_RC in changed])
+    kl_LR = torch.stack([divergence(stack, dense_TC[rows], one_RC) for one_RC in changed])
+    tail = len(rows) - len(answers)
+    return LayerCosts(kl_LR[:, :tail].mean(1), kl_LR[:, tail:].sum(1) / max(1, len(answers)))
 
 
 def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tensor) -> torch.Tensor:

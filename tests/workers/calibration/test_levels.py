@@ -11,6 +11,7 @@ from deltafront.kernels.methods import method_spec
 from deltafront.workers.calibration.curves import QUOTAS, Curves
 from deltafront.workers.calibration.levels import head_amounts, method_levels
 from deltafront.workers.calibration.probes import Document, Question
+from deltafront.workers.calibration.sensitivity import LayerCosts
 from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.model.profile import shaping_options
 
@@ -20,6 +21,10 @@ POOLED = method_spec("block_pool", {"window": 1})
 def made(seed: int, tokens: int) -> Document:
     ids = random.Random(seed).choices(range(199), k=tokens)
     return Document(ids, [Question("it", tuple(ids[5:9]), tuple(ids[9:12]))])
+
+
+def costs(tail: list[float], answer: list[float] | None = None) -> LayerCosts:
+    return LayerCosts(torch.tensor(tail), torch.tensor(answer or [0.0] * len(tail)))
 
 
 def test_levels_are_there_for_each_length_and_density(tiny_stack: LayerStack) -> None:
@@ -53,20 +58,35 @@ def test_heads_get_what_their_layers_cost() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(2, 2, -1)
     error = ((1 - steps) ** 2).expand(2, 2, -1).clone()
-    curves = Curves(density, error, QUOTAS)
-    one, other = head_amounts([curves], [torch.tensor([9.0, 1.0])], 0.6)
+    curves = Curves(density, error, error, QUOTAS)
+    one, other = head_amounts([curves], [costs([9.0, 1.0])], 0.6)
     assert min(one) > max(other)
-    alike = head_amounts([curves, curves], [torch.ones(2), torch.ones(2)], 0.6)
+    asked, unasked = head_amounts([curves], [costs([1.0, 1.0], [9.0, 1.0])], 0.6)
+    assert min(asked) > max(unasked)
+    alike = head_amounts([curves, curves], [costs([1.0, 1.0]), costs([1.0, 1.0])], 0.6)
     assert max(map(max, alike)) - min(map(min, alike)) <= 0.11
     error[0, 1] *= 0.01
-    quiet = head_amounts([curves], [torch.tensor([1.0, 1.0])], 0.6)
+    quiet = head_amounts([curves], [costs([1.0, 1.0])], 0.6)
     assert quiet[0][1] < quiet[0][0]
+
+
+def test_errors_at_facts_count_as_much_as_answers_cost() -> None:
+    steps = torch.linspace(0, 1, len(QUOTAS))
+    density = (0.2 + 0.8 * steps).expand(1, 2, -1)
+    falling = (1 - steps) ** 2
+    prose, facts = torch.stack([falling, 0.01 * falling])[None], torch.stack([0.01 * falling, falling])[None]
+    curves = Curves(density, prose, facts, QUOTAS)
+    ((one, other),) = head_amounts([curves], [costs([1.0], [0.0])], 0.6)
+    assert one > other
+    ((one, other),) = head_amounts([curves], [costs([1.0], [1.0])], 0.6)
+    assert one < other
 
 
 def test_a_layer_that_loses_nothing_keeps_its_least() -> None:
     density = torch.tensor([0.4, *([1.0] * (len(QUOTAS) - 1))]).expand(1, 2, -1)
-    curves = Curves(density, torch.zeros(1, 2, len(QUOTAS)), QUOTAS)
-    assert head_amounts([curves], [torch.zeros(1)], 0.7) == ((0.0, 0.0),)
+    nothing = torch.zeros(1, 2, len(QUOTAS))
+    curves = Curves(density, nothing, nothing, QUOTAS)
+    assert head_amounts([curves], [costs([0.0])], 0.7) == ((0.0, 0.0),)
 
 
 def test_methods_without_amounts_are_refused(tiny_stack: LayerStack) -> None:

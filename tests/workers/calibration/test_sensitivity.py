@@ -13,7 +13,7 @@ from deltafront.kernels.methods import method_spec
 from deltafront.workers.calibration import sensitivity
 from deltafront.workers.calibration.dense_pass import attended, embedded, read_densely
 from deltafront.workers.calibration.probes import Document, Question, with_answers
-from deltafront.workers.calibration.sensitivity import ANSWER_WEIGHT, layer_costs
+from deltafront.workers.calibration.sensitivity import layer_costs
 from deltafront.workers.model.decoder import LayerStack
 
 RNG = random.Random(4)
@@ -51,6 +51,10 @@ def test_a_cost_is_the_divergence_that_one_sparse_layer_makes(
 
         changed = tiny_stack.logits(read_densely(tiny_stack, embedded(tiny_stack, ids), look)).log_softmax(-1)
         kl = (dense.exp() * (dense - changed)).sum(-1).double()
-        expected = kl[len(IDS) - 40 : len(IDS)].mean() + ANSWER_WEIGHT * kl[places].mean()
-        torch.testing.assert_close(found[sparse], expected, rtol=1e-3, atol=1e-9)
-        assert float(found[sparse]) > 0
+        tail, answer = kl[len(IDS) - 40 : len(IDS)].mean(), kl[places].mean()
+        torch.testing.assert_close(found.tail_L[sparse], tail, rtol=1e-3, atol=1e-9)
+        torch.testing.assert_close(found.answer_L[sparse], answer, rtol=1e-3, atol=1e-9)
+        assert float(found.tail_L[sparse]) > 0
+    assert found.answer_L[:-1].min() > 0 and found.answer_L[-1] == 0, "questions are read densely"
+    unasked = layer_costs(tiny_stack, Document(IDS, []), build(STREAMING))
+    assert not unasked.answer_L.any() and unasked.tail_L.min() > 0
