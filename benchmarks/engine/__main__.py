@@ -8,9 +8,9 @@ and ranks as ever. Every start is a row (`ready_cold` where the kernel cache was
 
 Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
 (the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
---prompt-tokens sent together; set prefill.cache_tokens and decode.cache_tokens so that the next has room). Rows
-are printed as they come and merged into --result after each, so that several runs, on several machines, fill
-one file. On a CPU:
+--prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one).
+Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
+fill one file. On a CPU:
 
     … --shape tiny --cases ttft products decode --tokens 4096 --densities 0.5 --decode-tokens 512 --chunk 1024
 """

@@ -34,7 +34,7 @@ class AnchorsOptions(ScoredOptions):
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
     q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
     k_anchors: int = option(32, 8, 32, "key anchors per block", (8, 16, 32))
-    largest: bool = option(True, 0, 1, "score tiles by the query anchor that needs it most, not by their sum")
+    largest: bool = option(False, 0, 1, "score a tile by the query anchor that needs it most")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from .sensitivity import LayerCosts, layer_costs
 COSTED_AT = 0.5
 """The quota at which a layer's cost is measured: about that of a mean density of 8% at 128K."""
 
-ANSWER_WEIGHT = 4.0
+ANSWER_WEIGHT = 2.0
 """What the divergence at the tokens of answers counts beside that of the tail."""
 
 GROWTH = 0.4

@@ -32,7 +32,7 @@ from deltafront.kernels.testing import assert_rows_close, chunk_of, poisoned_emp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, k_anchors=16)
-SUMMED = replace(ANCHORS, largest=False)
+LARGEST = replace(ANCHORS, largest=True)
 POOLED = BlockPoolOptions(tau=0.8)
 THESIS: dict[str, Any] = {
     "k_relax": None,
@@ -47,9 +47,10 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=16)),
     "block_pool": lambda: BlockPoolSelector(POOLED),
     "anchors": lambda: AnchorsSelector(ANCHORS),
-    "anchors_merged": lambda: AnchorsSelector(replace(SUMMED, q_anchors=2, k_anchors=8), **MERGED),
-    "anchors_thesis": lambda: AnchorsSelector(replace(SUMMED, q_anchors=128, k_anchors=128), **THESIS),
-    "anchors_cells": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=4), row_normalised=False),
+    "anchors_merged": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=8), **MERGED),
+    "anchors_thesis": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=128, k_anchors=128), **THESIS),
+    "anchors_largest": lambda: AnchorsSelector(LARGEST),
+    "anchors_largest_cells": lambda: AnchorsSelector(replace(LARGEST, q_anchors=4), row_normalised=False),
 }
 IN_EIGHT_BITS = ("antidiagonal", "antidiagonal_4")
 """Selectors whose products are of 8-bit copies where the inputs have 16 bits; tested on inputs that 8 bits
