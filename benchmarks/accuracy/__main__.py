@@ -12,7 +12,8 @@ teacher-forced, the questions read densely; the density; the time of selection a
 --questions-in-prompt: every question ends a prompt and is read with the method, as a service reads it; then
 its answer densely.
 --decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, how many
-are as full decode's, and as `density` the share of full decode's pages read, all layers counted.
+are as full decode's, and as `density` the share of full decode's pages read, all layers counted; with several
+a table says which are on the Pareto front of share, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
 
@@ -36,6 +37,7 @@ import torch
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
+from deltafront.benchmarks.accuracy.front import front_table, with_front
 from deltafront.benchmarks.accuracy.predictions import perplexity
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
@@ -94,8 +96,10 @@ def main() -> int:
         for outcome in _compare(readers, made, methods, arguments):
             outcomes.append(outcome)
             print(line(outcome), flush=True)
-    found = rows(outcomes, BASELINE)
+    found = with_front(rows(outcomes, BASELINE))
     print(table(found))
+    if arguments.decode:
+        print(f"\n{front_table(found)}")
     if arguments.result:
         result = {
             "hardware": arguments.hardware or _hardware(arguments.device),
