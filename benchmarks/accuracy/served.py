@@ -59,7 +59,7 @@ class Case:
 @dataclass(frozen=True)
 class Answers:
     """One case on one document. tokens: what was answered, in the questions' order. density: of causal tiles
-    in prefill. page_share: of pages that decode read. ttft_s: of reading the document."""
+    in prefill. page_share: of the pages of layers that select. ttft_s: of reading the document."""
 
     case: Case
     document: str
