@@ -23,7 +23,12 @@ from tokenizers import Tokenizer
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
-from deltafront.service.client.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.client.client import (
+    DeltafrontClient,
+    GenerateFinished,
+    PrefillFinished,
+    PromptLike,
+)
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
 from deltafront.workers.calibration import needles as hay
@@ -32,7 +37,7 @@ from deltafront.workers.model import store as model_store
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def read(client: DeltafrontClient, document: str, method: str) -> PrefillFinished:
+def read(client: DeltafrontClient, document: PromptLike, method: str) -> PrefillFinished:
     name, _, given = method.partition(":")
     pairs = [pair.partition("=") for pair in given.split(",") if pair]
     options = {key: float(value) for key, _, value in pairs}

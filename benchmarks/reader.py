@@ -58,10 +58,14 @@ class Reader:
         self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
         self.length = 0
 
-    def read(self, ids: Sequence[int], method: str, chunk: int, tail: int = 1) -> Reading:
-        """Read a document from the start with a prefill method; keep the hidden rows of its `tail` last
-        positions. Raises MethodError for a method that is not known, or that the profile has no level for."""
-        self.length = 0
+    def read(self, ids: Sequence[int], method: str, chunk: int, tail: int = 1, *, after: int = 0) -> Reading:
+        """Read a document with a prefill method; keep the hidden rows of its `tail` last positions. Raises
+        MethodError for a method that is not known, or that the profile has no level for.
+
+        after: a multiple of BLOCK; the first `after` tokens were read before, with the same method, and what
+        comes back is of those behind them alone.
+        """
+        self.length = after
         config, named = self.stack.config, parse_method(method)
         attention = build(named, amounts_for(self._profile, named))
         spec = StateSpec(
@@ -76,7 +80,7 @@ class Reader:
         states = [attention.new_state(replace(spec, layer=layer)) for layer in range(config.layers)]
         timer, coverage = phase_timer(self.stack.device), list[Coverage]()
         tails: list[torch.Tensor] = []
-        for first in range(0, len(ids), chunk):
+        for first in range(after, len(ids), chunk):
 
             def attend(layer: int, q_BHTD: torch.Tensor, start: int = first) -> torch.Tensor:
                 k_BGSD, v_BGSD = self._seen(layer, start + q_BHTD.shape[2])
@@ -99,6 +103,10 @@ class Reader:
 
     def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Append ids, read with full attention, and give the logits_V of the next one."""
+        return self.stack.logits(self.append(ids)[-1:])[0]
+
+    def append(self, ids: Sequence[int]) -> torch.Tensor:
+        """Append ids, read with full attention, and give their hidden_TC."""
         start = self.length
 
         def attend(layer: int, q_BHTD: torch.Tensor) -> torch.Tensor:
@@ -109,8 +117,7 @@ class Reader:
                 seen_TS = torch.ones(rows, start + rows, dtype=torch.bool, device=q_BHTD.device).tril(start)
             return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=seen_TS, enable_gqa=True)
 
-        hidden_TC = self._forward(ids, attend)
-        return self.stack.logits(hidden_TC[-1:])[0]
+        return self._forward(ids, attend)
 
     def document(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k_GSD and v_GSD of what has been read, as views."""

@@ -247,6 +247,28 @@ def levels(result: Result) -> str:
     return markdown(header, rows) + provenance(result, "")
 
 
+def served(result: Result) -> str:
+    """Answers through gRPC; lost and won against the first row."""
+    header = (
+        "case", "method", "decode", "tokens", "density", "pages", "exact", "lost, won; p", "same answers",
+    )  # fmt: skip
+    rows = [
+        [
+            row["case"],
+            f"`{row['method']}`",
+            row["decode"],
+            row["tokens"],
+            f"{row['density']:.3f}",
+            f"{row['page_share']:.3f}",
+            f"{row['exact']} of {row['questions']}",
+            f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}",
+            row["same"],
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(header, rows) + provenance(result, "")
+
+
 def engine(result: Result) -> str:
     """A line for each row; where it stands beside the value, the commit that it is of."""
     header = ("case", "tokens", "prefill GPUs", "density", "value", "decode on", "where it went, s", "commit")
@@ -304,6 +326,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "long_context_h200": (long_context, ("long_context_h200",)),
     "accuracy_rules_h200": (accuracy, ("accuracy_rules_h200",)),
     "accuracy_h200": (levels, ("accuracy_h200",)),
+    "accuracy_served_cpu": (served, ("accuracy_served_cpu",)),
     "precision_h200": (precision, ("precision_h200",)),
     "engine_h200": (engine, ("engine_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),

@@ -9,8 +9,11 @@ a length and task is taken from text i (in turn) and a seed of its own, and is r
 with every method. For each: KL(dense | method) of the next-token distributions over the document's last
 2,048 positions and their perplexity; the log-probability and exactness of every question's right answer,
 teacher-forced, the questions read densely; the density; the time of selection and attention in all layers.
+--questions-in-prompt: every question ends a prompt and is read with the method, as a service reads it; then
+its answer densely.
 --decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, how many
-are as full decode's, and as `density` the share of full decode's pages read, all layers counted.
+are as full decode's, and as `density` the share of full decode's pages read, all layers counted; with several
+a table says which are on the Pareto front of share, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
 
@@ -34,8 +37,15 @@ import torch
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
+from deltafront.benchmarks.accuracy.front import front_table, with_front
 from deltafront.benchmarks.accuracy.predictions import perplexity
-from deltafront.benchmarks.accuracy.questions import Answered, ask, ask_one_by_one, by_subject
+from deltafront.benchmarks.accuracy.questions import (
+    Answered,
+    ask,
+    ask_in_prompt,
+    ask_one_by_one,
+    by_subject,
+)
 from deltafront.benchmarks.accuracy.report import Outcome, line, missed, parse_gate, rows, table
 from deltafront.benchmarks.accuracy.tasks import TASKS
 from deltafront.benchmarks.harness import commit_of
@@ -86,8 +96,10 @@ def main() -> int:
         for outcome in _compare(readers, made, methods, arguments):
             outcomes.append(outcome)
             print(line(outcome), flush=True)
-    found = rows(outcomes, BASELINE)
+    found = with_front(rows(outcomes, BASELINE))
     print(table(found))
+    if arguments.decode:
+        print(f"\n{front_table(found)}")
     if arguments.result:
         result = {
             "hardware": arguments.hardware or _hardware(arguments.device),
@@ -149,8 +161,11 @@ def _compare(
         reading = reader.read(ids, method, arguments.chunk, len(tail))
         dense = reading if dense is None else dense
         kl_T = divergence(reader.stack, dense.tail_TC, reading.tail_TC)
-        answers = ask(reader, questions)
-        if case == BASELINE and questions:
+        if arguments.questions_in_prompt:
+            answers = ask_in_prompt(reader, ids, questions, method, arguments.chunk)
+        else:
+            answers = ask(reader, questions)
+        if case == BASELINE and questions and not arguments.questions_in_prompt:
             _check(reader, questions[0], answers[0])
         yield _outcome(
             made,
@@ -234,6 +249,7 @@ def _arguments() -> argparse.Namespace:
     add("--tasks", type=_task, nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
     add("--methods", nargs="+", default=["dpxa"])
     add("--decode", nargs="+", default=[], metavar="LAYERS:BUDGET[:RECENCY]")
+    add("--questions-in-prompt", action="store_true", help="each ends a prompt, instead of a session's")
     add("--decode-questions", type=int, default=40)
     add("--gate", nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…")
     add("--tail", type=int, default=2048, help="last positions whose distributions are compared")
@@ -245,7 +261,10 @@ def _arguments() -> argparse.Namespace:
     add("--result", type=Path)
     add("--hardware", default="", help="what it ran on, for the record")
     add("--commit", help="recorded instead of git's answer, where there is no git")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.questions_in_prompt and arguments.decode:
+        parser.error("--questions-in-prompt: --decode answers questions that are appended to a session")
+    return arguments
 
 
 def _counted_lengths(given: str) -> tuple[int, int]:

@@ -16,8 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from deltafront.benchmarks.accuracy.predictions import predicted
-from deltafront.benchmarks.reader import Reader
+from deltafront.benchmarks.reader import Reader, parse_method
+from deltafront.kernels.methods import resume_step
 from deltafront.workers.calibration.probes import Question
+
+READ_AGAIN = 512
+"""Tokens of a document that are read again, at least, for each question that ends its prompt: what a method
+does to a prompt's last rows lies within them."""
 
 ROWS = 4096
 """Rows of one pass, unless a single question has more."""
@@ -61,6 +66,32 @@ def ask_one_by_one(reader: Reader, question: Question) -> tuple[float, bool]:
         logits_V = reader.next_logits([token])
     reader.length = before
     return logp, exact
+
+
+@torch.inference_mode()
+def ask_in_prompt(
+    reader: Reader, ids: Sequence[int], questions: Sequence[Question], method: str, chunk: int
+) -> list[Answered]:
+    """The same where each question ends the prompt of the document `ids`, and so is read with the method.
+
+    The reader has just read the document with it; of every prompt only the end is read again, since what
+    stands before is the same (all of it for a method that cannot go on from keys, or that is dense for the
+    document alone). Answers are read densely, as decode does.
+    """
+    named = parse_method(method)
+    step, short = resume_step(named), named.values.get("min_tokens", 0)
+    before = max(0, len(ids) - READ_AGAIN) // step * step if step else 0
+    answered = []
+    for question in questions:
+        prompt = [*ids, *question.prompt]
+        after = 0 if len(ids) <= short < len(prompt) else before
+        last_1C = reader.read(prompt, method, chunk, after=after).tail_TC
+        rows_AC = torch.cat([last_1C, reader.append(question.gold[:-1])]) if question.gold[1:] else last_1C
+        logp_A, best_A = predicted(reader.stack, rows_AC, torch.tensor(question.gold))
+        exact = best_A.tolist() == list(question.gold)
+        answered.append(Answered(float(logp_A.sum()), exact, int(best_A[0]), float(logp_A[0])))
+    reader.length = len(ids)
+    return answered
 
 
 def by_subject(questions: Sequence[Question], answers: Sequence[Answered]) -> dict[str, tuple[float, bool]]:

@@ -56,6 +56,9 @@ def calibrate_command(
     length: Annotated[list[int], typer.Option(help="Tokens of prompts that levels are for.")] = [],  # noqa: B006
     method: Annotated[str, typer.Option(help="Whose levels: a method that ranks tiles by a score.")] = "dpxa",
     option: Annotated[list[str], typer.Option(help="NAME=NUMBER of the method.")] = [],  # noqa: B006
+    allocation: Annotated[
+        str, typer.Option(help="Of levels' tiles to heads: marginal, or threshold as in XAttention's paper.")
+    ] = "marginal",
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -72,6 +75,8 @@ def calibrate_command(
         fail(f"--profile {profile}: there is no directory {profile.parent}")  # before the work, not after
     if density and (profile is None or not length):
         fail("--density needs --length and --profile: levels are kept in a profile")
+    if allocation not in ("marginal", "threshold"):
+        fail(f"--allocation {allocation}: must be marginal or threshold")
     try:
         directory = model_directory(model)
         kind = cast(Dtype, dtype)  # checked when it loads
@@ -95,15 +100,18 @@ def calibrate_command(
         chosen = {"delta_layers": found.delta_layers, **selection}
         levels: tuple[MethodLevels, ...] = ()
         if density:
-            from ...workers.calibration.levels import method_levels
+            from ...workers.calibration.levels import Allocation, method_levels
 
-            levels = (method_levels(stack, probes, asked, density, lambda what: err.print(f"{what} …")),)
+            how = cast(Allocation, allocation)  # checked above
+            levels = (method_levels(stack, probes, asked, density, lambda what: err.print(f"{what} …"), how),)
         if profile is not None:
             longest = max(found.tokens[0], *length, 0)
             own = ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec))
             texts = tuple(ProfiledText.of(content, longest) for content in contents)
             pages = DecodePages.model_validate({**chosen, "page_budget": serving_budget or budget})
-            Profile(format=1, model=own, texts=texts, prefill=levels, decode=pages).write(profile)
+            figures = {"allocation": allocation} if levels else {}
+            whole = Profile(format=1, model=own, texts=texts, prefill=levels, decode=pages, figures=figures)
+            whole.write(profile)
     except (ModelError, MethodError, ValueError) as error:
         fail(str(error))
     if json:

@@ -1,8 +1,9 @@
 """`deltafront size`: GPUs and memory for a model at given context lengths, before anything is started.
 
-Counted as the workers allocate: weights by `ModelConfig.weights`, K/V in pages of PAGE_TOKENS tokens, a group
-of prefill stages that hold their layers' share of both, decode workers that hold the whole model each. What
-is not counted one by one (CUDA itself, a chunk's activations, selection state) is a flat reserve per process.
+Counted as the workers allocate: weights, in 8 bits where `model.quantisation` has them so, K/V in pages of
+PAGE_TOKENS tokens, a group of prefill stages that hold their layers' share of both, decode workers that hold
+the whole model each. What is not counted one by one (CUDA itself, a chunk's activations, selection state) is
+a flat reserve per process.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from rich.table import Table
 
 from ...workers.kv.page_pool import PAGE_TOKENS, pages_for
 from ...workers.model.config import ModelConfig, ModelError, RopeConfig, read_config
-from ...workers.settings import Dtype
+from ...workers.settings import Dtype, Quantisation
 from .terminal import fail
 
 GIB = 1 << 30
 DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+FACTOR_BYTES = 4
+"""Of the factor that each output channel of an 8-bit matrix has."""
 RESERVE_GIB = 8.0
 """Per process on a GPU: the CUDA context and NCCL (about 1 GiB), a chunk of 16,384 tokens in the feed-forward
 (3 GiB for 70B), what tile selection keeps (2.9 GiB at 524,288 tokens: docs/figures.md), CUDA graphs."""
@@ -59,6 +62,7 @@ class Sizing:
     """
 
     model: str
+    quantisation: Quantisation | None
     tokens: int
     concurrency: int
     gpu_gib: float
@@ -84,21 +88,44 @@ class Sizing:
         return self.stages + self.decode_workers
 
 
-def stage_bytes(model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype) -> int:
+def weight_bytes(
+    model: ModelConfig,
+    layers: int,
+    dtype: Dtype,
+    quantisation: Quantisation | None,
+    *,
+    embedding: bool = True,
+    head: bool = True,
+) -> int:
+    """Weights of so many layers and the ends asked for. In 8 bits are the layers' matrices alone, with a
+    factor for each output channel."""
+    size = DTYPE_BYTES[dtype]
+    plain = model.weights(layers, embedding=embedding, head=head) * size
+    if quantisation is None:
+        return plain
+    channels = (model.q_heads + 2 * model.kv_heads) * model.head_dim
+    channels += 2 * model.hidden + 2 * model.intermediate
+    return plain - layers * (model.layer_matrices * (size - 1) - channels * FACTOR_BYTES)
+
+
+def stage_bytes(
+    model: ModelConfig, stages: int, cache_tokens: int, dtype: Dtype, kind: Quantisation | None = None
+) -> int:
     """Weights and K/V of the fullest of `stages` prefill stages, each with room for cache_tokens tokens.
-    Raises ModelError for more stages than layers."""
-    room = pages_for(cache_tokens) * PAGE_TOKENS
-    values = (
-        model.weights(len(layers), embedding=stage == 0, head=stage == stages - 1)
+    kind: of quantisation. Raises ModelError for more stages than layers."""
+    room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
+    return max(
+        weight_bytes(model, len(layers), dtype, kind, embedding=stage == 0, head=stage == stages - 1)
         + room * model.kv_values(len(layers))
         for stage, layers in enumerate(model.split(stages))
     )
-    return max(values) * DTYPE_BYTES[dtype]
 
 
-def decode_bytes(model: ModelConfig, cache_tokens: int, dtype: Dtype) -> int:
+def decode_bytes(
+    model: ModelConfig, cache_tokens: int, dtype: Dtype, quantisation: Quantisation | None = None
+) -> int:
     """Weights and K/V of a decode worker."""
-    return stage_bytes(model, 1, cache_tokens, dtype)
+    return stage_bytes(model, 1, cache_tokens, dtype, quantisation)
 
 
 def sizing(
@@ -109,23 +136,28 @@ def sizing(
     gpu_gib: float,
     *,
     dtype: Dtype = "bfloat16",
+    quantisation: Quantisation | None = None,
     stages: int | None = None,
     reserve_gib: float = RESERVE_GIB,
 ) -> Sizing:
-    """Raises ModelError for more stages than layers, ValueError naming what is not positive."""
+    """Raises ModelError for more stages than layers, ValueError naming what is not positive, or a
+    quantisation that does not go with the dtype."""
     for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
         if value <= 0:
             raise ValueError(f"{key} = {value}: must be above 0")
+    if quantisation is not None and DTYPE_BYTES[dtype] != 2:
+        raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
     room = int((gpu_gib - reserve_gib) * GIB)
     size = DTYPE_BYTES[dtype]
-    weights = model.weights(model.layers) * size
+    weights = weight_bytes(model, model.layers, dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * model.kv_values(model.layers) * size
     contexts = min(max(room - weights, 0) // kv, concurrency)
     tried = range(1, model.layers + 1) if stages is None else (stages,)
-    needs = {count: stage_bytes(model, count, tokens, dtype) for count in tried}
+    needs = {count: stage_bytes(model, count, tokens, dtype, quantisation) for count in tried}
     found = next((count for count, need in needs.items() if need <= room), None)
     return Sizing(
         model=name,
+        quantisation=quantisation,
         tokens=tokens,
         concurrency=concurrency,
         gpu_gib=gpu_gib,
@@ -150,7 +182,7 @@ def row(found: Sizing) -> list[str]:
     """A line under HEADER: K/V and pages of one context, prefill as stages × GiB, decode as workers × GiB."""
     workers, stage, decode = found.decode_workers, found.stage_bytes / GIB, found.decode_bytes / GIB
     return [
-        found.model,
+        found.model if found.quantisation is None else f"{found.model}, {found.quantisation}",
         f"{found.tokens:,}",
         str(found.concurrency),
         f"{found.gpu_gib:g}",
@@ -171,15 +203,21 @@ def size_command(
     gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
     stages: Annotated[int | None, typer.Option(help="Prefill stages (as few as fit).")] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(Dtype))}.")] = "bfloat16",
+    quantisation: Annotated[
+        str | None, typer.Option(help=f"As model.quantisation: {', '.join(get_args(Quantisation))}.")
+    ] = None,
     reserve_gib: Annotated[float, typer.Option(help="Kept free on each GPU.")] = RESERVE_GIB,
     json: Annotated[bool, typer.Option("--json", help="One line of JSON for each.")] = False,
 ) -> None:
     """How many GPUs, and what is in their memory, for a model at given context lengths."""
     if dtype not in DTYPE_BYTES:
         fail(f"--dtype {dtype}: must be one of {', '.join(DTYPE_BYTES)}")
+    if quantisation is not None and quantisation not in get_args(Quantisation):
+        fail(f"--quantisation {quantisation}: must be one of {', '.join(get_args(Quantisation))}")
     try:
         found = [
-            sizing(name, _shape(name), one, concurrency, gpu_gib, dtype=cast(Dtype, dtype), stages=stages,
+            sizing(name, _shape(name), one, concurrency, gpu_gib, dtype=cast(Dtype, dtype),
+                   quantisation=cast(Quantisation | None, quantisation), stages=stages,
                    reserve_gib=reserve_gib)
             for name in models or SHAPES
             for one in tokens

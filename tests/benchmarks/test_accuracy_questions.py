@@ -15,6 +15,7 @@ from deltafront.benchmarks.accuracy.predictions import perplexity
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
     ask,
+    ask_in_prompt,
     ask_one_by_one,
     attend_appended,
     by_subject,
@@ -84,6 +85,38 @@ def test_all_at_once_is_as_one_by_one(
         assert answer.logp == pytest.approx(logp, abs=1e-4)
         assert answer.exact == exact
     assert reader.length == TOKENS
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dense",
+        "block_pool:tau=0.5,min_tokens=0",
+        "dpxa:tau=0.3,window=1,min_tokens=0",
+        "dpxa:tau=0.3,window=1,min_tokens=410",
+    ],
+)
+def test_a_question_in_the_prompt_is_read_with_the_method(
+    reader: Reader, asked: list[Question], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As whole prompts give it, of which nothing is read before."""
+    monkeypatch.setattr(batched, "READ_AGAIN", 40)
+    document = ids(TOKENS, 1)
+    with torch.inference_mode():
+        reader.read(document, method, 128)
+    answers = ask_in_prompt(reader, document, asked, method, 128)
+    assert reader.length == TOKENS
+    for question, answer in zip(asked, answers, strict=True):
+        with torch.inference_mode():
+            tail_TC = reader.read([*document, *question.prompt], method, 512).tail_TC
+            logits = [reader.stack.logits(tail_TC)[0], *map(reader.next_logits, [[t] for t in question.gold])]
+        best = [int(logits_V.argmax()) for logits_V in logits[:-1]]
+        assert (answer.exact, answer.first) == (best == list(question.gold), best[0])
+        golds = zip(logits, question.gold, strict=False)
+        logp = sum(float(logits_V.log_softmax(-1)[token]) for logits_V, token in golds)
+        assert answer.logp == pytest.approx(logp, abs=1e-4)
+    with torch.inference_mode():
+        reader.read(document, "dense", 128)
 
 
 def test_merged_attention_is_attention() -> None:

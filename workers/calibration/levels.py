@@ -6,6 +6,7 @@ Shape suffixes as in `curves.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,10 @@ from .curves import Curves, curves
 from .dense_pass import embedded, read_densely, state_spec
 from .probes import Document
 from .sensitivity import LayerCosts, layer_costs
+from .thresholds import adjusted_quotas
+
+Allocation = Literal["marginal", "threshold"]
+"""How heads get their quotas: by marginal gain (`allocation.py`) or as XAttention does (`thresholds.py`)."""
 
 COSTED_AT = 0.5
 """The quota at which a layer's cost is measured: about that of a mean density of 8% at 128K."""
@@ -40,6 +45,7 @@ def method_levels(
     method: MethodSpec,
     densities: Sequence[float],
     told: Told = lambda _what: None,
+    allocation: Allocation = "marginal",
 ) -> MethodLevels:
     """Levels of these densities for each length of document. Every document is read densely once for each of
     the model's layers, and once more; `told` is called with what is being done.
@@ -62,9 +68,9 @@ def method_levels(
         for density in densities:
             share = min(1.0, density * (max(probes) / tokens) ** GROWTH)
             told(f"{tokens} tokens: amounts for a density of {share:.3f}")
-            amounts = head_amounts(found, costs, share)
+            amounts = head_amounts(found, costs, share, allocation)
             really = realised(stack, documents, costed, amounts)
-            amounts = head_amounts(found, costs, share * min(1.0, share / really))
+            amounts = head_amounts(found, costs, share * min(1.0, share / really), allocation)
             levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=amounts))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
 
@@ -99,7 +105,10 @@ def selector_of(method: MethodSpec) -> ScoredSelector:
 
 
 def head_amounts(
-    found: Sequence[Curves], costs: Sequence[LayerCosts], share: float
+    found: Sequence[Curves],
+    costs: Sequence[LayerCosts],
+    share: float,
+    allocation: Allocation = "marginal",
 ) -> tuple[tuple[float, ...], ...]:
     """The quota of each layer and head so that the mean density over documents is at most `share` and the
     predictions change least: a head's error counts as much as its layer's errors together cost, in the tail
@@ -117,10 +126,10 @@ def head_amounts(
     loss_LHI = loss([one.error_LHI for one in found], [one.tail_L for one in costs])
     loss_LHI += ANSWER_WEIGHT * loss([one.fact_error_LHI for one in found], [one.answer_L for one in costs])
     layers, heads, _ = loss_LHI.shape
-    points = [
-        list(zip(density_LHI[layer, head].tolist(), loss_LHI[layer, head].tolist(), quotas, strict=True))
-        for layer in range(layers)
-        for head in range(heads)
-    ]
-    chosen = allocate(points, share)
+    density_HI, loss_HI = density_LHI.flatten(0, 1), loss_LHI.flatten(0, 1)
+    if allocation == "threshold":
+        chosen = adjusted_quotas(density_HI, loss_HI, quotas, share)
+    else:
+        curves_of = zip(density_HI.tolist(), loss_HI.tolist(), strict=True)
+        chosen = allocate([list(zip(*curve, quotas, strict=True)) for curve in curves_of], share)
     return tuple(tuple(chosen[heads * layer : heads * (layer + 1)]) for layer in range(layers))

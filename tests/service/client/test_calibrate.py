@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from deltafront.service.client.calibrate import calibrate_command
 from deltafront.workers.calibration.pages import calibrate
 from deltafront.workers.calibration.probes import Document
+from deltafront.workers.calibration.thresholds import ADJUSTMENTS, FACTOR, START
 from deltafront.workers.model.decoder import load_model
 from deltafront.workers.model.profile import ProfileError, load_profile
 from deltafront.workers.settings import ModelSpec
@@ -113,6 +114,27 @@ def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path
     assert "600 tokens, document 1 of 1" in done.stderr
 
 
+def test_levels_by_xattentions_thresholds_say_so(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
+    pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
+    level = ("--density", 0.9, "--length", 600, "--method", "block_pool", "--option", "window=1")
+    profiles = []
+    for allocation in ("marginal", "threshold"):
+        path = tmp_path / f"{allocation}.json"
+        given = ("--allocation", allocation, "--profile", path)
+        done = run(model, "--text", tmp_path / "one.txt", *pages, *level, *given)
+        assert done.exit_code == 0, done.output
+        profiles.append(load_profile(ModelSpec(str(model), profile=str(path))))
+    marginal, threshold = profiles
+    assert marginal is not None and threshold is not None
+    assert marginal.figures == {"allocation": "marginal"}
+    assert threshold.figures == {"allocation": "threshold"}
+    of_paper = {round(START * FACTOR**step, 6) for step in range(ADJUSTMENTS + 1)}
+    amounts = [amount for row in threshold.prefill[0].levels[0].amounts for amount in row]
+    assert set(amounts) <= of_paper
+    assert marginal.prefill[0].levels[0].amounts != threshold.prefill[0].levels[0].amounts
+
+
 def test_layers_are_searched_by_what_answers_lose(model: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(PROSE.replace("call", ". Call") * 2)
     options = ("--budget", 6, "--recency", 2, "--tokens", 900, "--questions", 2, "--full-layer", 0)
@@ -130,6 +152,7 @@ def test_layers_are_searched_by_what_answers_lose(model: Path, tmp_path: Path) -
     ("change", "message"),
     [
         ({"--density": 0.1}, "--density needs --length and --profile"),
+        ({"--allocation": "even"}, "--allocation even: must be marginal or threshold"),
         ({"--option": "sink"}, "--option sink: give NAME=NUMBER"),
         ({"--option": "depth=3"}, "dpxa has no option 'depth'"),
         ({"--method": "deep"}, "unknown attention method 'deep'"),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import torch
 
 from deltafront.service.client import size
 from deltafront.service.client.size import GIB, SHAPES, sizing
-from deltafront.workers.model.config import ModelError
-from deltafront.workers.settings import Dtype
+from deltafront.workers.model.config import ModelError, read_config
+from deltafront.workers.model.weights import read_stack
+from deltafront.workers.settings import Dtype, Quantisation
 
 from ...workers.tiny_model import HIDDEN, make_tiny_model
 from .test_cli import run
@@ -58,6 +62,53 @@ def test_more_stages_hold_less_each_and_a_part_of_a_page_is_a_page() -> None:
     assert size.decode_bytes(model, 17, "bfloat16") == size.decode_bytes(model, 32, "bfloat16")
     halves = size.decode_bytes(model, 32, "float32") / size.decode_bytes(model, 32, "bfloat16")
     assert halves == 2
+
+
+def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) -> None:
+    """Counted in the tensors of a model that is loaded."""
+    directory = make_tiny_model(tmp_path / "tiny")
+    config = read_config(directory)
+
+    def loaded(quantisation: Quantisation | None) -> int:
+        weights = read_stack(
+            directory,
+            config,
+            range(config.layers),
+            embedding=True,
+            head=True,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            quantisation=quantisation,
+        )
+        return sum(tensor.nbytes for tensor in {id(one): one for one in _tensors(weights)}.values())
+
+    for kind in (None, *get_args(Quantisation)):
+        assert size.weight_bytes(config, config.layers, "bfloat16", kind) == loaded(kind)
+
+
+def _tensors(held: Any) -> Iterator[torch.Tensor]:
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for one in held:
+            yield from _tensors(one)
+    elif dataclasses.is_dataclass(held):
+        yield from _tensors(list(vars(held).values()))
+
+
+def test_fp8_halves_layers_and_leaves_ends_and_cache() -> None:
+    plain, fp8 = (sizing("8b", SHAPES["8b"], 131_072, 1, 80, quantisation=kind) for kind in (None, "fp8"))
+    ends = 2 * (2 * 128_256 + 1) * 4096
+    assert fp8.weight_bytes - ends == pytest.approx((plain.weight_bytes - ends) / 2, rel=1e-3)
+    assert fp8.kv_bytes == plain.kv_bytes and size.row(fp8)[0] == "8b, fp8"
+    done = run("size", "8b", "--tokens", 131_072, "--json", "--quantisation", "fp8")
+    assert json.loads(done.stdout)["weight_bytes"] == fp8.weight_bytes
+    for options, problem in (
+        (("--quantisation", "int4"), "--quantisation int4: must be one of fp8"),
+        (("--quantisation", "fp8", "--dtype", "float32"), "fp8 goes with a dtype of 16 bits, not float32"),
+    ):
+        failed = run("size", "8b", *options)
+        assert failed.exit_code == 1 and problem in failed.stderr
 
 
 def test_every_dtype_has_a_size() -> None:

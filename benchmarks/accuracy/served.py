@@ -1,0 +1,212 @@
+"""Exact answers through gRPC: every case on the same documents, paired with dense attention and full decode.
+
+    python -m deltafront.benchmarks.accuracy.served [--config deploy/config/demo.yaml] [--documents 3]
+
+Starts the service of --config. Each document, needles in text, is read once with every prefill method and
+kept as a session; the questions are appended to it as tokens and answered greedily, several at once. A case
+NAME=METHOD[@full|delta] is a prefill method with its options and the page selection of decode; the first one
+is what the others are compared with. An answer is exact if its tokens are the right answer's. Prints a line
+for each case and document and a table; writes the JSON named by --result: questions lost and won, the exact
+sign test, and how many answers are the first case's token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from deltafront.benchmarks import DEMO_TEXT
+from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, sign_test
+from deltafront.benchmarks.accuracy.report import Row
+from deltafront.benchmarks.accuracy.tasks import TASKS
+from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.long_context import read
+from deltafront.benchmarks.reader import load_tokenizer
+from deltafront.benchmarks.tables import RESULTS, ROOT, served
+from deltafront.service.client.client import DeltafrontClient, GenerateFinished
+from deltafront.service.client.server_process import LocalService
+from deltafront.service.config import load
+from deltafront.workers.calibration.probes import Document, Question, Text
+from deltafront.workers.messages.events import Token
+
+CASES = (
+    "dense=dense",
+    "dpxa_default=dpxa",
+    "dpxa_density=dpxa:density=0.08",
+    "delta_default=dense@delta",
+    "all_defaults=dpxa@delta",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """method: as in `reader.parse_method`. selection: `full` or `delta`, of decode's pages."""
+
+    name: str
+    method: str
+    selection: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One case on one document. tokens: what was answered, in the questions' order. density: of causal tiles
+    in prefill. page_share: of the pages of layers that select. ttft_s: of reading the document."""
+
+    case: Case
+    document: str
+    prompt_tokens: int
+    golds: Sequence[tuple[int, ...]]
+    tokens: Sequence[tuple[int, ...]]
+    density: float
+    page_share: float
+    ttft_s: float
+
+    @property
+    def exact(self) -> list[bool]:
+        return [given == gold for given, gold in zip(self.tokens, self.golds, strict=True)]
+
+
+def parse_case(given: str) -> Case:
+    """`NAME=METHOD`, `NAME=METHOD@delta`. Raises ValueError."""
+    name, _, rest = given.partition("=")
+    method, _, selection = rest.partition("@")
+    if not name or not method or selection not in ("", "full", "delta"):
+        raise ValueError(f"no case {given!r}: NAME=METHOD or NAME=METHOD@full or NAME=METHOD@delta")
+    return Case(name, method, selection or "full")
+
+
+def answers(
+    client: DeltafrontClient, name: str, document: Document, cases: Sequence[Case], at_once: int
+) -> list[Answers]:
+    """What the service answers to the document's questions in each case; read once for each method."""
+    found, golds = [], [question.gold for question in document.questions]
+    for method, of_method in groupby(sorted(cases, key=lambda case: case.method), lambda case: case.method):
+        reading = read(client, document.ids, method)
+        session = reading.session.session_id
+        for case in of_method:
+
+            def asked(question: Question, selection: str = case.selection, session: str = session) -> _Answer:
+                return _ask(client, session, question, selection)
+
+            with ThreadPoolExecutor(at_once) as pool:
+                given = list(pool.map(asked, document.questions))
+            tokens, shares = zip(*given, strict=True)
+            density, ttft = reading.density.mean, reading.timings.ttft_seconds
+            share = statistics.mean(shares)
+            prompt = reading.usage.prompt_tokens
+            found.append(Answers(case, name, prompt, golds, tokens, density, share, ttft))
+            print(f"{name} {case.name}: {sum(found[-1].exact)} of {len(golds)}, {ttft:.1f} s", flush=True)
+        client.release(session)
+    return found
+
+
+_Answer = tuple[tuple[int, ...], float]
+
+
+def _ask(client: DeltafrontClient, session: str, question: Question, selection: str) -> _Answer:
+    """As many tokens as the right answer has, and the share of pages read."""
+    tokens: list[int] = []
+    for event in client.generate(
+        session_id=session,
+        append=question.prompt,
+        max_tokens=len(question.gold),
+        ignore_eos=True,
+        page_selection=selection,
+    ):
+        if isinstance(event, Token):
+            tokens.append(event.token_id)
+        elif isinstance(event, GenerateFinished):
+            return tuple(tokens), event.page_share
+    raise RuntimeError("Generate ended without a finish event")
+
+
+def rows(found: Sequence[Answers], cases: Sequence[Case]) -> list[Row]:
+    """A row for each case over its documents, paired with the first case."""
+    of = {case: [one for one in found if one.case == case] for case in cases}
+    return [_row(case, of[case], of[cases[0]]) for case in cases]
+
+
+def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
+    pairs = list(zip(mine, base, strict=True))
+    exacts = [exact for one in mine for exact in one.exact]
+    base_exacts = [exact for one in base for exact in one.exact]
+    names = [f"{one.document} question {i}" for one in mine for i in range(len(one.golds))]
+    changed = changes(base_exacts, exacts)
+    interval = bootstrap_ratio([(sum(one.exact), sum(other.exact)) for one, other in pairs])
+    return {
+        "case": case.name,
+        "method": case.method,
+        "decode": case.selection,
+        "tokens": max(one.prompt_tokens for one in mine),
+        "documents": len(mine),
+        "density": round(statistics.mean(one.density for one in mine), 4),
+        "page_share": round(statistics.mean(one.page_share for one in mine), 4),
+        "ttft_s": round(statistics.median(one.ttft_s for one in mine), 2),
+        "questions": len(exacts),
+        "exact": sum(exacts),
+        "exact_dense": sum(base_exacts),
+        "lost": [names[i] for i in changed.lost],
+        "won": [names[i] for i in changed.won],
+        "p": round(sign_test(len(changed.lost), len(changed.won)), 4),
+        "ratio_95": interval and [round(bound, 4) for bound in interval],
+        "same": sum(a == b for one, other in pairs for a, b in zip(one.tokens, other.tokens, strict=True)),
+    }
+
+
+def main() -> None:
+    arguments = _arguments()
+    model = load(arguments.config).model.path
+    tokenizer = load_tokenizer(model)
+
+    def encode_all(texts: Sequence[str]) -> list[list[int]]:
+        return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    text, found = Text(arguments.text.read_text(encoding="utf-8"), encode_all), list[Answers]()
+    with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
+        for index in range(arguments.documents):
+            rng = random.Random(f"{arguments.seed} needles {arguments.tokens} {index}")
+            document = TASKS["needles"](rng, arguments.tokens, arguments.questions, text)
+            name = f"{arguments.text.stem}-{index}"
+            found += answers(client, name, document, arguments.cases, arguments.at_once)
+    result = {
+        "hardware": arguments.hardware or f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "commit": commit_of(ROOT),
+        "note": arguments.note,
+        "rows": rows(found, arguments.cases),
+    }
+    arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+    print(served(result))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m deltafront.benchmarks.accuracy.served",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, default=ROOT / "deploy" / "config" / "demo.yaml")
+    add("--text", type=Path, default=DEMO_TEXT)
+    add("--tokens", type=int, default=8192, help="of a document")
+    add("--documents", type=int, default=3)
+    add("--questions", type=int, default=16, help="needles in a document, all asked for")
+    add("--cases", type=parse_case, nargs="+", default=[*map(parse_case, CASES)], metavar="NAME=METHOD")
+    add("--at-once", type=int, default=8, help="questions under way")
+    add("--seed", type=int, default=3)
+    add("--result", type=Path, default=RESULTS / "accuracy_served_cpu.json")
+    add("--hardware", default="", help="what it ran on, for the record")
+    add("--note", default="", help="for the record")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

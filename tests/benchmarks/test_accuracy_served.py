@@ -1,0 +1,85 @@
+"""Answers through gRPC: what is asked of the client, and the rows that come of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from deltafront.benchmarks.accuracy.served import Answers, answers, parse_case, rows
+from deltafront.benchmarks.tables import served
+from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, Timings
+from deltafront.workers.calibration.probes import Document, Question
+from deltafront.workers.messages.events import FinishReason, Session, Token, Usage
+
+CASES = [parse_case(one) for one in ("dense=dense", "sparse=dpxa:tau=0.5", "pages=dpxa:tau=0.5@delta")]
+QUESTIONS = [Question(f"q{i}", (i, 7), (i, i + 1)) for i in range(3)]
+TIMINGS = Timings(2.0, {}, [], 2.0)
+
+
+class FakeClient:
+    """Right after dense prefill; after another, question 1 is wrong, and with selected pages 2 too."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[str, dict[str, float]]] = []
+        self.held = set[str]()
+
+    def prefill(
+        self, prompt: Sequence[int], *, method: str, options: dict[str, float], session_ttl_s: float
+    ) -> Iterator[PrefillFinished]:
+        assert not self.held, "a document is read anew only when no session holds it"
+        self.read.append((method, options))
+        self.held.add(method)
+        density = Density(method, 1.0 if method == "dense" else 0.25)
+        yield PrefillFinished(
+            Session(method, time.time() + session_ttl_s, len(prompt)),
+            Usage(len(prompt), 0),
+            TIMINGS,
+            density,
+            "",
+        )
+
+    def generate(
+        self,
+        *,
+        session_id: str,
+        append: Sequence[int],
+        max_tokens: int,
+        page_selection: str,
+        ignore_eos: bool,
+    ) -> Iterator[Any]:
+        assert session_id in self.held and ignore_eos
+        number = append[0]
+        wrong = session_id != "dense" and (number == 1 or (number == 2 and page_selection == "delta"))
+        for index, token in enumerate([number, number + 1 + wrong][:max_tokens]):
+            yield Token(index, token, -0.1)
+        share = 0.5 if page_selection == "delta" else 1.0
+        usage = Usage(len(append), max_tokens)
+        yield GenerateFinished(FinishReason.LENGTH, "", usage, TIMINGS, Density(), None, share, "")
+
+    def release(self, session_id: str) -> None:
+        self.held.remove(session_id)
+
+
+def test_every_method_reads_once_and_cases_are_paired_with_the_first() -> None:
+    client, found = FakeClient(), list[Answers]()
+    for name in ("a", "b"):
+        found += answers(client, name, Document([1] * 40, QUESTIONS), CASES, 2)  # type: ignore[arg-type]
+    assert client.read == [("dense", {}), ("dpxa", {"tau": 0.5})] * 2 and not client.held
+    dense, sparse, pages = rows(found, CASES)
+    assert (dense["exact"], dense["same"], dense["lost"], dense["p"]) == (6, 6, [], 1.0)
+    assert (sparse["exact"], sparse["exact_dense"], sparse["questions"]) == (4, 6, 6)
+    assert sparse["lost"] == ["a question 1", "b question 1"] and sparse["won"] == []
+    assert (sparse["p"], sparse["same"], sparse["density"]) == (0.5, 4, 0.25)
+    assert (pages["exact"], pages["page_share"], pages["p"]) == (2, 0.5, 0.125)
+    assert pages["ratio_95"] == [0.3333, 0.3333]
+    table = served({"hardware": "here", "rows": [dense, sparse, pages]})
+    assert "| pages | `dpxa:tau=0.5` | delta | 40 | 0.250 | 0.500 | 2 of 6 | 4, 0; 0.12 | 2 |" in table
+
+
+@pytest.mark.parametrize("given", ["dpxa", "a=", "=dpxa", "a=dpxa@some", "a=@full"])
+def test_refused_cases(given: str) -> None:
+    with pytest.raises(ValueError, match="no case"):
+        parse_case(given)

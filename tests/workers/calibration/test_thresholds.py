@@ -1,0 +1,70 @@
+"""XAttention's search against every way to make as many adjustments."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltafront.workers.calibration import thresholds
+from deltafront.workers.calibration.curves import QUOTAS, Curves
+from deltafront.workers.calibration.levels import head_amounts
+from deltafront.workers.calibration.thresholds import FACTOR, START, adjusted_quotas, between
+
+QUOTA_J = START * FACTOR ** torch.arange(4, dtype=torch.float64)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 999), st.floats(0.1, 1.0))
+def test_the_fewest_adjustments_and_the_best_of_so_many(heads: int, seed: int, density: float) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    density_HI = torch.rand(heads, 5, generator=draw).sort(1).values
+    loss_HI = torch.rand(heads, 5, generator=draw)
+    quotas = (0.0, 0.6, 0.7, 0.85, 1.0)
+    density_HJ, loss_HJ = (between(value, quotas, QUOTA_J) for value in (density_HI, loss_HI))
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+    for steps in itertools.product(range(4), repeat=heads):
+        loss = sum(float(loss_HJ[head, step]) for head, step in enumerate(steps))
+        spent = sum(float(density_HJ[head, step]) for head, step in enumerate(steps))
+        best[sum(steps)] = min(best.get(sum(steps), (float("inf"), 0.0, ())), (loss, spent, steps))
+    meeting = [count for count in sorted(best) if best[count][1] <= density * heads + 1e-9]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(thresholds, "ADJUSTMENTS", 3)
+        if not meeting:
+            with pytest.raises(ValueError, match="cannot be had: the least thresholds take"):
+                adjusted_quotas(density_HI, loss_HI, quotas, density)
+            return
+        found = adjusted_quotas(density_HI, loss_HI, quotas, density)
+    assert found == [round(float(QUOTA_J[step]), 6) for step in best[meeting[0]][2]]
+
+
+def test_values_between_quotas_lie_on_the_line() -> None:
+    value_HI = torch.tensor([[0.0, 4.0, 5.0], [1.0, 1.0, 0.0]])
+    at = between(value_HI, (0.0, 0.5, 1.0), torch.tensor([0.0, 0.125, 0.5, 0.9, 1.0], dtype=torch.float64))
+    expected = torch.tensor([[0.0, 1.0, 4.0, 4.8, 5.0], [1.0, 1.0, 1.0, 0.2, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(at, expected)
+
+
+def test_adjustments_fall_on_layers_that_cost_little() -> None:
+    steps = torch.linspace(0, 1, len(QUOTAS))
+    density = (0.2 + 0.8 * steps).expand(2, 2, -1)
+    curves = Curves(density, ((1 - steps) ** 2).expand(2, 2, -1), QUOTAS)
+    one, other = head_amounts([curves], [torch.tensor([9.0, 1.0])], 0.6, "threshold")
+    assert min(one) >= max(other) and min(one) > min(other)
+
+
+def test_it_counts_adjustments_where_marginal_gain_counts_tiles() -> None:
+    """Two heads that differ in their tiles alone: only marginal gain spares the one that takes more of them,
+    and loses less at the same density."""
+    step = torch.tensor(QUOTAS)
+    density = torch.stack([0.1 + 0.9 * step, 0.1 + 0.1 * step])[None]
+    curves = Curves(density, ((1 - step) ** 2).expand(1, 2, -1), QUOTAS)
+    turned = Curves(density.flip(1), curves.error_LHI, QUOTAS)
+    costs = [torch.ones(1)]
+    ((dear, cheap),) = head_amounts([curves], costs, 0.25)
+    assert head_amounts([turned], costs, 0.25) == ((cheap, dear),) and dear < cheap
+    ((first, second),) = head_amounts([turned], costs, 0.25, "threshold")
+    assert (1 - dear) ** 2 + (1 - cheap) ** 2 < (1 - first) ** 2 + (1 - second) ** 2
