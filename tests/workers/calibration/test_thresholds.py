@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from deltafront.workers.calibration import thresholds
 from deltafront.workers.calibration.curves import QUOTAS, Curves
 from deltafront.workers.calibration.levels import head_amounts
+from deltafront.workers.calibration.sensitivity import LayerCosts
 from deltafront.workers.calibration.thresholds import FACTOR, START, adjusted_quotas, between
 
 QUOTA_J = START * FACTOR ** torch.arange(4, dtype=torch.float64)
@@ -51,8 +52,9 @@ def test_values_between_quotas_lie_on_the_line() -> None:
 def test_adjustments_fall_on_layers_that_cost_little() -> None:
     steps = torch.linspace(0, 1, len(QUOTAS))
     density = (0.2 + 0.8 * steps).expand(2, 2, -1)
-    curves = Curves(density, ((1 - steps) ** 2).expand(2, 2, -1), QUOTAS)
-    one, other = head_amounts([curves], [torch.tensor([9.0, 1.0])], 0.6, "threshold")
+    error = ((1 - steps) ** 2).expand(2, 2, -1)
+    costs = LayerCosts(torch.tensor([9.0, 1.0]), torch.zeros(2))
+    one, other = head_amounts([Curves(density, error, error, QUOTAS)], [costs], 0.6, "threshold")
     assert min(one) >= max(other) and min(one) > min(other)
 
 
@@ -61,9 +63,9 @@ def test_it_counts_adjustments_where_marginal_gain_counts_tiles() -> None:
     and loses less at the same density."""
     step = torch.tensor(QUOTAS)
     density = torch.stack([0.1 + 0.9 * step, 0.1 + 0.1 * step])[None]
-    curves = Curves(density, ((1 - step) ** 2).expand(1, 2, -1), QUOTAS)
-    turned = Curves(density.flip(1), curves.error_LHI, QUOTAS)
-    costs = [torch.ones(1)]
+    error = ((1 - step) ** 2).expand(1, 2, -1)
+    curves, turned = Curves(density, error, error, QUOTAS), Curves(density.flip(1), error, error, QUOTAS)
+    costs = [LayerCosts(torch.ones(1), torch.zeros(1))]
     ((dear, cheap),) = head_amounts([curves], costs, 0.25)
     assert head_amounts([turned], costs, 0.25) == ((cheap, dear),) and dear < cheap
     ((first, second),) = head_amounts([turned], costs, 0.25, "threshold")
