@@ -18,7 +18,7 @@ import torch
 
 from deltafront.workers.kv.actor_post import ActorPost
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.cuda_ipc import CudaIpcReceiver, Lender, LentKV
+from deltafront.workers.kv.cuda_ipc import CudaIpcLender, CudaIpcReceiver, MappedKV
 from deltafront.workers.kv.handoff import HandoffError
 from deltafront.workers.kv.page_pool import row_runs
 from deltafront.workers.kv.peer_memory import CudaPeerMemory, home
@@ -81,7 +81,7 @@ class Bench:
         self.worker = PagedKVCache(range(8), HEADS, DIM, 30, torch.float32, "cpu")
         post = ActorPost(1 << 20, hold_s, self.clock)
         post._ray = self.ray
-        self.lender = Lender(self.stage, self.peers, hold_s, self.clock)
+        self.lender = CudaIpcLender(self.stage, self.peers, hold_s, self.clock)
         self.sender = PostingSender(self.lender, post, background=False)
         self.thread = ThreadPoolExecutor(1)
         self.receiver = CudaIpcReceiver(self.worker, self.thread, self.peers, self.clock)
@@ -267,7 +267,7 @@ async def test_a_request_that_is_over_reads_nothing() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "host": ({"home": "elsewhere"}, {}, r"on another host .*elsewhere; here: a host.*: use object_store"),
+    "host": ({"home": "elsewhere"}, {}, r"on another host .*elsewhere; here: a host.*: use nixl or object_store"),
     "dtype": ({"dtype": "torch.float16"}, {}, r"in pages of \(16, 2, 8\) torch.float16, expected"),
     "heads": ({"shape": (3, 20, 16, 4, 8)}, {}, r"in pages of \(16, 4, 8\)"),
     "layers": ({"layers": range(4)}, {}, r"is not what the stage holds: range\(0, 4\)"),
@@ -280,7 +280,7 @@ async def test_what_cannot_be_read_is_refused_plainly(case: str) -> None:
     bench = Bench()
     bench.announce(range(4), 0, 32)
     lent, kv, message = WRONG[case]
-    payload: LentKV = bench.ray.sent[0].payload
+    payload: MappedKV = bench.ray.sent[0].payload
     wrong = replace(payload, cache=replace(payload.cache, **lent), **kv)
     with pytest.raises(HandoffError, match=message):
         await bench.deliver(replace(bench.ray.sent[0], payload=wrong), range(2))

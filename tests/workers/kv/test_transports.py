@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.cuda_ipc import CudaIpcReceiver, Lender
+from deltafront.workers.kv.cuda_ipc import CudaIpcLender, CudaIpcReceiver
 from deltafront.workers.kv.handoff import HandoffError, Hold, Sender
 from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
@@ -126,7 +126,7 @@ def without_ray_and_gpu(name: str) -> Transport:
     peers = Neighbours()
     return Transport(
         lambda config, cache, sink: PostingSender(
-            Lender(cache, peers, config.ack_timeout_s), SinkPost(sink), background=True
+            CudaIpcLender(cache, peers, config.ack_timeout_s), SinkPost(sink), background=True
         ),
         lambda _config, cache, thread: CudaIpcReceiver(cache, thread, peers),
     )
