@@ -72,7 +72,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         (
             "handoff",
             {"transport": "rdma"},
-            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc' or 'in_process'",
+            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc', 'nixl' or 'in_process'",
         ),
         (
             "handoff",
