@@ -72,7 +72,7 @@ async def _read(pipe: Any) -> None:
     while True:
         message = await asyncio.to_thread(pipe.recv)
         reading = asyncio.create_task(receiver.receive(message, LAYERS, hold))
-        await under_way(receiver)
+        await under_way(receiver, reading)
         pipe.send("under way")
         await reading
         pipe.send(rows_that_differ(cache))
@@ -89,8 +89,9 @@ def hold() -> Iterator[Sequence[int]]:
     yield range(PAGES)
 
 
-async def under_way(receiver: NixlReceiver) -> None:
-    while not receiver._reading.total():
+async def under_way(receiver: NixlReceiver, reading: asyncio.Task[int]) -> None:
+    """Or over, where no stopped process keeps it."""
+    while not receiver._reading.total() and not reading.done():
         await asyncio.sleep(0.001)
 
 
@@ -163,7 +164,7 @@ async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read
     await receiver.receive(message, LAYERS, hold)
     dying.signal(signal.SIGSTOP)
     reading = asyncio.create_task(receiver.receive(message, LAYERS, hold))
-    await under_way(receiver)
+    await under_way(receiver, reading)
     cache.k_LPSGD.fill_(torch.nan), cache.v_LPSGD.fill_(torch.nan)
     await receiver.receive(good, LAYERS, hold)
     assert not reading.done() and rows_that_differ(cache) == 0, "nobody waits for the stage that hangs"
