@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -178,6 +179,8 @@ class ServiceConfig(BaseModel):
             yield "handoff.transport: stages and decode workers are processes of their own: use object_store"
         if self.handoff.transport == "cuda_ipc" and "cpu" in (prefill.device, decode.device):
             yield "handoff.transport: cuda_ipc needs prefill.device and decode.device to be cuda"
+        if self.handoff.transport == "nixl" and find_spec("nixl") is None:
+            yield "handoff.transport: nixl needs the package nixl, which is not installed: deltafront[nixl]"
         if door.default_session_ttl_s > decode.max_session_ttl_s:
             yield "door.default_session_ttl_s: must not exceed decode.max_session_ttl_s"
         for key, lease in (("prefill", prefill.stream_lease_s), ("decode", decode.stream_lease_s)):

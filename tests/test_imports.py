@@ -68,6 +68,7 @@ ROOMS = {
 HOMES = {
     "ray": """workers.remote workers.replica workers.prefill.group workers.decode.worker
         workers.kv.actor_post workers.kv.fetch service.app service.fleet.dispatch service.client.local_ray""",
+    "nixl": "workers.kv.nixl_agent",
     "grpc": "service.door service.client",
     "grpc_health": "service.door service.client",
     "google": "service.door",

@@ -72,7 +72,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         (
             "handoff",
             {"transport": "rdma"},
-            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc' or 'in_process'",
+            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc', 'nixl' or 'in_process'",
         ),
         (
             "handoff",
@@ -127,6 +127,16 @@ def test_a_mistake_names_its_key(section: str, values: dict[str, Any], says: str
         load(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert says in str(caught.value)
+
+
+def test_nixl_needs_its_package_and_works_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltafront.service.config.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"handoff\.transport: nixl needs the package nixl, .*deltafront\[nixl\]"
+    ):
+        parse(content("handoff", transport="nixl"))
+    monkeypatch.setattr("deltafront.service.config.find_spec", lambda name: name)
+    assert parse(content("handoff", transport="nixl")).handoff.transport == "nixl"
 
 
 @pytest.mark.parametrize(

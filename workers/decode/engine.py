@@ -161,7 +161,7 @@ class DecodeEngine:
 
     async def resume(self, request_id: str, points: Sequence[int]) -> int:
         """See `Reception.resume`."""
-        return self._reception.resume(request_id, points)
+        return await self._reception.resume(request_id, points)
 
     async def kv(self, wanted: KVRange) -> HostKV:
         """See `Reception.kv`."""

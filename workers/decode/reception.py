@@ -97,14 +97,21 @@ class Reception:
         request.times.logits = self._clock()
         self._arrived(request)
 
-    def resume(self, request_id: str, points: Sequence[int]) -> int:
-        """See `DecodeWorker.resume`."""
-        request = self._requests.live(request_id)
-        if request is None or request.job is not None or request.order.session_id is not None:
-            raise DecodeFailed(f"request {request_id} is not being read here")
+    async def resume(self, request_id: str, points: Sequence[int]) -> int:
+        """See `DecodeWorker.resume`. What is being written ends first: it must not come after, and in place
+        of, what is read again."""
+        await self._being_read(request_id).holding.let_go()
+        request = self._being_read(request_id)  # unless it has ended meanwhile
         tokens = request.arrival.resume_point(points)
         request.resume(tokens, self._clock())
         return tokens
+
+    def _being_read(self, request_id: str) -> DecodeRequest:
+        """Raises DecodeFailed for any other."""
+        request = self._requests.live(request_id)
+        if request is None or request.job is not None or request.order.session_id is not None:
+            raise DecodeFailed(f"request {request_id} is not being read here")
+        return request
 
     async def kv(self, wanted: KVRange) -> HostKV:
         """See `KVTaker.kv`."""

@@ -154,6 +154,8 @@ class Holding:
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
     _holders: int = 0
+    _let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when nobody holds it any more."""
 
     @contextmanager
     def hold(self) -> Iterator[tuple[int, ...] | None]:
@@ -162,11 +164,19 @@ class Holding:
             yield None
             return
         self._holders += 1
+        self._let_go.clear()
         try:
             yield self.table
         finally:
             self._holders -= 1
+            if not self._holders:
+                self._let_go.set()
             self._free_if_idle()
+
+    async def let_go(self) -> None:
+        """Returns when nobody holds it."""
+        while self._holders:
+            await self._let_go.wait()
 
     def end(self) -> None:
         self._ended = True

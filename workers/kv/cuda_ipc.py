@@ -28,7 +28,7 @@ from ..settings import HandoffConfig
 from .actor_post import ActorPost, plain
 from .cache import PagedKVCache
 from .handoff import HandoffError, Hold, Sink, described
-from .page_pool import row_runs
+from .lending import Lender, LentCache, LentKV, Runs, checked, moved, too_late
 from .peer_memory import CudaPeerMemory, PeerMemory
 from .posting import PostingSender
 
@@ -38,35 +38,28 @@ MESSAGE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class LentCache:
-    """A stage's cache, as another process finds it. name: its own, for ever. home, pid: of its process.
-    layers: those it holds."""
+class MappedCache(LentCache):
+    """name: its own, for ever. home, pid: of its process. k, v: handles that `PeerMemory.open` takes."""
 
     name: str
     home: str
     pid: int
-    layers: range
-    shape: tuple[int, ...]
-    dtype: str
     k: Any = field(repr=False)
     v: Any = field(repr=False)
 
 
 @dataclass(frozen=True)
-class LentKV:
-    """The payload. rows: (first, count) of the cache's rows [P × S], in the order of the chunk's tokens.
-    until: seconds of the host's monotonic clock."""
+class MappedKV(LentKV):
+    """The payload. until: seconds of the host's monotonic clock."""
 
-    cache: LentCache
-    rows: tuple[tuple[int, int], ...]
+    cache: MappedCache
     until: float
 
 
-class Lender:
+class CudaIpcLender(Lender):
     """A `posting.Packer`: a message says where K/V lies, and how long it stays."""
 
     message_bytes = MESSAGE_BYTES
-    lends = True
 
     def __init__(
         self,
@@ -75,27 +68,24 @@ class Lender:
         hold_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cache, self._peers = cache, peers
+        super().__init__(cache, peers.mark)
         self._hold_s, self._clock = hold_s, clock
-        self._lent = LentCache(
-            secrets.token_hex(8),
-            peers.home,
-            os.getpid(),
-            cache.layers,
-            tuple(cache.k_LPSGD.shape),
-            str(cache.dtype),
-            peers.export(cache.k_LPSGD),
-            peers.export(cache.v_LPSGD),
+        self._lent = MappedCache(
+            layers=cache.layers,
+            shape=tuple(cache.k_LPSGD.shape),
+            dtype=str(cache.dtype),
+            name=secrets.token_hex(8),
+            home=peers.home,
+            pid=os.getpid(),
+            k=peers.export(cache.k_LPSGD),
+            v=peers.export(cache.v_LPSGD),
         )
 
-    def keep(
-        self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, pages: Sequence[int]
-    ) -> tuple[tuple[tuple[int, int], ...], Any]:
-        rows = row_runs(pages, start, k_TGD.shape[0], self._cache.page_tokens)
-        return rows, self._peers.mark()
+    def payload(self, request_id: str, kept: Sequence[Runs]) -> MappedKV:
+        return MappedKV(self._lent, kept[0], self._clock() + self._hold_s)
 
-    def payload(self, kept: Sequence[tuple[tuple[int, int], ...]]) -> LentKV:
-        return LentKV(self._lent, kept[0], self._clock() + self._hold_s)
+    def take_back(self, request_id: str) -> None:
+        """The decode worker sees it from the clock."""
 
 
 class CudaIpcReceiver:
@@ -122,37 +112,23 @@ class CudaIpcReceiver:
             if self._mapped.setdefault(kv.cache.name, sides) is sides:
                 self._peers.when_gone(kv.cache.pid, lambda: self._unmap(kv.cache.name))
             await loop.run_in_executor(self._thread, self._pull, announcement, kv, sides, layers, pages)
-        cache = self._cache
-        row_bytes = 2 * cache.kv_heads * cache.head_dim * cache.dtype.itemsize
-        return announcement.tokens * len(layers) * row_bytes
+        return moved(announcement, layers, self._cache)
 
     def release(self, request_id: str) -> None:
         """Nothing is kept: the stage hears that K/V was taken from the answer to its announcement."""
 
-    def _checked(self, announcement: KVAnnouncement) -> LentKV:
+    def _checked(self, announcement: KVAnnouncement) -> MappedKV:
         """Raises HandoffError for what cannot be read from here."""
-        kv, cache, what = announcement.payload, self._cache, described(announcement)
-        if not isinstance(kv, LentKV):
-            raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")
-        lent = kv.cache
-        if lent.home != self._peers.home:
+        kv = checked(announcement, self._cache, MappedKV)
+        if kv.cache.home != self._peers.home:
             raise HandoffError(
-                f"{what} lies on another host or in another container ({lent.home}; here: "
-                f"{self._peers.home}), where handoff.transport: cuda_ipc cannot read: use object_store"
+                f"{described(announcement)} lies on another host or in another container ({kv.cache.home}; "
+                f"here: {self._peers.home}), where handoff.transport: cuda_ipc cannot read: use nixl or "
+                "object_store"
             )
-        wanted = (cache.page_tokens, cache.kv_heads, cache.head_dim), str(cache.dtype)
-        if (lent.shape[2:], lent.dtype) != wanted:
-            raise HandoffError(
-                f"{what} is in pages of {lent.shape[2:]} {lent.dtype}, expected {wanted[0]} {wanted[1]}; "
-                "prefill and decode workers must run the same model in the same dtype"
-            )
-        last = announcement.layer + announcement.layers - 1
-        rows = sum(count for _, count in kv.rows)
-        if announcement.layer not in lent.layers or last not in lent.layers or rows != announcement.tokens:
-            raise HandoffError(f"{what} is not what the stage holds: {lent.layers}, {rows} rows")
         return kv
 
-    def _map(self, announcement: KVAnnouncement, lent: LentCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def _map(self, announcement: KVAnnouncement, lent: MappedCache) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._mapped.get(lent.name)
         if known is not None:
             return known
@@ -168,7 +144,7 @@ class CudaIpcReceiver:
     def _pull(
         self,
         announcement: KVAnnouncement,
-        kv: LentKV,
+        kv: MappedKV,
         sides: tuple[torch.Tensor, torch.Tensor],
         layers: Sequence[int],
         pages: Sequence[int],
@@ -185,12 +161,12 @@ class CudaIpcReceiver:
             self._cache.write_layers(pages, start, parts)
             start += count
         if self._clock() >= kv.until:
-            raise HandoffError(f"{described(announcement)} was read too late: its stage no longer kept it")
+            raise too_late(announcement)
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache, sink: Sink | None) -> PostingSender:
     """Raises ValueError for a cache on a CPU."""
-    lender = Lender(cache, CudaPeerMemory(cache.device), config.ack_timeout_s)
+    lender = CudaIpcLender(cache, CudaPeerMemory(cache.device), config.ack_timeout_s)
     post = ActorPost(config.max_unanswered_bytes, config.ack_timeout_s)
     return PostingSender(lender, post, background=True)
 

@@ -48,8 +48,11 @@ class HostCopies:
             landed.record(self._stream)
         return (copies[0], copies[1]), landed
 
-    def payload(self, kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
+    def payload(self, request_id: str, kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
         return tuple(as_numpy(x) for sides in kept for x in sides)
+
+    def take_back(self, request_id: str) -> None:
+        """Nothing is lent."""
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -7,11 +7,12 @@ which share a prefix, or a session and the request that questions it, can hold t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ...kernels.constants import PAGE_TOKENS
 
-__all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for", "row_runs"]
+__all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for", "paired_runs", "row_runs"]
 
 
 class OutOfPages(Exception):
@@ -57,6 +58,22 @@ def row_runs(
         runs.append((row, count))
         start += min(page_tokens - slot, end - start)
     return tuple(runs)
+
+
+def paired_runs(
+    theirs: Sequence[tuple[int, int]], ours: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """(first row of theirs, first row of ours, count) of the longest pieces that are runs on both sides, in
+    order, for two lists of runs of as many rows."""
+    left, right = deque(theirs), deque(ours)
+    while left and right:
+        (a, rows_a), (b, rows_b) = left.popleft(), right.popleft()
+        count = min(rows_a, rows_b)
+        yield a, b, count
+        if rows_a > count:
+            left.appendleft((a + count, rows_a - count))
+        if rows_b > count:
+            right.appendleft((b + count, rows_b - count))
 
 
 class PagePool:

@@ -61,9 +61,7 @@ class CudaPeerMemory:
         return opened
 
     def mark(self) -> Any:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return launched(self._device)
 
     def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -83,6 +81,15 @@ class CudaPeerMemory:
 
 _DEVICE_ARGUMENT = 6
 """Of `rebuild_cuda_tensor`: the number of the device."""
+
+
+def launched(device: torch.device) -> Any:
+    """An event of all that was launched on it so far, for `.synchronize()`; None on a CPU: it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def home() -> str:

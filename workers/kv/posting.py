@@ -51,8 +51,12 @@ class Packer(Protocol):
     ) -> tuple[Any, Any]:
         """What to keep, and the CUDA event after which it may be posted (None: at once)."""
 
-    def payload(self, kept: Sequence[Any]) -> Any:
+    def payload(self, request_id: str, kept: Sequence[Any]) -> Any:
         """For an announcement of these layers of one chunk, in order."""
+
+    def take_back(self, request_id: str) -> None:
+        """What was lent of this request is about to be somebody else's: nothing posted so far may be taken
+        any more."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,12 @@ class PostingSender:
 
     def holds(self, request_id: str) -> bool:
         posting = self._posting.get(request_id, [])
-        if self._packer.lends and (any(not work.done() for work in posting) or self._post.owed(request_id)):
+        begun = any(part.request_id == request_id for part in self._message)
+        if self._packer.lends and (
+            begun or any(not work.done() for work in posting) or self._post.owed(request_id)
+        ):
             return True
+        self._packer.take_back(request_id)
         self._posting.pop(request_id, None)
         return False
 
@@ -155,15 +163,18 @@ class PostingSender:
             self._post_message()
 
     def _post_message(self) -> None:
-        parts, self._message = self._message, []
+        parts = self._message
         if not parts:
             return
         first = parts[0]
-        payload = self._packer.payload([part.kept for part in parts])
-        announcement = KVAnnouncement(
-            first.request_id, first.layer, first.start, first.tokens, payload, len(parts)
-        )
-        self._post.kv(first.decode_worker, announcement)
+        try:
+            payload = self._packer.payload(first.request_id, [part.kept for part in parts])
+            announcement = KVAnnouncement(
+                first.request_id, first.layer, first.start, first.tokens, payload, len(parts)
+            )
+            self._post.kv(first.decode_worker, announcement)
+        finally:
+            self._message = []  # only now, so that `holds` sees them until their answer is owed
 
     def _drop(self, request_id: str) -> None:
         self._message = [part for part in self._message if part.request_id != request_id]

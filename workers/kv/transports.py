@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ..settings import HandoffConfig
-from . import cuda_ipc, in_process, object_store
+from . import cuda_ipc, in_process, nixl, object_store
 from .cache import PagedKVCache
 from .handoff import Receiver, Sender, Sink
 
@@ -27,6 +27,7 @@ class Transport:
 TRANSPORTS: dict[str, Transport] = {
     "object_store": Transport(object_store.sender, object_store.receiver),
     "cuda_ipc": Transport(cuda_ipc.sender, cuda_ipc.receiver),
+    "nixl": Transport(nixl.sender, nixl.receiver),
     "in_process": Transport(in_process.sender, in_process.receiver),
 }
 

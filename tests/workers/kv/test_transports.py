@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.cuda_ipc import CudaIpcReceiver, Lender
 from deltafront.workers.kv.handoff import HandoffError, Hold, Sender
 from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
@@ -22,7 +22,7 @@ from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
 
-from .test_cuda_ipc import Neighbours
+from .lending_bench import ByCudaIpc, ByNixl
 from .test_object_store import Box
 
 SHORT = Sampling(max_tokens=8, ignore_eos=True)
@@ -123,12 +123,12 @@ def without_ray_and_gpu(name: str) -> Transport:
             lambda _config, _cache, sink: PostingSender(HostCopies("cpu"), SinkPost(sink), background=True),
             TRANSPORTS[name].receiver,
         )
-    peers = Neighbours()
+    way = ByCudaIpc() if name == "cuda_ipc" else ByNixl()
     return Transport(
         lambda config, cache, sink: PostingSender(
-            Lender(cache, peers, config.ack_timeout_s), SinkPost(sink), background=True
+            way.lender(cache, config.ack_timeout_s, time.monotonic), SinkPost(sink), background=True
         ),
-        lambda _config, cache, thread: CudaIpcReceiver(cache, thread, peers),
+        lambda _config, cache, thread: way.receiver(cache, thread, time.monotonic),
     )
 
 
@@ -160,7 +160,7 @@ async def answer_by(bench: Callable[..., Any], transport: str) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("transport", ["in_process", "object_store", "cuda_ipc"])
+@pytest.mark.parametrize("transport", ["in_process", "object_store", "cuda_ipc", "nixl"])
 async def test_what_a_stage_computed_is_what_is_decoded(
     bench: Any, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
@@ -189,7 +189,9 @@ async def test_a_transport_from_outside_is_chosen_by_its_name(
 
 def test_a_transport_needs_a_name_that_is_known_and_what_it_works_with() -> None:
     config = HandoffConfig(transport="pigeons")
-    with pytest.raises(ValueError, match=r"'pigeons' is unknown; known: object_store, cuda_ipc, in_process$"):
+    with pytest.raises(
+        ValueError, match=r"'pigeons' is unknown; known: object_store, cuda_ipc, nixl, in_process$"
+    ):
         sender(config, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'pigeons' is unknown"):
         receiver(config, None, None)  # type: ignore[arg-type]

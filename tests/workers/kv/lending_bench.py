@@ -1,0 +1,167 @@
+"""A stage that lends its pages and a decode worker that reads them, by each transport that does so. Devices,
+the network and Ray are stand-ins; `nixl` is NIXL itself, within this process, where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deltafront.workers.kv.actor_post import ActorPost
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.cuda_ipc import CudaIpcLender, CudaIpcReceiver
+from deltafront.workers.kv.handoff import Receiver
+from deltafront.workers.kv.nixl import NixlLender, NixlReceiver
+from deltafront.workers.kv.nixl_agent import Agent, new_agent
+from deltafront.workers.kv.posting import PostingSender
+from deltafront.workers.messages.stages import KVAnnouncement
+
+from .fake_nixl import Fabric
+from .test_object_store import FakeRay
+
+HEADS, DIM = 2, 8
+
+
+class Neighbours:
+    """A host's memory and processes. What is mapped is a view, as on a GPU."""
+
+    def __init__(self) -> None:
+        self.home = "a host"
+        self.exported: dict[int, torch.Tensor] = {}
+        self.opened: list[int] = []
+        self.gone: dict[int, list[Callable[[], None]]] = {}
+        self.dead = False
+
+    def export(self, x: torch.Tensor) -> int:
+        self.exported[len(self.exported)] = x
+        return len(self.exported) - 1
+
+    def open(self, handle: int) -> torch.Tensor:
+        if self.dead:
+            raise RuntimeError("invalid resource handle\nand a traceback")
+        self.opened.append(handle)
+        return self.exported[handle][:]
+
+    def mark(self) -> None:
+        """All is computed at once."""
+
+    def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
+        self.gone.setdefault(pid, []).append(tell)
+
+    def end(self, pid: int) -> None:
+        self.dead = True
+        for tell in self.gone.pop(pid):
+            tell()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ByCudaIpc:
+    """How the two ends are made."""
+
+    def __init__(self) -> None:
+        self.peers = Neighbours()
+
+    def lender(self, cache: PagedKVCache, hold_s: float, clock: Callable[[], float]) -> Any:
+        return CudaIpcLender(cache, self.peers, hold_s, clock)
+
+    def receiver(self, cache: PagedKVCache, thread: Executor, clock: Callable[[], float]) -> Receiver:
+        return CudaIpcReceiver(cache, thread, self.peers, clock)
+
+    @property
+    def touched(self) -> bool:
+        """Whether a decode worker has looked at a stage's memory."""
+        return bool(self.peers.opened)
+
+
+class ByNixl:
+    """With a stand-in for NIXL."""
+
+    def __init__(self) -> None:
+        self.fabric = Fabric()
+        self.agent: Callable[[], Agent] = self.fabric.agent
+
+    def lender(self, cache: PagedKVCache, _hold_s: float, _clock: Callable[[], float]) -> Any:
+        return NixlLender(cache, self.agent())
+
+    def receiver(self, cache: PagedKVCache, thread: Executor, _clock: Callable[[], float]) -> Receiver:
+        return NixlReceiver(cache, thread, self.agent)
+
+    @property
+    def touched(self) -> bool:
+        return self.fabric.begun > 0
+
+
+class ByRealNixl(ByNixl):
+    """Between agents of this process. Needs the package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agent = new_agent
+
+
+Way = ByCudaIpc | ByNixl
+
+
+class Bench:
+    """A stage's cache, its sender, and a decode worker's end; `deliver` is the way between. What was not
+    written on either side is NaN."""
+
+    def __init__(self, way: Way, hold_s: float = 60.0, dtype: torch.dtype = torch.float32) -> None:
+        self.way, self.clock, self.ray = way, Clock(), FakeRay()
+        self.stage = PagedKVCache(range(3, 6), HEADS, DIM, 20, dtype, "cpu")
+        self.worker = PagedKVCache(range(8), HEADS, DIM, 30, dtype, "cpu")
+        for cache in (self.stage, self.worker):
+            for side in (cache.k_LPSGD, cache.v_LPSGD):
+                side.fill_(torch.nan)
+        post = ActorPost(1 << 20, hold_s, self.clock)
+        post._ray = self.ray
+        self.lender = way.lender(self.stage, hold_s, self.clock)
+        self.sender = PostingSender(self.lender, post, background=False)
+        self.receiver: Any = way.receiver(self.worker, ThreadPoolExecutor(1), self.clock)
+        self.held = 0
+
+    def announce(self, pages: Sequence[int], start: int, tokens: int, name: str = "r") -> dict[int, Any]:
+        """Write a chunk into the stage's pages and announce it, layer by layer."""
+        made = {}
+        for layer in self.stage.layers:
+            k, v = torch.randn(2, tokens, HEADS, DIM).to(self.stage.dtype)
+            self.stage.write(layer, torch.tensor(pages), start, k, v)
+            size = self.sender.announce(name, "decode:x", layer, start, k, v, pages)
+            assert size == 2 * tokens * HEADS * DIM * self.stage.dtype.itemsize
+            made[layer] = k, v
+        self.sender.end_chunk(name)()
+        return made
+
+    async def deliver(self, message: KVAnnouncement, pages: Sequence[int] | None) -> int:
+        """held: deliveries that hold their pages."""
+
+        @contextmanager
+        def hold() -> Iterator[Sequence[int] | None]:
+            self.held += 1
+            try:
+                yield pages
+            finally:
+                self.held -= 1
+
+        layers = range(message.layer, message.layer + message.layers)
+        moved: int = await self.receiver.receive(message, layers, hold)
+        return moved
+
+    def taken(self, pages: Sequence[int], layer: int, tokens: int) -> tuple[torch.Tensor, ...]:
+        k, v = self.worker.gather(layer, torch.tensor(pages), tokens)
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    def written(self) -> int:
+        """Rows of the worker's cache that are not NaN, of all layers and both sides."""
+        sides = torch.stack((self.worker.k_LPSGD, self.worker.v_LPSGD))
+        return int((~sides.isnan()).any(-1).any(-1).sum())

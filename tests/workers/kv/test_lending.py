@@ -1,0 +1,220 @@
+"""Pages that a stage lends to decode workers: what arrives, and when pages are given back, by every transport
+that lends."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.kv.lending import LentKV
+from deltafront.workers.kv.page_pool import paired_runs, row_runs
+from deltafront.workers.kv.posting import PostingSender
+
+from .lending_bench import DIM, HEADS, Bench, ByCudaIpc, ByNixl, Way
+
+
+@pytest.fixture(params=[ByCudaIpc, ByNixl])
+def way(request: pytest.FixtureRequest) -> Way:
+    made: Way = request.param()
+    return made
+
+
+@pytest.mark.parametrize("theirs", [tuple(range(2, 9)), (9, 10, 3, 4, 0, 15, 16)], ids=["run", "scattered"])
+@pytest.mark.parametrize("ours", [tuple(range(5, 12)), (20, 3, 4, 29, 1, 0, 7)], ids=["run", "scattered"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_chunks_arrive_whatever_pages_they_lie_in(
+    way: Way, theirs: tuple[int, ...], ours: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    bench = Bench(way, dtype=dtype)
+    chunks = [bench.announce(theirs, 0, 64), bench.announce(theirs, 64, 37)]
+    for message in bench.ray.sent:
+        moved = await bench.deliver(message, ours)
+        assert moved == 3 * 2 * message.tokens * HEADS * DIM * dtype.itemsize
+    for layer in bench.stage.layers:
+        wanted = [torch.cat(sides) for sides in zip(*(chunk[layer] for chunk in chunks), strict=True)]
+        assert all(map(torch.equal, bench.taken(ours, layer, 101), wanted))
+    assert bench.written() == 2 * 3 * 101, "nothing else was written"
+    assert len(bench.ray.sent) == 2, "the layers of a chunk travel together"
+
+
+def test_rows_of_pages_are_joined_into_runs() -> None:
+    assert row_runs((4, 5, 6), 0, 48) == ((64, 48),)
+    assert row_runs((4, 5, 9), 10, 30) == ((74, 22), (144, 8))
+    for seed in range(50):
+        rng = random.Random(seed)
+        pages = rng.sample(range(12), 6)
+        start = rng.randrange(90)
+        tokens = rng.randrange(1, 97 - start)
+        runs = row_runs(pages, start, tokens)
+        rows = [row for first, count in runs for row in range(first, first + count)]
+        assert rows == [16 * pages[t // 16] + t % 16 for t in range(start, start + tokens)]
+        assert all(sum(a) != b[0] for a, b in itertools.pairwise(runs))
+    for start, tokens in ((-1, 2), (0, 0), (90, 7)):
+        with pytest.raises(ValueError, match="are not in 6 pages"):
+            row_runs(range(6), start, tokens)
+
+
+def test_runs_are_paired_where_both_sides_go_on() -> None:
+    assert list(paired_runs([(64, 48)], [(0, 16), (32, 32)])) == [(64, 0, 16), (80, 32, 32)]
+    for seed in range(50):
+        rng = random.Random(seed)
+        theirs, ours = (row_runs(rng.sample(range(12), 6), rng.randrange(16), 70) for _ in "ab")
+        pairs = list(paired_runs(theirs, ours))
+        for side, runs in ((0, theirs), (1, ours)):
+            rows = [pair[side] + n for pair in pairs for n in range(pair[2])]
+            assert rows == [row for first, count in runs for row in range(first, first + count)]
+        assert len(pairs) < len(theirs) + len(ours), "no more pieces than there are ends"
+
+
+# --- when pages are free --------------------------------------------------------------------------------
+
+
+def test_pages_are_held_until_every_announcement_is_answered(way: Way) -> None:
+    bench = Bench(way)
+    for name, pages in (("r", range(4)), ("other", range(4, 8))):
+        bench.announce(pages, 0, 32, name)
+        bench.announce(pages, 32, 32, name)
+        bench.sender.forget(name)
+    assert bench.sender.holds("r") and bench.sender.holds("other")
+    bench.ray.answered |= {0, 2}
+    assert bench.sender.holds("r")
+    bench.ray.answered |= {1}
+    assert not bench.sender.holds("r") and bench.sender.holds("other")
+    assert not bench.sender.holds("unknown")
+
+
+def test_a_dead_decode_worker_lets_go_at_once_and_a_silent_one_in_time(way: Way) -> None:
+    bench = Bench(way, hold_s=30.0)
+    bench.announce(range(4), 0, 32, "dead")
+    bench.announce(range(4, 8), 0, 32, "silent")
+    bench.ray.errors[0] = RuntimeError("the actor died")
+    bench.ray.answered.add(0)
+    assert not bench.sender.holds("dead")
+    with pytest.raises(HandoffError, match=r"decode:x did not take K/V: RuntimeError: the actor died"):
+        bench.sender.end_chunk("dead")()
+    bench.clock.now += 29.9
+    assert bench.sender.holds("silent")
+    bench.clock.now += 0.2
+    assert not bench.sender.holds("silent")
+    with pytest.raises(HandoffError, match="decode:x did not take K/V"):
+        bench.sender.end_chunk("silent")()
+
+
+async def test_what_was_read_when_its_pages_had_gone_is_not_taken(way: Way) -> None:
+    """A decode worker that was stopped for long could take another request's K/V for its own."""
+    bench = Bench(way, hold_s=30.0)
+    bench.announce(range(4), 0, 32)
+    bench.announce(range(4, 8), 0, 32, "other")
+    late, good = bench.ray.sent
+    bench.ray.answered.add(1)
+    await bench.deliver(good, range(4, 6))
+    bench.clock.now += 30.0
+    assert not bench.sender.holds("r")
+    bench.announce(range(4), 0, 32, "next")
+    with pytest.raises(HandoffError, match=r"K/V of r, layers 3 \.\. 5 at 0 was read too late"):
+        await bench.deliver(late, range(2))
+    await bench.deliver(bench.ray.sent[-1], range(2))
+
+
+PAGE = {"a": 1, "b": 2}
+
+
+def test_no_order_of_events_frees_a_page_that_may_be_read(way: Way) -> None:
+    """Announcements, answers, failures and time in any order: `holds` is exactly what is still owed."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        bench = Bench(way, hold_s=10.0)
+        owed: dict[int, tuple[str, float]] = {}
+        for _ in range(40):
+            event = rng.choice(("announce", "answer", "fail", "wait", "forget"))
+            name = rng.choice("ab")
+            if event == "announce" and not failed(bench, name):
+                bench.sender.announce(name, "decode:x", 3, 0, *torch.zeros(2, 16, HEADS, DIM), (PAGE[name],))
+                bench.sender._post_message()
+                owed[len(bench.ray.sent) - 1] = name, bench.clock.now + 10.0
+            elif event in ("answer", "fail") and owed:
+                number = rng.choice(sorted(owed))
+                del owed[number]
+                bench.ray.answered.add(number)
+                if event == "fail":
+                    bench.ray.errors[number] = RuntimeError("no")
+            elif event == "wait":
+                bench.clock.now += rng.choice((0.5, 4.0))
+            elif event == "forget":
+                bench.sender.forget(name)
+            owed = {n: (who, until) for n, (who, until) in owed.items() if until > bench.clock.now}
+            for one in "ab":
+                assert bench.sender.holds(one) == (one in {who for who, _ in owed.values()}), (seed, event)
+
+
+def failed(bench: Bench, name: str) -> bool:
+    try:
+        bench.sender.end_chunk(name)()
+    except HandoffError:
+        return True
+    return False
+
+
+def test_what_the_posting_thread_has_not_sent_yet_is_held(way: Way) -> None:
+    bench = Bench(way)
+    begun = PostingSender(bench.lender, bench.sender._post, background=True)
+    computed = Event()
+    bench.lender._mark = lambda: computed
+    begun.announce("r", "decode:x", 3, 0, *torch.zeros(2, 16, HEADS, DIM), (1,))
+    sent = begun.end_chunk("r")
+    begun.forget("r")
+    assert begun.holds("r") and not bench.ray.sent
+    computed.happened.set()
+    sent()
+    assert begun.holds("r") and len(bench.ray.sent) == 1
+    bench.ray.answered.add(0)
+    assert not begun.holds("r")
+
+
+# --- what cannot be read --------------------------------------------------------------------------------
+
+
+async def test_a_request_that_is_over_reads_nothing(way: Way) -> None:
+    bench = Bench(way)
+    bench.announce(range(4), 0, 32)
+    assert await bench.deliver(bench.ray.sent[0], None) == 0
+    assert not way.touched and not bench.written()
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "dtype": ({"dtype": "torch.float16"}, {}, r"in pages of \(16, 2, 8\) torch.float16, expected"),
+    "heads": ({"shape": (3, 20, 16, 4, 8)}, {}, r"in pages of \(16, 4, 8\)"),
+    "layers": ({"layers": range(4)}, {}, r"is not what the stage holds: range\(0, 4\)"),
+    "rows": ({}, {"rows": ((0, 31),)}, "31 rows"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+async def test_what_cannot_be_read_is_refused_plainly(way: Way, case: str) -> None:
+    bench = Bench(way)
+    bench.announce(range(4), 0, 32)
+    lent, kv, message = WRONG[case]
+    payload: LentKV = bench.ray.sent[0].payload
+    wrong = replace(payload, cache=replace(payload.cache, **lent), **kv)
+    with pytest.raises(HandoffError, match=message):
+        await bench.deliver(replace(bench.ray.sent[0], payload=wrong), range(2))
+    with pytest.raises(HandoffError, match="is tuple, not pages"):
+        await bench.deliver(replace(bench.ray.sent[0], payload=()), range(2))
+    assert not way.touched and not bench.written()
+
+
+class Event:
+    """A CUDA event, as far as it is waited for."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.happened.wait(20)

@@ -1,0 +1,216 @@
+"""K/V that a decode worker reads from a stage's pages by NIXL: what `test_lending.py` does not have. `Fabric`
+stands in for NIXL; where that is installed, itself does some of it too, within this process here and between
+processes in `test_nixl_processes.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.kv.transports import receiver, sender
+from deltafront.workers.messages.requests import DecodeFailed
+from deltafront.workers.messages.stages import KVAnnouncement
+from deltafront.workers.settings import HandoffConfig
+
+from . import test_lending
+from .fake_nixl import needs_nixl
+from .lending_bench import DIM, HEADS, Bench, ByNixl, ByRealNixl
+
+CONFIG = HandoffConfig(transport="nixl")
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+def announced(bench: Bench, name: str = "r", first: int = 0) -> KVAnnouncement:
+    """Of 32 tokens in pages first .. first+3."""
+    bench.announce(range(first, first + 4), 0, 32, name)
+    message: KVAnnouncement = bench.ray.sent[-1]
+    return message
+
+
+# --- when what was read is the request's ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", [0, 1], ids=["before the rows", "before their lease"])
+async def test_pages_that_go_while_they_are_read_are_not_taken(moment: int) -> None:
+    """The lease is read last, so nothing that was overwritten passes, whenever that was."""
+    way = ByNixl()
+    bench = Bench(way, hold_s=30.0)
+    message = announced(bench)
+
+    def give_away(number: int) -> None:
+        if number == moment:
+            bench.clock.now += 30.0
+            assert not bench.sender.holds("r")
+            bench.stage.k_LPSGD.fill_(-1.0)
+
+    way.fabric.on_begin = give_away
+    with pytest.raises(HandoffError, match="was read too late"):
+        await bench.deliver(message, range(2))
+
+
+def test_a_lease_ends_exactly_when_its_pages_are_free() -> None:
+    """Announcements, answers and time in any order, of requests that take each other's pages."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        bench = Bench(ByNixl(), hold_s=10.0)
+        pages: dict[str, int] = {}
+        leases: dict[str, set[tuple[int, int]]] = {}
+        for number in range(60):
+            event = rng.choice(("announce", "announce", "answer", "wait", "close"))
+            name = rng.choice([*pages, f"r{number}"])
+            if event == "announce" and len(pages) < 4:
+                sent = len(bench.ray.sent)
+                page = pages.setdefault(name, min({*range(4)} - {*pages.values()}))
+                bench.sender.announce(name, "decode:x", 3, 0, *torch.zeros(2, 16, HEADS, DIM), (page,))
+                bench.sender._post_message()
+                for message in bench.ray.sent[sent:]:  # none where this request has failed
+                    kv = message.payload
+                    leases.setdefault(name, set()).add((kv.lease[0], kv.serial))
+            elif event == "answer" and bench.ray.sent:
+                bench.ray.answered.add(rng.randrange(len(bench.ray.sent)))
+            elif event == "wait":
+                bench.clock.now += rng.choice((0.5, 4.0))
+            elif event == "close" and pages:
+                name = rng.choice([*pages])
+                bench.sender.forget(name)
+                if not bench.sender.holds(name):
+                    del pages[name]
+                    gone = leases.pop(name, set())
+                    assert not any(valid(bench, lease) for lease in gone), (seed, "its pages are free")
+            assert all(any(valid(bench, one) for one in mine) for mine in leases.values()), seed
+
+
+def valid(bench: Bench, lease: tuple[int, int]) -> bool:
+    words = bench.lender._leases
+    return lease in {(words.span(page)[0], words[page]) for page in range(bench.stage.pages)}
+
+
+# --- deaths ---------------------------------------------------------------------------------------------
+
+
+async def test_pages_are_held_for_as_long_as_data_may_come() -> None:
+    """NIXL does not stop what it has begun: the pages of a transfer that hangs are nobody else's."""
+    way = ByNixl()
+    bench = Bench(way)
+    message = announced(bench)
+    way.fabric.stalled.add("agent-0")
+    reading = asyncio.create_task(bench.deliver(message, range(2)))
+    await until(lambda: way.fabric.under_way == 1)
+    assert bench.held == 1 and not reading.done()
+    way.fabric.stalled.clear()
+    assert await reading and bench.held == 0 and way.fabric.under_way == 0
+
+
+async def test_a_stage_that_dies_in_mid_read_fails_what_it_announced_and_nothing_else() -> None:
+    way = ByNixl()
+    dying, other = Bench(way), Bench(way)
+    worker = other.receiver
+    dying.receiver, dying.worker = worker, other.worker
+    messages = [announced(dying), announced(dying, "s", 4)]
+    way.fabric.stalled.add("agent-0")
+    reading = [
+        asyncio.create_task(dying.deliver(message, range(2 * n, 2 * n + 2)))
+        for n, message in enumerate(messages)
+    ]
+    await until(lambda: way.fabric.under_way == 2)
+    made = other.announce(range(4), 0, 32, "t")
+    assert await other.deliver(other.ray.sent[-1], range(10, 12)), "nobody waits for the stage that hangs"
+    way.fabric.dead.add("agent-0")
+    for outcome in await asyncio.gather(*reading, return_exceptions=True):
+        assert isinstance(outcome, HandoffError)
+        assert "could not be read: Disconnected: NIXL_ERR_REMOTE_DISCONNECT" in str(outcome)
+    assert dying.held == 0 and way.fabric.under_way == 0
+    assert not worker._agent.check_remote_metadata("agent-0"), "what is known of it is dropped"
+    assert all(map(torch.equal, other.taken((10, 11), 3, 32), made[3]))
+    assert other.written() == 2 * 3 * 32
+
+
+async def test_a_connection_that_failed_is_made_anew() -> None:
+    way = ByNixl()
+    bench = Bench(way)
+    message, agent = announced(bench), bench.receiver._agent
+    way.fabric.stalled.add("agent-0")
+    reading = asyncio.create_task(bench.deliver(message, range(2)))
+    await until(lambda: way.fabric.under_way == 1)
+    agent.broken.add("agent-0")
+    with pytest.raises(HandoffError, match="Disconnected"):
+        await reading
+    way.fabric.stalled.clear()
+    assert await bench.deliver(message, range(2))
+    assert agent.connections == 2
+
+
+async def test_what_is_read_out_of_registered_memory_is_refused() -> None:
+    way = ByNixl()
+    bench = Bench(way)
+    message = announced(bench)
+    object.__setattr__(message.payload, "rows", ((320, 32),))
+    with pytest.raises(HandoffError, match=r"could not be read: KeyError: .*NIXL_ERR_NOT_FOUND"):
+        await bench.deliver(message, range(2))
+    assert not bench.written() and bench.held == 0
+
+
+async def test_a_prompt_is_not_read_again_while_old_kv_may_still_come(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group is gone, but what was being read from there could land on what the next one hands over."""
+    way = ByNixl()
+    monkeypatch.setattr("deltafront.workers.kv.nixl.new_agent", way.agent)
+    run = await bench(transport="nixl")
+    cache = run.engine._runner.cache
+    stage = PagedKVCache(cache.layers, cache.kv_heads, cache.head_dim, 8, cache.dtype, "cpu")
+    lender = way.lender(stage, 60.0, lambda: 0.0)
+    await run.reserve("a", 70, 8)
+    message = KVAnnouncement("a", 0, 0, 32, lender.payload("a", [((0, 32),)]))
+    way.fabric.stalled.add(lender._agent.name)
+    reading = asyncio.create_task(run.engine.announce(message))
+    await until(lambda: way.fabric.under_way == 1)
+    resuming = asyncio.create_task(run.engine.resume("a", [32]))
+    ending = asyncio.create_task(run.engine.resume("b", [32]))
+    with pytest.raises(DecodeFailed, match="b is not being read here"):
+        await ending
+    await asyncio.sleep(0.01)
+    assert not resuming.done()
+    way.fabric.dead.add(lender._agent.name)
+    with pytest.raises(HandoffError):
+        await reading
+    assert await resuming == 0
+    await run.engine.cancel("a")
+
+
+# --- NIXL itself, and where it is missing ---------------------------------------------------------------
+
+
+@needs_nixl
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_nixl_itself_moves_pages(dtype: torch.dtype) -> None:
+    theirs, ours = (9, 10, 3, 4, 0, 15, 16), (20, 3, 4, 29, 1, 0, 7)
+    await test_lending.test_chunks_arrive_whatever_pages_they_lie_in(ByRealNixl(), theirs, ours, dtype)
+
+
+@needs_nixl
+async def test_nixl_itself_reads_the_lease() -> None:
+    await test_lending.test_what_was_read_when_its_pages_had_gone_is_not_taken(ByRealNixl())
+
+
+def test_where_it_is_missing_both_ends_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    cache = PagedKVCache(range(1), HEADS, DIM, 2, torch.float32, "cpu")
+    for end in (lambda: sender(CONFIG, cache), lambda: receiver(CONFIG, cache, ThreadPoolExecutor(1))):
+        with pytest.raises(ValueError, match=r"^handoff\.transport: nixl needs the package nixl"):
+            end()

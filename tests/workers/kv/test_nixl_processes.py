@@ -1,0 +1,191 @@
+"""NIXL itself between processes of this host, over TCP, as between hosts: pages byte for byte, and deaths in
+mid-read. A process that is stopped keeps a transfer under way for as long as a test needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.kv.nixl import NixlLender, NixlReceiver
+from deltafront.workers.kv.nixl_agent import new_agent
+from deltafront.workers.kv.page_pool import row_runs
+from deltafront.workers.messages.stages import KVAnnouncement
+
+from .fake_nixl import needs_nixl
+
+pytestmark = needs_nixl
+
+PAGES, TOKENS, HEADS, DIM = 32, 512, 2, 32
+LAYERS = range(2, 6)
+THEIRS = tuple(reversed(range(PAGES)))
+PATIENCE_S = 300
+
+
+def cache_of(layers: range) -> PagedKVCache:
+    return PagedKVCache(layers, HEADS, DIM, PAGES, torch.float32, "cpu")
+
+
+def filled() -> PagedKVCache:
+    """What the stage holds, in every process the same."""
+    cache = cache_of(LAYERS)
+    generator = torch.Generator().manual_seed(5)
+    for side in (cache.k_LPSGD, cache.v_LPSGD):
+        side.copy_(torch.randn(side.shape, generator=generator))
+    return cache
+
+
+def serve(pipe: Any) -> None:
+    """A stage's process: lends all of its pages to any request that is asked for, until told to take them
+    back."""
+    cache = filled()
+    lender = NixlLender(cache, new_agent())
+    rows = row_runs(THEIRS, 0, TOKENS)
+    while True:
+        order, name = pipe.recv()
+        if order == "lend":
+            payload = lender.payload(name, [rows] * len(LAYERS))
+            pipe.send(KVAnnouncement(name, LAYERS.start, 0, TOKENS, payload, len(LAYERS)))
+        elif order == "take back":
+            lender.take_back(name)
+            for side in (cache.k_LPSGD, cache.v_LPSGD):
+                side.fill_(-1.0)
+            pipe.send("done")
+
+
+def read(pipe: Any) -> None:
+    """A decode worker's process: reads what it is sent, and says how each went."""
+    asyncio.run(_read(pipe))
+
+
+async def _read(pipe: Any) -> None:
+    receiver, cache = worker()
+    while True:
+        message = await asyncio.to_thread(pipe.recv)
+        reading = asyncio.create_task(receiver.receive(message, LAYERS, hold))
+        await under_way(receiver, reading)
+        pipe.send("under way")
+        await reading
+        pipe.send(rows_that_differ(cache))
+
+
+def worker() -> tuple[NixlReceiver, PagedKVCache]:
+    cache = cache_of(range(8))
+    cache.k_LPSGD.fill_(torch.nan), cache.v_LPSGD.fill_(torch.nan)
+    return NixlReceiver(cache, ThreadPoolExecutor(1), new_agent), cache
+
+
+@contextlib.contextmanager
+def hold() -> Iterator[Sequence[int]]:
+    yield range(PAGES)
+
+
+async def under_way(receiver: NixlReceiver, reading: asyncio.Task[int]) -> None:
+    """Or over, where no stopped process keeps it."""
+    while not receiver._reading.total() and not reading.done():
+        await asyncio.sleep(0.001)
+
+
+def rows_that_differ(cache: PagedKVCache) -> int:
+    """From what the stage holds, in all layers; those that it does not have are to be NaN."""
+    stage, wrong = filled(), 0
+    for ours, theirs in ((cache.k_LPSGD, stage.k_LPSGD), (cache.v_LPSGD, stage.v_LPSGD)):
+        wanted = torch.full_like(ours, torch.nan)
+        wanted[LAYERS.start : LAYERS.stop] = theirs[:, torch.tensor(THEIRS)]
+        same = (ours == wanted) | (ours.isnan() & wanted.isnan())
+        wrong += int((~same).any(-1).any(-1).sum())
+    return wrong
+
+
+class Child:
+    def __init__(self, work: Callable[[Any], None]) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def ask(self, *order: Any) -> Any:
+        self.pipe.send(order)
+        return self.hear()
+
+    def hear(self) -> Any:
+        assert self.pipe.poll(PATIENCE_S), "no answer"
+        return self.pipe.recv()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(PATIENCE_S)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    children: list[Child] = []
+
+    def child(work: Callable[[Any], None]) -> Child:
+        children.append(Child(work))
+        return children[-1]
+
+    yield child
+    for one in children:
+        one.end()
+
+
+async def test_pages_cross_processes_and_a_lease_ends_with_them(start: Callable[..., Child]) -> None:
+    stage = start(serve)
+    receiver, cache = worker()
+    message = stage.ask("lend", "r")
+    assert await receiver.receive(message, LAYERS, hold) == 2 * len(LAYERS) * TOKENS * HEADS * DIM * 4
+    assert rows_that_differ(cache) == 0
+    assert stage.ask("take back", "r") == "done"
+    with pytest.raises(HandoffError, match="was read too late"):
+        await receiver.receive(message, LAYERS, hold)
+
+
+async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read(
+    start: Callable[..., Child],
+) -> None:
+    dying, other = start(serve), start(serve)
+    receiver, cache = worker()
+    message, good = dying.ask("lend", "r"), other.ask("lend", "s")
+    await receiver.receive(message, LAYERS, hold)
+    dying.signal(signal.SIGSTOP)
+    reading = asyncio.create_task(receiver.receive(message, LAYERS, hold))
+    await under_way(receiver, reading)
+    cache.k_LPSGD.fill_(torch.nan), cache.v_LPSGD.fill_(torch.nan)
+    await receiver.receive(good, LAYERS, hold)
+    assert not reading.done() and rows_that_differ(cache) == 0, "nobody waits for the stage that hangs"
+    dying.end()
+    with pytest.raises(HandoffError, match=r"K/V of r, layers 2 \.\. 5 at 0 could not be read: nixl"):
+        await reading
+    await receiver.receive(good, LAYERS, hold)
+
+
+async def test_a_decode_worker_that_dies_in_mid_read_does_its_stage_no_harm(
+    start: Callable[..., Child],
+) -> None:
+    stage, dying = start(serve), start(read)
+    message = stage.ask("lend", "r")
+    dying.pipe.send(message)
+    assert dying.hear() == "under way" and dying.hear() == 0
+    stage.signal(signal.SIGSTOP)
+    dying.pipe.send(message)
+    assert dying.hear() == "under way"
+    dying.end()
+    stage.signal(signal.SIGCONT)
+    receiver, cache = worker()
+    await receiver.receive(stage.ask("lend", "s"), LAYERS, hold)
+    assert rows_that_differ(cache) == 0

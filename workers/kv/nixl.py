@@ -1,0 +1,233 @@
+"""The hand-off across hosts: a decode worker reads a stage's pages straight into its own, by NIXL.
+
+A stage registers its cache once and announces where in it a chunk's K/V lies. The decode worker posts READs;
+over RDMA they cost the stage's process nothing. Both caches may be on a GPU or on the host.
+
+The stage gives a request's pages away as `PostingSender.holds` says. Two hosts have two clocks, so it lends a
+word with them, the lease, and clears that before they are anybody else's. The worker reads the lease once the
+rows have come: if it still is what was announced, the rows were the request's when they were read.
+
+NIXL does not stop a transfer that has begun, even where it forgets it. So a decode worker's pages stay held
+until a transfer is over: it is done, or its stage has ended, which breaks the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from ..messages.stages import KVAnnouncement
+from ..settings import HandoffConfig
+from .actor_post import ActorPost, plain
+from .cache import PagedKVCache
+from .handoff import HandoffError, Hold, Sink, described
+from .lending import Lender, LentCache, LentKV, Runs, checked, moved, row_bytes, too_late
+from .nixl_agent import HOST, Agent, Memory, Span, Words, memory_of, new_agent
+from .page_pool import paired_runs, row_runs
+from .peer_memory import launched
+from .posting import PostingSender
+
+MESSAGE_BYTES = 64 << 20
+"""1.3 ms of a link of 400 Gb/s, which is what the last message exposes."""
+READS_AT_ONCE = 64
+_POLL_S = 0.0005
+
+
+@dataclass(frozen=True)
+class RegisteredCache(LentCache):
+    """agent: the name of the stage's, which nothing else ever has. metadata: how to reach it. k, v: addresses
+    there."""
+
+    agent: str
+    metadata: bytes = field(repr=False)
+    memory: Memory
+    k: int
+    v: int
+
+
+@dataclass(frozen=True)
+class RegisteredKV(LentKV):
+    """The payload. lease: where a word of the stage is `serial` for as long as the rows are the request's."""
+
+    cache: RegisteredCache
+    lease: Span
+    serial: int
+
+
+class NixlLender(Lender):
+    """A `posting.Packer`: a message says where K/V lies, and where the lease."""
+
+    message_bytes = MESSAGE_BYTES
+
+    def __init__(self, cache: PagedKVCache, agent: Agent) -> None:
+        super().__init__(cache, partial(launched, cache.device))
+        self._agent = agent  # which nobody reaches any more once it is collected
+        self._leases = Words(agent, cache.pages)
+        """A request's is the word of one of its pages: nobody else has that."""
+        self._pages: dict[str, int] = {}
+        """By request: which."""
+        self._serials = itertools.count(1)
+        _register(cache, agent)
+        self._lent = RegisteredCache(
+            layers=cache.layers,
+            shape=tuple(cache.k_LPSGD.shape),
+            dtype=str(cache.dtype),
+            agent=agent.name,
+            metadata=agent.get_agent_metadata(),
+            memory=memory_of(cache.device),
+            k=cache.k_LPSGD.data_ptr(),
+            v=cache.v_LPSGD.data_ptr(),
+        )
+
+    def payload(self, request_id: str, kept: Sequence[Runs]) -> RegisteredKV:
+        rows = kept[0]
+        if request_id not in self._pages:
+            page = rows[0][0] // self._cache.page_tokens
+            self._leases[page] = next(self._serials)
+            self._pages[request_id] = page
+        page = self._pages[request_id]
+        return RegisteredKV(self._lent, rows, self._leases.span(page), self._leases[page])
+
+    def take_back(self, request_id: str) -> None:
+        page = self._pages.pop(request_id, None)
+        if page is not None:
+            self._leases[page] = 0
+
+
+T = TypeVar("T")
+
+
+class NixlReceiver:
+    """Reads from stages' caches. Its agent is used on `thread` only, which no transfer keeps busy."""
+
+    def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
+        self._cache, self._thread = cache, thread
+        self._agent, self._seen = thread.submit(self._start, new).result()
+        self._slots: asyncio.Queue[int] = asyncio.Queue()
+        """The words of `_seen` to which no lease is being read."""
+        for slot in range(READS_AT_ONCE):
+            self._slots.put_nowait(slot)
+        self._reading: Counter[str] = Counter()
+        """By a stage's agent: announcements that are being read there."""
+        self._lost: set[str] = set()
+        """Agents of stages whose connection failed. It is made anew once nobody uses it any more."""
+
+    async def receive(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+        kv = checked(announcement, self._cache, RegisteredKV)
+        slot = await self._slots.get()
+        try:
+            with hold() as pages:
+                if pages is None:
+                    return 0
+                ours = row_runs(pages, announcement.start, announcement.tokens, self._cache.page_tokens)
+                await self._read(announcement, kv, list(self._reads(kv, layers, ours)), slot)
+            if self._seen[slot] != kv.serial:
+                raise too_late(announcement)
+        finally:
+            self._slots.put_nowait(slot)
+        return moved(announcement, layers, self._cache)
+
+    def release(self, request_id: str) -> None:
+        """Nothing is kept: the stage hears that K/V was taken from the answer to its announcement."""
+
+    async def _read(
+        self, announcement: KVAnnouncement, kv: RegisteredKV, rows: list[tuple[int, int, int]], slot: int
+    ) -> None:
+        """The rows, and then their lease. Raises HandoffError where NIXL fails."""
+        stage, memory = kv.cache.agent, memory_of(self._cache.device)
+        lease = [(kv.lease[0], *self._seen.span(slot))]
+        self._reading[stage] += 1
+        try:
+            await self._on_thread(self._reach, kv.cache)
+            for theirs, ours, reads in ((kv.cache.memory, memory, rows), (HOST, HOST, lease)):
+                handle = await self._on_thread(self._begin, stage, theirs, ours, reads)
+                while not await self._on_thread(self._ended, handle):
+                    await asyncio.sleep(_POLL_S)
+        except Exception as error:
+            self._lost.add(stage)
+            raise HandoffError(f"{described(announcement)} could not be read: {plain(error)}") from error
+        finally:
+            self._reading[stage] -= 1
+            if stage in self._lost and not self._reading[stage]:
+                await self._on_thread(self._disconnect, stage)
+
+    def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
+        """(address at the stage, address here, bytes) of all rows."""
+        cache, lent, size = self._cache, kv.cache, row_bytes(self._cache)
+        runs = list(paired_runs(kv.rows, ours))
+        for layer in layers:
+            there = (layer - lent.layers.start) * lent.shape[1] * cache.page_tokens
+            here = (layer - cache.layers.start) * cache.pages * cache.page_tokens
+            for source, target in ((lent.k, cache.k_LPSGD), (lent.v, cache.v_LPSGD)):
+                for their_row, our_row, count in runs:
+                    yield (
+                        source + (there + their_row) * size,
+                        target.data_ptr() + (here + our_row) * size,
+                        count * size,
+                    )
+
+    # --- on the thread -----------------------------------------------------------------------------------
+
+    async def _on_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    def _start(self, new: Callable[[], Agent]) -> tuple[Agent, Words]:
+        agent = new()
+        _register(self._cache, agent)
+        return agent, Words(agent, READS_AT_ONCE)
+
+    def _reach(self, stage: RegisteredCache) -> None:
+        if stage.agent in self._lost:
+            raise ConnectionError("the connection to its stage has failed")
+        if not self._agent.check_remote_metadata(stage.agent):
+            self._agent.add_remote_agent(stage.metadata)
+
+    def _begin(self, stage: str, theirs: Memory, ours: Memory, reads: Sequence[tuple[int, int, int]]) -> Any:
+        there = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
+        here = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
+        handle = self._agent.initialize_xfer("READ", here, there, stage)
+        self._agent.transfer(handle)  # how that went, `_ended` tells
+        return handle
+
+    def _ended(self, handle: Any) -> bool:
+        """Whether all has come. Raises what NIXL does if not all will."""
+        state = "ERR"
+        try:
+            state = self._agent.check_xfer_state(handle)
+        finally:
+            if state != "PROC":
+                self._agent.release_xfer_handle(handle)
+        if state == "ERR":
+            raise ConnectionError("NIXL's transfer has failed")
+        return state == "DONE"
+
+    def _disconnect(self, stage: str) -> None:
+        self._lost.discard(stage)
+        if self._agent.check_remote_metadata(stage):
+            self._agent.remove_remote_agent(stage)
+
+
+def _register(cache: PagedKVCache, agent: Agent) -> None:
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)  # else its zeros may come after what is read into it
+    sides = cache.k_LPSGD, cache.v_LPSGD
+    memory_of(cache.device).register(agent, [(side.data_ptr(), side.nbytes) for side in sides])
+
+
+def sender(config: HandoffConfig, cache: PagedKVCache, sink: Sink | None) -> PostingSender:
+    """Raises ValueError where NIXL is missing."""
+    post = ActorPost(config.max_unanswered_bytes, config.ack_timeout_s)
+    return PostingSender(NixlLender(cache, new_agent()), post, background=cache.device.type == "cuda")
+
+
+def receiver(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> NixlReceiver:
+    """Raises ValueError where NIXL is missing."""
+    return NixlReceiver(cache, thread, new_agent)

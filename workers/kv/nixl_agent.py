@@ -1,0 +1,99 @@
+"""What the transport uses of NIXL: an agent, and memory that agents read from each other.
+
+NIXL's UCX takes RDMA where there is some, else shared memory of one host or TCP. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+Span = tuple[int, int]
+"""(address, bytes)"""
+
+
+class Agent(Protocol):
+    """Of `nixl._api.nixl_agent`. Its calls raise Exceptions of NIXL's own, which have no common base, and are
+    not safe to make from several threads. mem_type: "VRAM" or "DRAM". States: "DONE", "PROC", "ERR"."""
+
+    name: str
+
+    def register_memory(self, reg_list: Any, mem_type: str) -> Any:
+        """reg_list: (address, bytes, device, ""). Never undone here: a cache lives as long as its process."""
+
+    def get_agent_metadata(self) -> bytes:
+        """For `add_remote_agent` elsewhere. It knows what was registered before."""
+
+    def add_remote_agent(self, metadata: bytes) -> Any: ...
+    def check_remote_metadata(self, agent: str) -> bool: ...
+    def remove_remote_agent(self, agent: str) -> None:
+        """Disconnect."""
+
+    def get_xfer_descs(self, descs: Any, mem_type: str) -> Any:
+        """descs: uint64 rows of address, bytes, device."""
+
+    def initialize_xfer(
+        self, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str
+    ) -> Any: ...
+    def transfer(self, handle: Any) -> str: ...
+    def check_xfer_state(self, handle: Any) -> str: ...
+    def release_xfer_handle(self, handle: Any) -> None:
+        """Of a transfer that goes on, it only forgets the handle: data still comes (seen with 1.5.1)."""
+
+
+def new_agent() -> Agent:
+    """One for this process, with a name that nothing else has. Raises ValueError where NIXL is missing."""
+    try:
+        from nixl._api import nixl_agent
+    except ImportError as error:
+        raise ValueError(f"handoff.transport: nixl needs the package nixl ({error})") from error
+    agent: Agent = nixl_agent(f"deltafront-{secrets.token_hex(8)}")
+    return agent
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A kind of memory of one process, as NIXL names it."""
+
+    mem_type: str
+    device: int
+
+    def register(self, agent: Agent, spans: Sequence[Span]) -> None:
+        agent.register_memory([(*span, self.device, "") for span in spans], self.mem_type)
+
+    def descriptors(self, agent: Agent, spans: Sequence[Span]) -> Any:
+        rows = np.array([(*span, self.device) for span in spans], dtype=np.uint64)
+        return agent.get_xfer_descs(rows, self.mem_type)
+
+
+HOST = Memory("DRAM", 0)
+
+
+def memory_of(device: torch.device) -> Memory:
+    if device.type != "cuda":
+        return HOST
+    return Memory("VRAM", torch.cuda.current_device() if device.index is None else device.index)
+
+
+class Words:
+    """Numbers on the host that agents read from each other."""
+
+    def __init__(self, agent: Agent, count: int) -> None:
+        self._words = np.zeros(count, dtype=np.int64)
+        HOST.register(agent, [(self._words.ctypes.data, self._words.nbytes)])
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._words[index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._words[index] = value
+
+    def span(self, index: int) -> Span:
+        """Where a word lies."""
+        size = self._words.itemsize
+        return self._words.ctypes.data + index * size, size
