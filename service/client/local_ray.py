@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,17 @@ from ..config import ConfigError, ServiceConfig
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 << 30
 _OWNER_CPUS = 0.1
+_NODE_START_S = 600.0
+_ASK_AGAIN_S = 0.2
+_FIRST_BLOCK, _BLOCKS, _BLOCK = 20_000, 120, 100
+"""Where ports that nobody configures begin, how many services may have some, and how many each has. They end
+where the ports begin that the kernel gives to clients; Ray's own workers have those below."""
+_ALONE = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
 _QUIET = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_enable_metrics_collection": "0",
@@ -45,6 +57,7 @@ def running(
     from ..app import APP_NAME, application, serve_config
 
     try:
+        wait_for_slow_nodes()
         ray.init(
             address="local",
             namespace=NAMESPACE,
@@ -67,21 +80,63 @@ def running(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def wait_for_slow_nodes() -> None:
+    """Ray gives a node 30 s to register, in which a busy machine does not always start it, and has no setting
+    for that. From now on this process waits until the node is there, up to _NODE_START_S seconds."""
+    from ray._private import services
+
+    asked = services.get_node
+    if hasattr(asked, "waits"):
+        return
+
+    def get_node(*arguments: Any, **named: Any) -> Any:
+        until = time.monotonic() + _NODE_START_S
+        while True:
+            try:
+                return asked(*arguments, **named)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_ASK_AGAIN_S)
+
+    get_node.waits = True  # type: ignore[attr-defined]
+    services.get_node = get_node
+
+
 def check_ports(settings: ServiceConfig) -> None:
     """HAProxy listens with SO_REUSEPORT: a second service on the same port would get half the requests
     instead of an error. So look first. Raises ConfigError naming the key."""
-    keys = ["grpc_port", "http_port", "metrics_port"]
-    for key in keys + ["tls_port"] * (settings.door.tls_certificate is not None):
-        port = getattr(settings.door, key)
+    door = settings.door
+    keys = ["grpc_port", "http_port", "metrics_port"] + ["tls_port"] * (door.tls_certificate is not None)
+    wanted = [(key, getattr(door, key), "") for key in keys]
+    serves = inner_ports(door.grpc_port)
+    wanted += [("grpc_port", int(serves[name]), f", {name} beside {door.grpc_port},") for name in _ALONE]
+    for key, port, why in wanted:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
             try:
                 probe.bind(("", port))
             except OSError as error:
                 raise ConfigError(
-                    f"door.{key}: port {port} cannot be used ({error.strerror}): "
+                    f"door.{key}: port {port}{why} cannot be used ({error.strerror}): "
                     "stop what listens there, or configure another port"
                 ) from None
+
+
+def inner_ports(grpc_port: int) -> dict[str, str]:
+    """Ports of Ray Serve's that nobody calls from outside, by the variable that sets them: a block that
+    follows from the gRPC port, so that services with ports of their own stand side by side.
+
+    Serve starts the doors' own gRPC servers with SO_REUSEPORT, whatever it is told: two services with the
+    same range would get each other's requests.
+    """
+    first = _FIRST_BLOCK + _BLOCK * (grpc_port % _BLOCKS)
+    doors, half = first + len(_ALONE), (_BLOCK - len(_ALONE)) // 2
+    ports = {name: first + number for number, name in enumerate(_ALONE)}
+    for number, kind in enumerate(("HTTP", "GRPC")):
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = doors + number * half
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = doors + (number + 1) * half
+    return {name: str(port) for name, port in ports.items()}
 
 
 def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
@@ -105,6 +160,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
         "RAY_USAGE_STATS_ENABLED": "0",
         **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
+        **inner_ports(settings.door.grpc_port),
         **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
     }
 

@@ -12,7 +12,7 @@ import pytest
 from deltafront.protos.v1 import deltafront_pb2 as pb
 
 from .conftest import Sizes
-from .wire import Wire, method, packed, text
+from .wire import PATIENCE_S, Wire, method, packed, text
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -126,7 +126,7 @@ def test_invalid_utf8_is_refused(wire: Wire) -> None:
         response_deserializer=pb.GenerateResponse.FromString,
     )
     with pytest.raises(grpc.RpcError) as caught:
-        list(call(b"\x0a\x04\x0a\x02\xff\xfe", timeout=30))
+        list(call(b"\x0a\x04\x0a\x02\xff\xfe", timeout=PATIENCE_S))
     assert caught.value.code() == INVALID
     assert "Traceback" not in (caught.value.details() or "")
 

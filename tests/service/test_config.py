@@ -14,7 +14,7 @@ import yaml
 
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
-from deltafront.service.client.local_ray import check_ports, cpus, environment
+from deltafront.service.client.local_ray import check_ports, cpus, environment, inner_ports
 from deltafront.service.config import ConfigError, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model.config import read_config
@@ -241,6 +241,30 @@ def test_a_taken_port_is_named(reuse: bool) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"door.http_port: port {port} cannot be used"):
             check_ports(parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026)))
+
+
+def test_services_beside_each_other_share_no_port() -> None:
+    """The ranges of doors' servers end before their upper bound, as Serve reads them."""
+    taken: set[int] = set()
+    for grpc_port in range(9000, 9120):
+        ports = {name: int(port) for name, port in inner_ports(grpc_port).items()}
+        own = {port for name, port in ports.items() if "DIRECT_INGRESS" not in name}
+        for kind in ("HTTP", "GRPC"):
+            least, end = (ports[f"RAY_SERVE_DIRECT_INGRESS_{bound}_{kind}_PORT"] for bound in ("MIN", "MAX"))
+            assert end - least >= 40
+            own |= set(range(least, end))
+        assert len(own) == 100 and not own & taken
+        taken |= own
+    assert (min(taken), max(taken)) == (20_000, 31_999), "neither Ray's workers' ports nor those of clients"
+
+
+def test_a_taken_port_that_nobody_configured_is_named() -> None:
+    port = int(inner_ports(1025)["RAY_SERVE_HAPROXY_STATS_PORT"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(ConfigError, match=f"door.grpc_port: port {port}, .* beside 1025, cannot"):
+            check_ports(parse(content("door", http_port=1027, grpc_port=1025, metrics_port=1026)))
 
 
 def test_the_builder_is_what_serve_accepts(model: Path) -> None:
