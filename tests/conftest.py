@@ -28,6 +28,8 @@ for _name, _value in {
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "300",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -42,6 +44,7 @@ TOGETHER = {
     "tests/workers/prefill/test_prefill_group.py": "actors",
     "tests/workers/decode/test_decode_worker.py": "actors",
     "tests/kernels/test_compile_sm90.py": "compiler",
+    "tests/workers/test_specialisations.py": "specialisations",
 }
 """What runs in one process, one test after the other, because it shares what takes long to start; the longest
 first. Each group has ports of its own, so they stand beside each other. One process may get several, in this

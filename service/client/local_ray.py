@@ -19,7 +19,7 @@ from ..config import ConfigError, ServiceConfig
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 << 30
 _OWNER_CPUS = 0.1
-_NODE_START_S = 600.0
+_START_S = 300.0
 _ASK_AGAIN_S = 0.2
 _FIRST_BLOCK, _BLOCKS, _BLOCK = 20_000, 120, 100
 """Where ports that nobody configures begin, how many services may have some, and how many each has. They end
@@ -58,6 +58,7 @@ def running(
 
     try:
         wait_for_slow_nodes()
+        _wait_for_slow_proxies()
         ray.init(
             address="local",
             namespace=NAMESPACE,
@@ -82,7 +83,7 @@ def running(
 
 def wait_for_slow_nodes() -> None:
     """Ray gives a node 30 s to register, in which a busy machine does not always start it, and has no setting
-    for that. From now on this process waits until the node is there, up to _NODE_START_S seconds."""
+    for that. From now on this process waits until the node is there, up to _START_S seconds."""
     from ray._private import services
 
     asked = services.get_node
@@ -90,7 +91,7 @@ def wait_for_slow_nodes() -> None:
         return
 
     def get_node(*arguments: Any, **named: Any) -> Any:
-        until = time.monotonic() + _NODE_START_S
+        until = time.monotonic() + _START_S
         while True:
             try:
                 return asked(*arguments, **named)
@@ -101,6 +102,13 @@ def wait_for_slow_nodes() -> None:
 
     get_node.waits = True  # type: ignore[attr-defined]
     services.get_node = get_node
+
+
+def _wait_for_slow_proxies() -> None:
+    """The same for Serve, which gives its proxies 60 s."""
+    from ray.serve._private import api, client
+
+    api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = _START_S
 
 
 def check_ports(settings: ServiceConfig) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +102,14 @@ class LocalCluster:
         nothing = json.dumps(content | {"applications": []}).encode()
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self._applications, nothing, headers, method="PUT")
-        urllib.request.urlopen(request, timeout=_START_S).close()
+        until = time.monotonic() + _START_S
+        while True:
+            try:
+                urllib.request.urlopen(request, timeout=_START_S).close()
+                break
+            except urllib.error.HTTPError:  # it gives proxies 60 s; what has been started goes on
+                if time.monotonic() > until:
+                    raise
         self._cluster.connect()
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
         doors = [self._nodes[number].node_id for number, group in enumerate(self._groups) if group == "door"]

@@ -53,13 +53,16 @@ def group(cluster: Any, model: ModelSpec) -> Iterator[PrefillGroup]:
     made.stop()
 
 
-@pytest.fixture
-def decode(cluster: Any) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def worker(cluster: Any) -> Iterator[Any]:
     """An actor that pulls what is announced, as a decode worker would; defined here to travel by value."""
     from deltafront.workers.kv.object_store import pull
 
     class FakeDecode:
         def __init__(self) -> None:
+            self.forget()
+
+        def forget(self) -> None:
             self.kv: dict[Any, Any] = {}
             self.logits: dict[str, Any] = {}
 
@@ -96,6 +99,13 @@ def decode(cluster: Any) -> Iterator[Any]:
     ray.get(actor.__ray_ready__.remote())
     yield name, actor
     ray.kill(actor)
+
+
+@pytest.fixture
+def decode(worker: Any) -> Any:
+    """Its name and itself, without what an earlier test had it pull."""
+    ray.get(worker[1].forget.remote())
+    return worker
 
 
 async def events_of(group: PrefillGroup, job: PrefillJob) -> AsyncIterator[Any]:
