@@ -30,6 +30,7 @@ _ALONE = (
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
+_AGENTS = ("metrics_agent_port", "runtime_env_agent_port")
 _QUIET = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_enable_metrics_collection": "0",
@@ -57,16 +58,16 @@ def running(
     from ..app import APP_NAME, application, serve_config
 
     try:
-        wait_for_slow_nodes()
         _wait_for_slow_proxies()
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            num_cpus=cpus(settings),
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _node_ip_address=LOOPBACK,
-        )
+        with slow_start(settings.door.grpc_port):
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                num_cpus=cpus(settings),
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _node_ip_address=LOOPBACK,
+            )
         try:
             options = serve_config(settings.model_dump(), LOOPBACK)
             grpc = gRPCOptions(**options["grpc_options"])
@@ -81,31 +82,41 @@ def running(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_for_slow_nodes() -> None:
-    """Ray gives a node 30 s to register, in which a busy machine does not always start it, and has no setting
-    for that. From now on this process waits until the node is there, up to _START_S seconds."""
-    from ray._private import services
+@contextlib.contextmanager
+def slow_start(grpc_port: int) -> Iterator[None]:
+    """Nodes of Ray that are started in this block may take up to _START_S seconds.
 
-    asked = services.get_node
-    if hasattr(asked, "waits"):
-        return
+    A node ends itself if it is not told within 15 s which ports its two agents have taken, and is given up
+    if it has not registered after 30: a busy machine needs longer, and Ray has no setting for either. So
+    agents get their ports here, from the same block as `inner_ports`, and registering is waited for.
+    """
+    from ray._private import parameter, services
+
+    ask, init = services.get_node, parameter.RayParams.__init__
 
     def get_node(*arguments: Any, **named: Any) -> Any:
         until = time.monotonic() + _START_S
         while True:
             try:
-                return asked(*arguments, **named)
+                return ask(*arguments, **named)
             except RuntimeError:  # it has not registered yet
                 if time.monotonic() > until:
                     raise
                 time.sleep(_ASK_AGAIN_S)
 
-    get_node.waits = True  # type: ignore[attr-defined]
-    services.get_node = get_node
+    def with_ports(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        self.update_if_absent(**agent_ports(grpc_port))
+
+    services.get_node, parameter.RayParams.__init__ = get_node, with_ports
+    try:
+        yield
+    finally:
+        services.get_node, parameter.RayParams.__init__ = ask, init
 
 
 def _wait_for_slow_proxies() -> None:
-    """The same for Serve, which gives its proxies 60 s."""
+    """Serve gives its proxies 60 s, and has no setting for it either."""
     from ray.serve._private import api, client
 
     api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = _START_S
@@ -138,13 +149,22 @@ def inner_ports(grpc_port: int) -> dict[str, str]:
     Serve starts the doors' own gRPC servers with SO_REUSEPORT, whatever it is told: two services with the
     same range would get each other's requests.
     """
-    first = _FIRST_BLOCK + _BLOCK * (grpc_port % _BLOCKS)
-    doors, half = first + len(_ALONE), (_BLOCK - len(_ALONE)) // 2
+    first, singles = _block(grpc_port), len(_ALONE) + len(_AGENTS)
+    doors, half = first + singles, (_BLOCK - singles) // 2
     ports = {name: first + number for number, name in enumerate(_ALONE)}
     for number, kind in enumerate(("HTTP", "GRPC")):
         ports[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = doors + number * half
         ports[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = doors + (number + 1) * half
     return {name: str(port) for name, port in ports.items()}
+
+
+def agent_ports(grpc_port: int) -> dict[str, int]:
+    """Of a node's agents, by Ray's parameter."""
+    return {name: _block(grpc_port) + len(_ALONE) + number for number, name in enumerate(_AGENTS)}
+
+
+def _block(grpc_port: int) -> int:
+    return _FIRST_BLOCK + _BLOCK * (grpc_port % _BLOCKS)
 
 
 def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:

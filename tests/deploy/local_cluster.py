@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deltafront.service.client.local_ray import environment, inner_ports, wait_for_slow_nodes
+from deltafront.service.client.local_ray import environment, inner_ports, slow_start
 from deltafront.service.config import ServiceConfig
 
 LABEL = "ray.io/node-group"
@@ -45,7 +45,6 @@ class LocalCluster:
         self._environment = pytest.MonkeyPatch()
         for name, value in environment(settings, self._folder).items():
             self._environment.setenv(name, value)
-        wait_for_slow_nodes()
         self._cluster = Cluster(shutdown_at_exit=True)
         self._groups = tuple(groups)
         self._nodes: dict[int, Any] = {}
@@ -69,9 +68,14 @@ class LocalCluster:
         variables = inner_ports(door.grpc_port + number) | {key: str(port) for key, port in ports.items()}
         dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
         head = dashboard if number == 0 else {}
-        self._nodes[number] = self._cluster.add_node(
-            num_cpus=2, labels={LABEL: group}, env_vars=variables, node_ip_address=_address(number), **head
-        )
+        with slow_start(door.grpc_port + number):
+            self._nodes[number] = self._cluster.add_node(
+                num_cpus=2,
+                labels={LABEL: group},
+                env_vars=variables,
+                node_ip_address=_address(number),
+                **head,
+            )
         if group == "door":
             self.doors.append(f"{_address(number)}:{door.grpc_port + number}")
             self.http_doors.append(f"{_address(number)}:{door.http_port + number}")

@@ -14,7 +14,7 @@ import yaml
 
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
-from deltafront.service.client.local_ray import check_ports, cpus, environment, inner_ports
+from deltafront.service.client.local_ray import agent_ports, check_ports, cpus, environment, inner_ports
 from deltafront.service.config import ConfigError, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model.config import read_config
@@ -249,6 +249,7 @@ def test_services_beside_each_other_share_no_port() -> None:
     for grpc_port in range(9000, 9120):
         ports = {name: int(port) for name, port in inner_ports(grpc_port).items()}
         own = {port for name, port in ports.items() if "DIRECT_INGRESS" not in name}
+        own |= set(agent_ports(grpc_port).values())
         for kind in ("HTTP", "GRPC"):
             least, end = (ports[f"RAY_SERVE_DIRECT_INGRESS_{bound}_{kind}_PORT"] for bound in ("MIN", "MAX"))
             assert end - least >= 40

@@ -30,19 +30,19 @@ def cluster() -> Iterator[Any]:
     """One Ray for all tests of actors."""
     import ray
 
-    from deltafront.service.client.local_ray import wait_for_slow_nodes
+    from deltafront.service.client.local_ray import slow_start
 
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_AUTH_MODE", "disabled")
-    wait_for_slow_nodes()
-    ray.init(
-        address="local",
-        _node_ip_address="127.0.0.1",
-        include_dashboard=False,
-        num_cpus=4,
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    with slow_start(9030):
+        ray.init(
+            address="local",
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            num_cpus=4,
+            log_to_driver=False,
+            configure_logging=False,
+        )
     yield ray
     ray.shutdown()
     patch.undo()
