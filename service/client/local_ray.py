@@ -30,7 +30,12 @@ _ALONE = (
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
-_AGENTS = ("metrics_agent_port", "runtime_env_agent_port")
+_AGENTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
 _QUIET = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_enable_metrics_collection": "0",
@@ -106,7 +111,7 @@ def slow_start(grpc_port: int) -> Iterator[None]:
 
     def with_ports(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)
-        self.update_if_absent(**agent_ports(grpc_port))
+        self.update(**agent_ports(grpc_port))
 
     services.get_node, parameter.RayParams.__init__ = get_node, with_ports
     try:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deltafront.service.client.local_ray import environment, inner_ports, slow_start
+from deltafront.service.client.local_ray import agent_ports, environment, inner_ports, slow_start
 from deltafront.service.config import ServiceConfig
 
 LABEL = "ray.io/node-group"
@@ -74,6 +74,7 @@ class LocalCluster:
                 labels={LABEL: group},
                 env_vars=variables,
                 node_ip_address=_address(number),
+                **agent_ports(door.grpc_port + number),
                 **head,
             )
         if group == "door":
