@@ -91,13 +91,15 @@ def running(
 def slow_start(grpc_port: int) -> Iterator[None]:
     """Nodes of Ray that are started in this block may take up to _START_S seconds.
 
-    A node ends itself if it is not told within 15 s which ports its two agents have taken, and is given up
-    if it has not registered after 30: a busy machine needs longer, and Ray has no setting for either. So
-    agents get their ports here, from the same block as `inner_ports`, and registering is waited for.
+    A node ends itself if it does not find within 15 s the files in which its agents write their ports, and
+    is given up if it has not registered after 30: a busy machine needs longer, and Ray has no setting for
+    either. So agents get their ports here, from the same block as `inner_ports`, their files are written for
+    them, and registering is waited for.
     """
-    from ray._private import parameter, services
+    from ray._private import node, parameter, services
+    from ray._raylet import persist_port
 
-    ask, init = services.get_node, parameter.RayParams.__init__
+    ask, init, start = services.get_node, parameter.RayParams.__init__, node.Node.start_raylet
 
     def get_node(*arguments: Any, **named: Any) -> Any:
         until = time.monotonic() + _START_S
@@ -113,11 +115,16 @@ def slow_start(grpc_port: int) -> Iterator[None]:
         init(self, *arguments, **named)
         self.update(**agent_ports(grpc_port))
 
-    services.get_node, parameter.RayParams.__init__ = get_node, with_ports
+    def with_files(self: Any, *arguments: Any, **named: Any) -> None:
+        for name, port in agent_ports(grpc_port).items():
+            persist_port(self.get_session_dir_path(), self.node_id, name, port)
+        start(self, *arguments, **named)
+
+    services.get_node, parameter.RayParams.__init__, node.Node.start_raylet = get_node, with_ports, with_files
     try:
         yield
     finally:
-        services.get_node, parameter.RayParams.__init__ = ask, init
+        services.get_node, parameter.RayParams.__init__, node.Node.start_raylet = ask, init, start
 
 
 def _wait_for_slow_proxies() -> None:
@@ -164,7 +171,7 @@ def inner_ports(grpc_port: int) -> dict[str, str]:
 
 
 def agent_ports(grpc_port: int) -> dict[str, int]:
-    """Of a node's agents, by Ray's parameter."""
+    """Of a node's agents, by Ray's name for each."""
     return {name: _block(grpc_port) + len(_ALONE) + number for number, name in enumerate(_AGENTS)}
 
 
