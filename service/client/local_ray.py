@@ -97,7 +97,7 @@ def slow_start(grpc_port: int) -> Iterator[None]:
     them, and registering is waited for.
     """
     from ray._private import node, parameter, services
-    from ray._raylet import persist_port
+    from ray._raylet import persist_port  # type: ignore[attr-defined]
 
     ask, init, start = services.get_node, parameter.RayParams.__init__, node.Node.start_raylet
 
