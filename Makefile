@@ -32,9 +32,9 @@ demo: install model
 serve: install model
 	$(BIN)/deltafront serve --config deploy/config/demo.yaml
 
-# Two processes; what cannot stand beside each other shares one (tests/conftest.py).
+# More processes than cores: those of the tests with Ray mostly wait (tests/conftest.py).
 test: dev model
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 4
 
 acceptance: dev model
 	$(BIN)/pytest tests/e2e --acceptance -s

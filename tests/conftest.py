@@ -20,20 +20,35 @@ if not torch.cuda.is_available():
 # Tensors here are small: a second thread waits more than it computes, and takes the other processes' core.
 torch.set_num_threads(1)
 
+# Ray gives its workers a low priority, so that beside other tests they would get next to nothing of a core,
+# and gives up on what starts slowly.
+for _name, _value in {
+    "RAY_worker_niceness": "0",
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
+    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "300",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}.items():
+    os.environ.setdefault(_name, _value)
+
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 TOGETHER = {
-    "tests/deploy/test_cluster.py": "the service",
-    "tests/e2e/": "the service",
-    "tests/service/test_served.py": "the service",
-    "tests/workers/decode/test_decode_worker.py": "actors",
+    "tests/e2e/": "end to end",
+    "tests/deploy/test_cluster.py": "cluster",
+    "tests/service/test_served.py": "served",
     "tests/workers/prefill/test_prefill_group.py": "actors",
+    "tests/workers/decode/test_decode_worker.py": "actors",
     "tests/kernels/test_compile_sm90.py": "compiler",
+    "tests/workers/test_specialisations.py": "specialisations",
 }
-"""What runs in one process, one test after the other. The service has fixed ports. Bare actors start a Ray of
-their own, which may stand beside the service's; the compiler's process is started once."""
+"""What runs in one process, one test after the other, because it shares what takes long to start; the longest
+first. Each group has ports of its own, so they stand beside each other. One process may get several, in this
+order: Serve's settings must be in the environment before Ray is imported."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,14 +56,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The end-to-end tests last: their service stands until the end, on ports that others need before."""
-    items.sort(key=lambda item: item.nodeid.startswith("tests/e2e/"))
+    """The groups of TOGETHER first, in its order."""
+    starts = list(TOGETHER)
+
+    def place(item: pytest.Item) -> int:
+        return next((n for n, start in enumerate(starts) if item.nodeid.startswith(start)), len(starts))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The groups of TOGETHER first, the longest before the others; every other test is a piece of its own."""
+    """The groups of TOGETHER first; every other test is a piece of its own."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # by their number of tests
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,23 @@ from ..config import ConfigError, ServiceConfig
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 << 30
 _OWNER_CPUS = 0.1
+_START_S = 300.0
+_ASK_AGAIN_S = 0.2
+_FIRST_BLOCK, _BLOCKS, _BLOCK = 20_000, 120, 100
+"""Where ports that nobody configures begin, how many services may have some, and how many each has. They end
+where the ports begin that the kernel gives to clients; Ray's own workers have those below."""
+_ALONE = (
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+_AGENTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
 _QUIET = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_enable_metrics_collection": "0",
@@ -45,14 +63,16 @@ def running(
     from ..app import APP_NAME, application, serve_config
 
     try:
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            num_cpus=cpus(settings),
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _node_ip_address=LOOPBACK,
-        )
+        _wait_for_slow_proxies()
+        with slow_start(settings.door.grpc_port):
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                num_cpus=cpus(settings),
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _node_ip_address=LOOPBACK,
+            )
         try:
             options = serve_config(settings.model_dump(), LOOPBACK)
             grpc = gRPCOptions(**options["grpc_options"])
@@ -67,21 +87,96 @@ def running(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def slow_start(grpc_port: int) -> Iterator[None]:
+    """Nodes of Ray that are started in this block may take up to _START_S seconds.
+
+    A node ends itself if it does not find within 15 s the files in which its agents write their ports, and
+    is given up if it has not registered after 30: a busy machine needs longer, and Ray has no setting for
+    either. So agents get their ports here, from the same block as `inner_ports`, their files are written for
+    them, and registering is waited for.
+    """
+    from ray._private import node, parameter, services
+    from ray._raylet import persist_port  # type: ignore[attr-defined]
+
+    ask, init, start = services.get_node, parameter.RayParams.__init__, node.Node.start_raylet
+
+    def get_node(*arguments: Any, **named: Any) -> Any:
+        until = time.monotonic() + _START_S
+        while True:
+            try:
+                return ask(*arguments, **named)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_ASK_AGAIN_S)
+
+    def with_ports(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        self.update(**agent_ports(grpc_port))
+
+    def with_files(self: Any, *arguments: Any, **named: Any) -> None:
+        for name, port in agent_ports(grpc_port).items():
+            persist_port(self.get_session_dir_path(), self.node_id, name, port)
+        start(self, *arguments, **named)
+
+    services.get_node, parameter.RayParams.__init__, node.Node.start_raylet = get_node, with_ports, with_files
+    try:
+        yield
+    finally:
+        services.get_node, parameter.RayParams.__init__, node.Node.start_raylet = ask, init, start
+
+
+def _wait_for_slow_proxies() -> None:
+    """Serve gives its proxies 60 s, and has no setting for it either."""
+    from ray.serve._private import api, client
+
+    api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = _START_S
+
+
 def check_ports(settings: ServiceConfig) -> None:
     """HAProxy listens with SO_REUSEPORT: a second service on the same port would get half the requests
     instead of an error. So look first. Raises ConfigError naming the key."""
-    keys = ["grpc_port", "http_port", "metrics_port"]
-    for key in keys + ["tls_port"] * (settings.door.tls_certificate is not None):
-        port = getattr(settings.door, key)
+    door = settings.door
+    keys = ["grpc_port", "http_port", "metrics_port"] + ["tls_port"] * (door.tls_certificate is not None)
+    wanted = [(key, getattr(door, key), "") for key in keys]
+    serves = inner_ports(door.grpc_port)
+    wanted += [("grpc_port", int(serves[name]), f", {name} beside {door.grpc_port},") for name in _ALONE]
+    for key, port, why in wanted:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
             try:
                 probe.bind(("", port))
             except OSError as error:
                 raise ConfigError(
-                    f"door.{key}: port {port} cannot be used ({error.strerror}): "
+                    f"door.{key}: port {port}{why} cannot be used ({error.strerror}): "
                     "stop what listens there, or configure another port"
                 ) from None
+
+
+def inner_ports(grpc_port: int) -> dict[str, str]:
+    """Ports of Ray Serve's that nobody calls from outside, by the variable that sets them: a block that
+    follows from the gRPC port, so that services with ports of their own stand side by side.
+
+    Serve starts the doors' own gRPC servers with SO_REUSEPORT, whatever it is told: two services with the
+    same range would get each other's requests.
+    """
+    first, singles = _block(grpc_port), len(_ALONE) + len(_AGENTS)
+    doors, half = first + singles, (_BLOCK - singles) // 2
+    ports = {name: first + number for number, name in enumerate(_ALONE)}
+    for number, kind in enumerate(("HTTP", "GRPC")):
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = doors + number * half
+        ports[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = doors + (number + 1) * half
+    return {name: str(port) for name, port in ports.items()}
+
+
+def agent_ports(grpc_port: int) -> dict[str, int]:
+    """Of a node's agents, by Ray's name for each."""
+    return {name: _block(grpc_port) + len(_ALONE) + number for number, name in enumerate(_AGENTS)}
+
+
+def _block(grpc_port: int) -> int:
+    return _FIRST_BLOCK + _BLOCK * (grpc_port % _BLOCKS)
 
 
 def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
@@ -105,6 +200,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
         "RAY_USAGE_STATS_ENABLED": "0",
         **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
+        **inner_ports(settings.door.grpc_port),
         **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
     }
 

@@ -1,7 +1,7 @@
 """A Ray cluster of several nodes on this machine, its groups named as KubeRay names them.
 
-Every node is a raylet with an address and an HAProxy of its own. HAProxy listens on all addresses, as in a
-pod, so the nodes' HAProxies have ports of their own, too.
+Every node is a raylet with an address and an HAProxy of its own. HAProxies and doors listen on all addresses,
+as in a pod, so here they have ports of their own, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +21,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deltafront.service.client.local_ray import environment
+from deltafront.service.client.local_ray import agent_ports, environment, inner_ports, slow_start
 from deltafront.service.config import ServiceConfig
 
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
-_START_S = 300.0
+_START_S = 600.0
 
 
 def _address(number: int) -> str:
@@ -47,6 +48,7 @@ class LocalCluster:
         self._cluster = Cluster(shutdown_at_exit=True)
         self._groups = tuple(groups)
         self._nodes: dict[int, Any] = {}
+        self._serving = False
         self.doors: list[str] = []
         self.http_doors: list[str] = []
         try:
@@ -62,15 +64,19 @@ class LocalCluster:
         ports = {
             "RAY_SERVE_WORKER_PROXY_GRPC_PORT": door.grpc_port + number,  # the head keeps its own
             "RAY_SERVE_WORKER_PROXY_HTTP_PORT": door.http_port + number,
-            "RAY_SERVE_HAPROXY_STATS_PORT": 8404 + number,
-            "RAY_SERVE_HAPROXY_METRICS_PORT": 9101 + number,
         }
-        variables = {key: str(port) for key, port in ports.items()}
+        variables = inner_ports(door.grpc_port + number) | {key: str(port) for key, port in ports.items()}
         dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
         head = dashboard if number == 0 else {}
-        self._nodes[number] = self._cluster.add_node(
-            num_cpus=2, labels={LABEL: group}, env_vars=variables, node_ip_address=_address(number), **head
-        )
+        with slow_start(door.grpc_port + number):
+            self._nodes[number] = self._cluster.add_node(
+                num_cpus=2,
+                labels={LABEL: group},
+                env_vars=variables,
+                node_ip_address=_address(number),
+                **agent_ports(door.grpc_port + number),
+                **head,
+            )
         if group == "door":
             self.doors.append(f"{_address(number)}:{door.grpc_port + number}")
             self.http_doors.append(f"{_address(number)}:{door.http_port + number}")
@@ -83,12 +89,51 @@ class LocalCluster:
     def dashboard(self) -> str:
         return f"http://{_address(0)}:{_DASHBOARD}"
 
+    @property
+    def _applications(self) -> str:
+        return f"{self.dashboard}/api/serve/applications/"
+
+    def _start_serve(self, content: Any) -> None:
+        """Serve without an application yet, told which doors' gRPC ports other nodes have on this machine.
+
+        It gives every node the same ports, and for HTTP a door that finds its port taken gets the next. For
+        gRPC it finds nothing: Serve starts that server with SO_REUSEPORT, and the two doors of one port would
+        get each other's requests.
+        """
+        import ray
+        from ray.serve._private.common import RequestProtocol
+        from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+        nothing = json.dumps(content | {"applications": []}).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self._applications, nothing, headers, method="PUT")
+        until = time.monotonic() + _START_S
+        while True:
+            try:
+                urllib.request.urlopen(request, timeout=_START_S).close()
+                break
+            except urllib.error.HTTPError:  # it gives proxies 60 s; what has been started goes on
+                if time.monotonic() > until:
+                    raise
+        self._cluster.connect()
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
+        doors = [self._nodes[number].node_id for number, group in enumerate(self._groups) if group == "door"]
+        other, grpc = "a door of another node", RequestProtocol.GRPC
+        for before, node in enumerate(doors):
+            for _ in range(before):
+                port = ray.get(controller.allocate_replica_port.remote(node, other, grpc))
+                ray.get(controller.release_replica_port.remote(node, other, port, grpc, block_port=True))
+        ray.shutdown()
+
     def deploy(self, content: Any) -> None:
         """`serve deploy`, and wait until every deployment is healthy."""
+        if not self._serving:
+            self._start_serve(content)
+            self._serving = True
         path = self._folder / "serve.yaml"
         path.write_text(yaml.safe_dump(content))
         tool = Path(sys.executable).parent / "serve"
-        subprocess.run([tool, "deploy", path, "-a", self.dashboard], check=True, timeout=120)
+        subprocess.run([tool, "deploy", path, "-a", self.dashboard], check=True, timeout=_START_S)
         until = time.monotonic() + _START_S
         while (status := self.status())["status"] != "RUNNING":
             assert status["status"] != "DEPLOY_FAILED" and time.monotonic() < until, json.dumps(
@@ -98,7 +143,7 @@ class LocalCluster:
 
     def status(self) -> Any:
         """Serve's account of the one application."""
-        with urllib.request.urlopen(f"{self.dashboard}/api/serve/applications/", timeout=30) as reply:
+        with urllib.request.urlopen(self._applications, timeout=_START_S) as reply:
             applications = json.load(reply)["applications"]
         return next(iter(applications.values()), {"status": "NOT_STARTED"})
 

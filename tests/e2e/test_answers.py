@@ -151,12 +151,12 @@ def test_chat_messages_use_the_template(wire: Wire) -> None:
     assert answer.finish.usage.prompt_tokens > 20
 
 
-def test_openais_client_gets_the_same_answer(wire: Wire) -> None:
+def test_openais_client_gets_the_same_answer(wire: Wire, http: str) -> None:
     said = "Name three animals that live in the sea."
     messages = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=said)])
     sampling = pb.SamplingOptions(max_tokens=24)
     ours = wire.generate(pb.GenerateRequest(prompt=pb.Prompt(messages=messages), sampling=sampling))
-    with openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="any", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{http}/v1", api_key="any", max_retries=0) as client:
         model = client.models.list().data[0].id
         chunks = client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": said}], max_completion_tokens=24, stream=True

@@ -102,12 +102,12 @@ def wait_for(true: Callable[[], bool], otherwise: Callable[[], object]) -> None:
 
 
 def test_no_query_of_a_panel_or_a_rule_fails_or_is_empty(
-    service: LocalService, wire: Wire, prometheus: Prometheus, table: Table
+    service: LocalService, http: str, wire: Wire, prometheus: Prometheus, table: Table
 ) -> None:
     """Two rounds of requests: a rate sees nothing of the first increase of a series that begins with it."""
     panels, rules = of_panels(), of_rules()
     model = wire.info().model
-    traffic = Traffic(service.address, "http://127.0.0.1:8000", model, DEMO_TEXT.read_text(), (400, 1200) * 2)
+    traffic = Traffic(service.address, http, model, DEMO_TEXT.read_text(), (400, 1200) * 2)
     for _ in range(2):
         traffic.round()
         seen = scrapes(prometheus)

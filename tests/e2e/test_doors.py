@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import islice
 
 import grpc
 import psutil
@@ -22,6 +25,7 @@ from deltafront.service.client import (
     Progress,
     Token,
 )
+from deltafront.service.client.local_ray import inner_ports
 from deltafront.service.client.server_process import LocalService
 
 from .conftest import Haystack, Sizes, Table
@@ -50,17 +54,31 @@ def doors(service: LocalService) -> list[int]:
     return found
 
 
-def wait_for_two_doors(service: LocalService, client: DeltafrontClient) -> list[int]:
+def at_doors(service: LocalService, column: str) -> dict[str, int]:
+    """What HAProxy counts of each door that it knows of: `scur`, requests it has now; `hrsp_2xx`, answers."""
+    port = inner_ports(int(service.address.split(":")[1]))["RAY_SERVE_HAPROXY_STATS_PORT"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats;csv", timeout=PATIENCE_S) as reply:
+        rows = list(csv.DictReader(reply.read().decode().removeprefix("# ").splitlines()))
+    of = [row for row in rows if row["pxname"] == "grpc-deltafront" and "SERVE_REPLICA" in row["svname"]]
+    return {row["svname"]: int(row[column] or 0) for row in of}
+
+
+def wait_for_two_doors(service: LocalService) -> list[int]:
+    """Until both answer: a door that has just been started is a process long before requests come to it.
+
+    It is asked over a new connection: an old one may go to an HAProxy that ends with it, and knows only of
+    the doors there were when it was replaced."""
     until = time.monotonic() + PATIENCE_S
-    while len(found := doors(service)) != 2 or not client.info().decode_workers:
-        assert time.monotonic() < until, f"{len(found)} doors"
+    while True:
+        before = at_doors(service, "hrsp_2xx")
+        wire = Wire(service.address)
+        workers = [wire.info().decode_workers for _ in range(4)]  # each to the door with fewer requests
+        after = at_doors(service, "hrsp_2xx")
+        answering = [name for name in after if after[name] > before.get(name, 0)]
+        if len(found := doors(service)) == len(answering) == 2 and all(workers):
+            return found
+        assert time.monotonic() < until, f"{len(found)} doors, {len(answering)} answer"
         time.sleep(0.2)
-    return found
-
-
-def busiest(found: list[int], before: dict[int, float]) -> int:
-    """The door that has worked most since `before`."""
-    return max(found, key=lambda pid: sum(psutil.Process(pid).cpu_times()[:2]) - before[pid])
 
 
 def seconds_to_no_page(client: DeltafrontClient) -> float:
@@ -96,7 +114,7 @@ def test_answers_go_on_when_their_door_is_killed(
         return ids
 
     alone = [answer(number) for number in range(6)]
-    found = wait_for_two_doors(service, client)
+    found = wait_for_two_doors(service)
     started = [threading.Event() for _ in range(6)]
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(answer, number, started[number]) for number in range(6)]
@@ -105,51 +123,66 @@ def test_answers_go_on_when_their_door_is_killed(
         answers = [one.result(PATIENCE_S) for one in running]
     assert answers == alone
     table.add("to zero pages after answers through a killed door, s", round(seconds_to_no_page(client), 2))
-    wait_for_two_doors(service, client)
+    wait_for_two_doors(service)
 
 
 def test_a_dead_doors_requests_and_sessions_are_dropped(
-    service: LocalService, client: DeltafrontClient, wire: Wire, sizes: Sizes, table: Table
+    service: LocalService, client: DeltafrontClient, sizes: Sizes, table: Table
 ) -> None:
     """Nobody goes on with these. What their clients see has none of Ray's words."""
-    found = wait_for_two_doors(service, client)
-    before = {pid: sum(psutil.Process(pid).cpu_times()[:2]) for pid in found}
     request = pb.GenerateRequest(
         prompt=text("Call me Ishmael. " * 20), sampling=pb.SamplingOptions(max_tokens=10_000, ignore_eos=True)
     )
     request.session_ttl.FromSeconds(500)
-    streams = [wire.start(request) for _ in range(4)]
-    for stream in streams:
-        while next(stream).WhichOneof("event") != "token":
-            pass
-    victim = busiest(found, before)
-    os.kill(victim, signal.SIGKILL)
+    streams = streams_at_both_doors(service, request)
+    os.kill(doors(service)[0], signal.SIGKILL)
     killed = time.monotonic()
     with ThreadPoolExecutor(len(streams)) as pool:
-        lost = [error for error in pool.map(end_of, streams) if error is not None]
-    assert lost, "the door had no stream"
-    for error in lost:
+        ends = [pool.submit(end_of, stream) for stream in streams]
+        lost = list(islice(as_completed(ends, PATIENCE_S), len(streams) // 2))
+        for stream in streams:  # those of the other door
+            stream.cancel()
+    for end in ends:
+        assert ended_here(end.result()) == (end not in lost), end.result()
+    for error in (end.result() for end in lost):
         assert not any(word in (error.details() or "").lower() for word in RAYS_WORDS), error.details()
     seconds_to_no_page(client)
     took = time.monotonic() - killed
     table.add("to zero pages after a door's death, s", round(took, 2))
     assert took < 10 or not sizes.timed
-    wait_for_two_doors(service, client)
+    wait_for_two_doors(service)
 
 
-def end_of(stream: grpc.Call) -> grpc.RpcError | None:
-    """How a stream ends that its door's death breaks; None for one of the other door, which is cancelled."""
-    cancelling = threading.Timer(2.0, stream.cancel)
-    cancelling.start()
+def streams_at_both_doors(service: LocalService, request: pb.GenerateRequest) -> list[grpc.Call]:
+    """Four answers that have begun, two at each door."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        wait_for_two_doors(service)
+        wire = Wire(service.address)
+        streams = [wire.start(request) for _ in range(4)]
+        for stream in streams:
+            while next(stream).WhichOneof("event") != "token":
+                pass
+        held = at_doors(service, "scur")
+        if sorted(number for number in held.values() if number) == [2, 2]:
+            return streams
+        assert time.monotonic() < until, f"the doors' streams: {held}"
+        for stream in streams:
+            stream.cancel()
+
+
+def end_of(stream: grpc.Call) -> grpc.RpcError:
     try:
         for _response in stream:
             pass
     except grpc.RpcError as error:
-        ours = error.code() is grpc.StatusCode.CANCELLED and "locally" in (error.details() or "").lower()
-        return None if ours else error
-    finally:
-        cancelling.cancel()
+        return error
     raise AssertionError("an endless answer ended")
+
+
+def ended_here(error: grpc.RpcError) -> bool:
+    """Whether this process cancelled it."""
+    return error.code() is grpc.StatusCode.CANCELLED and "locally" in (error.details() or "").lower()
 
 
 def test_sessions_and_cancels_through_any_door(service: LocalService) -> None:
@@ -159,7 +192,7 @@ def test_sessions_and_cancels_through_any_door(service: LocalService) -> None:
         return DeltafrontClient(service.address)
 
     with fresh() as reader:
-        wait_for_two_doors(service, reader)
+        wait_for_two_doors(service)
         *_, made = reader.prefill("Call me Ishmael. " * 20, session_ttl_s=60)
         assert isinstance(made, PrefillFinished)
         answers = []

@@ -22,7 +22,7 @@ FINISHED = "deltafront_requests_total"
 def scrape(wire: Wire) -> dict[str, float]:
     """Sample name with labels → value."""
     address = wire.info().metrics_address
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as reply:
         lines = reply.read().decode().splitlines()
     samples = (re.fullmatch(r"(\S+?(?:\{.*\})?) (\S+)", line) for line in lines if not line.startswith("#"))
     return {m[1]: float(m[2]) for m in samples if m}
@@ -89,7 +89,7 @@ def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
     assert grown("deltafront_inter_token_latency_seconds_count") == gaps
 
 
-def test_a_callers_trace_goes_through_both_edges(wire: Wire) -> None:
+def test_a_callers_trace_goes_through_both_edges(wire: Wire, http: str) -> None:
     """Through HAProxy and Serve, as metadata and as header; without tracing it is told all the same."""
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     parent = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
@@ -98,7 +98,7 @@ def test_a_callers_trace_goes_through_both_edges(wire: Wire) -> None:
     assert last.finish.trace_id == trace
     body = json.dumps({"model": wire.info().model, "prompt": "Call me", "max_tokens": 1}).encode()
     headers = {"content-type": "application/json", **parent}
-    request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body, headers)
+    request = urllib.request.Request(f"{http}/v1/completions", body, headers)
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         assert json.load(reply)["deltafront"]["trace_id"] == trace
 

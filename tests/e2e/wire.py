@@ -13,7 +13,7 @@ import grpc
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """Until what must happen counts as never happening; no statement about speed."""
 
 
@@ -36,13 +36,14 @@ class Wire:
     """One channel. token: bearer token sent with every call."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
-        options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        options: list[tuple[str, int]] = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        options += [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         self.channel = grpc.insecure_channel(address, options)
         self.stub = pb_grpc.DeltafrontServiceStub(self.channel)
         self.metadata = [("authorization", f"Bearer {token}")] if token else []
 
     def info(self) -> pb.GetServerInfoResponse:
-        return self.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=self.metadata, timeout=60)
+        return self.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=self.metadata, timeout=PATIENCE_S)
 
     def pages_used(self) -> int:
         info = self.info()

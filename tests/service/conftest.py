@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -68,10 +68,11 @@ def client(house: House) -> Iterator[DeltafrontClient]:
 class Served:
     """Two doors under Ray Serve with HAProxy, and fake workers as named Ray actors."""
 
-    address = "127.0.0.1:9000"
-    http = "http://127.0.0.1:8000"
-    metrics = "http://127.0.0.1:9464/metrics"
-    encrypted = "localhost:9443"
+    ports: ClassVar = {"grpc_port": 9020, "http_port": 8020, "metrics_port": 9484, "tls_port": 9453}
+    address = f"127.0.0.1:{ports['grpc_port']}"
+    http = f"http://127.0.0.1:{ports['http_port']}"
+    metrics = f"http://127.0.0.1:{ports['metrics_port']}/metrics"
+    encrypted = f"localhost:{ports['tls_port']}"
     token, other = "alpha", "beta"
 
     def __init__(self, group: Any, decode: Any, ca: Path) -> None:
@@ -93,7 +94,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Started once for its module; takes fixed ports, and other modules start a Ray of their own."""
+    """Started once for its module: other modules start a Ray of their own."""
     from deltafront.service.client.local_ray import running
 
     folder = tmp_path_factory.mktemp("served")
@@ -108,6 +109,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         tls_certificate=str(certificate),
         tls_key=str(key),
         tls_only=False,
+        **Served.ports,
     )
     with running(config, _door_alone):
         group, decode = _actor(fakes.GroupProcess, "prefill:g0"), _actor(fakes.DecodeProcess, "decode:d0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +13,6 @@ import yaml
 
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
-from deltafront.service.client.local_ray import check_ports, cpus, environment
 from deltafront.service.config import ConfigError, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model.config import read_config
@@ -220,37 +218,6 @@ def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:
     parse(given).check_against(shape, None)
     with pytest.raises(ConfigError, match=r"model.quantisation: .*100.* must be multiples of 16"):
         parse(given).check_against(replace(shape, intermediate=100), None)
-
-
-def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
-    config = parse(content("prefill", groups=2, stages=20, cpus_per_stage=0.5))
-    variables = environment(config, tmp_path)
-    assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    assert variables["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(64 << 20)
-    assert variables["RAY_SERVE_HAPROXY_SOCKET_PATH"].startswith(str(tmp_path))
-    assert cpus(config) >= 2 * 20 * 0.5 + 1
-
-
-def test_what_the_caller_sets_for_ray_comes_before_the_quiet_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
-    monkeypatch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "2")
-    variables = environment(parse(content()), tmp_path)
-    assert variables["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "2"
-    assert variables["RAY_enable_metrics_collection"] == "0"
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_a_taken_port_is_named(reuse: bool) -> None:
-    with socket.socket() as taken:
-        if reuse:  # as HAProxy does
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"door.http_port: port {port} cannot be used"):
-            check_ports(parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026)))
 
 
 def test_the_builder_is_what_serve_accepts(model: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,29 @@ from deltafront.workers.model.decoder import LayerStack, load_stack
 from deltafront.workers.settings import DecodeConfig, HandoffConfig
 
 LAYERS = 6
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Any]:
+    """One Ray for all tests of actors."""
+    import ray
+
+    from deltafront.service.client.local_ray import slow_start
+
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_AUTH_MODE", "disabled")
+    with slow_start(9030):
+        ray.init(
+            address="local",
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            num_cpus=4,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    yield ray
+    ray.shutdown()
+    patch.undo()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +33,11 @@ from deltafront.workers.settings import ModelSpec, PrefillConfig
 from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model, random_ids, whole_prompt
 
 DENSE = method_spec("dense")
+HANG_S = 300.0
+"""Longest wait for what must happen: a guard against hanging, never a measure."""
 CONFIG = PrefillConfig(
     stages=2, chunk_tokens=128, cache_tokens=4096, cpus_per_stage=0.5, stream_lease_s=600.0
 )
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_AUTH_MODE", "disabled")
-    ray.init(
-        address="local",
-        _node_ip_address="127.0.0.1",
-        include_dashboard=False,
-        num_cpus=4,
-        log_to_driver=False,
-        configure_logging=False,
-    )
-    yield
-    ray.shutdown()
-    patch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +46,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 @pytest.fixture(scope="module")
-def group(cluster: None, model: ModelSpec) -> Iterator[PrefillGroup]:
+def group(cluster: Any, model: ModelSpec) -> Iterator[PrefillGroup]:
+    """Whole after every test: those that take something away see it healed."""
     made = PrefillGroup(model, CONFIG)
     yield made
     made.stop()
 
 
-@pytest.fixture
-def decode(cluster: None) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def worker(cluster: Any) -> Iterator[Any]:
     """An actor that pulls what is announced, as a decode worker would; defined here to travel by value."""
     from deltafront.workers.kv.object_store import pull
 
     class FakeDecode:
         def __init__(self) -> None:
+            self.forget()
+
+        def forget(self) -> None:
             self.kv: dict[Any, Any] = {}
             self.logits: dict[str, Any] = {}
 
@@ -111,6 +99,13 @@ def decode(cluster: None) -> Iterator[Any]:
     ray.get(actor.__ray_ready__.remote())
     yield name, actor
     ray.kill(actor)
+
+
+@pytest.fixture
+def decode(worker: Any) -> Any:
+    """Its name and itself, without what an earlier test had it pull."""
+    ray.get(worker[1].forget.remote())
+    return worker
 
 
 async def events_of(group: PrefillGroup, job: PrefillJob) -> AsyncIterator[Any]:
@@ -154,7 +149,7 @@ async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGro
     assert await drained(group)
 
 
-async def test_abandoning_overtakes_the_chunk_that_runs_and_commands_keep_their_order(cluster: None) -> None:
+async def test_abandoning_overtakes_the_chunk_that_runs_and_commands_keep_their_order(cluster: Any) -> None:
     class Slow:
         """A stage whose chunks end only when they are abandoned; defined here to travel by value."""
 
@@ -164,7 +159,7 @@ async def test_abandoning_overtakes_the_chunk_that_runs_and_commands_keep_their_
         def open(self, request: Any) -> None: ...
 
         def run_chunk(self, command: Any) -> Any:
-            until = time.monotonic() + 60.0
+            until = time.monotonic() + HANG_S
             while self.wanted and time.monotonic() < until:
                 time.sleep(0.005)
             return lambda: "never stopped" if self.wanted else "stopped"
@@ -200,7 +195,7 @@ async def test_a_reader_that_is_cancelled_takes_its_request_along(group: Prefill
     stream = group.head.prefill.remote(job)
     await (await anext(stream))
     ray.cancel(stream)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not await drained(group):
             await asyncio.sleep(0.02)
 
@@ -233,7 +228,7 @@ async def pid_of(group: PrefillGroup, stage: int) -> int:
 async def healed(group: PrefillGroup) -> None:
     """As Serve does it: health checks, none of which fails, until the head is another one."""
     lost = group.name
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG_S):
         while group.name == lost or group._rebuilding is None or not group._rebuilding.done():
             await group.check_health()
             await asyncio.sleep(0.05)
@@ -252,17 +247,16 @@ async def assert_reads_rightly(group: PrefillGroup, decode: Any, model: ModelSpe
 
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_a_killed_stage_ends_the_group_and_only_it_is_loaded_again(
-    cluster: None, decode: Any, model: ModelSpec, victim: int
+    group: PrefillGroup, decode: Any, model: ModelSpec, victim: int
 ) -> None:
-    doomed = PrefillGroup(model, CONFIG)
-    await doomed.check_health()
-    pids, head = [await pid_of(doomed, stage) for stage in range(2)], doomed.head
+    await group.check_health()
+    pids, head = [await pid_of(group, stage) for stage in range(2)], group.head
 
     async def run(name: str) -> str:
         with pytest.raises(PrefillFailed) as failure:
-            async for event in events_of(doomed, PrefillJob(name, random_ids(1800, 3), DENSE, decode[0])):
+            async for event in events_of(group, PrefillJob(name, random_ids(1800, 3), DENSE, decode[0])):
                 if isinstance(event, ChunkRead) and event.tokens_done == 256:
-                    ray.kill(doomed._stages[victim])
+                    ray.kill(group._stages[victim])
         return str(failure.value.cause)
 
     messages = await asyncio.gather(run("a"), run("b"))
@@ -270,49 +264,44 @@ async def test_a_killed_stage_ends_the_group_and_only_it_is_loaded_again(
     assert "prefill:" in messages[0] and "\n" not in messages[0] and "stage" in messages[0]
     with pytest.raises(PrefillFailed, match="is lost"):
         await head.stats.remote()
-    await healed(doomed)
-    same = [await pid_of(doomed, stage) == pid for stage, pid in enumerate(pids)]
+    await healed(group)
+    same = [await pid_of(group, stage) == pid for stage, pid in enumerate(pids)]
     assert same == [stage != victim for stage in range(2)], "the other one kept its process and its weights"
-    await assert_reads_rightly(doomed, decode, model, "after")
-    doomed.stop()
+    await assert_reads_rightly(group, decode, model, "after")
 
 
 async def test_a_stopped_stage_is_noticed_ended_and_replaced(
-    cluster: None, decode: Any, model: ModelSpec
+    group: PrefillGroup, decode: Any, model: ModelSpec
 ) -> None:
     """SIGSTOP: it does not die, and it does not answer."""
-    doomed = PrefillGroup(model, replace(CONFIG, chunk_slack_s=1.0))
-    first, pid = await pid_of(doomed, 0), await pid_of(doomed, 1)
+    first, pid = await pid_of(group, 0), await pid_of(group, 1)
     with pytest.raises(PrefillFailed) as failure:
-        async for event in events_of(doomed, PrefillJob("a", random_ids(3900), DENSE, decode[0])):
+        async for event in events_of(group, PrefillJob("a", random_ids(3900), DENSE, decode[0])):
             if isinstance(event, ChunkRead) and event.tokens_done == 512:
                 os.kill(pid, signal.SIGSTOP)
     assert "stage 1 does not answer: the chunk of a at token" in str(failure.value.cause)
-    await healed(doomed)
-    assert await pid_of(doomed, 0) == first
-    await assert_reads_rightly(doomed, decode, model, "after")
-    async with asyncio.timeout(60):
+    await healed(group)
+    assert await pid_of(group, 0) == first
+    await assert_reads_rightly(group, decode, model, "after")
+    async with asyncio.timeout(HANG_S):
         while Path(f"/proc/{pid}").exists() and "(zombie)" not in Path(f"/proc/{pid}/status").read_text():
             await asyncio.sleep(0.05)
-    doomed.stop()
 
 
 async def test_a_lost_controller_is_replaced_and_all_stages_stay(
-    cluster: None, decode: Any, model: ModelSpec
+    group: PrefillGroup, decode: Any, model: ModelSpec
 ) -> None:
-    doomed = PrefillGroup(model, CONFIG)
-    pids, head = [await pid_of(doomed, stage) for stage in range(2)], doomed.head
-    reading = events_of(doomed, PrefillJob("a", random_ids(3900), DENSE, decode[0]))
+    pids, head = [await pid_of(group, stage) for stage in range(2)], group.head
+    reading = events_of(group, PrefillJob("a", random_ids(3900), DENSE, decode[0]))
     await anext(reading)
     ray.kill(head)
     with pytest.raises(ray.exceptions.RayActorError):
         async for _ in reading:
             pass
-    await healed(doomed)
-    assert [await pid_of(doomed, stage) for stage in range(2)] == pids
-    assert not any(await doomed.head.stage_pages.remote()), "the lost prompt's pages are free"
-    await assert_reads_rightly(doomed, decode, model, "after")
-    doomed.stop()
+    await healed(group)
+    assert [await pid_of(group, stage) for stage in range(2)] == pids
+    assert not any(await group.head.stage_pages.remote()), "the lost prompt's pages are free"
+    await assert_reads_rightly(group, decode, model, "after")
 
 
 def test_placement_reserves_a_bundle_for_the_replica_and_one_for_each_stage() -> None:

@@ -1,0 +1,114 @@
+"""What Ray and Serve are told on one machine: variables, ports, and time to start."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deltafront.service.client.local_ray import (
+    agent_ports,
+    check_ports,
+    cpus,
+    environment,
+    inner_ports,
+    slow_start,
+)
+from deltafront.service.config import ConfigError, parse
+
+from .test_config import content
+
+
+def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
+    config = parse(content("prefill", groups=2, stages=20, cpus_per_stage=0.5))
+    variables = environment(config, tmp_path)
+    assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert variables["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(64 << 20)
+    assert variables["RAY_SERVE_HAPROXY_SOCKET_PATH"].startswith(str(tmp_path))
+    assert cpus(config) >= 2 * 20 * 0.5 + 1
+
+
+def test_what_the_caller_sets_for_ray_comes_before_the_quiet_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_enable_metrics_collection", raising=False)
+    monkeypatch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "2")
+    variables = environment(parse(content()), tmp_path)
+    assert variables["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "2"
+    assert variables["RAY_enable_metrics_collection"] == "0"
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_taken_port_is_named(reuse: bool) -> None:
+    with socket.socket() as taken:
+        if reuse:  # as HAProxy does
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"door.http_port: port {port} cannot be used"):
+            check_ports(parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026)))
+
+
+def test_services_beside_each_other_share_no_port() -> None:
+    """The ranges of doors' servers end before their upper bound, as Serve reads them."""
+    taken: set[int] = set()
+    for grpc_port in range(9000, 9120):
+        ports = {name: int(port) for name, port in inner_ports(grpc_port).items()}
+        own = {port for name, port in ports.items() if "DIRECT_INGRESS" not in name}
+        own |= set(agent_ports(grpc_port).values())
+        for kind in ("HTTP", "GRPC"):
+            least, end = (ports[f"RAY_SERVE_DIRECT_INGRESS_{bound}_{kind}_PORT"] for bound in ("MIN", "MAX"))
+            assert end - least >= 45
+            own |= set(range(least, end))
+        assert len(own) == 100 and not own & taken
+        taken |= own
+    assert (min(taken), max(taken)) == (20_000, 31_999), "neither Ray's workers' ports nor those of clients"
+
+
+def test_a_node_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray import NodeID
+    from ray._private import node, parameter, services
+
+    answers: list[Any] = [
+        RuntimeError("not registered yet"),
+        RuntimeError("not registered yet"),
+        {"is": "here"},
+    ]
+    started: list[list[str]] = []
+
+    def get_node(_gcs: str, _node: str) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    def start_raylet(_self: Any) -> None:
+        started.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(node.Node, "start_raylet", start_raylet)
+    ports, number = agent_ports(9000), NodeID.from_random().hex()
+    with slow_start(9000):
+        assert services.get_node("gcs", number) == {"is": "here"} and not answers
+        parameters = parameter.RayParams()
+        assert {name: getattr(parameters, name) for name in ports} == ports
+        made = SimpleNamespace(get_session_dir_path=lambda: str(tmp_path), node_id=number)
+        node.Node.start_raylet(made)
+    assert started == [sorted(f"{name}_{number}" for name in ports)], "before the raylet looks for them"
+    for name, port in ports.items():
+        assert (tmp_path / f"{name}_{number}").read_text().strip() == str(port)
+    assert (services.get_node, node.Node.start_raylet) == (get_node, start_raylet)
+    assert parameter.RayParams().metrics_agent_port is None
+
+
+def test_a_taken_port_that_nobody_configured_is_named() -> None:
+    port = int(inner_ports(1025)["RAY_SERVE_HAPROXY_STATS_PORT"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(ConfigError, match=f"door.grpc_port: port {port}, .* beside 1025, cannot"):
+            check_ports(parse(content("door", http_port=1027, grpc_port=1025, metrics_port=1026)))
