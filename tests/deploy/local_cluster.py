@@ -26,6 +26,9 @@ from deltafront.service.config import ServiceConfig
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
 _START_S = 300.0
+_BUSY = {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+"""What a busy machine would otherwise show: Ray's workers give way to all else, and a proxy that starts slowly
+is started anew."""
 
 
 def _address(number: int) -> str:
@@ -42,7 +45,7 @@ class LocalCluster:
         self._settings = settings
         self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))  # pytest's are too long for sockets
         self._environment = pytest.MonkeyPatch()
-        for name, value in environment(settings, self._folder).items():
+        for name, value in (environment(settings, self._folder) | _BUSY).items():
             self._environment.setenv(name, value)
         self._cluster = Cluster(shutdown_at_exit=True)
         self._groups = tuple(groups)
