@@ -26,9 +26,13 @@ from deltafront.service.config import ServiceConfig
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
 _START_S = 300.0
-_BUSY = {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
-"""What a busy machine would otherwise show: Ray's workers give way to all else, and a proxy that starts slowly
-is started anew."""
+_BUSY = {
+    "RAY_worker_niceness": "0",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
+"""What a busy machine would otherwise show: Ray's workers give way to all else, and what starts slowly is
+given up."""
 
 
 def _address(number: int) -> str:
@@ -72,7 +76,12 @@ class LocalCluster:
         dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
         head = dashboard if number == 0 else {}
         self._nodes[number] = self._cluster.add_node(
-            num_cpus=2, labels={LABEL: group}, env_vars=variables, node_ip_address=_address(number), **head
+            num_cpus=2,
+            labels={LABEL: group},
+            env_vars=variables,
+            node_ip_address=_address(number),
+            include_log_monitor=False,
+            **head,
         )
         if group == "door":
             self.doors.append(f"{_address(number)}:{door.grpc_port + number}")
@@ -91,7 +100,7 @@ class LocalCluster:
         path = self._folder / "serve.yaml"
         path.write_text(yaml.safe_dump(content))
         tool = Path(sys.executable).parent / "serve"
-        subprocess.run([tool, "deploy", path, "-a", self.dashboard], check=True, timeout=120)
+        subprocess.run([tool, "deploy", path, "-a", self.dashboard], check=True, timeout=_START_S)
         until = time.monotonic() + _START_S
         while (status := self.status())["status"] != "RUNNING":
             assert status["status"] != "DEPLOY_FAILED" and time.monotonic() < until, json.dumps(

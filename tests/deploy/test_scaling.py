@@ -1,4 +1,4 @@
-"""Groups, workers and configurations come and go under load, on a cluster of six nodes: the cpu overlay's
+"""Groups, workers and configurations come and go under load, on a cluster of four nodes: the cpu overlay's
 serveConfigV2 with a tiny model, so that answers can be compared with those of a service that nothing happens
 to. `make acceptance` and `pytest --acceptance` run it; it takes some ten minutes on two cores."""
 
@@ -30,7 +30,7 @@ from ..chaos.schedule import MAX_TOKENS, PROMPTS, Ask, Form, prompt
 from .local_cluster import LocalCluster
 from .manifests import serve_config
 
-NODES = ("door", "door", "prefill", "prefill", "decode", "decode")
+NODES = ("door", "door", "prefill", "decode")
 FORMS = (Form.GREEDY, Form.GREEDY, Form.SAMPLED, Form.SESSION, Form.HTTP)
 MOST = 3
 AFTER = 10
@@ -39,7 +39,7 @@ References = dict[Key, checks.Reference]
 
 
 def content(model: Path, **sections: dict[str, Any]) -> Any:
-    """The overlay's, with a model whose answers come quickly, room for three replicas of a kind on two nodes,
+    """The overlay's, with a model whose answers come quickly, room for three replicas of a kind on a node,
     and without tokens. sections: what else is configured otherwise."""
     found = copy.deepcopy(serve_config("cpu"))
     arguments = found["applications"][0]["args"]
@@ -89,7 +89,7 @@ class Load:
 
 def problems(logs: Iterable[Log], *known: References) -> list[str]:
     """Requests that were lost, whose stream broke, or whose answer is nobody's. known: of each model."""
-    found = []
+    found = list[str]()
     for log in logs:
         differ = [checks.differs(log, references[key_of(log.ask)]) for references in known]
         found += filter(None, [checks.lost(log), *(differ if all(differ) else ())])

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import pytest
 
 from deltafront.service.errors import NotFound, WorkerLost
+from deltafront.service.fleet.known import Charge, View
 from deltafront.service.fleet.links import LocalDirectory
-from deltafront.service.fleet.view import Charge, Fleet, View
+from deltafront.service.fleet.view import Fleet
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 from ..fakes import FakeDecode, FakeGroup
