@@ -25,7 +25,7 @@ from deltafront.service.config import ServiceConfig
 
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
-_START_S = 300.0
+_START_S = 600.0
 _BUSY = {
     "RAY_worker_niceness": "0",
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",

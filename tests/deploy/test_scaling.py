@@ -30,6 +30,8 @@ from ..chaos.schedule import MAX_TOKENS, PROMPTS, Ask, Form, prompt
 from .local_cluster import LocalCluster
 from .manifests import serve_config
 
+pytestmark = pytest.mark.timeout(3600)
+
 NODES = ("door", "door", "prefill", "decode")
 FORMS = (Form.GREEDY, Form.GREEDY, Form.SAMPLED, Form.SESSION, Form.HTTP)
 MOST = 3
@@ -135,13 +137,62 @@ def known(service: Service) -> References:
     return references(service)
 
 
+def changed(cluster: LocalCluster, service: Service, serve: Any) -> list[Log]:
+    """Deploy it under load, until only its own replicas are left."""
+    load = Load(service, 4)
+    load.wait_for(AFTER)
+    began = time.monotonic()
+    cluster.deploy(serve)
+    ready = time.monotonic() - began
+    for deployment, replicas in (("FrontDoor", 2), ("PrefillGroup", 1), ("DecodeReplica", 1)):
+        cluster.wait_for(deployment, ["RUNNING"] * replicas)
+    print(f"new replicas after {ready:.0f} s, alone after {time.monotonic() - began:.0f} s")
+    load.wait_for(AFTER)
+    logs = load.end()
+    print(longest(logs))
+    with service.client() as client:
+        service.seconds_to_no_page(client)
+    return logs
+
+
+def test_a_configuration_changes(
+    cluster: LocalCluster, service: Service, known: References, model: Path
+) -> None:
+    logs = changed(
+        cluster, service, content(model, prefill={"chunk_tokens": 256}, decode={"page_budget": 96})
+    )
+    with service.client() as client:
+        info = client.info()
+        assert (info.chunk_tokens, info.page_budget) == (256, 96)
+    assert not problems(logs, known)
+    assert not any(log.again for log in logs), "a session went with its worker"
+
+
+def test_the_model_changes(cluster: LocalCluster, service: Service, known: References, model: Path) -> None:
+    """Every answer is the one model's or the other's, to its end. Sessions are the old model's."""
+    serve = content(model)
+    serve["applications"][0]["args"]["model"]["rope_theta"] = 500.0
+    with service.client() as client:
+        session = kept(client)
+        logs = changed(cluster, service, serve)
+        new = references(service)
+        assert all(checks_differ(known, new)), "the two models answer alike"
+        assert not problems(logs, known, new)
+        with pytest.raises(Exception, match="session"):
+            list(client.generate(session_id=session, append="\nWho?", max_tokens=4))
+
+
+def checks_differ(one: References, other: References) -> Iterator[bool]:
+    yield from (list(one[key].ids) != list(other[key].ids) for key in one if len(prompt(key[0])) > 1000)
+
+
 def by_load(model: Path) -> Any:
     """Up to three groups and workers, and little that each may have waiting. Serve's own delays are shortened
     as any deployment's options can be, beside the configuration."""
     serve = content(model, prefill={"max_groups": MOST}, decode={"max_workers": MOST})
-    delays = {"upscale_delay_s": 0, "downscale_delay_s": 2, "look_back_period_s": 3, "metrics_interval_s": 1}
+    delays = {"upscale_delay_s": 0, "downscale_delay_s": 10, "look_back_period_s": 3, "metrics_interval_s": 1}
     policies = {
-        "PrefillGroup": ("GroupsByBacklog", {"backlog_s": 0.3}),
+        "PrefillGroup": ("GroupsByBacklog", {"backlog_s": 0.02}),
         "DecodeReplica": ("WorkersByLoad", {"usage": 0.8, "max_batch": 2}),
     }
     serve["applications"][0]["deployments"] = [
@@ -201,52 +252,3 @@ def kept(client: Any) -> str:
     *_, read = client.prefill(prompt(0) * 4)
     assert isinstance(read, PrefillFinished)
     return read.session.session_id
-
-
-def changed(cluster: LocalCluster, service: Service, serve: Any) -> list[Log]:
-    """Deploy it under load, until only its own replicas are left."""
-    load = Load(service, 4)
-    load.wait_for(AFTER)
-    began = time.monotonic()
-    cluster.deploy(serve)
-    ready = time.monotonic() - began
-    for deployment, replicas in (("FrontDoor", 2), ("PrefillGroup", 1), ("DecodeReplica", 1)):
-        cluster.wait_for(deployment, ["RUNNING"] * replicas)
-    print(f"new replicas after {ready:.0f} s, alone after {time.monotonic() - began:.0f} s")
-    load.wait_for(AFTER)
-    logs = load.end()
-    print(longest(logs))
-    with service.client() as client:
-        service.seconds_to_no_page(client)
-    return logs
-
-
-def test_a_configuration_changes(
-    cluster: LocalCluster, service: Service, known: References, model: Path
-) -> None:
-    logs = changed(
-        cluster, service, content(model, prefill={"chunk_tokens": 256}, decode={"page_budget": 96})
-    )
-    with service.client() as client:
-        info = client.info()
-        assert (info.chunk_tokens, info.page_budget) == (256, 96)
-    assert not problems(logs, known)
-    assert not any(log.again for log in logs), "a session went with its worker"
-
-
-def test_the_model_changes(cluster: LocalCluster, service: Service, known: References, model: Path) -> None:
-    """Every answer is the one model's or the other's, to its end. Sessions are the old model's."""
-    serve = content(model)
-    serve["applications"][0]["args"]["model"]["rope_theta"] = 500.0
-    with service.client() as client:
-        session = kept(client)
-        logs = changed(cluster, service, serve)
-        new = references(service)
-        assert all(checks_differ(known, new)), "the two models answer alike"
-        assert not problems(logs, known, new)
-        with pytest.raises(Exception, match="session"):
-            list(client.generate(session_id=session, append="\nWho?", max_tokens=4))
-
-
-def checks_differ(one: References, other: References) -> Iterator[bool]:
-    yield from (list(one[key].ids) != list(other[key].ids) for key in one if len(prompt(key[0])) > 1000)
