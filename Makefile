@@ -37,7 +37,7 @@ test: dev model
 	$(BIN)/pytest -n 4
 
 acceptance: dev model
-	$(BIN)/pytest tests/e2e --acceptance -s
+	$(BIN)/pytest tests/e2e tests/deploy/test_scaling.py --acceptance -s
 	$(BIN)/python -m deltafront.benchmarks.service_overhead
 
 # Everything dies, hangs, floods and leaves: hours, into benchmarks/results/chaos.json. Another amount:

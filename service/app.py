@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
+from ..workers.settings import pairing
 from .config import DoorConfig, ServiceConfig, parse
 from .door.grpc_door import FrontDoor
 from .door.http_door import HttpDoor
@@ -47,6 +48,11 @@ _OTHER_DOORS_S = 5.0
 """How long a door waits for the others to end a request."""
 _SHUTDOWN_S = 20.0
 """Serve kills a replica that takes longer to stop than this, and than it may drain."""
+_DOOR_SHUTDOWN_S = 5.0
+"""The same for a door."""
+_ONE_MORE = 1
+"""Serve's `max_surge_percent`, which it rounds up: a new replica starts before an old one is taken away, one
+at a time as long as there are at most a hundred."""
 
 
 class DoorReplica(FrontDoor):
@@ -57,7 +63,13 @@ class DoorReplica(FrontDoor):
         settings = parse(config)
         self._id = secrets.token_hex(4)
         metrics = Metrics(Path(metrics_directory), settings.door.model_name or settings.model.path)
-        fleet = Fleet(RayDirectory(), observer(metrics), settings.door.refresh_s, settings.door.renew_s)
+        fleet = Fleet(
+            RayDirectory(),
+            observer(metrics),
+            settings.door.refresh_s,
+            settings.door.renew_s,
+            pairing(settings.model, settings.handoff),
+        )
         host = settings.door.metrics_host
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
         address = f"{shown}:{settings.door.metrics_port}"
@@ -72,6 +84,8 @@ class DoorReplica(FrontDoor):
         self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
         self._exporter.start()
         self._tls = self._tls_port(settings.door, gate)
+        self._drain_s = _DOOR_SHUTDOWN_S + settings.door.drain_s
+        await fleet.relieved()
         if self._tls is not None:
             await self._tls.start()
 
@@ -98,10 +112,10 @@ class DoorReplica(FrontDoor):
         return 0
 
     async def __del__(self) -> None:
-        """Serve awaits this when it stops the replica."""
-        self._exporter.stop()
+        """Serve awaits this when it stops the replica, and what came through its ports has ended."""
         if self._tls is not None:
-            await self._tls.stop()
+            await self._tls.stop(self._drain_s)
+        self._exporter.stop()
         await self._fleet.stop()
         await asyncio.to_thread(self._tracing.stop)
 
@@ -181,6 +195,7 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
         placement_group_bundle_label_selector=labels,
         health_check_period_s=_HEALTH_PERIOD_S,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
+        max_surge_percent=_ONE_MORE if config.surge else 0,
         graceful_shutdown_timeout_s=_SHUTDOWN_S + config.drain_s,
     )(getattr(module, name))
 
@@ -201,7 +216,8 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         max_replicas_per_node=settings.door.per_node,
         max_ongoing_requests=settings.door.max_requests,
         ray_actor_options=options,
-        graceful_shutdown_timeout_s=5,
+        max_surge_percent=_ONE_MORE if settings.door.per_node is None else 0,
+        graceful_shutdown_timeout_s=_DOOR_SHUTDOWN_S + settings.door.drain_s,
     )(serve.ingress()(Door if workers else DoorReplica))
     return door.bind(settings.model_dump(mode="json"), str(directory), *workers)
 

@@ -58,6 +58,9 @@ class DoorConfig:
     per_node: Count | None = None
     """Replicas on one node at most; None: as Ray places them."""
     node_labels: Labels = dataclasses.field(default_factory=dict)
+    drain_s: Amount = 0.0
+    """How long a door that is taken away may take to end its requests, beyond the five seconds it always has.
+    Then they break off, and clients of the Python library go on at another door."""
     cpus: Amount = 0.1
     max_requests: Count = 256
     """Requests that one replica works on at once; more get RESOURCE_EXHAUSTED."""

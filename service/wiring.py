@@ -17,7 +17,8 @@ from ..workers.settings import ModelSpec, PrefillConfig
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
 from .door.tls import Gate, TlsFiles
-from .fleet.view import Fleet, View
+from .fleet.known import View
+from .fleet.view import Fleet
 from .gauges import state_of
 from .metrics import Metrics
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo

@@ -53,8 +53,8 @@ ROOMS = {
         workers.model.store service.config service.gauges service.metrics service.fleet service.request
         service.door service.tracing""",
     "service.exporter": "service.metrics",
-    "service.app": """workers.prefill.group workers.decode.worker service.config service.metrics
-        service.exporter service.fleet service.door service.wiring""",
+    "service.app": """workers.settings workers.prefill.group workers.decode.worker service.config
+        service.metrics service.exporter service.fleet service.door service.wiring""",
     "service.client": """kernels.methods workers.messages workers.settings workers.model.config
         workers.model.decoder workers.model.store
         workers.calibration workers.model.digest workers.model.profile

@@ -1,4 +1,4 @@
-"""What a worker does when it is taken away: it says so, and ends what it has."""
+"""What a worker does when it is taken away: it says so, ends what it has, and waits for who replaces it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 
 class Leaving(ABC):
-    """A part of the actors that doors speak to. `draining` goes into their state, so that doors send no new
-    prompts; what is under way, sessions included, is served as before."""
+    """A part of the actors that doors speak to. `draining` goes into their state, so that doors send new
+    prompts to others; what is under way, sessions included, is served as before. Doors that know of nobody
+    else go on as they did, and say so by renewing, with no request if they have none here."""
+
+    hosted: Any
 
     settled_s = 2.5
     """How long nothing must have been there: doors look at workers once a second, so a request may still
     come."""
     draining = False
+    _renewed = False
+
+    async def renew(self, request_ids: Sequence[str]) -> None:
+        """`Leased.renew`."""
+        self._renewed = True
+        await self.hosted.renew(request_ids)
 
     @abstractmethod
     async def stats(self) -> Any:
@@ -27,8 +37,8 @@ class Leaving(ABC):
         """Why it is broken; empty while it is well."""
 
     async def drain(self, within_s: float) -> None:
-        """Returns when nothing runs, waits or is kept any more, and after within_s seconds at the latest; at
-        once if it is broken, since then nothing will end well."""
+        """Returns when nothing runs, waits or is kept any more and no door wants it to stay; after within_s
+        seconds at the latest, and at once if it is broken, since then nothing will end well."""
         self.draining = True
         idle_since: float | None = None
         with contextlib.suppress(TimeoutError):
@@ -41,5 +51,6 @@ class Leaving(ABC):
                     await asyncio.sleep(self.settled_s / 10)
 
     async def _idle(self) -> bool:
+        renewed, self._renewed = self._renewed, False
         state = vars(await self.stats())
-        return not any(state.get(name) for name in ("running", "waiting", "sessions"))
+        return not renewed and not any(state.get(name) for name in ("running", "waiting", "sessions"))

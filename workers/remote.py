@@ -44,11 +44,11 @@ class Host(Protocol[Role_co]):
 
 
 def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
-    """Gives an actor's class the role's methods that it does not have itself, each forwarded to `hosted`."""
+    """Gives an actor's class the role's methods that it does not have, each forwarded to `hosted`."""
 
     def complete(actor_class: Any) -> Any:
         for name, form in forms(role).items():
-            if name not in vars(actor_class):
+            if not hasattr(actor_class, name):
                 setattr(actor_class, name, _forwarding(name, form))
         actor_class.forms = forms(role)
         if Form.BEGUN in actor_class.forms.values():

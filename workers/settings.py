@@ -7,7 +7,7 @@ checks the bounds on their fields when it reads one; a class made in code is tak
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -82,6 +82,9 @@ class PrefillConfig:
     """With max_groups: seconds in which the groups should be able to read what waits."""
     drain_s: Amount = 0.0
     """How long a group that is taken away may take to end what it reads; 0: it ends at once."""
+    surge: bool = False
+    """On a cluster, whether a new configuration's groups start before old ones are taken away, one after the
+    other. It takes room for one group more; without that room the new configuration waits for it."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     activations: Literal["copied", "distributed"] = "copied"
@@ -142,6 +145,8 @@ class DecodeConfig:
     """With max_workers: how much of their pages workers should have in use at most."""
     drain_s: Amount = 0.0
     """How long a worker that is taken away may take to end its requests and sessions; 0: it ends at once."""
+    surge: bool = False
+    """As prefill's."""
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: Amount = 10.0
@@ -192,3 +197,10 @@ class HandoffConfig:
     transport: Literal["object_store", "cuda_ipc", "nixl", "in_process"] = "object_store"
     max_unanswered_bytes: Count = 256 << 20
     ack_timeout_s: Positive = 60.0
+
+
+def pairing(model: ModelSpec, handoff: HandoffConfig) -> str:
+    """Equal for groups and decode workers that can serve a prompt together: the K/V of one is what the other
+    would have computed, and comes by a way that both know. While one configuration replaces another, workers
+    of both are there."""
+    return repr((replace(model, profile=None), handoff.transport))

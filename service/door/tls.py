@@ -21,8 +21,6 @@ from ..errors import Unauthenticated
 from ..request.run import Headers
 from .registration import SERVICE, add_deltafront_to_server
 
-_GRACE_S = 5.0
-"""How long requests may go on when the port closes."""
 _STREAMS = ("Watch", *(method.name for method in SERVICE.methods if method.server_streaming))
 
 log = logging.getLogger(__name__)
@@ -119,8 +117,9 @@ class TlsPort:
     async def start(self) -> None:
         await self._server.start()
 
-    async def stop(self) -> None:
-        await self._server.stop(_GRACE_S)
+    async def stop(self, grace_s: float) -> None:
+        """Take no new requests; what is under way has so many seconds to end."""
+        await self._server.stop(grace_s)
 
 
 class _Servicer:

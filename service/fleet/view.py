@@ -10,12 +10,13 @@ import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ...workers.messages.states import DecodeStats, GroupStats
 from ...workers.roles import DecodeWorker, Group, Leased
 from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
+from .known import Charge, View
 from .links import Directory, Found
 from .sessions import NO_SESSION
 
@@ -32,42 +33,12 @@ _HURRY = 4
 """So many times as often the door looks for workers while some role has none."""
 
 
-@dataclass(frozen=True)
-class Charge:
-    """What an admitted request takes: tokens to read for a group, pages of a decode worker."""
-
-    group: str
-    tokens: int
-    worker: str
-    pages: int
-
-
-@dataclass(frozen=True)
-class View:
-    """Last known state of every live worker, by name."""
-
-    groups: Mapping[str, GroupStats] = field(default_factory=dict)
-    workers: Mapping[str, DecodeStats] = field(default_factory=dict)
-
-    @property
-    def ready(self) -> bool:
-        """Whether every configured role has a started member that stays: a prefill group, and a decode
-        worker. One that is still starting fails when it is asked for its state, so it is not here."""
-        roles: list[Mapping[str, GroupStats | DecodeStats]] = [self.groups, self.workers]
-        return all(any(not one.draining for one in role.values()) for role in roles)
-
-    def charged(self, charge: Charge) -> View:
-        groups, workers = dict(self.groups), dict(self.workers)
-        if group := groups.get(charge.group):
-            waiting = group.waiting_tokens + charge.tokens
-            groups[group.name] = replace(group, waiting_tokens=waiting, waiting=group.waiting + 1)
-        if worker := workers.get(charge.worker):
-            workers[worker.name] = replace(worker, pages_free=max(worker.pages_free - charge.pages, 0))
-        return View(groups, workers)
-
-
 class Fleet:
-    """Polls workers, renews what is in progress, and cancels what is not any more."""
+    """Polls workers, renews what is in progress, and cancels what is not any more.
+
+    pairing: of the door's configuration (`workers.settings.pairing`). Workers of another, which it replaces
+    or is replaced by, are left to their own doors.
+    """
 
     def __init__(
         self,
@@ -75,11 +46,15 @@ class Fleet:
         observe: Callable[[View], None],
         refresh_s: float = 1.0,
         renew_s: float = 1.0,
+        pairing: str = "",
     ) -> None:
         self._directory = directory
         self._observe = observe
         self._refresh_s = refresh_s
         self._renew_s = renew_s
+        self._pairing = pairing
+        self._strangers: bool | None = None
+        """Whether workers of another configuration are there; None before the first look."""
         self._found = Found({}, {})
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -113,15 +88,16 @@ class Fleet:
 
     async def refresh(self) -> None:
         """Look for workers and ask how they are."""
-        found = await self._directory.find()
-        self._found = found
-        await self.poll()
+        await self._poll(await self._directory.find())
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def poll(self) -> None:
         """Ask the known workers how they are; dead ones are dropped."""
-        found, seen, known = self._found, len(self._charges), len(self._forgotten)
+        await self._poll(self._found)
+
+    async def _poll(self, found: Found) -> None:
+        seen, known = len(self._charges), len(self._forgotten)
         self._polls += 1
         try:
             groups, workers = await asyncio.gather(
@@ -131,6 +107,9 @@ class Fleet:
             for name in self._forgotten[known:]:
                 groups.pop(name, None)
                 workers.pop(name, None)
+            others = len(groups) + len(workers)
+            groups, workers = self._own(groups), self._own(workers)
+            others -= len(groups) + len(workers)
             view = functools.reduce(View.charged, self._charges[seen:], View(groups, workers))
         finally:
             self._polls -= 1
@@ -141,8 +120,18 @@ class Fleet:
             {name: link for name, link in found.groups.items() if name in groups},
             {name: link for name, link in found.workers.items() if name in workers},
         )
-        self.view = view
+        self.view, self._strangers = view, others > 0
         self._observe(view)
+
+    def _own(self, states: Mapping[str, _S]) -> dict[str, _S]:
+        """Those that this door may send prompts to."""
+        return {name: one for name, one in states.items() if one.pairing in ("", self._pairing)}
+
+    async def relieved(self) -> None:
+        """Returns when this door can serve, or nobody of another configuration is left to do it meanwhile: a
+        door that takes the place of one of theirs too early would keep its clients waiting."""
+        while self._strangers is None or (self._strangers and not self.view.ready):
+            await self._changed.wait()
 
     async def ready(self, patience_s: float) -> View:
         """The current state, as soon as there is a worker of each kind. Raises Unavailable."""
@@ -151,8 +140,7 @@ class Fleet:
                 while not self.view.ready:
                     await self._changed.wait()
         if not self.view.ready:
-            groups = any(not group.draining for group in self.view.groups.values())
-            missing = "decode worker" if groups else "prefill group"
+            missing = "decode worker" if self.view.groups else "prefill group"
             raise Unavailable(f"no {missing} is running; they may be starting", retry_after_s=5.0)
         return self.view
 
@@ -220,10 +208,13 @@ class Fleet:
         return sum(len(ids) for ids in self._held.values())
 
     async def _renew(self) -> None:
+        """Also where nothing is held, if nobody else is there: one that drains is not to go yet."""
         links: dict[str, Leased] = {**self._found.groups, **self._found.workers}
         calls = [
-            self._quietly(self._in_time(links[name].renew(tuple(ids))), f"renew on {name}")
-            for name, ids in self._held.items()
+            self._quietly(
+                self._in_time(links[name].renew(tuple(self._held.get(name, ())))), f"renew on {name}"
+            )
+            for name in self._held.keys() | self.view.last_resort
             if name in links
         ]
         await asyncio.gather(*calls)

@@ -22,8 +22,8 @@ from ..errors import (
     TooLong,
 )
 from ..fleet import admission
+from ..fleet.known import Charge, View
 from ..fleet.sessions import NO_SESSION
-from ..fleet.view import Charge, View
 from .attempt import BUSY_RETRY_S, Attempt, Mark, Resources
 from .plan import Plan
 

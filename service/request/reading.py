@@ -15,7 +15,7 @@ from ...workers.messages.methods import MethodSpec, resume_step
 from ...workers.messages.requests import PrefillJob, RefusalReason, Refused
 from ...workers.roles import Group
 from ..errors import WorkerError, WorkerFailed, WorkerLost
-from ..fleet.view import Charge
+from ..fleet.known import Charge
 from .attempt import Attempt, Replays, Resources
 from .placement import ASK_ANOTHER, Placed, admitted, comes_back, refusal
 from .plan import Plan

@@ -1,4 +1,4 @@
-"""Whole nodes go, on a Ray cluster of six on this machine: two of doors, of prefill, and of decode."""
+"""Whole nodes go, on a Ray cluster of five on this machine: one of doors, two of prefill, two of decode."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from .references import references
 from .running import MODEL, Service, configuration, merge, whole_of, write_model
 from .schedule import Episode, Fault, Kind, episode
 
-NODES = ("door", "door", "prefill", "prefill", "decode", "decode")
-REMOVABLE = range(2, 6)
-"""A client speaks to one door's node; a load balancer, not Deltafront, would choose another."""
+NODES = ("door", "prefill", "prefill", "decode", "decode")
+REMOVABLE = ((1, 2), (3, 4))
+"""In turn, one of each. A client speaks to one door's node; a load balancer, not Deltafront, would choose
+another."""
+ALONE = {"prefill": {"cpus_per_stage": 0.6}, "decode": {"cpus": 1.2}}
+"""A node has two CPUs, so that each has one group or one worker."""
 
 
 class OnNodes(Service):
@@ -43,8 +46,7 @@ class OnNodes(Service):
 def cluster(amount: Amount, switch: Switch, tmp_path: Path) -> Iterator[LocalCluster]:
     switch.off()
     labels = {section: {"node_labels": {LABEL: section}} for section in ("door", "prefill", "decode")}
-    content = merge(configuration(write_model(tmp_path / MODEL)), labels)
-    content["door"]["per_node"] = 1
+    content = merge(merge(configuration(write_model(tmp_path / MODEL)), labels), ALONE)
     made = LocalCluster(NODES, parse(content))
     try:
         made.deploy(serve_config(content))
@@ -63,7 +65,7 @@ def test_removed_nodes(cluster: LocalCluster, amount: Amount, record: Record) ->
         service.seconds_to_whole(client)
         known = references(service)
         while done < tries and time.monotonic() < until:
-            node = draw.choice(REMOVABLE)
+            node = draw.choice(REMOVABLE[done % 2])
             kind = Kind.STAGE if NODES[node] == "prefill" else Kind.DECODE
             asks = episode(amount.seed + done, 6).asks
             fault = Fault(kind, node, signal.SIGKILL, draw.uniform(0.02, 0.9))

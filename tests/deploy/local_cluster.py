@@ -27,6 +27,13 @@ from deltafront.service.config import ServiceConfig
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
 _START_S = 600.0
+_BUSY = {
+    "RAY_worker_niceness": "0",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
+"""What a busy machine would otherwise show: Ray's workers give way to all else, and what starts slowly is
+given up."""
 
 
 def _address(number: int) -> str:
@@ -43,7 +50,7 @@ class LocalCluster:
         self._settings = settings
         self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))  # pytest's are too long for sockets
         self._environment = pytest.MonkeyPatch()
-        for name, value in environment(settings, self._folder).items():
+        for name, value in (environment(settings, self._folder) | _BUSY).items():
             self._environment.setenv(name, value)
         self._cluster = Cluster(shutdown_at_exit=True)
         self._groups = tuple(groups)
@@ -74,6 +81,7 @@ class LocalCluster:
                 labels={LABEL: group},
                 env_vars=variables,
                 node_ip_address=_address(number),
+                include_log_monitor=False,
                 **agent_ports(door.grpc_port + number),
                 **head,
             )

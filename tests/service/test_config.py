@@ -16,7 +16,7 @@ from deltafront.kernels.methods import PRESETS
 from deltafront.service.config import ConfigError, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model.config import read_config
-from deltafront.workers.settings import DecodeConfig, ModelSpec
+from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))
 
@@ -232,3 +232,16 @@ def test_the_builder_is_what_serve_accepts(model: Path) -> None:
     )
     assert "ModelError" in done.stderr
     assert "*.safetensors" in done.stderr
+
+
+def test_what_changes_kv_keeps_groups_and_workers_apart() -> None:
+    model, handoff = ModelSpec("m"), HandoffConfig()
+    same = pairing(model, handoff)
+    assert pairing(replace(model, profile="p"), replace(handoff, ack_timeout_s=1.0)) == same
+    changes: list[dict[str, Any]] = [{"path": "n"}, {"rope_theta": 9.0}, {"dtype": "float32"}]
+    found = {pairing(replace(model, **one), handoff) for one in changes}
+    found.add(pairing(model, replace(handoff, transport="cuda_ipc")))
+    assert len(found) == 4 and same not in found
+    content = {"model": {"path": "m"}, "decode": {"page_selection": "full"}}
+    through_serve = parse(parse(content).model_dump(mode="json"))
+    assert pairing(through_serve.model, through_serve.handoff) == same, "a door's is that of its workers"

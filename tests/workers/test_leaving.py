@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,13 @@ KEPT = DecodeStats("decode:x", 9, 8, 0, 0, 1)
 EMPTY = DecodeStats("decode:x", 9, 9, 0, 0, 0)
 
 
+class Hosted:
+    renewed = False
+
+    async def renew(self, request_ids: Sequence[str]) -> None:
+        self.renewed = True
+
+
 class Head(Leaving):
     """Says one state after the other, the last for ever; notes whether it said that it drains."""
 
@@ -30,6 +37,7 @@ class Head(Leaving):
         self._last = states[-1]
         self.asked: list[tuple[Any, bool]] = []
         self.fault = ""
+        self.hosted = Hosted()
 
     async def check(self) -> str:
         return self.fault
@@ -49,6 +57,24 @@ async def test_it_is_done_when_nothing_is_left_and_nothing_more_has_come(states:
     assert [state for state, _ in head.asked[: len(states)]] == list(states)
     assert len(head.asked) > len(states), "idle once is not idle"
     assert all(draining for _, draining in head.asked)
+
+
+async def test_it_stays_while_doors_renew_it_though_nothing_is_there() -> None:
+    head, stop = Head(IDLE), asyncio.Event()
+
+    async def door() -> None:
+        while not stop.is_set():
+            await head.renew(())
+            await asyncio.sleep(0)
+
+    asking, leaving = asyncio.create_task(door()), asyncio.create_task(head.drain(within_s=600))
+    while len(head.asked) < 30:  # it looks ten times in the while after which an idle one goes
+        assert not leaving.done()
+        await asyncio.sleep(0.001)
+    stop.set()
+    await asyncio.wait_for(leaving, 60)
+    await asking
+    assert head.hosted.renewed
 
 
 async def test_it_does_not_wait_for_ever() -> None:

@@ -57,7 +57,7 @@ async def test_a_group_tells_what_its_stages_compiled(
     assert stage._compilations.ready, "what is compiled from now on, a request waits for"
     stage._compilations = Compilations(warm_up=7, serving=2)
     actor = SimpleNamespace(compilations=Method(stage.compilations), pages_used=Method(lambda: 0))
-    controller = group.ControllerActor("prefill:x", [actor, actor], CONFIG, ("node",), None)
+    controller = group.ControllerActor("prefill:x", [actor, actor], CONFIG, ("node",), None, "")
     assert (await controller.stats()).compilations == ()
     assert await controller.check() == ""
     await asyncio.wait_for(controller._counting, 60)

@@ -17,7 +17,7 @@ from ..progress import progress
 from ..remote import REPLICA_CPUS, hosts, placement_of
 from ..replica import Replica
 from ..roles import DecodeWorker
-from ..settings import DecodeConfig, HandoffConfig, ModelSpec
+from ..settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 
 if TYPE_CHECKING:
     from .engine import DecodeEngine
@@ -38,6 +38,7 @@ class DecodeActor(Leaving):
     def __init__(self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig) -> None:
         from .engine import load_engine
 
+        self._pairing = pairing(model, handoff)
         self._compilations = watch(config.device, config.kernel_cache)
         self.hosted: DecodeEngine = load_engine(name, model, config, handoff, progress(name))
 
@@ -46,11 +47,15 @@ class DecodeActor(Leaving):
         self._compilations.ready = True
 
     async def stats(self) -> DecodeStats:
-        """With what only the actor knows: where it is, whether it is taken away, and what was compiled in its
-        process."""
-        node, compilations = ray.get_runtime_context().get_node_id(), self._compilations.phases
-        stats = await self.hosted.stats()
-        return replace(stats, node=node, draining=self.draining, compilations=compilations)
+        """With what only the actor knows: where it is, whether it is taken away, what was compiled in its
+        process, and which groups it goes with."""
+        return replace(
+            await self.hosted.stats(),
+            node=ray.get_runtime_context().get_node_id(),
+            draining=self.draining,
+            compilations=self._compilations.phases,
+            pairing=self._pairing,
+        )
 
     async def check(self) -> str:
         """Why the worker should be replaced; empty while it is well."""

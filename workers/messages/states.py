@@ -11,8 +11,9 @@ from .methods import PAGE_TOKENS
 class GroupStats:
     """A prefill group as admission sees it. tokens_per_second: recent prefill rate (0: none seen yet).
     waiting_tokens: prompt tokens admitted and not yet computed. nodes: where its stages are (empty:
-    unknown). draining: it ends what it has and wants nothing new. compilations: forms of kernels that its
-    stages have made, by phase (`warm_up`, `serving`)."""
+    unknown). draining: it ends what it has and wants nothing new, as long as there is anybody else.
+    compilations: forms of kernels that its stages have made, by phase (`warm_up`, `serving`). pairing:
+    `settings.pairing` of its configuration (empty: it goes with all)."""
 
     name: str
     pages_total: int
@@ -24,6 +25,7 @@ class GroupStats:
     nodes: tuple[str, ...] = ()
     draining: bool = False
     compilations: tuple[tuple[str, int], ...] = ()
+    pairing: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class OwnerUse:
 @dataclass(frozen=True)
 class DecodeStats:
     """A decode worker as admission sees it. uses: by owner and door. node: where it is (empty: unknown).
-    draining: it ends what it has, sessions included, and wants no new prompts. compilations: as a group's."""
+    draining: it ends what it has, sessions included, and wants no new prompts, as long as there is anybody
+    else. compilations, pairing: as a group's."""
 
     name: str
     pages_total: int
@@ -53,6 +56,7 @@ class DecodeStats:
     node: str = ""
     draining: bool = False
     compilations: tuple[tuple[str, int], ...] = ()
+    pairing: str = ""
 
 
 NAMESPACE = "deltafront"

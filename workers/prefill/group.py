@@ -26,7 +26,7 @@ from ..progress import progress
 from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
 from ..replica import Replica
 from ..roles import Group, Stage
-from ..settings import HandoffConfig, ModelSpec, PrefillConfig
+from ..settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
 
 if TYPE_CHECKING:
     from .activations import Activations
@@ -132,10 +132,11 @@ class ControllerActor(Leaving):
         config: PrefillConfig,
         nodes: tuple[str, ...],
         work: LayerWork | None,
+        pairing: str,
     ) -> None:
         from .controller import PrefillController
 
-        self._nodes = nodes
+        self._nodes, self._pairing = nodes, pairing
         self._stages = stages
         self._compilations: Phases = ()
         self._counting: asyncio.Task[None] | None = None
@@ -153,11 +154,15 @@ class ControllerActor(Leaving):
         self.hosted: PrefillController = PrefillController(name, proxies, config, end_stage, pulse, work=work)
 
     async def stats(self) -> GroupStats:
-        """With what only the actor knows: where the stages are, whether it is taken away, and what was
-        compiled when that was last asked."""
-        stats = await self.hosted.stats()
-        compilations = self._compilations
-        return replace(stats, nodes=self._nodes, draining=self.draining, compilations=compilations)
+        """With what only the actor knows: where the stages are, whether it is taken away, what was compiled
+        when that was last asked, and which decode workers it goes with."""
+        return replace(
+            await self.hosted.stats(),
+            nodes=self._nodes,
+            draining=self.draining,
+            compilations=self._compilations,
+            pairing=self._pairing,
+        )
 
     async def check(self) -> str:
         """Why the group is dead; empty while it lives. Also asks the stages what was compiled, and does not
@@ -213,7 +218,7 @@ class PrefillGroup(Replica):
 
     def _build(self) -> None:
         """Stages that let go of a group that is lost stay, with what they have loaded; others are started."""
-        _model, config, _handoff = self._what
+        model, config, handoff = self._what
         for number in self._lost():
             self._end(self._stages.pop(number))
         for number in range(config.stages):
@@ -226,7 +231,7 @@ class PrefillGroup(Replica):
             rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
             ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
         nodes, work = tuple(dict.fromkeys(node for node, _ in loaded)), loaded[0][1]
-        self._start_head(ControllerActor, 0, 0, 0, stages, config, nodes, work)
+        self._start_head(ControllerActor, 0, 0, 0, stages, config, nodes, work, pairing(model, handoff))
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:

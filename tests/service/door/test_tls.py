@@ -53,7 +53,7 @@ def secure(
 
     yield make
     for house, port in opened:
-        house.loop.run(port.stop())
+        house.loop.run(port.stop(5.0))
 
 
 def test_requests_are_answered_over_tls(

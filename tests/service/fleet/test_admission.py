@@ -106,6 +106,15 @@ def test_who_is_taken_away_gets_nothing_new() -> None:
     assert (decision.groups, decision.workers) == (("g",), ("d",))
 
 
+def test_who_is_taken_away_serves_on_where_nobody_else_is_there() -> None:
+    """It has started to drain before who replaces it has loaded."""
+    g = GroupStats("g", 100, 100, 0, 0, 0, 10.0, draining=True)
+    ws = tuple(DecodeStats(name, 100, free, 0, 0, 0, draining=True) for name, free in (("d", 40), ("e", 90)))
+    decision = admit(Need(160), (g,), ws)
+    assert isinstance(decision, Admitted)
+    assert (decision.groups, decision.workers) == (("g",), ("e", "d"))
+
+
 @given(needs, group(), workers)
 def test_with_one_group_it_admits_exactly_what_is_possible(
     need: Need, g: GroupStats, ws: tuple[DecodeStats, ...]

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 
-from deltafront.service.errors import WorkerLost
+from deltafront.service.errors import NotFound, WorkerLost
+from deltafront.service.fleet.known import Charge, View
 from deltafront.service.fleet.links import LocalDirectory
-from deltafront.service.fleet.view import Charge, Fleet, View
+from deltafront.service.fleet.view import Fleet
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
 from ..fakes import FakeDecode, FakeGroup
+
+W = TypeVar("W", FakeDecode, FakeGroup)
+
+
+def changed(worker: W, **state: Any) -> W:
+    """A fake that says something else of itself."""
+    stats = worker.stats
+
+    async def said() -> Any:
+        return replace(await stats(), **state)
+
+    worker.stats = said  # type: ignore[method-assign]
+    return worker
 
 
 async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,27 +70,68 @@ async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
     assert fleet.view.workers["decode:d0"].pages_free == decode.total
 
 
-def test_a_fleet_whose_workers_all_leave_is_not_ready() -> None:
+def test_who_leaves_is_the_last_resort_where_all_of_its_role_do() -> None:
     group, worker = GroupStats("g", 9, 9, 0, 0, 0, 0.0), DecodeStats("d", 9, 9, 0, 0, 0)
-    assert View({"g": group}, {"d": worker}).ready
-    leaving = replace(worker, name="e", draining=True)
-    assert View({"g": group}, {"d": worker, "e": leaving}).ready
-    assert not View({"g": group}, {"e": leaving}).ready
-    assert not View({"g": replace(group, draining=True)}, {"d": worker}).ready
-    assert not View({}, {"d": worker}).ready
+    leaving, gone = replace(worker, name="e", draining=True), replace(group, draining=True)
+    for view, last in (
+        (View({"g": group}, {"d": worker}), set()),
+        (View({"g": group}, {"d": worker, "e": leaving}), set()),
+        (View({"g": group}, {"e": leaving}), {"e"}),
+        (View({"g": gone}, {"e": leaving}), {"g", "e"}),
+    ):
+        assert view.ready and view.last_resort == last
+    assert not View({}, {"d": worker}).ready and not View({}, {"d": worker}).last_resort
+
+
+async def test_the_last_of_a_role_is_asked_to_stay_until_there_is_another() -> None:
+    """Renewing is what a worker hears; with no request, since none is under way."""
+    old, group = changed(FakeDecode("decode:old"), draining=True), FakeGroup("prefill:g0", lambda *_: None)
+    directory = LocalDirectory([group], [old])
+    fleet = Fleet(directory, lambda _view: None)
+    await fleet.refresh()
+    await fleet._renew()
+    assert (old.renewed, group.renewed) == ([()], [])
+    directory.workers.append(FakeDecode("decode:new"))
+    await fleet.refresh()
+    await fleet._renew()
+    assert old.renewed == [()]
+
+
+async def test_a_door_leaves_the_workers_of_another_configuration_to_its_doors() -> None:
+    groups = [changed(FakeGroup(f"prefill:{one}", lambda *_: None), pairing=one) for one in ("old", "new")]
+    old, new = (changed(FakeDecode(f"decode:{one}"), pairing=one) for one in ("old", "new"))
+    fleet = Fleet(LocalDirectory(groups, [old, new]), lambda _view: None, pairing="new")
+    await fleet.refresh()
+    assert (set(fleet.view.groups), set(fleet.view.workers)) == ({"prefill:new"}, {"decode:new"})
+    assert await fleet.session_worker("decode:new") is new
+    with pytest.raises(NotFound):
+        await fleet.session_worker("decode:old")
+
+
+async def test_a_door_takes_over_only_when_its_own_workers_are_there() -> None:
+    """The doors of the configuration that it replaces serve meanwhile."""
+    old = changed(FakeDecode("decode:old"), pairing="old")
+    directory = LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [old])
+    fleet = Fleet(directory, lambda _view: None, pairing="new")
+    taking_over = asyncio.create_task(fleet.relieved())
+    await fleet.refresh()
+    await asyncio.sleep(0)
+    assert not taking_over.done()
+    directory.workers.append(changed(FakeDecode("decode:new"), pairing="new"))
+    await fleet.refresh()
+    await asyncio.wait_for(taking_over, 60)
+
+
+async def test_a_door_that_replaces_nobody_waits_for_no_worker() -> None:
+    fleet = Fleet(LocalDirectory([], []), lambda _view: None, pairing="new")
+    await fleet.refresh()
+    await asyncio.wait_for(fleet.relieved(), 60)
 
 
 async def test_a_session_is_still_found_on_a_worker_that_leaves() -> None:
-    decode = FakeDecode("decode:d0")
-    stats = decode.stats
-
-    async def leaving() -> DecodeStats:
-        return replace(await stats(), draining=True)
-
-    decode.stats = leaving  # type: ignore[method-assign]
+    decode = changed(FakeDecode("decode:d0"), draining=True)
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
     await fleet.refresh()
-    assert not fleet.view.ready
     assert await fleet.session_worker("decode:d0") is decode
 
 

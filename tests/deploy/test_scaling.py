@@ -1,0 +1,260 @@
+"""Groups, workers and configurations come and go under load, on a cluster of four nodes: the cpu overlay's
+serveConfigV2 with a tiny model, so that answers can be compared with those of a service that nothing happens
+to. `make acceptance` and `pytest --acceptance` run it; it takes some ten minutes on two cores."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltafront.service.client import GenerateFinished, PrefillFinished
+from deltafront.service.config import parse
+from deltafront.service.errors import NotFound
+from deltafront.service.fleet.sessions import worker_of
+
+from ..chaos import checks
+from ..chaos.checks import Log
+from ..chaos.load import Clients
+from ..chaos.references import Key, key_of, references
+from ..chaos.running import MODEL, Service, whole_of, write_model
+from ..chaos.schedule import MAX_TOKENS, PROMPTS, Ask, Form, prompt
+from .local_cluster import LocalCluster
+from .manifests import serve_config
+
+pytestmark = pytest.mark.timeout(3600)
+
+NODES = ("door", "door", "prefill", "decode")
+FORMS = (Form.GREEDY, Form.GREEDY, Form.SAMPLED, Form.SESSION, Form.HTTP)
+MOST = 3
+AFTER = 10
+"""Requests that must have ended well after whatever was done."""
+PATIENCE: dict[str, dict[str, Any]] = {
+    "prefill": {"chunk_slack_s": 120, "stream_lease_s": 60},
+    "decode": {"stream_lease_s": 60, "max_wait_s": 600},
+    "door": {"worker_wait_s": 600},
+}
+"""A busy machine is slow, not broken."""
+References = dict[Key, checks.Reference]
+
+
+def content(model: Path, **sections: dict[str, Any]) -> Any:
+    """The overlay's, with a model whose answers come quickly, room for three replicas of a kind on a node,
+    and without tokens. sections: what else is configured otherwise."""
+    found = copy.deepcopy(serve_config("cpu"))
+    arguments = found["applications"][0]["args"]
+    arguments["model"] = {"path": str(model), "dtype": "float32"}
+    arguments["prefill"] |= {"chunk_tokens": 128, "cpus_per_stage": 0.25, "cache_tokens": 16_384}
+    arguments["decode"] |= {"page_selection": "full", "delta_layers": [], "cpus": 0.25}
+    arguments["door"] |= {"tokens_file": None, "model_name": MODEL, "default_method": "dense"}
+    for patience in (PATIENCE, sections):
+        for name, keys in patience.items():
+            arguments[name] |= keys
+    return found
+
+
+class Load:
+    """So many clients, one request after the other, until `end`."""
+
+    def __init__(self, service: Service, clients: int, seed: int = 0) -> None:
+        self._service = service
+        self._enough = threading.Event()
+        self._pool = ThreadPoolExecutor(clients)
+        self.logs: list[Log] = []
+        draws = [random.Random(f"{seed} {number}") for number in range(clients)]
+        self._running = [self._pool.submit(self._ask, draw) for draw in draws]
+
+    def _ask(self, draw: random.Random) -> None:
+        while not self._enough.is_set():
+            ask = Ask(draw.choice(FORMS), draw.randrange(PROMPTS), draw.randint(8, MAX_TOKENS), 0)
+            one = Clients(self._service, (ask,))
+            one.join()
+            self.logs += one.logs
+
+    def wait_for(self, more: int) -> None:
+        """Until so many more requests have ended. Raises what a client did not foresee."""
+        wanted = len(self.logs) + more
+        while len(self.logs) < wanted:
+            for one in self._running:
+                if one.done():
+                    one.result()
+            time.sleep(0.05)
+
+    def end(self) -> list[Log]:
+        self._enough.set()
+        for one in self._running:
+            one.result()
+        self._pool.shutdown()
+        return self.logs
+
+
+def problems(logs: Iterable[Log], *known: References) -> list[str]:
+    """Requests that were lost, whose stream broke, or whose answer is nobody's. known: of each model."""
+    found = list[str]()
+    for log in logs:
+        differ = [checks.differs(log, answers[key_of(log.ask)]) for answers in known]
+        found += filter(None, [checks.lost(log), *(differ if all(differ) else ())])
+        if log.lost:
+            found.append(f"{log.ask}: {log.lost} streams broke")
+    return found
+
+
+def longest(logs: Iterable[Log]) -> str:
+    """What a client saw of it."""
+    seen = list(logs)
+    pause, again = max(log.longest_pause_s for log in seen), sum(log.again for log in seen)
+    return f"{len(seen)} requests, longest pause {pause:.1f} s, {again} documents sent again"
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not request.config.getoption("--acceptance"):
+        pytest.skip("takes minutes: pytest --acceptance")
+    return write_model(tmp_path_factory.mktemp("model") / MODEL)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[LocalCluster]:
+    if sys.platform != "linux":
+        pytest.skip("nodes need loopback addresses of their own, which Linux has")
+    serve = content(model)
+    made = LocalCluster(NODES, parse(serve["applications"][0]["args"]))
+    try:
+        made.deploy(serve)
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def service(cluster: LocalCluster) -> Service:
+    return Service(os.getpid(), whole_of(1, 2, 1), cluster.doors[0], f"http://{cluster.http_doors[0]}")
+
+
+@pytest.fixture(scope="module")
+def known(service: Service) -> References:
+    return references(service)
+
+
+def changed(cluster: LocalCluster, service: Service, serve: Any) -> list[Log]:
+    """Deploy it under load, until only its own replicas are left."""
+    load = Load(service, 4)
+    load.wait_for(AFTER)
+    began = time.monotonic()
+    cluster.deploy(serve)
+    ready = time.monotonic() - began
+    for deployment, replicas in (("FrontDoor", 2), ("PrefillGroup", 1), ("DecodeReplica", 1)):
+        cluster.wait_for(deployment, ["RUNNING"] * replicas)
+    print(f"new replicas after {ready:.0f} s, alone after {time.monotonic() - began:.0f} s")
+    load.wait_for(AFTER)
+    logs = load.end()
+    print(longest(logs))
+    with service.client() as client:
+        service.seconds_to_no_page(client)
+    return logs
+
+
+def test_a_configuration_changes(
+    cluster: LocalCluster, service: Service, known: References, model: Path
+) -> None:
+    """The old group and worker drain while the new ones load, and serve until these are there."""
+    serve = content(model, prefill={"chunk_tokens": 256}, decode={"page_budget": 96})
+    logs = changed(cluster, service, serve)
+    with service.client() as client:
+        info = client.info()
+        assert (info.chunk_tokens, info.page_budget) == (256, 96)
+    assert not problems(logs, known)
+    assert not any(log.again for log in logs), "a session went with its worker"
+
+
+def test_the_model_changes(cluster: LocalCluster, service: Service, known: References, model: Path) -> None:
+    """Every answer is the one model's or the other's, to its end. Sessions are the old model's. Here the old
+    group and worker are taken away only when the new ones serve."""
+    serve = content(model, prefill={"surge": True}, decode={"surge": True})
+    serve["applications"][0]["args"]["model"]["rope_theta"] = 500.0
+    with service.client() as client:
+        session = kept(client)
+        logs = changed(cluster, service, serve)
+        new = references(service)
+        long = [key for key in known if len(prompt(key[0])) > 1000]
+        assert all(list(known[key].ids) != list(new[key].ids) for key in long), "the two models answer alike"
+        assert not problems(logs, known, new)
+        with pytest.raises(NotFound):
+            list(client.generate(session_id=session, append="\nWho?", max_tokens=4))
+
+
+def by_load(model: Path) -> Any:
+    """Up to three groups and workers, and little that each may have waiting. Serve's own delays are shortened
+    as any deployment's options can be, beside the configuration."""
+    serve = content(model, prefill={"max_groups": MOST}, decode={"max_workers": MOST})
+    delays = {"upscale_delay_s": 0, "downscale_delay_s": 10, "look_back_period_s": 3, "metrics_interval_s": 1}
+    policies = {
+        "PrefillGroup": ("GroupsByBacklog", {"backlog_s": 0.02}),
+        "DecodeReplica": ("WorkersByLoad", {"usage": 0.8, "max_batch": 2}),
+    }
+    serve["applications"][0]["deployments"] = [
+        {
+            "name": name,
+            "autoscaling_config": {
+                "min_replicas": 1,
+                "max_replicas": MOST,
+                "policy": {
+                    "policy_function": f"deltafront.service.fleet.scaling:{policy}",
+                    "policy_kwargs": limits,
+                },
+                **delays,
+            },
+        }
+        for name, (policy, limits) in policies.items()
+    ]
+    return serve
+
+
+def test_load_rises_and_falls(
+    cluster: LocalCluster, service: Service, known: References, model: Path
+) -> None:
+    """One, three, one again. Whoever goes ends its sessions first, and is asked as long as it is there."""
+    cluster.deploy(by_load(model))
+    for deployment in ("PrefillGroup", "DecodeReplica"):
+        cluster.wait_for(deployment, ["RUNNING"])
+    heavy = Load(service, 14)
+    with service.client() as client:
+        sessions = [kept(client)]
+        for deployment in ("PrefillGroup", "DecodeReplica"):
+            cluster.wait_for(deployment, ["RUNNING"] * MOST)
+        while len({worker_of(session) for session in sessions}) < MOST:  # doors look once a second
+            assert len(sessions) < 300, "nobody is sent to a new worker"
+            sessions.append(kept(client))
+        light = Load(service, 1, seed=1)
+        logs = heavy.end()
+        cluster.wait_for("DecodeReplica", ["RUNNING", "STOPPING", "STOPPING"])
+        for session in sessions:
+            *_, done = client.generate(session_id=session, append="\nWho?", max_tokens=4, ignore_eos=True)
+            assert isinstance(done, GenerateFinished) and done.usage.cached_tokens > 40
+        stopping = cluster.replicas("DecodeReplica")
+        assert stopping == ["RUNNING", "STOPPING", "STOPPING"], "they wait for their sessions"
+        for session in sessions:
+            client.release(session)
+        for deployment in ("PrefillGroup", "DecodeReplica"):
+            cluster.wait_for(deployment, ["RUNNING"])
+        light.wait_for(AFTER)
+        logs += light.end()
+        print(longest(logs))
+        assert not problems(logs, known)
+        assert not any(log.again for log in logs), "a session went with its worker"
+        service.seconds_to_no_page(client)
+
+
+def kept(client: Any) -> str:
+    *_, read = client.prefill(prompt(0) * 4)
+    assert isinstance(read, PrefillFinished)
+    return read.session.session_id
