@@ -186,7 +186,9 @@ def _of_8b(result: Result) -> list[tuple[str, str, str, str]]:
     compared = [(what, of[ours], of[other], name) for what, ours, other, name in pairs]
     longest = {row["gpus"]: row for row in result["rows"] if (row["case"], row["tokens"]) == LONGEST}
     many = max(longest)
-    what = f"8B: first token, {LONGEST[1]} tokens, `dpxa` at {longest[many]['density']}, {many} GPUs as stages"
+    what = (
+        f"8B: first token, {LONGEST[1]} tokens, `dpxa` at {longest[many]['density']}, {many} GPUs as stages"
+    )
     compared.append((what, longest[many], longest[1], "one GPU"))
     return [
         (
