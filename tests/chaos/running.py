@@ -26,6 +26,8 @@ MODEL = "tiny"
 _AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 """Ray's workers run at a low priority otherwise: whatever else the machine does would be a fault, too."""
 Audits = list[dict[str, Any]]
+REPLAYS = 5
+"""How often a request is tried again: so many processes may die under it."""
 PATIENCE_S = 180.0
 """Until what must happen counts as never happening."""
 
@@ -51,6 +53,7 @@ def configuration(model: Path) -> dict[str, Any]:
         "decode": {**worker, "workers": 2, "max_batch": 16, "page_selection": "full", "cpus": 0.1},
         "door": {
             "replicas": 2,
+            "replays": REPLAYS,
             "default_method": "dense",
             "metrics_host": "127.0.0.1",
             "model_name": MODEL,
