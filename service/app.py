@@ -44,6 +44,7 @@ _HEALTH_PERIOD_S = 1.0
 """How often Serve asks a replica, which then looks after its actors (docs/recovery.md)."""
 
 _CONSTRUCTOR_TRIES = 3
+_LOG_LINE = "%(asctime)s %(levelname)s:%(name)s:%(message)s"
 _OTHER_DOORS_S = 5.0
 """How long a door waits for the others to end a request."""
 _SHUTDOWN_S = 20.0
@@ -59,7 +60,7 @@ class DoorReplica(FrontDoor):
     """The door as a Serve replica: makes what it needs from the configuration, in its own process."""
 
     async def __init__(self, config: dict[str, Any], metrics_directory: str) -> None:  # type: ignore[misc]
-        logging.basicConfig(level=logging.INFO)
+        logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
         settings = parse(config)
         self._id = secrets.token_hex(4)
         metrics = Metrics(Path(metrics_directory), settings.door.model_name or settings.model.path)

@@ -28,7 +28,7 @@ _AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 Audits = list[dict[str, Any]]
 REPLAYS = 5
 """How often a request is tried again: so many processes may die under it."""
-PATIENCE_S = 180.0
+PATIENCE_S = 600.0
 """Until what must happen counts as never happening."""
 
 

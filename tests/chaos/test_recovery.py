@@ -20,8 +20,9 @@ from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.client import DeltafrontError, Token
 
+from .checks import parse, total
 from .conftest import Amount, Record
-from .running import Service
+from .running import PATIENCE_S, Service
 from .schedule import Kind, prompt
 
 WITH_SPARE_S, WITHOUT_S, PAGES_S, NOTICE_S = 3.0, 12.0, 10.0, 5.0
@@ -36,16 +37,17 @@ class Trials:
         self._service, self._amount, self._record = service, amount, record
         self.draw = random.Random(amount.seed)
 
-    def run(self, case: str, tries: int, bound_s: float, once: Callable[[int], float]) -> None:
-        """What was measured is a row, also when it is ended early."""
+    def run(self, case: str, tries: int, bound_s: float, once: Callable[[int], float | None]) -> None:
+        """What was measured is a row, also when it is ended early; None is not a try."""
         seconds: list[float] = []
         until = time.monotonic() + self._amount.budget_s
         try:
             with self._service.client() as client:
                 while len(seconds) < (self._amount.tries or tries) and time.monotonic() < until:
                     self._service.seconds_to_whole(client)
-                    seconds.append(once(len(seconds)))
-                    print(f"{case}: {seconds[-1]:.2f} s", flush=True)
+                    found = once(len(seconds))
+                    print(f"{case}: {found} s", flush=True)
+                    seconds += [] if found is None else [found]
         finally:
             if seconds:
                 median, most = statistics.median(seconds), max(seconds)
@@ -59,49 +61,71 @@ def trials(service: Service, amount: Amount, record: Record) -> Trials:
     return Trials(service, amount, record)
 
 
-def pause(service: Service, kind: Kind, sign: Signals, draw: random.Random) -> float:
-    """Longest pause of four clients with long prompts, some reading, some answering, when a process of a kind
-    gets a signal; infinite where one of them fails."""
-    begun = [threading.Event() for _ in range(_CLIENTS)]
+def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> float | None:
+    """Longest pause from then on of clients with long prompts when the process of a kind that works most gets
+    a signal. A client that was still in a queue counts from the signal. Infinite where one of them fails;
+    None where the process did nothing for them."""
+    begun, killed = threading.Event(), math.inf
+    before, replays = seconds_of(service, kind), tried_again(service)
 
     def ask(number: int) -> float:
-        longest, at = 0.0, time.monotonic()
+        longest, at = 0.0, math.inf
         text = prompt(2 * number + 1)
         with service.client() as client:
             for event in client.generate(text, max_tokens=60, ignore_eos=True, method="dense"):
                 now = time.monotonic()
-                longest, at = max(longest, now - at), now
-                if kind is not Kind.DECODE or isinstance(event, Token):
-                    begun[number].set()
+                if now > killed:
+                    longest = max(longest, now - min(at, killed))
+                at = now
+                if number == 0 and (kind is not Kind.DECODE or isinstance(event, Token)):
+                    begun.set()
         return longest
 
-    with ThreadPoolExecutor(_CLIENTS) as pool:
-        asked = [pool.submit(ask, number) for number in range(_CLIENTS)]
-        begun[0].wait(60)
-        os.kill(draw.choice(service.processes()[kind]).pid, sign)
+    with ThreadPoolExecutor(clients) as pool:
+        asked = [pool.submit(ask, number) for number in range(clients)]
+        assert begun.wait(PATIENCE_S), "nobody hears anything"
+        spent = {pid: seconds - before.get(pid, 0.0) for pid, seconds in seconds_of(service, kind).items()}
+        killed = time.monotonic()
+        os.kill(max(spent, key=lambda pid: spent[pid]), sign)
         try:
-            return max(one.result(180) for one in asked)
+            longest = max(one.result(PATIENCE_S) for one in asked)
         except (DeltafrontError, TimeoutError) as error:
             print(error)
             return math.inf
+    return longest if tried_again(service) > replays else None
+
+
+def seconds_of(service: Service, kind: Kind) -> dict[int, float]:
+    """CPU seconds of every process of a kind."""
+    return {one.pid: sum(one.cpu_times()[:2]) for one in service.processes()[kind]}
+
+
+def tried_again(service: Service) -> float:
+    """How often a request went to another worker."""
+    return total(parse(service.scrape()), "deltafront_replays_total")
 
 
 @pytest.mark.timeout(24 * 3600)
 def test_with_a_spare(service: Service, trials: Trials) -> None:
-    """A stage, a decode actor and a controller in turn."""
-    trials.run(
-        "recovery_spare",
-        12,
-        WITH_SPARE_S,
-        lambda number: pause(service, _KINDS[number % len(_KINDS)], SIGKILL, trials.draw),
-    )
+    """A stage, a decode actor and a controller in turn; another of each kind has nothing to do."""
+    trials.run("recovery_spare", 12, WITH_SPARE_S, lambda number: killed_in_turn(service, number, 1))
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_with_no_more_than_is_needed(service: Service, trials: Trials) -> None:
+    """The others are as busy, so that who comes from a dead one queues there: that is in the pause."""
+    trials.run("recovery_busy", 12, WITHOUT_S, lambda number: killed_in_turn(service, number, _CLIENTS))
 
 
 @pytest.mark.timeout(24 * 3600)
 def test_a_hanging_stage_is_noticed(service: Service, trials: Trials) -> None:
     """In two chunk times and 5 s; the next event needs another chunk, at the other group."""
     bound_s = NOTICE_S + 3 * service.chunk_seconds()
-    trials.run("sigstop", 10, bound_s, lambda _number: pause(service, Kind.STAGE, SIGSTOP, trials.draw))
+    trials.run("sigstop", 10, bound_s, lambda _number: pause(service, Kind.STAGE, SIGSTOP, clients=1))
+
+
+def killed_in_turn(service: Service, number: int, clients: int) -> float | None:
+    return pause(service, _KINDS[number % len(_KINDS)], SIGKILL, clients)
 
 
 @pytest.mark.timeout(24 * 3600)
@@ -145,9 +169,4 @@ def endless(service: Service, clients: int) -> Iterator[None]:
 @pytest.mark.timeout(24 * 3600)
 def test_without_a_spare(alone: Service, amount: Amount, record: Record) -> None:
     trials = Trials(alone, amount, record)
-    trials.run(
-        "recovery_no_spare",
-        12,
-        WITHOUT_S,
-        lambda number: pause(alone, _KINDS[number % len(_KINDS)], SIGKILL, trials.draw),
-    )
+    trials.run("recovery_no_spare", 12, WITHOUT_S, lambda number: killed_in_turn(alone, number, _CLIENTS))
