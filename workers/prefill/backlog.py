@@ -97,7 +97,7 @@ class Promises:
         """Seconds after which a refused prompt of so many tokens should come back: when there is a place for
         it behind those that were told before. None if the pages it waits for never come back."""
         self._forget(now)
-        behind = [promised for when, promised, _ in self._told if when > now]
+        behind = [promised for _, promised, _ in self._told]
         found = play.places([*behind, tokens], max_waiting)
         if len(found) <= len(behind):
             return None
