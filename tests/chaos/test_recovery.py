@@ -28,6 +28,8 @@ from .schedule import Kind, prompt
 WITH_SPARE_S, WITHOUT_S, PAGES_S, NOTICE_S = 3.0, 12.0, 10.0, 5.0
 _KINDS = (Kind.STAGE, Kind.DECODE, Kind.CONTROLLER)
 _CLIENTS = 4
+_ALONE = 3
+"""As many as have room on one decode worker at once."""
 
 
 class Trials:
@@ -194,4 +196,4 @@ def endless(service: Service, clients: int) -> Iterator[None]:
 @pytest.mark.timeout(24 * 3600)
 def test_without_a_spare(alone: Service, amount: Amount, record: Record) -> None:
     trials = Trials(alone, amount, record)
-    trials.pauses("recovery_no_spare", WITHOUT_S, _KINDS, _CLIENTS)
+    trials.pauses("recovery_no_spare", WITHOUT_S, _KINDS, _ALONE)
