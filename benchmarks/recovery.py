@@ -151,14 +151,12 @@ def measure(config: Path, spare: bool, tries: int, tokens: int) -> list[dict[str
             metrics = client.info().metrics_address
             for kill in KILLS:
                 text = prose[: 4 * (tokens if kill.reading else _SHORT)]
-                undisturbed = ask(client, service, text, None)
-                found = [ask(client, service, text, kill)]
-                again = [read_again(metrics)]
-                for _ in range(tries - 1):
-                    whole(client, count, count)
+                undisturbed, found, again = ask(client, service, text, None), list[Outcome](), list[float]()
+                for _ in range(tries):
+                    before = read_again(metrics)
                     found.append(ask(client, service, text, kill))
-                    again.append(read_again(metrics))
-                whole(client, count, count)
+                    again.append(read_again(metrics) - before)
+                    whole(client, count, count)
                 rows.append(
                     {
                         "killed": kill.name,

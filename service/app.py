@@ -42,8 +42,13 @@ MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 
 _HEALTH_PERIOD_S = 1.0
 """How often Serve asks a replica, which then looks after its actors (docs/recovery.md)."""
+_OWNER_TIMEOUT_S = 12.0
+"""A worker's replica that takes longer to answer three times in a row is replaced; it waits for its head."""
+_DOOR_TIMEOUT_S = 5.0
+"""The same for a door, which has nobody to wait for."""
 
 _CONSTRUCTOR_TRIES = 3
+_LOG_LINE = "%(asctime)s %(levelname)s:%(name)s:%(message)s"
 _OTHER_DOORS_S = 5.0
 """How long a door waits for the others to end a request."""
 _SHUTDOWN_S = 20.0
@@ -59,7 +64,7 @@ class DoorReplica(FrontDoor):
     """The door as a Serve replica: makes what it needs from the configuration, in its own process."""
 
     async def __init__(self, config: dict[str, Any], metrics_directory: str) -> None:  # type: ignore[misc]
-        logging.basicConfig(level=logging.INFO)
+        logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
         settings = parse(config)
         self._id = secrets.token_hex(4)
         metrics = Metrics(Path(metrics_directory), settings.door.model_name or settings.model.path)
@@ -194,6 +199,7 @@ def _owner(name: str, module: Any, config: Any, replicas: dict[str, Any]) -> Any
         placement_group_strategy=strategy,
         placement_group_bundle_label_selector=labels,
         health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_OWNER_TIMEOUT_S,
         max_constructor_retry_count=_CONSTRUCTOR_TRIES,
         max_surge_percent=_ONE_MORE if config.surge else 0,
         graceful_shutdown_timeout_s=_SHUTDOWN_S + config.drain_s,
@@ -216,6 +222,8 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         max_replicas_per_node=settings.door.per_node,
         max_ongoing_requests=settings.door.max_requests,
         ray_actor_options=options,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_DOOR_TIMEOUT_S,
         max_surge_percent=_ONE_MORE if settings.door.per_node is None else 0,
         graceful_shutdown_timeout_s=_DOOR_SHUTDOWN_S + settings.door.drain_s,
     )(serve.ingress()(Door if workers else DoorReplica))

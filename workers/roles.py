@@ -29,7 +29,7 @@ from .messages.events import (
     SessionKept,
     Token,
 )
-from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reserve, Reserved
+from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reserve, Reserved, Wish
 from .messages.stages import (
     ChunkCommand,
     ChunkReport,
@@ -94,6 +94,10 @@ class Group(Leased, Protocol):
 
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """ChunkRead …, then one PrefillDone; or one Refused. Raises PrefillFailed with a plain message."""
+
+    async def full(self, wish: Wish) -> Refused | None:
+        """What `prefill` would answer now because of its full queue; None: there is a place. Takes nothing.
+        Raises PrefillFailed once the group is lost."""
 
     async def stats(self) -> GroupStats:
         """Raises PrefillFailed once the group is lost."""

@@ -103,9 +103,9 @@ class PrefillConfig:
     """A waiting request counts as this many tokens shorter for each second it has waited."""
     stream_lease_s: Positive = 5.0
     """A request whose door has not renewed it for this long is cancelled: the door is dead."""
-    chunk_slack_s: Positive = 3.0
+    chunk_slack_s: Positive = 1.0
     """A stage whose chunk takes so much longer than twice the request's chunk before is asked for a sign of
-    life, and replaced if it gives none in 2 s."""
+    life, and replaced if it gives none in 3 s."""
     stall_s: Positive = 300.0
     """A stage that lives is replaced once a chunk has taken this long: also a first chunk, for which kernels
     may have to be compiled."""

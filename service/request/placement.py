@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...workers.messages.requests import RefusalReason, Refused, Reserve, Reserved
+from ...workers.messages.requests import RefusalReason, Refused, Reserve, Reserved, Wish
 from ...workers.roles import DecodeWorker
 from ..errors import (
     DeadlineExceeded,
@@ -49,10 +49,11 @@ async def place(resources: Resources, attempt: Attempt, plan: Plan, wish: Reserv
     view = await fleet.ready(resources.settings.worker_wait_s)
     mark("worker_wait")
     decision = admitted(view, plan, wish.deadline)
+    groups = await _with_a_place(resources, view, decision.groups, plan)
     worker, pages = await _reserve_somewhere(resources, attempt, decision.workers, wish)
-    fleet.charge(Charge(decision.groups[0], plan.read_tokens, worker.name, pages))
+    fleet.charge(Charge(groups[0], plan.read_tokens, worker.name, pages))
     mark("admission")
-    return Placed(decision.groups, worker, wish.deadline)
+    return Placed(groups, worker, wish.deadline)
 
 
 def admitted(view: View, plan: Plan, deadline: float | None) -> admission.Admitted:
@@ -63,6 +64,22 @@ def admitted(view: View, plan: Plan, deadline: float | None) -> admission.Admitt
     if isinstance(decision, admission.Rejected):
         raise _rejection(decision)
     return decision
+
+
+async def _with_a_place(
+    resources: Resources, view: View, groups: Sequence[str], plan: Plan
+) -> tuple[str, ...]:
+    """From the first group on that has a place in its queue. Those whose queue looks full are asked before
+    pages are reserved anywhere, so that a refusal takes one question. Raises Overloaded if all are full."""
+    wish, refused = Wish.of(plan.read_ids), list[Refused]()
+    for number, name in enumerate(groups):
+        if not view.groups[name].full:
+            return tuple(groups[number:])
+        answer = await resources.fleet.group(name).full(wish)
+        if answer is None:
+            return tuple(groups[number:])
+        refused.append(answer)
+    raise refusal(min(refused, key=comes_back))
 
 
 async def _reserve_somewhere(

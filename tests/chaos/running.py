@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ MODEL = "tiny"
 _AS_OTHERS = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 """Ray's workers run at a low priority otherwise: whatever else the machine does would be a fault, too."""
 Audits = list[dict[str, Any]]
-PATIENCE_S = 180.0
+REPLAYS = 5
+"""How often a request is tried again: so many processes may die under it."""
+PATIENCE_S = 600.0
 """Until what must happen counts as never happening."""
 
 
@@ -51,6 +54,7 @@ def configuration(model: Path) -> dict[str, Any]:
         "decode": {**worker, "workers": 2, "max_batch": 16, "page_selection": "full", "cpus": 0.1},
         "door": {
             "replicas": 2,
+            "replays": REPLAYS,
             "default_method": "dense",
             "metrics_host": "127.0.0.1",
             "model_name": MODEL,
@@ -146,13 +150,20 @@ class Service:
         return waited(usable, lambda: "a door or a role is missing", patience_s)
 
     def audits(self) -> Audits:
-        """The audit log's entries of the doors that live, from their standard error."""
-        found: Audits = []
+        """The audit log's entries of the doors that live."""
+        entries = (line.partition("deltafront.audit:")[2] for line in self._log())
+        return [json.loads(entry) for entry in entries if entry]
+
+    def tried_again(self, since: float) -> list[float]:
+        """When doors that live sent a request to another worker, in seconds after `since` (of the epoch)."""
+        lines = (line.split(" WARNING:deltafront.service.request.attempt:try ") for line in self._log())
+        times = (datetime.strptime(parts[0], "%Y-%m-%d %H:%M:%S,%f") for parts in lines if len(parts) > 1)
+        return sorted(at.timestamp() - since for at in times if at.timestamp() > since)
+
+    def _log(self) -> Iterator[str]:
+        """What the doors that live have written on their standard error."""
         for door in self.processes()[Kind.DOOR]:
-            lines = Path(f"/proc/{door.pid}/fd/2").read_text(errors="replace").splitlines()
-            entries = (line.partition("deltafront.audit:")[2] for line in lines)
-            found += [json.loads(entry) for entry in entries if entry]
-        return found
+            yield from Path(f"/proc/{door.pid}/fd/2").read_text(errors="replace").splitlines()
 
     def scrape(self) -> str:
         """What /metrics says; another door takes the port over when the one that had it dies."""

@@ -78,16 +78,16 @@ class Episode:
     faults: tuple[Fault, ...]
 
 
-def episode(seed: int, requests: int, stops: bool = True) -> Episode:
-    """One to three faults: one door's at most, and two others', as often as a request is tried again. stops:
-    whether a process may hang instead of dying."""
+def episode(seed: int, requests: int, stops: bool = True, others: int = 2) -> Episode:
+    """One fault at least: one door's at most, and of other processes at most as often as a request is tried
+    again (`door.replays`). stops: whether a process may hang instead of dying."""
     draw = random.Random(seed)
     asks = [_ask(draw) for _ in range(requests)]
     faults: list[Fault] = []
-    for _ in range(draw.randint(1, 3)):
+    for _ in range(draw.randint(1, others + 1)):
         fault = _fault(draw, stops)
         doors = [one.kind is Kind.DOOR for one in (*faults, fault)]
-        if sum(doors) <= 1 and len(doors) - sum(doors) <= 2:
+        if sum(doors) <= 1 and len(doors) - sum(doors) <= others:
             faults.append(fault)
     return Episode(seed, tuple(asks), tuple(sorted(faults, key=lambda fault: fault.progress)))
 

@@ -10,7 +10,7 @@ import pytest
 from .conftest import Amount, Record
 from .play import Outcome, play
 from .references import references
-from .running import Service
+from .running import REPLAYS, Service
 from .schedule import Fault, episode
 
 REQUESTS = 6
@@ -27,7 +27,7 @@ def test_random_kills(service: Service, amount: Amount, record: Record) -> None:
             started = time.monotonic()
             service.seconds_to_usable(client)
             usable = time.monotonic()
-            one = play(service, episode(seed, REQUESTS), found)
+            one = play(service, episode(seed, REQUESTS, others=REPLAYS), found)
             head = f"seed {seed}: waited {usable - started:.1f} s, took {time.monotonic() - usable:.1f} s"
             head += f", longest pause {one.pause_s:.1f} s; {', '.join(map(named, one.faults)) or 'nothing'}"
             print(head, *one.problems, sep="\n  ", flush=True)

@@ -9,8 +9,9 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from signal import SIGKILL, SIGSTOP, Signals
 
 import grpc
@@ -21,12 +22,14 @@ from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.client import DeltafrontError, Token
 
 from .conftest import Amount, Record
-from .running import Service
+from .running import PATIENCE_S, Service
 from .schedule import Kind, prompt
 
 WITH_SPARE_S, WITHOUT_S, PAGES_S, NOTICE_S = 3.0, 12.0, 10.0, 5.0
 _KINDS = (Kind.STAGE, Kind.DECODE, Kind.CONTROLLER)
 _CLIENTS = 4
+_ALONE = 3
+"""As many as have room on one decode worker at once."""
 
 
 class Trials:
@@ -36,20 +39,40 @@ class Trials:
         self._service, self._amount, self._record = service, amount, record
         self.draw = random.Random(amount.seed)
 
-    def run(self, case: str, tries: int, bound_s: float, once: Callable[[int], float]) -> None:
-        """What was measured is a row, also when it is ended early."""
+    def pauses(self, case: str, bound_s: float, kinds: Sequence[Kind], clients: int) -> None:
+        """Longest pauses of clients when processes of these kinds are killed in turn."""
+        noticed: list[float] = []
+
+        def once(number: int) -> float | None:
+            found = pause(self._service, kinds[number % len(kinds)], SIGKILL, clients)
+            noticed.extend([] if found is None else [found.noticed])
+            return None if found is None else found.longest
+
+        self.run(case, 12, bound_s, once, lambda: f"noticed after {statistics.median(noticed):.1f} s")
+
+    def run(
+        self,
+        case: str,
+        tries: int,
+        bound_s: float,
+        once: Callable[[int], float | None],
+        more: Callable[[], str] = str,
+    ) -> None:
+        """What was measured is a row, also when it is ended early; None is not a try. more: for its note."""
         seconds: list[float] = []
         until = time.monotonic() + self._amount.budget_s
         try:
             with self._service.client() as client:
                 while len(seconds) < (self._amount.tries or tries) and time.monotonic() < until:
                     self._service.seconds_to_whole(client)
-                    seconds.append(once(len(seconds)))
-                    print(f"{case}: {seconds[-1]:.2f} s", flush=True)
+                    found = once(len(seconds))
+                    print(f"{case}: {found} s", flush=True)
+                    seconds += [] if found is None else [found]
         finally:
             if seconds:
                 median, most = statistics.median(seconds), max(seconds)
                 note = f"bad: over {bound_s:.1f} s; median {median:.1f} s, most {most:.1f} s"
+                note = "; ".join(filter(None, (note, more(), f"load {os.getloadavg()[1]:.0f}")))
                 self._record(case, len(seconds), sum(one > bound_s for one in seconds), note)
         assert max(seconds) <= bound_s
 
@@ -59,49 +82,77 @@ def trials(service: Service, amount: Amount, record: Record) -> Trials:
     return Trials(service, amount, record)
 
 
-def pause(service: Service, kind: Kind, sign: Signals, draw: random.Random) -> float:
-    """Longest pause of four clients with long prompts, some reading, some answering, when a process of a kind
-    gets a signal; infinite where one of them fails."""
-    begun = [threading.Event() for _ in range(_CLIENTS)]
+@dataclass(frozen=True)
+class Pause:
+    """Seconds. longest: that a client waited for an event. noticed: until a door sent a request elsewhere."""
+
+    longest: float
+    noticed: float
+
+
+def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> Pause | None:
+    """What clients with long prompts see from then on when the process of a kind that works most gets a
+    signal. A client that was still in a queue counts from the signal. Infinite where one of them fails; None
+    where the process did nothing for them."""
+    begun, killed, before = threading.Event(), math.inf, seconds_of(service, kind)
 
     def ask(number: int) -> float:
-        longest, at = 0.0, time.monotonic()
+        longest, at = 0.0, math.inf
         text = prompt(2 * number + 1)
         with service.client() as client:
             for event in client.generate(text, max_tokens=60, ignore_eos=True, method="dense"):
                 now = time.monotonic()
-                longest, at = max(longest, now - at), now
-                if kind is not Kind.DECODE or isinstance(event, Token):
-                    begun[number].set()
+                if now > killed:
+                    longest = max(longest, now - min(at, killed))
+                at = now
+                if number == 0 and (kind is not Kind.DECODE or isinstance(event, Token)):
+                    begun.set()
         return longest
 
-    with ThreadPoolExecutor(_CLIENTS) as pool:
-        asked = [pool.submit(ask, number) for number in range(_CLIENTS)]
-        begun[0].wait(60)
-        os.kill(draw.choice(service.processes()[kind]).pid, sign)
+    with ThreadPoolExecutor(clients) as pool:
+        asked = [pool.submit(ask, number) for number in range(clients)]
+        assert begun.wait(PATIENCE_S), "nobody hears anything"
+        spent = {pid: seconds - before.get(pid, 0.0) for pid, seconds in seconds_of(service, kind).items()}
+        killed, since = time.monotonic(), time.time()
+        os.kill(max(spent, key=lambda pid: spent[pid]), sign)
         try:
-            return max(one.result(180) for one in asked)
+            longest = max(one.result(PATIENCE_S) for one in asked)
         except (DeltafrontError, TimeoutError) as error:
             print(error)
-            return math.inf
+            longest = math.inf
+    noticed = service.tried_again(since)
+    print(f"{kind.name}: longest pause {longest:.2f} s, doors tried again after {noticed}", flush=True)
+    if not noticed:
+        return None if longest < math.inf else Pause(longest, math.inf)
+    return Pause(longest, noticed[0])
+
+
+def seconds_of(service: Service, kind: Kind) -> dict[int, float]:
+    """CPU seconds of every process of a kind."""
+    return {one.pid: sum(one.cpu_times()[:2]) for one in service.processes()[kind]}
 
 
 @pytest.mark.timeout(24 * 3600)
-def test_with_a_spare(service: Service, trials: Trials) -> None:
-    """A stage, a decode actor and a controller in turn."""
-    trials.run(
-        "recovery_spare",
-        12,
-        WITH_SPARE_S,
-        lambda number: pause(service, _KINDS[number % len(_KINDS)], SIGKILL, trials.draw),
-    )
+def test_with_a_spare(trials: Trials) -> None:
+    """Another of each kind has nothing to do."""
+    trials.pauses("recovery_spare", WITH_SPARE_S, _KINDS, clients=1)
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_with_no_more_than_is_needed(trials: Trials) -> None:
+    """The others are as busy, so that who comes from a dead one queues there: that is in the pause."""
+    trials.pauses("recovery_busy", WITHOUT_S, _KINDS, _CLIENTS)
 
 
 @pytest.mark.timeout(24 * 3600)
 def test_a_hanging_stage_is_noticed(service: Service, trials: Trials) -> None:
-    """In two chunk times and 5 s; the next event needs another chunk, at the other group."""
-    bound_s = NOTICE_S + 3 * service.chunk_seconds()
-    trials.run("sigstop", 10, bound_s, lambda _number: pause(service, Kind.STAGE, SIGSTOP, trials.draw))
+    """In two chunk times and 5 s, and its request finishes."""
+
+    def once(_number: int) -> float | None:
+        found = pause(service, Kind.STAGE, SIGSTOP, clients=1)
+        return None if found is None else found.noticed if found.longest < math.inf else math.inf
+
+    trials.run("sigstop", 10, NOTICE_S + 2 * service.chunk_seconds(), once)
 
 
 @pytest.mark.timeout(24 * 3600)
@@ -145,9 +196,4 @@ def endless(service: Service, clients: int) -> Iterator[None]:
 @pytest.mark.timeout(24 * 3600)
 def test_without_a_spare(alone: Service, amount: Amount, record: Record) -> None:
     trials = Trials(alone, amount, record)
-    trials.run(
-        "recovery_no_spare",
-        12,
-        WITHOUT_S,
-        lambda number: pause(alone, _KINDS[number % len(_KINDS)], SIGKILL, trials.draw),
-    )
+    trials.pauses("recovery_no_spare", WITHOUT_S, _KINDS, _ALONE)

@@ -40,6 +40,7 @@ from deltafront.workers.messages.requests import (
     Refused,
     Reserve,
     Reserved,
+    Wish,
 )
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
 
@@ -87,7 +88,7 @@ class FakeGroup(Pausing):
     """`Group`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
 
     fail_after: raise `failure` after so many chunks (once per entry). busy: what to refuse the next jobs
-    with, once per entry.
+    with, once per entry. full_with: what its queue says, which then looks full.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class FakeGroup(Pausing):
         self.fail_after: list[int] = []
         self.failure = PrefillFailed("a stage died")
         self.busy: list[Refused] = []
+        self.full_with: Refused | None = None
         self.chunk_tokens = 128
         self.rate = 0.0
         self.waiting_tokens = 0
@@ -159,6 +161,9 @@ class FakeGroup(Pausing):
             handoff_bytes=read * 100,
         )
 
+    async def full(self, wish: Wish) -> Refused | None:
+        return self.full_with
+
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
@@ -166,9 +171,16 @@ class FakeGroup(Pausing):
         self.renewed.append(tuple(request_ids))
 
     async def stats(self) -> GroupStats:
-        used = sum(self._open.values())
+        free, waiting = self.total - sum(self._open.values()), int(self.full_with is not None)
         return GroupStats(
-            self.name, self.total, self.total - used, len(self._open), 0, self.waiting_tokens, self.rate
+            self.name,
+            self.total,
+            free,
+            len(self._open),
+            waiting,
+            self.waiting_tokens,
+            self.rate,
+            max_waiting=waiting or None,
         )
 
 

@@ -264,6 +264,25 @@ def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: D
     nothing_left(house)
 
 
+def test_a_queue_that_looks_full_is_asked_before_pages_are_taken(
+    house: House, client: DeltafrontClient
+) -> None:
+    """A refusal is then one question; a group that has a place meanwhile, or another one, is taken."""
+    first, second = house.group, house.add_group("prefill:g1")
+    for full in (first, second):
+        full.full_with, full.waiting_tokens = busy(7.0 if full is first else 3.0), 100
+    house.loop.run(house.fleet.refresh())
+    with pytest.raises(Overloaded, match="64 prompts wait already") as caught:
+        list(client.generate(PROMPT))
+    assert caught.value.retry_after_s == 3.0
+    assert not house.decode.orders and not first.jobs and not second.jobs
+    second.full_with = None  # and the door does not know yet
+    text, *_ = collect(client.generate(PROMPT, max_tokens=4))
+    assert text == expected(ids(PROMPT), 4)
+    assert (len(first.jobs), len(second.jobs)) == (0, 1)
+    nothing_left(house)
+
+
 def test_where_all_are_full_it_waits_at_the_worker_that_has_room_first(
     house: House, client: DeltafrontClient
 ) -> None:

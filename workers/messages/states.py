@@ -13,7 +13,8 @@ class GroupStats:
     waiting_tokens: prompt tokens admitted and not yet computed. nodes: where its stages are (empty:
     unknown). draining: it ends what it has and wants nothing new, as long as there is anybody else.
     compilations: forms of kernels that its stages have made, by phase (`warm_up`, `serving`). pairing:
-    `settings.pairing` of its configuration (empty: it goes with all)."""
+    `settings.pairing` of its configuration (empty: it goes with all). max_waiting: how
+    many may wait (None: unknown)."""
 
     name: str
     pages_total: int
@@ -26,6 +27,12 @@ class GroupStats:
     draining: bool = False
     compilations: tuple[tuple[str, int], ...] = ()
     pairing: str = ""
+    max_waiting: int | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether its queue was, as far as is known."""
+        return self.max_waiting is not None and self.waiting >= self.max_waiting
 
 
 @dataclass(frozen=True)

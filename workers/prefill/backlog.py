@@ -2,11 +2,13 @@
 
 A queue is full when as many requests as it may hold wait for their first chunk. A place in it becomes free
 when the next of them is opened, which takes its turn and its pages; and those that were refused before and
-told to come back take the places before this one.
+told to come back take the places before this one. Some of the places are kept for them when their time comes,
+or whoever happens to ask a moment before would have them come in vain.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +17,10 @@ from .schedule import Waiting, credit_at
 
 _STEPS = 128
 """Into so many turns the work that is there is cut, unless that is finer than chunks."""
+_EARLY_S = 0.1
+"""Who comes so much before its time is on time."""
+_LATE_S = 1.0
+"""Who comes so much after it has lost its place."""
 
 
 class Play:
@@ -80,19 +86,37 @@ class Play:
 
 
 class Promises:
-    """Requests that were refused and told when to come back. Moments are seconds of the caller's clock."""
+    """Prompts, by their checksums, that were refused and told when to come back. Moments are seconds of the
+    caller's clock."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int]] = []
+        self._told: list[tuple[float, int, int]] = []
+        """When, tokens, checksum; the soonest first."""
 
-    def give(self, play: Play, tokens: int, max_waiting: int, now: float) -> float | None:
+    def give(self, play: Play, checksum: int, tokens: int, max_waiting: int, now: float) -> float | None:
         """Seconds after which a refused prompt of so many tokens should come back: when there is a place for
         it behind those that were told before. None if the pages it waits for never come back."""
-        self._due = [one for one in self._due if one[0] > now]
-        behind = [promised for _, promised in self._due]
+        self._forget(now)
+        behind = [promised for _, promised, _ in self._told]
         found = play.places([*behind, tokens], max_waiting)
         if len(found) <= len(behind):
             return None
-        self._due.append((now + found[-1], tokens))
-        self._due.sort()
+        bisect.insort(self._told, (now + found[-1], tokens, checksum))
         return found[-1]
+
+    def held(self, checksum: int, until: float, now: float, max_waiting: int) -> int:
+        """Places that a prompt that comes now may not take: one for each that was told to come by `until`,
+        half of them all at most. None if now is its own time."""
+        self._forget(now)
+        if any(own == checksum and when <= now + _EARLY_S for when, _, own in self._told):
+            return 0
+        return min(sum(when <= until for when, _, _ in self._told), max_waiting // 2)
+
+    def kept(self, checksum: int) -> None:
+        """The prompt has its place."""
+        own = next((told for told in self._told if told[2] == checksum), None)
+        if own is not None:
+            self._told.remove(own)
+
+    def _forget(self, now: float) -> None:
+        self._told = [told for told in self._told if told[0] + _LATE_S > now]

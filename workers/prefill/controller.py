@@ -19,7 +19,7 @@ from typing import Any
 
 from ...kernels.constants import BLOCK
 from ..messages.events import ChunkRead, PrefillDone
-from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
+from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused, Wish
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
 from ..messages.states import GroupStats
 from ..roles import PrefillEvent, Stage
@@ -90,6 +90,12 @@ class PrefillController:
                     return
         finally:
             await self._end(admitted, None)
+
+    async def full(self, wish: Wish) -> Refused | None:
+        """See `Group`."""
+        if self.failure:
+            raise PrefillFailed(self.failure)
+        return self._requests.full(wish, self._clock())
 
     async def cancel(self, request_id: str) -> None:
         """End a request; returns when its pages are free. Unknown ids are fine."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..kv.page_pool import PagePool, pages_for
-from ..messages.requests import PrefillJob, RefusalReason, Refused
+from ..messages.requests import PrefillJob, RefusalReason, Refused, Wish
 from ..messages.stages import ChunkCommand, ChunkReport
 from ..messages.states import GroupStats
 from ..settings import PrefillConfig
@@ -46,9 +46,11 @@ class Requests:
 
     def admit(self, job: PrefillJob, now: float) -> Request | Refused:
         """A request that waits, or why there is none."""
-        refused = self._refusal(job, now)
+        wish = job.wish
+        refused = self._refusal(job, now) or self.full(wish, now)
         if refused is not None:
             return refused
+        self._promises.kept(wish.checksum)
         request = Request(job, self._stages, now, next(self._serials))
         self._requests[job.request_id] = request
         return request
@@ -78,12 +80,19 @@ class Requests:
         if needed > pool.total:
             message = f"a prompt of {job.tokens} tokens needs {needed} pages; a stage has {pool.total}"
             return Refused(RefusalReason.TOO_LARGE, message, needed, pool.free)
+        return None
+
+    def full(self, wish: Wish, now: float) -> Refused | None:
+        """What is refused for the queue; None if there is a place in it that is not held for who was told to
+        come back before this prompt would be read."""
         waiting = sum(not request.opened for request in self._live())
-        if waiting < self._config.max_waiting:
+        until = now + self._seconds_of(self._unread + wish.tokens)
+        held = self._promises.held(wish.checksum, until, now, self._config.max_waiting)
+        if waiting + held < self._config.max_waiting:
             return None
-        message = f"{waiting} prompts wait already"
-        comes_back = self._comes_back(job.tokens, now)
-        return Refused(RefusalReason.BUSY, message, needed, pool.free, comes_back)
+        message = f"{waiting} prompts wait already" + f", and {held} were told to come back now" * (held > 0)
+        comes_back = self._comes_back(wish, now)
+        return Refused(RefusalReason.BUSY, message, pages_for(wish.tokens), self._pool.free, comes_back)
 
     def allowed(self, request: Request, command: ChunkCommand) -> float:
         """Seconds that a stage may take for a chunk before it is asked whether it lives, as known by now."""
@@ -110,14 +119,25 @@ class Requests:
             pages_free=self._pool.free,
             running=running,
             waiting=len(live) - running,
-            waiting_tokens=sum(request.job.tokens - request.done for request in live),
+            waiting_tokens=self._unread,
             tokens_per_second=self._throughput.tokens_per_second,
+            max_waiting=self._config.max_waiting,
         )
+
+    @property
+    def _unread(self) -> int:
+        """Tokens."""
+        return sum(request.job.tokens - request.done for request in self._live())
+
+    def _seconds_of(self, tokens: int) -> float:
+        """To read them; 0 while the group's rate is not known."""
+        rate = self._throughput.tokens_per_second
+        return tokens / rate if rate > 0 else 0.0
 
     def _live(self) -> list[Request]:
         return [request for request in self if not request.ended]
 
-    def _comes_back(self, tokens: int, now: float) -> float | None:
+    def _comes_back(self, wish: Wish, now: float) -> float | None:
         """Seconds after which a refused prompt should come back; None while the group's rate is not known."""
         rate = self._throughput.tokens_per_second
         if rate <= 0:
@@ -130,4 +150,4 @@ class Requests:
             self._pool.free + sum(len(request.pages) for request in self if request.ended),
             self._config.chunk_tokens,
         )
-        return self._promises.give(play, tokens, self._config.max_waiting, now)
+        return self._promises.give(play, wish.checksum, wish.tokens, self._config.max_waiting, now)

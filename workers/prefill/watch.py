@@ -17,7 +17,7 @@ from typing import Any
 LOOK_S = 0.25
 """Between two looks. A look counts no more than twice that: where this process itself was stopped or
 starved, its answers are late as well, and stages are not blamed for it."""
-PULSE_S = 2.0
+PULSE_S = 3.0
 """For a sign of life."""
 
 
