@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_options_that_shape_scores() -> None:
     spec = method_spec("dpxa+delta", {"tau": 0.3, "density": 0.08, "cos": 0.5, "gamma": 32})
-    assert shaping_options(spec).keys() == {"cos", "q_anchors", "k_anchors", "sink", "window"}
+    assert shaping_options(spec).keys() == {"cos", "q_anchors", "k_anchors", "largest", "sink", "window"}
     assert shaping_options(spec)["cos"] == 0.5
 
 
