@@ -30,6 +30,19 @@ def changed(worker: W, **state: Any) -> W:
     return worker
 
 
+def answering_late(worker: FakeDecode, asked: asyncio.Event, told: asyncio.Event) -> None:
+    """It says how it was when it was asked, but only once `told` is set."""
+    stats = worker.stats
+
+    async def slow() -> DecodeStats:
+        state = await stats()
+        asked.set()
+        await told.wait()
+        return state
+
+    worker.stats = slow  # type: ignore[method-assign]
+
+
 async def test_a_slow_worker_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = FakeDecode("decode:d0")
     fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
@@ -49,15 +62,7 @@ async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
     decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
     fleet = Fleet(LocalDirectory([FakeGroup("prefill:g0", lambda *_: None)], [decode]), lambda _view: None)
     await fleet.refresh()
-    stats = decode.stats
-
-    async def slow() -> DecodeStats:
-        state = await stats()
-        asked.set()
-        await told.wait()
-        return state
-
-    decode.stats = slow  # type: ignore[method-assign]
+    answering_late(decode, asked, told)
     polls = [asyncio.create_task(fleet.poll()) for _ in range(2)]
     await asked.wait()
     fleet.charge(Charge("prefill:g0", 500, "decode:d0", 96))
@@ -126,6 +131,7 @@ async def test_a_door_that_replaces_nobody_waits_for_no_worker() -> None:
     fleet = Fleet(LocalDirectory([], []), lambda _view: None, pairing="new")
     await fleet.refresh()
     await asyncio.wait_for(fleet.relieved(), 60)
+    assert not fleet.view.ready, "it waited for a worker"
 
 
 async def test_a_session_is_still_found_on_a_worker_that_leaves() -> None:
@@ -141,15 +147,7 @@ async def test_what_is_forgotten_while_a_poll_asks_stays_forgotten() -> None:
     spare, group = FakeDecode("decode:d1"), FakeGroup("prefill:g0", lambda *_: None)
     fleet = Fleet(LocalDirectory([group], [decode, spare]), lambda _view: None)
     await fleet.refresh()
-    stats = decode.stats
-
-    async def slow() -> DecodeStats:
-        state = await stats()
-        asked.set()
-        await told.wait()
-        return state
-
-    decode.stats = slow  # type: ignore[method-assign]
+    answering_late(decode, asked, told)
     polls = [asyncio.create_task(fleet.poll()) for _ in range(2)]
     await asked.wait()
     fleet.forget("decode:d0")

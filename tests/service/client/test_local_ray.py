@@ -19,7 +19,7 @@ from deltafront.service.client.local_ray import (
 )
 from deltafront.service.config import ConfigError, parse
 
-from .test_config import content
+from ..test_config import content
 
 
 def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
