@@ -46,9 +46,12 @@ alone four 0,1,2,3 "${engine[@]}" --model "$model" --stages 4 --decode-gpu last 
   --row-s 8 --result "$results/four.json"
 alone one 0,1 "${engine[@]}" --model "$model" --stages 1 --chunk 8192 "${longest[@]}" --cases ttft \
   --row-s 8 --result "$results/one.json" &
+one=$!
 alone two 2,3 "${engine[@]}" --model "$model-short" "${together[@]}" --cases ttft throughput \
   --row-s 8 --result "$results/two.json" &
-wait %1 %2
+two=$!
+wait "$one"
+wait "$two"
 alone groups 0,1,2,3 "${engine[@]}" --model "$model-short" --groups 2 "${together[@]}" decode.workers=2 \
   --cases throughput --result "$results/groups.json"
 tail -n 6 "$results"/*.out

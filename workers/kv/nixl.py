@@ -156,8 +156,10 @@ class NixlReceiver:
             raise HandoffError(f"{described(announcement)} could not be read: {plain(error)}") from error
         finally:
             self._reading[stage] -= 1
-            if stage in self._lost and not self._reading[stage]:
-                await self._on_thread(self._disconnect, stage)
+            if not self._reading[stage]:
+                del self._reading[stage]
+                if stage in self._lost:
+                    await self._on_thread(self._disconnect, stage)
 
     def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
         """(address at the stage, address here, bytes) of all rows."""

@@ -106,7 +106,7 @@ class Promises:
 
     def held(self, checksum: int, until: float, now: float, max_waiting: int) -> int:
         """Places that a prompt that comes now may not take: one for each that was told to come by `until`,
-        half of them all at most. None if now is its own time."""
+        half of them all at most. 0 if now is its own time."""
         self._forget(now)
         if any(own == checksum and when <= now + _EARLY_S for when, _, own in self._told):
             return 0
