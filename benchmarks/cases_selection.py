@@ -49,6 +49,10 @@ def _dpxa() -> ScoredSelector:
     return AnchorsSelector(AnchorsOptions(tau=0.9, outside=False, window=1))
 
 
+def _largest() -> ScoredSelector:
+    return AnchorsSelector(AnchorsOptions(largest=True, q_anchors=32, k_anchors=8))
+
+
 def _xattention() -> ScoredSelector:
     return AntidiagonalSelector(AntidiagonalOptions(tau=0.9, stride=8))
 
@@ -107,7 +111,7 @@ def _check(config: BenchConfig) -> None:
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
         x = _input(config, CHECKED_TOKENS, heads, groups, dim)
         exact = replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float())
-        for selector in (_dpxa(), _xattention()):
+        for selector in (_dpxa(), _largest(), _xattention()):
             score_BHNM = selector.scores(x, _state(selector, x), no_phase)
             expected_BHNM = selector.cpu_scores(exact, _state(selector, exact), no_phase)
             assert_rows_close(score_BHNM, expected_BHNM, dtype=config.dtype, factor=2.0)

@@ -27,21 +27,21 @@ def launch(
     tiles = triton.cdiv(count, item_rows)
     lead_tiles = 0 if lead is None else triton.cdiv(lead.q_BHRD.shape[2], item_rows)
     items = batch * heads * (tiles + lead_tiles)
-    q, out = _descriptor(rows.q_BHRD, WARPGROUP_ROWS), _descriptor(rows.out_BHRD, WARPGROUP_ROWS)
-    k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
+    q, out = descriptor(rows.q_BHRD, WARPGROUP_ROWS), descriptor(rows.out_BHRD, WARPGROUP_ROWS)
+    k, v = descriptor(x.k_BGSD, BLOCK), descriptor(x.v_BGSD, BLOCK)
     none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
-    programs = _multiprocessors(x.q_BHTD.device)
+    programs = multiprocessors(x.q_BHTD.device)
     order = _order(x, rows, mask, items // programs)
     hopper_kernel[(min(items, programs),)](
         q,
         k,
         v,
         out,
-        q if lead is None else _descriptor(lead.q_BHRD, WARPGROUP_ROWS),
-        out if lead is None else _descriptor(lead.out_BHRD, WARPGROUP_ROWS),
-        k if packed is None else _descriptor(packed.k_BGPD, BLOCK),
-        v if packed is None else _descriptor(packed.v_BGPD, BLOCK),
-        k if packed is None else _descriptor(packed.weight_BGP, BLOCK),
+        q if lead is None else descriptor(lead.q_BHRD, WARPGROUP_ROWS),
+        out if lead is None else descriptor(lead.out_BHRD, WARPGROUP_ROWS),
+        k if packed is None else descriptor(packed.k_BGPD, BLOCK),
+        v if packed is None else descriptor(packed.v_BGPD, BLOCK),
+        k if packed is None else descriptor(packed.weight_BGP, BLOCK),
         none if packed is None else packed.offset_BGC,
         none if mask is None else mask.index_BHNM,
         none if mask is None else by_length(mask) if order == BY_LENGTH else mask.count_BHN.contiguous(),
@@ -97,43 +97,44 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
+def descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
     """How the copy engine sees t: tiles of `block` rows of one head (or so many numbers, if t has no D).
 
     Strides of dimensions of size 1 do not matter and may be anything.
     """
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     shape = [1, 1, block, t.shape[3]] if t.dim() == 4 else [1, 1, block]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], shape, _layout(t.dtype, *shape))
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], shape, layout_of(t.dtype, *shape))
 
 
 @cache
-def _layout(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
+def layout_of(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
     """Kept, because making one takes longer than the rest of a descriptor."""
-    if len(shape) == 3:
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(shape))
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(shape), element)
+
+
+def descriptor_type(dtype: torch.dtype, *shape: int) -> str:
+    """What COMPILE_CASES call a descriptor of such tiles."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return f"tensordesc<{name}{list(shape)},{layout_of(dtype, *shape)!r}>"
 
 
 def _case(
     dim: int, *, dtype: torch.dtype = torch.bfloat16, **kind: Any
 ) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
-    def tile(rows: int) -> str:
-        shape = [1, 1, rows, dim]
-        name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-        return f"tensordesc<{name}{shape},{_layout(dtype, *shape)!r}>"
-
     plan = plan_of(dim, **kind)
-    line = _layout(torch.float32, 1, 1, BLOCK)
+    own, tile = (descriptor_type(dtype, 1, 1, rows, dim) for rows in (WARPGROUP_ROWS, BLOCK))
     types = {
-        **dict.fromkeys(("q", "out", "q_lead", "out_lead"), tile(WARPGROUP_ROWS)),
-        **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile(BLOCK)),
-        "weight": f"tensordesc<fp32[1, 1, {BLOCK}],{line!r}>" if plan.packed else tile(BLOCK),
+        **dict.fromkeys(("q", "out", "q_lead", "out_lead"), own),
+        **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile),
+        "weight": descriptor_type(torch.float32, 1, 1, BLOCK) if plan.packed else tile,
         "index_ptr": "*i16",
         "order_ptr": "*i64" if plan.by_length else "*i32",
         **dict.fromkeys(("counter_ptr", "packed_ptr"), "*i32"),

@@ -87,7 +87,7 @@ class Buffers(NamedTuple):
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr):
+def barriers(COUNT: gl.constexpr):
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
@@ -103,9 +103,9 @@ def new_buffers(q, k, v, weight, PLAN: gl.constexpr):
     lengths = v_smem  # unused
     if PLAN.packed:
         lengths = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, TILE], weight.layout)
-    q_full, q_empty = _barriers(QUERIES), _barriers(QUERIES)
-    k_full, k_empty = _barriers(STAGES), _barriers(STAGES)
-    v_full, v_empty = _barriers(STAGES), _barriers(STAGES)
+    q_full, q_empty = barriers(QUERIES), barriers(QUERIES)
+    k_full, k_empty = barriers(STAGES), barriers(STAGES)
+    v_full, v_empty = barriers(STAGES), barriers(STAGES)
     for buffer in gl.static_range(QUERIES):
         mbarrier.init(q_full.index(buffer), count=1)
         mbarrier.init(q_empty.index(buffer), count=1)
@@ -115,7 +115,7 @@ def new_buffers(q, k, v, weight, PLAN: gl.constexpr):
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=READERS)
     entry = gl.allocate_shared_memory(gl.int64, [ENTRIES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    entry_full, entry_empty = _barriers(ENTRIES), _barriers(ENTRIES)
+    entry_full, entry_empty = barriers(ENTRIES), barriers(ENTRIES)
     for number in gl.static_range(ENTRIES):
         mbarrier.init(entry_full.index(number), count=1)
         mbarrier.init(entry_empty.index(number), count=READERS)

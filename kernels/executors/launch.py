@@ -87,7 +87,7 @@ def check_launch(x: AttentionInput) -> None:
 
 def takes_hopper(x: AttentionInput, rows: Rows) -> bool:
     """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
-    if not x.q_BHTD.is_cuda or not _is_hopper(x.q_BHTD.device):
+    if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device):
         return False
     if x.q_BHTD.dtype == torch.float32 or x.q_BHTD.shape[3] not in (64, 128):
         return False
@@ -95,7 +95,7 @@ def takes_hopper(x: AttentionInput, rows: Rows) -> bool:
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 

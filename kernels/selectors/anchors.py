@@ -145,7 +145,9 @@ class AnchorsSelector(ScoredSelector):
     def new_state(self, spec: StateSpec) -> KeyAnchors:
         import torch
 
-        shape = (spec.batch, spec.kv_heads, -(-spec.max_tokens // BLOCK), self.form.k.cap)
+        blocks = -(-spec.max_tokens // BLOCK)
+        tiles = -(-blocks * self.form.k.cap // BLOCK)  # the Hopper kernel copies whole tiles of slots
+        shape = (spec.batch, spec.kv_heads, tiles * BLOCK // self.form.k.cap, self.form.k.cap)
         table = BlockAnchors(
             vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=spec.dtype, device=spec.device),
             first_BGMA=torch.zeros(shape, dtype=torch.int32, device=spec.device),

@@ -6,10 +6,12 @@ several heads and blocks), Y columns of a key tile (slots of W blocks).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from ..constants import LOG2E
+from ..executors.launch import is_hopper
 from ..interface import AttentionInput
 from .anchors import AnchorSettings, BlockAnchors
 from .rules.kernel import fast_log2, in_16_bits
@@ -140,6 +142,10 @@ def score_sums(
     blocks: int,
 ) -> Sums:
     """The log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, a row a query slot."""
+    if takes_hopper(x, form):
+        from . import anchors_hopper_launch
+
+        return anchors_hopper_launch.score_sums(x, queries, keys, form, first_row, blocks)
     batch, heads = x.q_BHTD.shape[:2]
     groups, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks
@@ -178,6 +184,14 @@ def score_sums(
             maxnreg=None if diagonal else 128,
         )
     return Sums(part, first_row, form.row_normalised, form.largest)
+
+
+def takes_hopper(x: AttentionInput, form: AnchorSettings) -> bool:
+    """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, query blocks that fit a
+    warpgroup, and key blocks whose slots come in fours."""
+    if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device) or x.q_BHTD.dtype == torch.float32:
+        return False
+    return x.q_BHTD.shape[3] in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4
 
 
 _SCORE = {

@@ -41,16 +41,15 @@ def in_16_bits(log2_sum):
 
 
 @triton.jit
-def _highest_floor(level_W, weight_W, forced_W, need, limit, ROUNDS: tl.constexpr):
-    """The highest level below `limit` at which the kept weight is still `need`."""
+def _highest_floor(level_W, weight_W, forced_W, need, limit):
+    """The highest level below `limit` at which the kept weight is still `need`, or one that keeps as much."""
     low = tl.zeros((), tl.int32)
     high = tl.zeros((), tl.int32) + limit
-    for _ in range(ROUNDS):
+    while high - low > 1:
         middle = low + (high - low) // 2
-        kept = tl.sum(tl.where((level_W >= middle) | forced_W, weight_W, 0), axis=0)
-        enough = kept.to(tl.float32) >= need
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+        kept = tl.sum(tl.where((level_W >= middle) | forced_W, weight_W, 0), axis=0).to(tl.float32)
+        low = tl.where(kept >= need, middle, low)
+        high = tl.where(kept > need, high, tl.where(kept < need, middle, middle + 1))
     return low
 
 
@@ -83,12 +82,12 @@ def _kept(
         per_level = LEVELS / tl.where(top > 0.0, top, 1.0)
         level_W = (score_W * per_level + 0.5).to(tl.int32)
         need = amount * tl.sum(level_W, axis=0).to(tl.float32)
-        floor = _highest_floor(level_W, level_W, forced_W, need, LEVELS + 2, 18)
+        floor = _highest_floor(level_W, level_W, forced_W, need, LEVELS + 2)
         kept_W = level_W >= tl.where(amount < 1.0, floor, 0)
     else:
         bits_W = score_W.to(tl.int32, bitcast=True)
         need = tl.ceil(amount * tl.sum(ranked_W.to(tl.int32), axis=0).to(tl.float32))
-        floor = _highest_floor(bits_W, ranked_W.to(tl.int32), forced_W, need, 2147483647, 31)
+        floor = _highest_floor(bits_W, ranked_W.to(tl.int32), forced_W, need, tl.max(bits_W, axis=0) + 2)
         kept_W = bits_W >= floor
     return (tl.where(anything, kept_W, causal_W) & causal_W) | forced_W
 
@@ -113,9 +112,11 @@ def _score_of_sums(
         for row in range(R):
             part_W = tl.load(in_ptr + row * stride_r + column_W, mask=causal_W, other=float("-inf"))
             top = tl.maximum(top, tl.max(part_W.to(tl.float32), axis=0))
+    next_W = tl.load(in_ptr + column_W, mask=causal_W, other=float("-inf"))
     for row in range(R):
-        part_W = tl.load(in_ptr + row * stride_r + column_W, mask=causal_W, other=float("-inf"))
-        part_W = part_W.to(tl.float32)
+        part_W = next_W.to(tl.float32)
+        more_W = causal_W & (row + 1 < R)  # asked for before it is needed
+        next_W = tl.load(in_ptr + (row + 1) * stride_r + column_W, mask=more_W, other=float("-inf"))
         if NORM:
             top = tl.max(part_W, axis=0)
         mass_W = tl.exp2(part_W - tl.where(top == float("-inf"), 0.0, top))

@@ -1,0 +1,138 @@
+"""Launches the Hopper kernel of anchor scores: descriptors for the copy engine, grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..constants import BLOCK, LOG2E
+from ..executors.hopper_launch import descriptor_type, layout_of, multiprocessors
+from ..executors.hopper_plan import WARPGROUP_ROWS
+from ..interface import AttentionInput
+from .anchors import AnchorSettings, BlockAnchors
+from .anchors_hopper import WARPGROUPS, anchors_hopper_kernel
+from .rules.sums import Sums, empty_parts
+
+_BEGIN = 3
+"""How many key tiles a program's begin takes as long as."""
+
+
+@dataclass(frozen=True)
+class ScorePlan:
+    """What of a launch is known when the kernel is compiled."""
+
+    dim: int
+    q_slots: int
+    k_slots: int
+    weighted: bool
+    stages: int = 4
+    """Buffers for tiles of keys."""
+    registers: int = 112
+    """A thread of a computing warpgroup."""
+
+    @property
+    def units(self) -> int:
+        """(Query block, head) pairs of a warpgroup."""
+        return WARPGROUP_ROWS // self.q_slots
+
+    @property
+    def blocks(self) -> int:
+        """Of a key tile."""
+        return BLOCK // self.k_slots
+
+
+def score_sums(
+    x: AttentionInput,
+    queries: BlockAnchors,
+    keys: BlockAnchors,
+    form: AnchorSettings,
+    first_row: int,
+    blocks: int,
+) -> Sums:
+    """See `anchors_kernel.score_sums`; x and form satisfy `anchors_kernel.takes_hopper`."""
+    batch, heads = x.q_BHTD.shape[:2]
+    groups, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
+    part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), x.first_block + first_row + blocks)
+    plan = plan_of(dim, form.q.cap, form.k.cap, form.weighted)
+    tiles = triton.cdiv(blocks * x.group, plan.units * WARPGROUPS.value)
+    steps = (x.first_block + first_row + blocks) // plan.blocks
+    shares = shares_of(tiles * batch * groups, steps, multiprocessors(x.q_BHTD.device))
+    anchors_hopper_kernel[(tiles, batch * groups, shares)](
+        *key_tiles(keys),
+        keys.first_BGMA,
+        queries.vector_BGMAD,
+        queries.first_BGMA,
+        queries.count_BGMA,
+        part,
+        *keys.count_BGMA.stride()[:2],
+        *part.stride()[:4],
+        groups,
+        x.group,
+        x.query_blocks,
+        x.first_block,
+        first_row,
+        blocks,
+        x.scale * LOG2E,
+        PLAN=plan,
+        num_warps=4,
+    )
+    return Sums(part, first_row, form.row_normalised, form.largest)
+
+
+def key_tiles(keys: BlockAnchors) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """How the copy engine sees the slots' vectors and counts, so that a tile of 128 arrives with its quarters
+    interleaved, vectors by pairs, counts by fours. The tables hold a multiple of 128 slots."""
+    vector, count = keys.vector_BGMAD, keys.count_BGMA
+    lanes, dim = vector.shape[0] * vector.shape[1], vector.shape[4]
+    slots = vector.shape[2] * vector.shape[3]
+    pairs, fours = [1, 16, 4, 2, dim], [1, 8, 4, 4]
+    in_pairs = [lanes, 16, slots // 32, 2, dim], [slots * dim, 2 * dim, 32 * dim, dim, 1]
+    in_fours = [lanes, 8, slots // 32, 4], [slots, 4, 32, 1]
+    return (
+        TensorDescriptor(vector, *in_pairs, pairs, layout_of(vector.dtype, *pairs)),
+        TensorDescriptor(count, *in_fours, fours, layout_of(count.dtype, *fours)),
+    )
+
+
+@cache
+def plan_of(dim: int, q_slots: int, k_slots: int, weighted: bool) -> ScorePlan:
+    return ScorePlan(dim, q_slots, k_slots, weighted)
+
+
+def shares_of(programs: int, steps: int, multiprocessors: int) -> int:
+    """Into how many parts the keys of `programs` programs, `steps` tiles, are cut: so that multiprocessors
+    that take one program at a time are done soonest."""
+
+    def time(shares: int) -> int:
+        return -(-programs * shares // multiprocessors) * (-(-steps // shares) + _BEGIN)
+
+    return min(range(1, -(-4 * multiprocessors // programs) + 1), key=time)
+
+
+def _case(
+    dim: int, q_slots: int, k_slots: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
+    name = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    types = {
+        "k": descriptor_type(dtype, 1, 16, 4, 2, dim),
+        "count": descriptor_type(torch.float32, 1, 8, 4, 4),
+        "q_ptr": name,
+        **dict.fromkeys(("k_first_ptr", "q_first_ptr"), "*i32"),
+        "q_count_ptr": "*fp32",
+        "out_ptr": "*fp16",
+        **dict.fromkeys(("stride_tb", "stride_tg", "stride_ob"), "i64"),
+        **dict.fromkeys(("stride_oh", "stride_on", "stride_or"), "i64"),
+        **dict.fromkeys(("groups", "share", "query_blocks", "first_block"), "i32"),
+        **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
+        "scale": "fp32",
+    }
+    plan = plan_of(dim, q_slots, k_slots, weighted=True)
+    return anchors_hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
+
+
+COMPILE_CASES = [_case(128, 8, 32), _case(128, 32, 8), _case(64, 8, 32, torch.float16), _case(64, 64, 128)]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""
