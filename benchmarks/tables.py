@@ -205,12 +205,11 @@ def _answers(result: Result) -> list[tuple[str, str, str, str]]:
     """What `dpxa` and DELTA keep of dense's answers, the longest documents."""
     longest = max(row["tokens"] for row in result["rows"])
     by_case = {row["case"]: row for row in result["rows"] if row["tokens"] == longest}
-    ours, other, delta = (
-        by_case[case] for case in ("dpxa_16_anchors", "xattention_equal_time", "delta_default")
-    )
+    cases = "dpxa_default", "xattention_equal_time", "delta_default"
+    ours, other, delta = (by_case[case] for case in cases)
     kept, others, decoded = (f"{row['exact'] / row['exact_dense']:.3f}" for row in (ours, other, delta))
     rival = f"(XAttention's scores, {other['density']:.3f}, {other['ms']:.0f} ms)"
-    read = f"`dpxa` (`q_anchors=16`) at {ours['density']:.3f} of the tiles, {ours['ms']:.0f} ms"
+    read = f"`dpxa` at {ours['density']:.3f} of the tiles, {ours['ms']:.0f} ms"
     return [
         (f"KL to dense's predictions, {read}", f"{ours['kl']:.3f}", f"{other['kl']:.3f} {rival}", ""),
         (f"Exact answers of dense's {ours['exact_dense']} kept, the same", kept, f"{others} {rival}", ""),
@@ -240,7 +239,10 @@ def accuracy(result: Result) -> str:
 
 
 def levels(result: Result) -> str:
-    header = ("case", "method", "tokens", "density", "ms", "KL", "exact", "of dense's", "logp − dense's")
+    header = (
+        "case", "method", "tokens", "density", "ms", "KL", "exact", "of dense's", "lost, won; p",
+        "logp − dense's", "commit",
+    )  # fmt: skip
     rows = [
         [
             row["case"],
@@ -251,7 +253,9 @@ def levels(result: Result) -> str:
             f"{row['kl']:.3f}" if "kl" in row else None,
             f"{row['exact']} of {row['questions']}",
             f"{row['exact'] / row['exact_dense']:.3f}",
+            f"{row['lost']}, {row['won']}; {row['p']:.2g}" if "p" in row else None,
             f"{row['logp_difference']:+.3f}" + (f" ± {row['logp_error']:.3f}" if "logp_error" in row else ""),
+            row["commit"],
         ]
         for row in result["rows"]
     ]
