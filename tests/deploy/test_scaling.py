@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ pytestmark = pytest.mark.timeout(3600)
 NODES = ("door", "door", "prefill", "decode")
 FORMS = (Form.GREEDY, Form.GREEDY, Form.SAMPLED, Form.SESSION, Form.HTTP)
 MOST = 3
+SHORT = range(0, PROMPTS, 2)
+"""Prompts that one group reads in time, however slow the machine is."""
 AFTER = 10
 """Requests that must have ended well after whatever was done."""
 PATIENCE: dict[str, dict[str, Any]] = {
@@ -63,10 +65,12 @@ def content(model: Path, **sections: dict[str, Any]) -> Any:
 
 
 class Load:
-    """So many clients, one request after the other, until `end`."""
+    """So many clients, one request after the other, until `end`. prompts: those that they ask."""
 
-    def __init__(self, service: Service, clients: int, seed: int = 0) -> None:
-        self._service = service
+    def __init__(
+        self, service: Service, clients: int, seed: int = 0, prompts: Sequence[int] = range(PROMPTS)
+    ) -> None:
+        self._service, self._prompts = service, prompts
         self._enough = threading.Event()
         self._pool = ThreadPoolExecutor(clients)
         self.logs: list[Log] = []
@@ -75,7 +79,7 @@ class Load:
 
     def _ask(self, draw: random.Random) -> None:
         while not self._enough.is_set():
-            ask = Ask(draw.choice(FORMS), draw.randrange(PROMPTS), draw.randint(8, MAX_TOKENS), 0)
+            ask = Ask(draw.choice(FORMS), draw.choice(self._prompts), draw.randint(8, MAX_TOKENS), 0)
             one = Clients(self._service, (ask,))
             one.join()
             self.logs += one.logs
@@ -198,7 +202,7 @@ def by_load(model: Path) -> Any:
     serve = content(model, prefill={"max_groups": MOST}, decode={"max_workers": MOST})
     delays = {"upscale_delay_s": 0, "downscale_delay_s": 10, "look_back_period_s": 3, "metrics_interval_s": 1}
     policies = {
-        "PrefillGroup": ("GroupsByBacklog", {"backlog_s": 0.02}),
+        "PrefillGroup": ("GroupsByBacklog", {"backlog_s": 2.0}),
         "DecodeReplica": ("WorkersByLoad", {"usage": 0.8, "max_batch": 2}),
     }
     serve["applications"][0]["deployments"] = [
@@ -226,26 +230,30 @@ def test_load_rises_and_falls(
     cluster.deploy(by_load(model))
     for deployment in ("PrefillGroup", "DecodeReplica"):
         cluster.wait_for(deployment, ["RUNNING"])
-    heavy = Load(service, 14)
+    heavy, began = Load(service, 14), time.monotonic()
     with service.client() as client:
         sessions = [kept(client)]
         for deployment in ("PrefillGroup", "DecodeReplica"):
             cluster.wait_for(deployment, ["RUNNING"] * MOST)
+            print(f"{deployment}: {MOST} after {time.monotonic() - began:.0f} s")
         while len({worker_of(session) for session in sessions}) < MOST:  # doors look once a second
             assert len(sessions) < 300, "nobody is sent to a new worker"
-            sessions.append(kept(client))
-        light = Load(service, 1, seed=1)
-        logs = heavy.end()
+            sessions.append(kept(client, len(sessions)))
+        light = Load(service, 1, seed=1, prompts=SHORT)
+        logs, began = heavy.end(), time.monotonic()
+        print(longest(logs))
         cluster.wait_for("DecodeReplica", ["RUNNING", "STOPPING", "STOPPING"])
         for session in sessions:
             *_, done = client.generate(session_id=session, append="\nWho?", max_tokens=4, ignore_eos=True)
             assert isinstance(done, GenerateFinished) and done.usage.cached_tokens > 40
         stopping = cluster.replicas("DecodeReplica")
         assert stopping == ["RUNNING", "STOPPING", "STOPPING"], "they wait for their sessions"
+        print(f"{len(sessions)} sessions answered after {time.monotonic() - began:.0f} s")
         for session in sessions:
             client.release(session)
         for deployment in ("PrefillGroup", "DecodeReplica"):
             cluster.wait_for(deployment, ["RUNNING"])
+            print(f"{deployment}: one after {time.monotonic() - began:.0f} s")
         light.wait_for(AFTER)
         logs += light.end()
         print(longest(logs))
@@ -254,7 +262,8 @@ def test_load_rises_and_falls(
         service.seconds_to_no_page(client)
 
 
-def kept(client: Any) -> str:
-    *_, read = client.prefill(prompt(0) * 4)
+def kept(client: Any, number: int = 0) -> str:
+    """A session. number: of its document; the same one again would continue on the worker that holds it."""
+    *_, read = client.prefill(f"{number:04} {prompt(0) * 4}")
     assert isinstance(read, PrefillFinished)
     return read.session.session_id
