@@ -1,6 +1,7 @@
-"""Groups, workers and configurations come and go under load, on a cluster of four nodes: the cpu overlay's
-serveConfigV2 with a tiny model, so that answers can be compared with those of a service that nothing happens
-to. `make acceptance` and `pytest --acceptance` run it; it takes some ten minutes on two cores."""
+"""Groups, workers, configurations and nodes come and go under load, on a cluster of four nodes: the cpu
+overlay's serveConfigV2 with a tiny model, so that answers can be compared with those of a service that
+nothing happens to. `make acceptance` and `pytest --acceptance` run it; it takes some twelve minutes on two
+cores."""
 
 from __future__ import annotations
 
