@@ -2,7 +2,9 @@
 
 Method names are those of the contract (and of grpc.health.v1), since Serve dispatches by name. A method sets
 its status and returns instead of raising, because Serve drops the trailing metadata (`retry-after`) of what
-raises.
+raises. Where its proxy is between (HAProxy's fallback while doors change), the status of a stream is what
+came with the last message, so that an error after it would look like a good end. So every stream ends with
+an empty message, which `registration` leaves out of what the client gets.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class FrontDoor:
             async with contextlib.aclosing(stream) as events:
                 async for event in events:
                     yield prefill_response(event)
+        yield pb.PrefillResponse()  # takes the status along
 
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: Context
@@ -69,6 +72,7 @@ class FrontDoor:
             async with contextlib.aclosing(stream) as events:
                 async for event in events:
                     yield generate_response(event)
+        yield pb.GenerateResponse()  # takes the status along
 
     async def CancelRequest(
         self, request: pb.CancelRequestRequest, grpc_context: Context

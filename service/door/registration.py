@@ -70,12 +70,16 @@ def add_deltafront_to_server(servicer: Any, server: Any) -> None:
             tolerant(getattr(pb, method.input_type.name)),
             getattr(pb, method.output_type.name).SerializeToString,
             method.server_streaming,
-            **{"unary_stream" if method.server_streaming else "unary_unary": getattr(servicer, method.name)},
+            **_behaviour(method.server_streaming, getattr(servicer, method.name)),
         )
         for method in SERVICE.methods
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
     server.add_registered_method_handlers(SERVICE.full_name, handlers)
+
+
+def _behaviour(streaming: bool, behaviour: Any) -> dict[str, Any]:
+    return {"unary_stream": _filled(behaviour)} if streaming else {"unary_unary": behaviour}
 
 
 def tolerant(kind: type[_M]) -> Callable[[bytes], _M | Unreadable]:
@@ -101,9 +105,23 @@ def _plain_unary(behaviour: _Unary) -> _Unary:
 
 
 def _plain_stream(behaviour: _Stream) -> _Stream:
+    filled = _filled(behaviour)
+
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         with _plain_words(context):
-            async for message in behaviour(request, context):
+            async for message in filled(request, context):
+                yield message
+
+    return stream
+
+
+def _filled(behaviour: _Stream) -> _Stream:
+    """Without empty messages, which take a status along inside Serve. A message: bytes already, if Serve
+    calls the door."""
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in behaviour(request, context):
+            if message if isinstance(message, bytes) else message.ByteSize():
                 yield message
 
     return stream

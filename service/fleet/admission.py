@@ -12,11 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
 
 from ...workers.messages.states import DecodeStats, GroupStats
-
-_S = TypeVar("_S", GroupStats, DecodeStats)
+from .known import staying
 
 _SHORTEST_RETRY_S = 1.0
 _NEAR = 0.25
@@ -69,9 +67,9 @@ Decision = Admitted | Rejected
 
 def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStats]) -> Decision:
     """Decide about one prompt. There are some of both; who drains is asked where all do."""
-    fitting = [w for w in _staying(workers) if need.pages(w.page_tokens) <= w.pages_total]
+    fitting = [w for w in staying(workers) if need.pages(w.page_tokens) <= w.pages_total]
     room = _page_tokens(workers)
-    able = [g for g in _staying(groups) if need.read_tokens <= g.pages_total * room]
+    able = [g for g in staying(groups) if need.read_tokens <= g.pages_total * room]
     if not fitting or not able:
         return Rejected(
             Reason.TOO_LARGE,
@@ -92,10 +90,6 @@ def predicted_ttft(need: Need, group: GroupStats) -> float | None:
     if group.tokens_per_second <= 0:
         return None
     return (group.waiting_tokens + need.read_tokens) / group.tokens_per_second
-
-
-def _staying(ones: Sequence[_S]) -> Sequence[_S]:
-    return [one for one in ones if not one.draining] or ones
 
 
 def _too_late(need: Need, group: GroupStats) -> Rejected | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ...workers.messages.states import DecodeStats, GroupStats
+
+_S = TypeVar("_S", GroupStats, DecodeStats)
 
 
 @dataclass(frozen=True)
@@ -45,3 +48,8 @@ class View:
         if worker := workers.get(charge.worker):
             workers[worker.name] = replace(worker, pages_free=max(worker.pages_free - charge.pages, 0))
         return View(groups, workers)
+
+
+def staying(ones: Sequence[_S]) -> Sequence[_S]:
+    """Those of a role that new prompts go to: who drains gets none, unless all do."""
+    return [one for one in ones if not one.draining] or ones

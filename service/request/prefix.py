@@ -17,6 +17,7 @@ from ...workers.messages.requests import GenerateJob, Reserve
 from ...workers.roles import DecodeWorker
 from ..config import DoorConfig
 from ..errors import WorkerError, WorkerLost
+from ..fleet.known import staying
 from ..fleet.view import Fleet
 from .plan import ID_BYTES
 
@@ -72,12 +73,13 @@ def worth_it(found: int, tokens: int, most_rest: int) -> int:
 
 
 async def find(fleet: Fleet, settings: DoorConfig, owner: str, ids: bytes, chain: bytes) -> Found | None:
-    """The longest prefix that any decode worker holds in a session of the owner's, if it is worth continuing
-    from."""
+    """The longest prefix that a decode worker holds in a session of the owner's, if it is worth continuing
+    from. Not of one that drains: what is continued there may be kept there, and would go with it."""
     tokens = len(ids) // ID_BYTES
     if not settings.prefix_reuse or tokens <= _LEAST_TOKENS:
         return None
-    workers = [worker for name in fleet.view.workers if (worker := _living(fleet, name)) is not None]
+    there = staying(tuple(fleet.view.workers.values()))
+    workers = [worker for one in there if (worker := _living(fleet, one.name)) is not None]
     answers = await asyncio.gather(*(_ask(worker, owner, chain) for worker in workers))
     found = [
         Found(worker, answer.session_id, usable)

@@ -89,6 +89,24 @@ class LocalCluster:
             self.doors.append(f"{_address(number)}:{door.grpc_port + number}")
             self.http_doors.append(f"{_address(number)}:{door.http_port + number}")
 
+    def join(self, group: str) -> None:
+        """A further node, of this group."""
+        self._groups += (group,)
+        self.add(len(self._groups) - 1)
+
+    def drain(self, number: int) -> None:
+        """As an operator says that a node is going to be taken away. Returns at once."""
+        tool, why = Path(sys.executable).parent / "ray", "it is taken away"
+        told = {
+            "--address": self._cluster.address,
+            "--node-id": self._nodes[number].node_id,
+            "--reason": "DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message": why,
+            "--deadline-remaining-seconds": f"{_START_S:.0f}",
+        }
+        words = [word for pair in told.items() for word in pair]
+        subprocess.run([tool, "drain-node", *words], check=True, timeout=_START_S)
+
     def remove(self, number: int) -> None:
         """As a machine goes: all its processes at once."""
         self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)

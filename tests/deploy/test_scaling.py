@@ -1,40 +1,35 @@
-"""Groups, workers and configurations come and go under load, on a cluster of four nodes: the cpu overlay's
-serveConfigV2 with a tiny model, so that answers can be compared with those of a service that nothing happens
-to. `make acceptance` and `pytest --acceptance` run it; it takes some ten minutes on two cores."""
+"""Groups, workers, configurations and nodes come and go under load, on a cluster of four nodes: the cpu
+overlay's serveConfigV2 with a tiny model, so that answers can be compared with those of a service that
+nothing happens to. `make acceptance` and `pytest --acceptance` run it; it takes some twelve minutes on two
+cores."""
 
 from __future__ import annotations
 
 import copy
 import os
-import random
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deltafront.service.client import GenerateFinished, PrefillFinished
 from deltafront.service.config import parse
 from deltafront.service.errors import NotFound
 from deltafront.service.fleet.sessions import worker_of
 
-from ..chaos import checks
 from ..chaos.checks import Log
-from ..chaos.load import Clients
-from ..chaos.references import Key, key_of, references
+from ..chaos.references import references
 from ..chaos.running import MODEL, Service, whole_of, write_model
-from ..chaos.schedule import MAX_TOKENS, PROMPTS, Ask, Form, prompt
+from ..chaos.schedule import prompt
 from .local_cluster import LocalCluster
 from .manifests import serve_config
+from .under_load import SHORT, Load, References, kept, longest, problems, remembered
 
 pytestmark = pytest.mark.timeout(3600)
 
 NODES = ("door", "door", "prefill", "decode")
-FORMS = (Form.GREEDY, Form.GREEDY, Form.SAMPLED, Form.SESSION, Form.HTTP)
 MOST = 3
 AFTER = 10
 """Requests that must have ended well after whatever was done."""
@@ -44,7 +39,6 @@ PATIENCE: dict[str, dict[str, Any]] = {
     "door": {"worker_wait_s": 600},
 }
 """A busy machine is slow, not broken."""
-References = dict[Key, checks.Reference]
 
 
 def content(model: Path, **sections: dict[str, Any]) -> Any:
@@ -60,59 +54,6 @@ def content(model: Path, **sections: dict[str, Any]) -> Any:
         for name, keys in patience.items():
             arguments[name] |= keys
     return found
-
-
-class Load:
-    """So many clients, one request after the other, until `end`."""
-
-    def __init__(self, service: Service, clients: int, seed: int = 0) -> None:
-        self._service = service
-        self._enough = threading.Event()
-        self._pool = ThreadPoolExecutor(clients)
-        self.logs: list[Log] = []
-        draws = [random.Random(f"{seed} {number}") for number in range(clients)]
-        self._running = [self._pool.submit(self._ask, draw) for draw in draws]
-
-    def _ask(self, draw: random.Random) -> None:
-        while not self._enough.is_set():
-            ask = Ask(draw.choice(FORMS), draw.randrange(PROMPTS), draw.randint(8, MAX_TOKENS), 0)
-            one = Clients(self._service, (ask,))
-            one.join()
-            self.logs += one.logs
-
-    def wait_for(self, more: int) -> None:
-        """Until so many more requests have ended. Raises what a client did not foresee."""
-        wanted = len(self.logs) + more
-        while len(self.logs) < wanted:
-            for one in self._running:
-                if one.done():
-                    one.result()
-            time.sleep(0.05)
-
-    def end(self) -> list[Log]:
-        self._enough.set()
-        for one in self._running:
-            one.result()
-        self._pool.shutdown()
-        return self.logs
-
-
-def problems(logs: Iterable[Log], *known: References) -> list[str]:
-    """Requests that were lost, whose stream broke, or whose answer is nobody's. known: of each model."""
-    found = list[str]()
-    for log in logs:
-        differ = [checks.differs(log, answers[key_of(log.ask)]) for answers in known]
-        found += filter(None, [checks.lost(log), *(differ if all(differ) else ())])
-        if log.lost:
-            found.append(f"{log.ask}: {log.lost} streams broke")
-    return found
-
-
-def longest(logs: Iterable[Log]) -> str:
-    """What a client saw of it."""
-    seen = list(logs)
-    pause, again = max(log.longest_pause_s for log in seen), sum(log.again for log in seen)
-    return f"{len(seen)} requests, longest pause {pause:.1f} s, {again} documents sent again"
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +90,7 @@ def changed(cluster: LocalCluster, service: Service, serve: Any) -> list[Log]:
     """Deploy it under load, until only its own replicas are left."""
     load = Load(service, 4)
     load.wait_for(AFTER)
+    print(f"before: {longest(list(load.logs))}")
     began = time.monotonic()
     cluster.deploy(serve)
     ready = time.monotonic() - began
@@ -198,7 +140,7 @@ def by_load(model: Path) -> Any:
     serve = content(model, prefill={"max_groups": MOST}, decode={"max_workers": MOST})
     delays = {"upscale_delay_s": 0, "downscale_delay_s": 10, "look_back_period_s": 3, "metrics_interval_s": 1}
     policies = {
-        "PrefillGroup": ("GroupsByBacklog", {"backlog_s": 0.02}),
+        "PrefillGroup": ("GroupsByBacklog", {"backlog_s": 2.0}),
         "DecodeReplica": ("WorkersByLoad", {"usage": 0.8, "max_batch": 2}),
     }
     serve["applications"][0]["deployments"] = [
@@ -226,26 +168,29 @@ def test_load_rises_and_falls(
     cluster.deploy(by_load(model))
     for deployment in ("PrefillGroup", "DecodeReplica"):
         cluster.wait_for(deployment, ["RUNNING"])
-    heavy = Load(service, 14)
+    heavy, began = Load(service, 14), time.monotonic()
     with service.client() as client:
         sessions = [kept(client)]
         for deployment in ("PrefillGroup", "DecodeReplica"):
             cluster.wait_for(deployment, ["RUNNING"] * MOST)
+            print(f"{deployment}: {MOST} after {time.monotonic() - began:.0f} s")
         while len({worker_of(session) for session in sessions}) < MOST:  # doors look once a second
             assert len(sessions) < 300, "nobody is sent to a new worker"
-            sessions.append(kept(client))
-        light = Load(service, 1, seed=1)
-        logs = heavy.end()
+            sessions.append(kept(client, len(sessions)))
+        light = Load(service, 1, seed=1, prompts=SHORT)
+        logs, began = heavy.end(), time.monotonic()
+        print(longest(logs))
         cluster.wait_for("DecodeReplica", ["RUNNING", "STOPPING", "STOPPING"])
         for session in sessions:
-            *_, done = client.generate(session_id=session, append="\nWho?", max_tokens=4, ignore_eos=True)
-            assert isinstance(done, GenerateFinished) and done.usage.cached_tokens > 40
+            assert remembered(client, session)
         stopping = cluster.replicas("DecodeReplica")
         assert stopping == ["RUNNING", "STOPPING", "STOPPING"], "they wait for their sessions"
+        print(f"{len(sessions)} sessions answered after {time.monotonic() - began:.0f} s")
         for session in sessions:
             client.release(session)
         for deployment in ("PrefillGroup", "DecodeReplica"):
             cluster.wait_for(deployment, ["RUNNING"])
+            print(f"{deployment}: one after {time.monotonic() - began:.0f} s")
         light.wait_for(AFTER)
         logs += light.end()
         print(longest(logs))
@@ -254,7 +199,31 @@ def test_load_rises_and_falls(
         service.seconds_to_no_page(client)
 
 
-def kept(client: Any) -> str:
-    *_, read = client.prefill(prompt(0) * 4)
-    assert isinstance(read, PrefillFinished)
-    return read.session.session_id
+def test_nodes_are_drained(cluster: LocalCluster, service: Service, known: References, model: Path) -> None:
+    """As an operator takes nodes away: what runs there is started elsewhere, ends what it has, and goes."""
+    cluster.deploy(content(model))
+    load, old = Load(service, 4), cluster.nodes_of("StageActor") | cluster.nodes_of("DecodeActor")
+    with service.client() as client:
+        session = kept(client)
+        load.wait_for(AFTER)
+        print(f"before: {longest(list(load.logs))}")
+        began, leaving = time.monotonic(), [NODES.index("prefill"), NODES.index("decode")]
+        for number in leaving:
+            cluster.join(NODES[number])
+            cluster.drain(number)
+        cluster.wait_for("DecodeReplica", ["RUNNING", "STOPPING"])
+        cluster.wait_for("PrefillGroup", ["RUNNING"])
+        print(f"elsewhere after {time.monotonic() - began:.0f} s")
+        assert remembered(client, session)
+        client.release(session)
+        cluster.wait_for("DecodeReplica", ["RUNNING"])
+        print(f"drained after {time.monotonic() - began:.0f} s")
+        assert not old & (cluster.nodes_of("StageActor") | cluster.nodes_of("DecodeActor"))
+        for number in leaving:
+            cluster.remove(number)
+        load.wait_for(AFTER)
+        logs = load.end()
+        print(longest(logs))
+        assert not problems(logs, known)
+        assert not any(log.again for log in logs), "a session went with its node"
+        service.seconds_to_no_page(client)

@@ -15,7 +15,7 @@ from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.door.registration import add_deltafront_to_server
 from deltafront.service.door.status import OURS
 
-from ..inprocess import HANG_S
+from ..inprocess import HANG_S, House
 
 GONE = "The actor died unexpectedly before finishing this task. class_name: ServeReplica"
 
@@ -28,7 +28,7 @@ class Nobody:
 
 
 def serve_that(end: Callable[[Any], None]) -> Callable[..., Any]:
-    """Serve's functions for a call: one message where it streams, then `end`."""
+    """Serve's functions for a call: where it streams one message, then `end`, then an empty message."""
 
     def factory(service_method: str, streaming_type: Any) -> Callable[..., Any]:
         async def unary(_request: Any, context: Any) -> bytes:
@@ -38,6 +38,7 @@ def serve_that(end: Callable[[Any], None]) -> Callable[..., Any]:
         async def stream(_request: Any, context: Any) -> AsyncIterator[bytes]:
             yield pb.GenerateResponse(token=pb.Token(index=0)).SerializeToString()
             end(context)
+            yield b""  # the door's last message: only Serve's proxy has any use for it
 
         return stream if "STREAM" in streaming_type.name.split("_")[1] else unary
 
@@ -127,3 +128,32 @@ def test_what_ends_well_stays_so(code: grpc.StatusCode | None) -> None:
     answer, events = asyncio.run(both())
     assert answer == pb.GetServerInfoResponse()
     assert len(events) == 1
+
+
+class Noted:
+    """A context as a door has it behind Serve's proxy, which reads it when a message comes, and only then."""
+
+    code: grpc.StatusCode | None = None
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None: ...
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None: ...
+
+
+@pytest.mark.parametrize("call", ["Prefill", "Generate"])
+def test_a_message_takes_the_status_of_a_stream_along(house: House, call: str) -> None:
+    async def heard(request: Any) -> list[tuple[int, grpc.StatusCode | None]]:
+        context = Noted()
+        stream = getattr(house.door, call)(request, context)
+        return [(message.ByteSize(), context.code) async for message in stream]
+
+    kind = getattr(pb, f"{call}Request")
+    assert house.loop.run(heard(kind())) == [(0, grpc.StatusCode.INVALID_ARGUMENT)]
+    *events, last = house.loop.run(heard(kind(prompt=pb.Prompt(text="Call me Ishmael."))))
+    assert last == (0, None)
+    assert events and all(size and code is None for size, code in events)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.request.plan import packed
 from deltafront.service.request.prefix import chain_of, links_of, worth_it
 from deltafront.workers.decode.sessions import shared_links
@@ -19,6 +20,7 @@ from deltafront.workers.messages.events import LINK_BYTES
 from deltafront.workers.messages.methods import PAGE_TOKENS, method_spec
 from deltafront.workers.messages.requests import RefusalReason, Refused
 
+from ..fleet.test_view import changed
 from ..inprocess import House, wait_until
 from ..test_faults import counter
 from ..test_requests import collect, expected, ids, nothing_left
@@ -200,4 +202,22 @@ def test_a_long_rest_is_read_by_a_prefill_group(house: House, client: Deltafront
     rest = "".join(random.choice("abc") for _ in range(len(DOCUMENT) + 20))
     assert answer(client, DOCUMENT + rest).usage.cached_tokens == 0
     client.release(made.session.session_id)  # type: ignore[union-attr]
+    nothing_left(house)
+
+
+def test_nothing_is_continued_on_a_worker_that_drains(house: House, client: DeltafrontClient) -> None:
+    """A session made there would go with it. Where nobody else is, it serves on."""
+    *_, made = client.prefill(DOCUMENT)
+    changed(house.decode, draining=True)
+    house.loop.run(house.fleet.refresh())
+    assert answer(client, DOCUMENT).usage.cached_tokens > 0
+    house.add_decode("decode:d1")
+    house.loop.run(house.fleet.refresh())
+    *_, read = client.prefill(DOCUMENT)
+    assert isinstance(made, PrefillFinished) and isinstance(read, PrefillFinished)
+    assert (worker_of(read.session.session_id), read.usage.cached_tokens) == ("decode:d1", 0)
+    text, *_ = collect(client.generate(session_id=made.session.session_id, append="q", max_tokens=5))
+    assert text == expected(ids(DOCUMENT) + ids("q", bos=False), 5)
+    for session in (made.session, read.session):
+        client.release(session.session_id)
     nothing_left(house)
