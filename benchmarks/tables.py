@@ -167,7 +167,10 @@ def headline(kernels: Result, long_context: Result, held_out: Result, engine_of_
     exact = f"Exact answers of {ours['asked']} on that novel, `dpxa` and DELTA decode"
     rows.append((exact, ours["exact_delta_decode"], f"{other['exact_full_decode']} (`dense`, all pages)", ""))
     rows += _answers(held_out)
-    sources = f"8B: one {engine_of_8b['gpu']}, commit {engine_of_8b['commit']}. Kernels: {_source(kernels)}."
+    sources = (
+        f"8B: one {engine_of_8b['gpu']}, commit {engine_of_8b['commit']} and older ones (docs/figures.md)."
+    )
+    sources += f" Kernels: {_source(kernels)}."
     sources += f" 135M: {_source(long_context)}."
     sources += f" Answers: {_source(held_out)}. Medians."
     return markdown(("what", "ours", "against", "faster"), rows) + f"\n\n{sources}"
@@ -185,11 +188,11 @@ def _of_8b(result: Result) -> list[tuple[str, str, str, str]]:
     )
     compared = [(what, of[ours], of[other], name) for what, ours, other, name in pairs]
     longest = {row["gpus"]: row for row in result["rows"] if (row["case"], row["tokens"]) == LONGEST}
-    many = max(longest)
-    what = (
-        f"8B: first token, {LONGEST[1]} tokens, `dpxa` at {longest[many]['density']}, {many} GPUs as stages"
+    many = longest[max(longest)]
+    at = f"{LONGEST[1]} tokens, `dpxa` at {many['density']}"
+    compared.append(
+        (f"8B: first token, {at}, {many['gpus']} GPUs as stages", many, _alone(many, result), "one GPU")
     )
-    compared.append((what, longest[many], longest[1], "one GPU"))
     return [
         (
             what,
@@ -199,6 +202,15 @@ def _of_8b(result: Result) -> list[tuple[str, str, str, str]]:
         )
         for what, ours, other, name in compared
     ]
+
+
+def _alone(several: Mapping[str, Any], result: Result) -> dict[str, Any]:
+    """One GPU's time in the run that these several GPUs' row is of, by their efficiency."""
+    name, at = several["case"].replace("ttft", "efficiency"), (several["tokens"], several["gpus"])
+    (efficiency,) = (
+        row for row in result["rows"] if row["case"] == name and (row["tokens"], row["gpus"]) == at
+    )
+    return {**several, "value": efficiency["value"] * several["gpus"] * several["value"]}
 
 
 def _answers(result: Result) -> list[tuple[str, str, str, str]]:
