@@ -32,7 +32,9 @@ demo: install model
 serve: install model
 	$(BIN)/deltafront serve --config deploy/config/demo.yaml
 
-# More processes than cores: those of the tests with Ray mostly wait (tests/conftest.py).
+# More processes than cores: those of the tests with Ray mostly wait (tests/conftest.py). What one process has
+# compiled of the tests the others and the next run need not, even where the environment forbids to keep it.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: dev model
 	$(BIN)/pytest -n 4
 

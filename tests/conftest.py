@@ -67,14 +67,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The groups of TOGETHER first; every other test is a piece of its own."""
+    """The groups of TOGETHER first; every other file is a piece of its own, so that what its tests share is
+    made and imported by one process instead of all."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # by their number of tests
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((TOGETHER[start] for start in TOGETHER if nodeid.startswith(start)), nodeid)
+            file = nodeid.partition("::")[0]
+            return next((TOGETHER[start] for start in TOGETHER if nodeid.startswith(start)), file)
 
     return Together(config, log)
 

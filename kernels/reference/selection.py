@@ -190,12 +190,15 @@ def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Te
     for b in range(batch):
         for h in range(heads):
             k = x.k_BGSD[b, h // x.group].double()
+            columns, distances = [0.0] * x.key_blocks, [0.0] * x.key_blocks
             for row in range(max(0, rows - queries), rows):
                 place = x.q_start + row
                 weights = (k[: place + 1] @ x.q_BHTD[b, h, row].double() * x.scale).softmax(0)
                 for key, weight in enumerate(weights.tolist()):
-                    vertical[b, h, key // BLOCK] += weight
-                    band[b, h, (place - key) // BLOCK] += weight
+                    columns[key // BLOCK] += weight
+                    distances[(place - key) // BLOCK] += weight
+            vertical[b, h] = torch.tensor(columns, dtype=torch.float64)
+            band[b, h] = torch.tensor(distances, dtype=torch.float64)
     return vertical, band
 
 

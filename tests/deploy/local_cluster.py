@@ -6,6 +6,7 @@ as in a pod, so here they have ports of their own, too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,26 @@ _BUSY = {
 }
 """What a busy machine would otherwise show: Ray's workers give way to all else, and what starts slowly is
 given up."""
+
+
+@contextlib.contextmanager
+def two_parts_of_the_dashboard() -> Iterator[None]:
+    """Those that are asked here, where Ray would start a process for each of a dozen."""
+    from ray._private import ray_constants, services
+
+    start = services.start_ray_process
+
+    def with_parts(command: list[str], kind: str, **named: Any) -> Any:
+        parts = (
+            ["--modules-to-load=ServeHead,StateHead"] if kind == ray_constants.PROCESS_TYPE_DASHBOARD else []
+        )
+        return start([*command, *parts], kind, **named)
+
+    services.start_ray_process = with_parts
+    try:
+        yield
+    finally:
+        services.start_ray_process = start
 
 
 def _address(number: int) -> str:
@@ -75,7 +96,7 @@ class LocalCluster:
         variables = inner_ports(door.grpc_port + number) | {key: str(port) for key, port in ports.items()}
         dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
         head = dashboard if number == 0 else {}
-        with slow_start(door.grpc_port + number):
+        with slow_start(door.grpc_port + number), two_parts_of_the_dashboard():
             self._nodes[number] = self._cluster.add_node(
                 num_cpus=2,
                 labels={LABEL: group},

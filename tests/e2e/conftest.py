@@ -105,6 +105,12 @@ def haystack(tokenizer: Tokenizer, sizes: Sizes) -> Haystack:
     return Haystack(value, needles, count(value))
 
 
+@pytest.fixture(scope="session")
+def beginning(haystack: Haystack, sizes: Sizes) -> str:
+    """Of the haystack, about `mid` tokens: for what needs several chunks and no needles."""
+    return haystack.text[: len(haystack.text) * sizes.mid // sizes.document]
+
+
 class Table:
     """Collects what the acceptance run measured; printed and written once at the end."""
 

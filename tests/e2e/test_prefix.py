@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 
-from .conftest import Haystack, Sizes, Table
+from .conftest import Sizes, Table
 from .wire import Wire, method, text
 
 
-def test_the_same_prompt_again_is_hardly_read(
-    wire: Wire, haystack: Haystack, sizes: Sizes, table: Table
-) -> None:
+def test_the_same_prompt_again_is_hardly_read(wire: Wire, beginning: str, sizes: Sizes, table: Table) -> None:
     """Before there is a session, with one, and when it is gone: the same answer."""
     asked = pb.GenerateRequest(
-        prompt=text(haystack.text + "\nWhat is the code? The code is"),
+        prompt=text(beginning + "\nWhat is the code? The code is"),
         attention=method("dense"),
         sampling=pb.SamplingOptions(max_tokens=16, ignore_eos=True),
     )
     before = wire.generate(asked)
     assert before.finish.usage.cached_tokens == 0
-    read = pb.PrefillRequest(prompt=text(haystack.text), attention=method("dense"))
+    read = pb.PrefillRequest(prompt=text(beginning), attention=method("dense"))
     read.session_ttl.FromSeconds(600)
     session = wire.prefill(read).session
     again = wire.generate(asked)

@@ -55,17 +55,17 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one(
         assert beside.client_ttft <= fastest + 2 * chunk
 
 
-def test_cancelled_streams_leave_no_page(wire: Wire, haystack: Haystack, sizes: Sizes, table: Table) -> None:
+def test_cancelled_streams_leave_no_page(wire: Wire, beginning: str, sizes: Sizes, table: Table) -> None:
     rng = random.Random(5)
-    chunk, _ = chunk_seconds(wire, text(haystack.text))
-    assert wire.pages_used() == 0
-    whole = chunk * (sizes.document / wire.info().chunk_tokens)
+    chunk, chunks = chunk_seconds(wire, text(beginning))
+    assert chunks > 1 and wire.pages_used() == 0
+    whole = chunk * chunks
     longest = 0.0
     moments = [0.0, 0.01, *(rng.uniform(0.0, 1.3 * whole) for _ in range(sizes.cancels - 2))]
     for after in moments:
         stream = wire.start(
             pb.GenerateRequest(
-                prompt=text(haystack.text), sampling=pb.SamplingOptions(max_tokens=64, ignore_eos=True)
+                prompt=text(beginning), sampling=pb.SamplingOptions(max_tokens=64, ignore_eos=True)
             )
         )
         timer = threading.Timer(after, stream.cancel)

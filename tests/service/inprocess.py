@@ -95,11 +95,11 @@ def settings(model: Path, **door: Any) -> ServiceConfig:
     return parse(content)
 
 
-def wait_until(true: Callable[[], object], otherwise: str) -> None:
+def wait_until(true: Callable[[], object], otherwise: str, every_s: float = 0.01) -> None:
     until = time.monotonic() + HANG_S
     while not true():
         assert time.monotonic() < until, otherwise
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 class Cut:

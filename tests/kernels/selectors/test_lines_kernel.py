@@ -63,7 +63,7 @@ def assert_masses_equal_the_cpu_form(x: AttentionInput, queries: int, factor: fl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("queries", "head_dim"), [(64, 64), (64, 128), (128, 64), (128, 128), (128, 16)])
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (8, 2)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(2, 2), (3, 1), (4, 2)])
 def test_masses_equal_the_cpu_form(
     queries: int, head_dim: int, q_heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:

@@ -15,7 +15,8 @@ from deltafront.workers.messages.events import LINK_BYTES, FinishReason, Prefix,
 from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling
 from deltafront.workers.messages.stages import FirstLogits
 
-NEW = 64
+NEW = 40
+"""More than two pages of 16, so that 33 tokens outgrow a budget of four pages."""
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
 PROMPTS = (5, 16, 33, 150)
 
@@ -107,7 +108,7 @@ async def test_a_session_can_be_kept_of_a_session_and_of_part_of_a_prompt(
     document = prompt(100)
     part = (await run.ask("part", document, GREEDY, keep_tokens=70)).first.session.session_id
     more, question = prompt(25, seed=2), prompt(9, seed=3)
-    await run.reserve("longer", len(more), 64, session_id=part, keep_tokens=95)
+    await run.reserve("longer", len(more), NEW, session_id=part, keep_tokens=95)
     packed = torch.tensor(more, dtype=torch.int32).numpy().tobytes()
     longer = await run.collect(GenerateJob("longer", GREEDY, packed, part, keep_tokens=95))
     assert longer.ids == expected(document[:70] + more)
