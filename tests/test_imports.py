@@ -67,7 +67,8 @@ ROOMS = {
 # A package of others → the only modules or rooms that take it.
 HOMES = {
     "ray": """workers.remote workers.replica workers.prefill.group workers.decode.worker
-        workers.kv.actor_post workers.kv.fetch service.app service.fleet.dispatch service.client.local_ray""",
+        workers.kv.actor_post workers.kv.fetch service.app service.fleet.dispatch service.client.local_ray
+        service.client.drain""",
     "nixl": "workers.kv.nixl_agent",
     "grpc": "service.door service.client",
     "grpc_health": "service.door service.client",

@@ -1,4 +1,4 @@
-"""`deltafront`: serve, prefill, generate, chat, sessions release, info, calibrate, picture, size.
+"""`deltafront`: serve, prefill, generate, chat, sessions release, info, calibrate, picture, size, drain.
 
 Answers go to standard output, everything else to standard error. An error is one line, with what to do.
 """
@@ -21,6 +21,7 @@ from ..wiring import local_model
 from . import PrefillFinished, Progress
 from .calibrate import calibrate_command
 from .chat import chat_command
+from .drain import drain_command
 from .picture import picture_command
 from .size import size_command
 from .terminal import (
@@ -49,6 +50,7 @@ sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is
 app.add_typer(sessions, name="sessions")
 app.command("calibrate")(calibrate_command)
 app.command("chat")(chat_command)
+app.command("drain")(drain_command)
 app.command("picture")(picture_command)
 app.command("size")(size_command)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -115,18 +116,12 @@ class LocalCluster:
         self._groups += (group,)
         self.add(len(self._groups) - 1)
 
-    def drain(self, number: int) -> None:
-        """As an operator says that a node is going to be taken away. Returns at once."""
-        tool, why = Path(sys.executable).parent / "ray", "it is taken away"
-        told = {
-            "--address": self._cluster.address,
-            "--node-id": self._nodes[number].node_id,
-            "--reason": "DRAIN_NODE_REASON_PREEMPTION",
-            "--reason-message": why,
-            "--deadline-remaining-seconds": f"{_START_S:.0f}",
-        }
-        words = [word for pair in told.items() for word in pair]
-        subprocess.run([tool, "drain-node", *words], check=True, timeout=_START_S)
+    def drain(self, number: int, deadline_s: int = 600) -> subprocess.Popen[str]:
+        """What the node's pod runs before it ends; it goes on until nothing is left there."""
+        command = [sys.executable, "-m", "deltafront.service.client.cli", "drain"]
+        command += ["--deadline-s", str(deadline_s), "--node-id", self._nodes[number].node_id]
+        environment = os.environ | {"RAY_ADDRESS": self._cluster.address}
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def remove(self, number: int) -> None:
         """As a machine goes: all its processes at once."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
+from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
+from deltafront.service import app
+from deltafront.service.client import cli
+
+from .local_cluster import LABEL
 from .manifests import (
     GROUPS,
     KUBERNETES,
@@ -165,6 +173,44 @@ def named(value: Any) -> Iterator[tuple[str, str]]:
                 kind, name = KEYS[key]
                 yield kind, inner[name]
             yield from named(inner)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_are_drained_before_they_end(overlay: str) -> None:
+    """preStop asks for less time than the pod has, and gives Serve enough: it begins to end a replica that no
+    other node has taken over when what the replica may take is left until the deadline."""
+    config = settings(overlay)
+    for name, group in worker_groups(overlay).items():
+        grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        before, deadline = pre_stop(container(group["template"]))
+        owners = [one for one in (config.prefill, config.decode) if one.node_labels[LABEL] == name]
+        ends = [app._SHUTDOWN_S + one.drain_s for one in owners]
+        if name == "door":
+            assert before == 15, "the pod's endpoint is gone by then"
+            ends = [app._DOOR_SHUTDOWN_S + config.door.drain_s]
+        assert deadline >= max(ends) + ELSEWHERE_S[name], f"{name} has no time to load elsewhere"
+        assert before + deadline + RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S < grace
+        assert grace <= 600, "cluster autoscalers end it after that"
+    assert "lifecycle" not in container(templates(overlay)["head"])
+
+
+ELSEWHERE_S = {"door": 30, "prefill": 60, "decode": 60}
+"""At least so long a new replica may load; for doors, HAProxy's least time to drain."""
+
+
+def pre_stop(pod: Object) -> tuple[float, float]:
+    """Seconds that a pod sleeps first, and the deadline of its `deltafront drain`."""
+    words = pod["lifecycle"]["preStop"]["exec"]["command"]
+    asleep = 0.0
+    if words[:2] == ["bash", "-c"]:
+        sleep, words = (shlex.split(part) for part in words[2].split(";"))
+        assert sleep[0] == "sleep"
+        asleep = float(sleep[1])
+    program, name, *arguments = words
+    assert program in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    commands = typer.main.get_group(cli.app).commands
+    with commands[name].make_context(name, arguments) as context:
+        return asleep, float(context.params["deadline_s"])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -200,7 +200,8 @@ def test_load_rises_and_falls(
 
 
 def test_nodes_are_drained(cluster: LocalCluster, service: Service, known: References, model: Path) -> None:
-    """As an operator takes nodes away: what runs there is started elsewhere, ends what it has, and goes."""
+    """As a pod's preStop takes its node away: what runs there is started elsewhere, ends what it has, and
+    goes. The command returns when nothing is left."""
     cluster.deploy(content(model))
     load, old = Load(service, 4), cluster.nodes_of("StageActor") | cluster.nodes_of("DecodeActor")
     with service.client() as client:
@@ -210,13 +211,18 @@ def test_nodes_are_drained(cluster: LocalCluster, service: Service, known: Refer
         began, leaving = time.monotonic(), [NODES.index("prefill"), NODES.index("decode")]
         for number in leaving:
             cluster.join(NODES[number])
-            cluster.drain(number)
+        drains = [cluster.drain(number) for number in leaving]
         cluster.wait_for("DecodeReplica", ["RUNNING", "STOPPING"])
         cluster.wait_for("PrefillGroup", ["RUNNING"])
         print(f"elsewhere after {time.monotonic() - began:.0f} s")
         assert remembered(client, session)
+        assert drains[1].poll() is None, "the session's worker is still there"
         client.release(session)
         cluster.wait_for("DecodeReplica", ["RUNNING"])
+        told = [drain.communicate()[1] for drain in drains]
+        assert [drain.returncode for drain in drains] == [0, 0], told
+        assert "waiting for" in told[0] and "PrefillGroup" in told[0]
+        assert "waiting for" in told[1] and "DecodeReplica" in told[1]
         print(f"drained after {time.monotonic() - began:.0f} s")
         assert not old & (cluster.nodes_of("StageActor") | cluster.nodes_of("DecodeActor"))
         for number in leaving:
