@@ -85,11 +85,11 @@ def test_cancelled_streams_leave_no_page(wire: Wire, beginning: str, sizes: Size
 
 
 def test_an_http_client_that_leaves_leaves_no_page(
-    wire: Wire, http: str, haystack: Haystack, sizes: Sizes, table: Table
+    wire: Wire, http: str, beginning: str, sizes: Sizes, table: Table
 ) -> None:
     """As an OpenAI client that disconnects: while its prompt is read, and as the answer begins."""
-    chunk, _ = chunk_seconds(wire, text(haystack.text))
-    request = {"model": wire.info().model, "prompt": haystack.text, "max_tokens": 64, "stream": True}
+    chunk, _ = chunk_seconds(wire, text(beginning))
+    request = {"model": wire.info().model, "prompt": beginning, "max_tokens": 64, "stream": True}
     longest = 0.0
     for wanted in (": read", "data: "):
         with httpx.stream("POST", f"{http}/v1/completions", json=request, timeout=PATIENCE_S) as reply:
