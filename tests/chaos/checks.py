@@ -68,6 +68,15 @@ def differs(log: Log, reference: Reference) -> str:
     return "" if same else f"{log.ask}: {log.ids}, not {list(reference.ids)}"
 
 
+def longest_wait(heard: Iterable[float], since: float) -> float:
+    """For the next event, of what a client heard at these moments, in their order; no wait counts before
+    `since`."""
+    longest, at = 0.0, since
+    for now in heard:
+        longest, at = max(longest, now - at), max(now, since)
+    return longest
+
+
 def parse(exposed: str) -> dict[str, float]:
     """/metrics as series and values; a series that is there twice (of two nodes) counts with its sum."""
     found: dict[str, float] = {}

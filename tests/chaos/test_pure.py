@@ -13,7 +13,7 @@ import pytest
 from deltafront.protos.v1 import deltafront_pb2 as pb
 
 from . import fuzz, results
-from .checks import Log, Reference, busy, differs, inconsistent, lost, parse, total
+from .checks import Log, Reference, busy, differs, inconsistent, longest_wait, lost, parse, total
 from .growth import Sample, grown
 from .results import Row, merged
 from .schedule import Ask, Form, Kind, episode, prompt
@@ -45,6 +45,14 @@ def test_never_do_all_doors_die_and_everything_else_happens() -> None:
 
 def finished(ask: Ask = ASK, ids: tuple[int, ...] = (5, 6, 7)) -> Log:
     return Log(ask, list(range(len(ids))), list(ids), "abc"[: len(ids)], ["finished"], calls=1)
+
+
+def test_a_wait_counts_from_the_kill_and_ends_with_each_event() -> None:
+    """Not to the end of the answer."""
+    assert longest_wait([1.0, 9.0, 12.5, 13.0, 15.0], since=10.0) == 2.5
+    assert longest_wait([11.0, 12.0, 15.0, 15.5], since=10.0) == 3.0
+    assert longest_wait([14.0, 15.0], since=10.0) == 4.0, "nothing had come before"
+    assert longest_wait([1.0, 9.0], since=10.0) == 0.0, "it had ended"
 
 
 def test_a_request_ends_exactly_once() -> None:

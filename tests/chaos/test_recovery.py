@@ -21,6 +21,7 @@ from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.client import DeltafrontError, Token
 
+from .checks import longest_wait
 from .conftest import Amount, Record
 from .running import PATIENCE_S, Service
 from .schedule import Kind, prompt
@@ -92,22 +93,18 @@ class Pause:
 
 def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> Pause | None:
     """What clients with long prompts see from then on when the process of a kind that works most gets a
-    signal. A client that was still in a queue counts from the signal. Infinite where one of them fails; None
-    where the process did nothing for them."""
+    signal. Infinite where one of them fails; None where the process did nothing for them."""
     begun, killed, before = threading.Event(), math.inf, seconds_of(service, kind)
 
     def ask(number: int) -> float:
-        longest, at = 0.0, math.inf
+        heard: list[float] = []
         text = prompt(2 * number + 1)
         with service.client() as client:
             for event in client.generate(text, max_tokens=60, ignore_eos=True, method="dense"):
-                now = time.monotonic()
-                if now > killed:
-                    longest = max(longest, now - min(at, killed))
-                at = now
+                heard.append(time.monotonic())
                 if number == 0 and (kind is not Kind.DECODE or isinstance(event, Token)):
                     begun.set()
-        return longest
+        return longest_wait(heard, killed)
 
     with ThreadPoolExecutor(clients) as pool:
         asked = [pool.submit(ask, number) for number in range(clients)]
