@@ -28,6 +28,7 @@ from ..messages.requests import (
 )
 from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
 from ..messages.states import DecodeStats
+from ..model.computing import computes
 from ..model.decoder import LayerStack, load_model
 from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
@@ -77,7 +78,7 @@ class DecodeEngine:
             stack, self._plan, pages=self._pages.pool.total, max_batch=config.max_batch, max_pages=longest
         )
         self._threads = [
-            ThreadPoolExecutor(1, f"decode-{work}", torch.set_num_threads, (config.threads,))
+            ThreadPoolExecutor(1, f"decode-{work}", computes, (config.threads, config.device))
             for work in ("compute", "handoff")
         ]
         self._receiver = receiver(handoff, self._runner.cache, self._threads[1])

@@ -71,13 +71,12 @@ class StageActor:
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._stage.work
-        import torch
-
         from ..kv.fetch import RaySource
         from ..kv.transports import sender
+        from ..model.computing import computes
         from .stage import load_stage
 
-        torch.set_num_threads(self._config.threads)  # of this thread, which computes
+        computes(self._config.threads, self._config.device)  # on this thread
         sys.setswitchinterval(_SWITCH_S)
         self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")
