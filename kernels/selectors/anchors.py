@@ -104,9 +104,11 @@ class BlockAnchors:
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """Also the key side of the layer, filled block by block: `done` blocks hold their slots."""
+    """Also the key side of the layer, filled block by block: `done` of its `blocks` hold their slots. The
+    table has whole tiles of 128 slots, which the Hopper kernel copies."""
 
     table: BlockAnchors
+    blocks: int
     done: int = 0
 
 
@@ -146,14 +148,14 @@ class AnchorsSelector(ScoredSelector):
         import torch
 
         blocks = -(-spec.max_tokens // BLOCK)
-        tiles = -(-blocks * self.form.k.cap // BLOCK)  # the Hopper kernel copies whole tiles of slots
+        tiles = -(-blocks * self.form.k.cap // BLOCK)
         shape = (spec.batch, spec.kv_heads, tiles * BLOCK // self.form.k.cap, self.form.k.cap)
         table = BlockAnchors(
             vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=spec.dtype, device=spec.device),
             first_BGMA=torch.zeros(shape, dtype=torch.int32, device=spec.device),
             count_BGMA=torch.zeros(shape, dtype=torch.float32, device=spec.device),
         )
-        return KeyAnchors(self.rule_of(spec), table)
+        return KeyAnchors(self.rule_of(spec), table, blocks)
 
     def cpu_scores(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> torch.Tensor:
         from .anchors_cpu import cpu_scores, cpu_summarise
@@ -188,7 +190,7 @@ class AnchorsSelector(ScoredSelector):
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
     """The first key block to summarise: this chunk's first, or one before it that is not there yet."""
     table = state.table
-    held = (*table.count_BGMA.shape[:3], table.vector_BGMAD.shape[4])
+    held = (*table.count_BGMA.shape[:2], state.blocks, table.vector_BGMAD.shape[4])
     needed = (*x.k_BGSD.shape[:2], x.key_blocks, x.k_BGSD.shape[3])
     if held[:2] != needed[:2] or held[2] < needed[2] or held[3] != needed[3]:
         raise KernelInputError(

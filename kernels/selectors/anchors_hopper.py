@@ -203,7 +203,7 @@ def _table(row_X, tile, batch, group, work, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _score(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN: gl.constexpr):
+def _score_rows(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN: gl.constexpr):
     """One warpgroup: 64 query slots, ordered by block, then head, against the program's key tiles."""
     tile, begin, end = _tiles(work, PLAN)
     tile = tile * WARPGROUPS + WARPGROUP
@@ -265,10 +265,10 @@ def anchors_hopper_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_score, (0, queries, keys, out, buffers, work, PLAN)),
-            (_score, (1, queries, keys, out, buffers, work, PLAN)),
-            (_score, (2, queries, keys, out, buffers, work, PLAN)),
-            (_score, (3, queries, keys, out, buffers, work, PLAN)),
+            (_score_rows, (0, queries, keys, out, buffers, work, PLAN)),
+            (_score_rows, (1, queries, keys, out, buffers, work, PLAN)),
+            (_score_rows, (2, queries, keys, out, buffers, work, PLAN)),
+            (_score_rows, (3, queries, keys, out, buffers, work, PLAN)),
             (_copy_keys, (keys, buffers, work, PLAN)),
         ],
         [4, 4, 4, 1],

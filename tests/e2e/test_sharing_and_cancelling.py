@@ -33,7 +33,7 @@ def chunk_seconds(wire: Wire, long: pb.Prompt) -> tuple[float, int]:
 def test_a_short_prompt_does_not_wait_behind_a_long_one(
     wire: Wire, haystack: Haystack, tokenizer: Tokenizer, sizes: Sizes, table: Table
 ) -> None:
-    ids = tokenizer.encode(haystack.text).ids * (1 if sizes.timed else 2)
+    ids = tokenizer.encode(haystack.text).ids * (1 if sizes.timed else 4)
     long, short = pb.Prompt(token_ids=packed(ids)), pb.Prompt(token_ids=packed(ids[: sizes.short]))
     alone = [wire.generate(one_token(short)) for _ in range(3 if sizes.timed else 1)]
     behind: list[Answer] = []

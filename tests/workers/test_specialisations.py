@@ -46,7 +46,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_without_a_warm_up_kernels_are_missing(found: dict[str, Any]) -> None:
     """So the others would fail if they could."""
     missing = found["-dpxa"]["missing"]
-    assert {"hopper_kernel", "_rule_kernel", "_score_kernel", "_fill_kernel"} <= missing.keys()
+    assert {"hopper_kernel", "_rule_kernel", "anchors_hopper_kernel", "_fill_kernel"} <= missing.keys()
     assert len(missing["_rule_kernel"]) >= 5, "one for each class of length"
 
 
