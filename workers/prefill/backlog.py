@@ -95,22 +95,24 @@ class Promises:
 
     def give(self, play: Play, checksum: int, tokens: int, max_waiting: int, now: float) -> float | None:
         """Seconds after which a refused prompt of so many tokens should come back: when there is a place for
-        it behind those that were told before. None if the pages it waits for never come back."""
-        self._forget(now)
-        behind = [promised for _, promised, _ in self._told]
+        it behind those that were told before; one that has come at its time and in vain keeps its turn. None
+        if the pages it waits for never come back."""
+        own = self._due(checksum, now)
+        behind = [promised for _, promised, _ in self._told[:own]]
         found = play.places([*behind, tokens], max_waiting)
         if len(found) <= len(behind):
             return None
+        if own is not None:
+            del self._told[own]
         bisect.insort(self._told, (now + found[-1], tokens, checksum))
         return found[-1]
 
     def held(self, checksum: int, until: float, now: float, max_waiting: int) -> int:
         """Places that a prompt that comes now may not take: one for each that was told to come by `until`,
-        half of them all at most. 0 if now is its own time."""
-        self._forget(now)
-        if any(own == checksum and when <= now + _EARLY_S for when, _, own in self._told):
+        all but one at most, so that a queue in which nobody waits has a place. 0 if now is its own time."""
+        if self._due(checksum, now) is not None:
             return 0
-        return min(sum(when <= until for when, _, _ in self._told), max_waiting // 2)
+        return min(sum(when <= until for when, _, _ in self._told), max_waiting - 1)
 
     def kept(self, checksum: int) -> None:
         """The prompt has its place."""
@@ -118,5 +120,10 @@ class Promises:
         if own is not None:
             self._told.remove(own)
 
-    def _forget(self, now: float) -> None:
+    def _due(self, checksum: int, now: float) -> int | None:
+        """Which of those that were told this prompt is, if its time has come; the late are forgotten."""
         self._told = [told for told in self._told if told[0] + _LATE_S > now]
+        for place, (when, _, own) in enumerate(self._told):
+            if own == checksum and when <= now + _EARLY_S:
+                return place
+        return None
