@@ -78,7 +78,6 @@ def _metrics(service: Service, before: checks.Samples, logs: Sequence[Log], door
     until = time.monotonic() + _GAUGES_S
     while (busy := checks.busy(after := checks.parse(service.scrape()))) and time.monotonic() < until:
         time.sleep(0.2)
-    problems = checks.inconsistent(before, after, logs)
-    if not doors and (broken := sum(log.lost for log in logs)):
-        problems.append(f"{broken} streams broke, and no door died")
-    return problems + [f"not back at zero: {series}" for series in busy]
+    return checks.inconsistent(before, after, logs, doors) + [
+        f"not back at zero: {series}" for series in busy
+    ]

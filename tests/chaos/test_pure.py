@@ -106,14 +106,18 @@ def test_counters_add_up_with_what_clients_saw() -> None:
     left = replace(finished(replace(ASK, form=Form.LEAVE)), ends=["left"])
     logs = [finished(), finished(), left]
     after = parse(EXPOSED)
-    assert not inconsistent({}, after, logs)
-    assert not inconsistent({}, after, [*logs, replace(left, lost=1)]), "a stream of a door that died"
-    assert inconsistent({}, after, [*logs, left]) == ["4 streams, 0 of them broken, have 3 outcomes"]
-    assert inconsistent({}, after, logs[:2]) == ["2 streams, 0 of them broken, have 3 outcomes"]
-    assert inconsistent({}, after, [finished()] * 3) == ["3 clients have an answer, 2 are counted"]
+    assert not inconsistent({}, after, logs, 0)
+    broken, ended = [*logs, replace(left, lost=1)], [replace(left, ends=["cancelled"])] * 2
+    assert not inconsistent({}, after, broken, 1), "a stream of a door that died"
+    assert not inconsistent({}, after, [*logs, left], 1), "the client may have left before that"
+    assert inconsistent({}, after, broken, 0) == ["1 streams broke, and no door died"]
+    assert inconsistent({}, after, [*logs, *ended], 1) == ["5 streams, 0 of them broken, have 3 outcomes"]
+    assert inconsistent({}, after, [*logs, left], 0) == ["4 streams, 0 of them broken, have 3 outcomes"]
+    assert inconsistent({}, after, logs[:2], 0) == ["2 streams, 0 of them broken, have 3 outcomes"]
+    assert inconsistent({}, after, [finished()] * 3, 0) == ["3 clients have an answer, 2 are counted"]
     untimed = {**after, 'deltafront_e2e_request_latency_seconds_count{method_rpc="Generate"}': 2.0}
-    assert inconsistent({}, untimed, logs) == ["3 outcomes, 2 times"]
-    assert any("fell" in problem for problem in inconsistent(after, {}, []))
+    assert inconsistent({}, untimed, logs, 0) == ["3 outcomes, 2 times"]
+    assert any("fell" in problem for problem in inconsistent(after, {}, [], 0))
 
 
 def test_growth_is_seen() -> None:
