@@ -17,8 +17,9 @@ from deltafront.service.client.server_process import LocalService
 from .conftest import Haystack, Sizes, Table
 from .wire import Wire
 
-CHUNK, STAGES = 512, 2
+STAGES = 2
 """As in service.yaml."""
+TRIES = 5
 
 
 @pytest.fixture
@@ -57,9 +58,11 @@ def test_a_killed_stage_costs_the_chunks_under_way(
     table: Table,
 ) -> None:
     """Without a spare group: the one there is replaces its stage and goes on, with the K/V that the decode
-    worker has. Of the chunks that had to be read twice, those under way are counted whole."""
+    worker has. Of the chunks that had to be read twice, those under way are counted whole.
 
-    kill_at = 0.8 if sizes.document > 8 * CHUNK else 0.7
+    A kill that comes when everything has been read, as a busy machine may have it, is tried again."""
+    long = sizes.document > 8 * sizes.chunk * STAGES
+    kill_at = 0.8 if long else 0.2
 
     silence = 0.0
 
@@ -87,16 +90,19 @@ def test_a_killed_stage_costs_the_chunks_under_way(
 
     alone, undisturbed = answer(kill=False)
     before = read_again(client)
-    ids, finish = answer(kill=True)
-    assert ids == alone
+    for _ in range(TRIES):
+        ids, finish = answer(kill=True)
+        assert ids == alone
+        if finish.timings.parts.get("replay"):
+            break
     assert finish.density.layers == pytest.approx(undisturbed.density.layers)
     assert finish.timings.parts["replay"] > 0
     assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
     again = read_again(client) - before
     table.add("longest silence after a stage's death, without a spare, s", round(silence, 2))
-    under_way = STAGES * CHUNK
+    under_way = STAGES * sizes.chunk
     assert again <= under_way, "what was read had arrived, but for what was still on its way"
-    if sizes.document > 8 * CHUNK:  # of a short prompt two chunks are half
+    if long:  # of a short prompt two chunks are half
         share = (again + under_way) / haystack.tokens
         table.add("of a prompt whose stage was killed at 80%, read twice", round(share, 2))
         assert share < 0.4
