@@ -27,8 +27,8 @@ def launch(
     tiles = triton.cdiv(count, item_rows)
     lead_tiles = 0 if lead is None else triton.cdiv(lead.q_BHRD.shape[2], item_rows)
     items = batch * heads * (tiles + lead_tiles)
-    q, out = descriptor(rows.q_BHRD, WARPGROUP_ROWS), descriptor(rows.out_BHRD, WARPGROUP_ROWS)
-    k, v = descriptor(x.k_BGSD, BLOCK), descriptor(x.v_BGSD, BLOCK)
+    q, out = _descriptor(rows.q_BHRD, WARPGROUP_ROWS), _descriptor(rows.out_BHRD, WARPGROUP_ROWS)
+    k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
     none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
     programs = multiprocessors(x.q_BHTD.device)
     order = _order(x, rows, mask, items // programs)
@@ -37,11 +37,11 @@ def launch(
         k,
         v,
         out,
-        q if lead is None else descriptor(lead.q_BHRD, WARPGROUP_ROWS),
-        out if lead is None else descriptor(lead.out_BHRD, WARPGROUP_ROWS),
-        k if packed is None else descriptor(packed.k_BGPD, BLOCK),
-        v if packed is None else descriptor(packed.v_BGPD, BLOCK),
-        k if packed is None else descriptor(packed.weight_BGP, BLOCK),
+        q if lead is None else _descriptor(lead.q_BHRD, WARPGROUP_ROWS),
+        out if lead is None else _descriptor(lead.out_BHRD, WARPGROUP_ROWS),
+        k if packed is None else _descriptor(packed.k_BGPD, BLOCK),
+        v if packed is None else _descriptor(packed.v_BGPD, BLOCK),
+        k if packed is None else _descriptor(packed.weight_BGP, BLOCK),
         none if packed is None else packed.offset_BGC,
         none if mask is None else mask.index_BHNM,
         none if mask is None else by_length(mask) if order == BY_LENGTH else mask.count_BHN.contiguous(),
@@ -101,7 +101,7 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
+def _descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
     """How the copy engine sees t: tiles of `block` rows of one head (or so many numbers, if t has no D).
 
     Strides of dimensions of size 1 do not matter and may be anything.

@@ -15,7 +15,7 @@ from ..executors.hopper_plan import WARPGROUP_ROWS
 from ..interface import AttentionInput
 from .anchors import AnchorSettings, BlockAnchors
 from .anchors_hopper import WARPGROUPS, anchors_hopper_kernel
-from .rules.sums import Sums, empty_parts
+from .rules.sums import Sums
 
 _BEGIN = 3
 """How many key tiles a program's begin takes as long as."""
@@ -45,18 +45,13 @@ class ScorePlan:
         return BLOCK // self.k_slots
 
 
-def score_sums(
-    x: AttentionInput,
-    queries: BlockAnchors,
-    keys: BlockAnchors,
-    form: AnchorSettings,
-    first_row: int,
-    blocks: int,
-) -> Sums:
-    """See `anchors_kernel.score_sums`; x and form satisfy `anchors_kernel.takes_hopper`."""
-    batch, heads = x.q_BHTD.shape[:2]
-    groups, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
-    part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), x.first_block + first_row + blocks)
+def launch(
+    x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings, sums: Sums
+) -> None:
+    """Fills in the sums' part; x and form satisfy `anchors_kernel.takes_hopper`."""
+    part, first_row = sums.part_BHNRM, sums.first_row
+    batch, groups, _, dim = x.k_BGSD.shape
+    blocks = part.shape[2]
     plan = plan_of(dim, form.q.cap, form.k.cap, form.weighted)
     tiles = triton.cdiv(blocks * x.group, plan.units * WARPGROUPS.value)
     steps = (x.first_block + first_row + blocks) // plan.blocks
@@ -80,7 +75,6 @@ def score_sums(
         PLAN=plan,
         num_warps=4,
     )
-    return Sums(part, first_row, form.row_normalised, form.largest)
 
 
 def key_tiles(keys: BlockAnchors) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -142,14 +142,16 @@ def score_sums(
     blocks: int,
 ) -> Sums:
     """The log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, a row a query slot."""
-    if takes_hopper(x, form):
-        from . import anchors_hopper_launch
-
-        return anchors_hopper_launch.score_sums(x, queries, keys, form, first_row, blocks)
     batch, heads = x.q_BHTD.shape[:2]
     groups, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks
     part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), columns)
+    sums = Sums(part, first_row, form.row_normalised, form.largest)
+    if takes_hopper(x, form):
+        from . import anchors_hopper_launch
+
+        anchors_hopper_launch.launch(x, queries, keys, form, sums)
+        return sums
     tiles = triton.cdiv(blocks * x.group * form.q.cap, _TILE)
     steps = columns * form.k.cap // _TILE
     shares = max(1, min(_PROGRAMS // (tiles * batch * groups), steps // _LEAST_STEPS))
@@ -183,7 +185,7 @@ def score_sums(
             num_warps=8,
             maxnreg=None if diagonal else 128,
         )
-    return Sums(part, first_row, form.row_normalised, form.largest)
+    return sums
 
 
 def takes_hopper(x: AttentionInput, form: AnchorSettings) -> bool:
