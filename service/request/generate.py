@@ -96,7 +96,7 @@ class Generation:
         if await self._answer_prefix(plan):
             return
         self._cached = 0
-        self._take(plan.read_tokens + plan.max_tokens)
+        self._take(plan.read_tokens + plan.answer_tokens)
         with Attempt(self._resources.fleet) as attempt:
             wish = self._reservation(attempt, plan)
             placed = await place(self._resources, attempt, plan, wish, self._replays.mark)
@@ -112,17 +112,17 @@ class Generation:
         """Continue from a session that holds the prompt's beginning. False if there is none, or no more: then
         the prompt is read like any other."""
         call, resources = self._call, self._resources
-        found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
+        found = await find(resources.fleet, resources.settings, call.owner, plan.all_ids, self._chain)
         if found is None:
             return False
-        self._take(plan.read_tokens - found.tokens + plan.max_tokens)
+        self._take(plan.read_tokens - found.tokens + plan.answer_tokens)
         with Attempt(resources.fleet) as attempt:
             wish = found.reservation(self._reservation(attempt, plan))
             if isinstance(await reserve(attempt, found.worker, wish), Refused):
                 return False
             self._cached = found.tokens
             self._replays.mark("admission")
-            await self._decode(attempt, found.worker, found.job(self._job(attempt, plan), plan.read_ids))
+            await self._decode(attempt, found.worker, found.job(self._job(attempt, plan), plan.all_ids))
         return True
 
     async def _answer_session(self) -> None:
@@ -156,15 +156,17 @@ class Generation:
             wait=True,
             deadline=call.deadline,
             door=self._resources.door,
+            append_tokens=plan.answered_tokens,
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
-        """A prompt's K/V comes from a prefill group; what is appended to a session goes with the job."""
+        """A prompt's K/V comes from a prefill group. What is appended to a session, or has been answered
+        already, goes with the job."""
         call = self._call
         return GenerateJob(
             attempt.request_id,
             replace(call.sampling, max_tokens=plan.max_tokens),
-            append_ids=b"" if call.session_id is None else plan.read_ids,
+            append_ids=plan.answered_ids if call.session_id is None else plan.read_ids,
             session_id=call.session_id,
             page_selection=call.page_selection,
             keep_tokens=plan.keep_tokens,

@@ -59,7 +59,7 @@ async def place(resources: Resources, attempt: Attempt, plan: Plan, wish: Reserv
 def admitted(view: View, plan: Plan, deadline: float | None) -> admission.Admitted:
     """Where a prompt may go. Raises Overloaded or DeadlineExceeded."""
     left = None if deadline is None else deadline - time.time()
-    need = admission.Need(plan.read_tokens, plan.max_tokens, left)
+    need = admission.Need(plan.read_tokens, plan.answer_tokens, left)
     decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
     if isinstance(decision, admission.Rejected):
         raise _rejection(decision)

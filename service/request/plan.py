@@ -1,8 +1,9 @@
 """What one attempt at a request has to read and may answer; pure.
 
 A prompt and what is appended to it are read as one sequence; of it the first `keep_tokens` become a session
-if the client wants one. Tokens that were already streamed before a worker died follow the prompt, so that a
-replay goes on where the answer stopped.
+if the client wants one. Tokens that were already streamed before a worker died follow it, so that a replay
+goes on where the answer stopped. They are a decode worker's to read: a sparse method of prefill would make
+other K/V of them than decoding did.
 """
 
 from __future__ import annotations
@@ -19,15 +20,31 @@ ID_BYTES = 4
 @dataclass(frozen=True)
 class Plan:
     """read_ids: little-endian uint32, what has to be read (appended tokens alone, for a session).
-    max_tokens: what may still be generated. keep_tokens: 0 when no session is to be made."""
+    max_tokens: what may still be generated. keep_tokens: 0 when no session is to be made. answered_ids: of
+    the answer, what has been streamed; they follow a prompt's read_ids (a session's have them)."""
 
     read_ids: bytes
     max_tokens: int
     keep_tokens: int = 0
+    answered_ids: bytes = b""
 
     @property
     def read_tokens(self) -> int:
         return len(self.read_ids) // ID_BYTES
+
+    @property
+    def answered_tokens(self) -> int:
+        return len(self.answered_ids) // ID_BYTES
+
+    @property
+    def all_ids(self) -> bytes:
+        """What precedes the next token."""
+        return self.read_ids + self.answered_ids
+
+    @property
+    def answer_tokens(self) -> int:
+        """Of the answer, at most."""
+        return self.answered_tokens + self.max_tokens
 
 
 def plan_answer(
@@ -46,7 +63,9 @@ def plan_answer(
             where, f"{tokens} tokens and an answer do not fit the model's {positions} positions: shorten it"
         )
     left = min(max_tokens, positions - tokens) - len(streamed)
-    return Plan(read + packed(streamed), left, len(prompt) // ID_BYTES if keep else 0)
+    if not prompt:
+        return Plan(read + packed(streamed), left)
+    return Plan(read, left, len(prompt) // ID_BYTES if keep else 0, packed(streamed))
 
 
 def plan_session(prompt: bytes, positions: int) -> Plan:

@@ -38,13 +38,13 @@ class Found:
 
     def reservation(self, whole: Reserve) -> Reserve:
         """For what is left of a prompt. Where there is no room for that, the whole is read elsewhere."""
-        rest = whole.prompt_tokens - self.tokens
+        rest = replace(whole, prompt_tokens=whole.prompt_tokens + whole.append_tokens - self.tokens)
         return replace(
-            whole, prompt_tokens=rest, session_id=self.session_id, prefix_tokens=self.tokens, wait=False
+            rest, append_tokens=0, session_id=self.session_id, prefix_tokens=self.tokens, wait=False
         )
 
     def job(self, whole: GenerateJob, ids: bytes) -> GenerateJob:
-        """ids: the whole prompt."""
+        """ids: the whole prompt, and what has been answered."""
         return replace(whole, append_ids=ids[self.tokens * ID_BYTES :], session_id=self.session_id)
 
 

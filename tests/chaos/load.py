@@ -24,9 +24,8 @@ from deltafront.service.errors import ConnectionLost, NotFound
 
 from .checks import Log
 from .running import PATIENCE_S, Service
-from .schedule import SAMPLED, Ask, Form, prompt, question
+from .schedule import OPTIONS, Ask, Form, prompt, question
 
-_SPARSE = "streaming"
 _BROKEN = (httpx.TransportError, openai.APIConnectionError)
 _PAUSE_S = 0.3
 
@@ -91,16 +90,14 @@ class Clients:
             log.ends.append(plain)
 
     def _answer(self, client: Counting, log: Log) -> None:
-        options = SAMPLED if log.ask.form is Form.SAMPLED else {}
-        method = _SPARSE if log.ask.form is Form.SPARSE else "dense"
+        options: dict[str, Any] = {"method": "dense"} | OPTIONS.get(log.ask.form, {})
         self._read(
             log,
             client.generate(
                 prompt(log.ask.prompt),
                 max_tokens=log.ask.tokens,
                 ignore_eos=True,
-                method=method,
-                **options,  # type: ignore[arg-type]
+                **options,
             ),
         )
 

@@ -9,18 +9,21 @@ from deltafront.service.client import Token
 
 from .checks import Reference
 from .running import Service
-from .schedule import MAX_TOKENS, PROMPTS, SAMPLED, Ask, Form, prompt, question
+from .schedule import MAX_TOKENS, OPTIONS, PROMPTS, Ask, Form, prompt, question
 
 Key = tuple[int, Form]
-"""A prompt, and which of its answers: greedy, sampled, or to the question about it."""
+"""A prompt, and which of its answers: greedy, sampled, by a sparse method, or to the question about it."""
 EVERY_KEY = tuple(
-    (number, form) for number in range(PROMPTS) for form in (Form.GREEDY, Form.SAMPLED, Form.SESSION)
+    (number, form)
+    for number in range(PROMPTS)
+    for form in (Form.GREEDY, Form.SAMPLED, Form.SPARSE, Form.SESSION)
 )
 
 
 def key_of(ask: Ask) -> Key:
     """What its answer is compared with."""
-    return ask.prompt, ask.form if ask.form in (Form.SAMPLED, Form.SESSION) else Form.GREEDY
+    own = ask.form in (Form.SAMPLED, Form.SPARSE, Form.SESSION)
+    return ask.prompt, ask.form if own else Form.GREEDY
 
 
 def references(service: Service, keys: Iterable[Key] = EVERY_KEY) -> dict[Key, Reference]:
@@ -28,12 +31,10 @@ def references(service: Service, keys: Iterable[Key] = EVERY_KEY) -> dict[Key, R
     found: dict[Key, Reference] = {}
     with service.client() as client:
         for number, form in keys:
-            options: dict[str, Any] = SAMPLED if form is Form.SAMPLED else {}
-            options = {"append": question(number)} if form is Form.SESSION else options
+            options: dict[str, Any] = {"method": "dense"} | OPTIONS.get(form, {})
+            options |= {"append": question(number)} if form is Form.SESSION else {}
             ids, texts = list[int](), list[str]()
-            for event in client.generate(
-                prompt(number), max_tokens=MAX_TOKENS, ignore_eos=True, method="dense", **options
-            ):
+            for event in client.generate(prompt(number), max_tokens=MAX_TOKENS, ignore_eos=True, **options):
                 if isinstance(event, Token):
                     ids.append(event.token_id)
                     texts.append((texts[-1] if texts else "") + event.text)

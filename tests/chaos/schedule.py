@@ -6,6 +6,7 @@ import random
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Kind(StrEnum):
@@ -25,7 +26,7 @@ class Form(StrEnum):
     GREEDY = "greedy"
     SAMPLED = "sampled"
     SPARSE = "sparse"
-    """By a sparse method: what was streamed is read again sparsely, so that answers may differ."""
+    """By a method that reads long prompts sparsely."""
     SESSION = "session"
     """Reads a document, asks about it twice, and releases it."""
     HTTP = "http"
@@ -36,9 +37,13 @@ class Form(StrEnum):
     """The client goes away."""
 
 
-COMPARED = (Form.GREEDY, Form.SAMPLED, Form.SESSION, Form.HTTP)
+COMPARED = (Form.GREEDY, Form.SAMPLED, Form.SPARSE, Form.SESSION, Form.HTTP)
 """Answers that must be those of a service without faults, token by token."""
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
+OPTIONS: dict[Form, dict[str, Any]] = {
+    Form.SAMPLED: {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+    Form.SPARSE: {"method": "streaming", "options": {"window": 256, "min_tokens": 0}},
+}
+"""Beside the prompt; by default the method is dense."""
 PROMPTS = 8
 """Different ones; `prompt` says which are long."""
 MAX_TOKENS = 48

@@ -58,6 +58,11 @@ def pages(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def needed(order: Reserve) -> int:
+    """Pages."""
+    return pages(order.prompt_tokens + order.append_tokens + order.max_tokens)
+
+
 def batched(chain: bytes) -> list[bytes]:
     return [chain[place : place + LINK_BYTES] for place in range(0, len(chain), LINK_BYTES)]
 
@@ -227,14 +232,14 @@ class FakeDecode(Pausing):
 
     def used(self) -> int:
         self._sessions = {k: v for k, v in self._sessions.items() if v[2] > time.time()}
-        running = sum(pages(r.order.prompt_tokens + r.order.max_tokens) for r in self._requests.values())
+        running = sum(needed(one.order) for one in self._requests.values())
         return running + sum(pages(len(ids) // 4) for _owner, ids, _expires in self._sessions.values())
 
     async def reserve(self, reserve: Reserve) -> Reserved | Refused:
         self.orders.append(reserve)
         if self.busy:
             return self.busy.pop(0)
-        need, free, before = pages(reserve.prompt_tokens + reserve.max_tokens), self.total - self.used(), 0
+        need, free, before = needed(reserve), self.total - self.used(), 0
         if reserve.session_id is not None:
             session = self._sessions.get(reserve.session_id)
             if session is None or session[0] != reserve.owner:
@@ -253,7 +258,8 @@ class FakeDecode(Pausing):
             return
         if job.session_id is None:
             await request.arrived.wait()
-            ids = request.ids
+            assert len(job.append_ids) == 4 * request.order.append_tokens
+            ids = request.ids + job.append_ids
         else:
             held = self._sessions[job.session_id][1]
             prefix = request.order.prefix_tokens

@@ -52,11 +52,13 @@ def test_an_answer_goes_on_where_it_stopped(
     nothing_left(house)
 
 
-def test_what_was_streamed_is_read_and_not_generated_again(house: House, client: DeltafrontClient) -> None:
+def test_what_was_streamed_is_not_generated_again(house: House, client: DeltafrontClient) -> None:
+    """The prompt is read as before; the decode worker reads the answer's tokens, by no method of prefill."""
     house.losses = [(READ + 5, CODES[0])]
     collect(client.generate(PROMPT, max_tokens=9, seed=7, temperature=1.0))
     first, second = house.group.jobs
-    assert len(second.token_ids) == len(first.token_ids) + 4 * 5
+    assert second.token_ids == first.token_ids
+    assert [len(job.append_ids) for job in house.decode.jobs] == [0, 4 * 5]
     assert [job.sampling.max_tokens for job in house.decode.jobs] == [9, 4]
     assert {job.sampling.seed for job in house.decode.jobs} == {7}
     assert counter(house, "deltafront_time_to_first_token_seconds_count") == 1

@@ -86,10 +86,16 @@ def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: 
         assert prompt + append >= positions
         assert error.field == "prompt"
         return
-    assert plan.read_ids == head + tail + packed(said)
+    assert plan.read_ids == head + tail and plan.answered_ids == packed(said)
     assert plan.keep_tokens == (prompt if keep else 0)
     assert plan.max_tokens + streamed == min(wanted, positions - prompt - append)
-    assert plan.read_tokens + plan.max_tokens <= max(positions, prompt + append + streamed)
+    assert plan.read_tokens + plan.answer_tokens <= max(positions, prompt + append + streamed)
+
+
+def test_what_a_session_has_answered_is_appended_to_it() -> None:
+    plan = plan_answer(b"", packed([7]), 9, 50, [1, 2], keep=True)
+    assert (plan.read_ids, plan.answered_ids) == (packed([7, 1, 2]), b"")
+    assert (plan.max_tokens, plan.keep_tokens) == (7, 0)
 
 
 def test_a_session_may_fill_the_model() -> None:

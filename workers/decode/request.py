@@ -112,8 +112,14 @@ class DecodeRequest:
         return self.holding.session_tokens + self.order.prompt_tokens
 
     @property
+    def appended(self) -> int:
+        """How many of the appended tokens have been read; all of them behind a session or a prompt's K/V."""
+        received = self.order.prompt_tokens if self.order.session_id is None else 0
+        return self.length - self.holding.session_tokens - received
+
+    @property
     def appending(self) -> bool:
-        return self.length < self.holding.session_tokens + len(self.append_ids)
+        return self.appended < len(self.append_ids)
 
     @property
     def ready(self) -> bool:

@@ -39,7 +39,7 @@ class _Flight:
 class DecodeScheduler:
     """Takes ready requests in order of readiness, at most `config.max_batch` at once.
 
-    Appended tokens of several sessions are read in chunks, in turn. eos_ids end an answer. before_first is
+    Appended tokens of several requests are read in chunks, in turn. eos_ids end an answer. before_first is
     called once per request, just before its first Token. clock: seconds, for reports.
     """
 
@@ -135,9 +135,9 @@ class DecodeScheduler:
                 self._deliver(request, choice)
 
     async def _append(self) -> None:
-        """One chunk of the next session request; its first token if that was the last one."""
+        """One chunk of the next request's; its first token if that was the last one."""
         request = self._appending.popleft()
-        done = request.length - request.holding.session_tokens
+        done = request.appended
         ids: array[int] = request.append_ids[done : done + self._config.append_chunk_tokens]
         last = done + len(ids) == len(request.append_ids)
         pages, start = request.holding.table, request.length

@@ -212,7 +212,7 @@ class DecodePages:
                 message = f"session {order.session_id} does not exist or has expired"
                 return Refused(RefusalReason.NO_SESSION, message)
         before = self._before(order, session)
-        total = before + order.prompt_tokens + order.max_tokens
+        total = before + order.prompt_tokens + order.append_tokens + order.max_tokens
         if total > self._positions:
             return Refused(
                 RefusalReason.POSITIONS,
@@ -299,6 +299,8 @@ def shared_links(one: bytes, other: bytes) -> int:
 
 def _check_counts(order: Reserve) -> None:
     """Raises ValueError for counts that make no sense. Appended text may be empty here: see appended_ids."""
+    if order.append_tokens < 0 or (order.append_tokens and order.session_id is not None):
+        raise ValueError(f"cannot reserve for {order.append_tokens} tokens behind the prompt")
     prompt = order.prompt_tokens
     if prompt < 0 or order.max_tokens < 0 or (prompt == 0 and order.session_id is None):
         raise ValueError(f"cannot reserve for {prompt} prompt tokens and {order.max_tokens} new tokens")
@@ -314,14 +316,11 @@ def appended_ids(order: Reserve, job: GenerateJob, vocab: int) -> array[int]:
     if job.session_id != order.session_id:
         raise ValueError(f"the reservation is for session {order.session_id}, not {job.session_id}")
     ids = np.frombuffer(job.append_ids, dtype="<u4")
-    if order.session_id is None:
-        if len(ids):
-            raise ValueError("tokens can only be appended to a session")
-        return array("I")
-    if len(ids) == 0:
+    expected = order.append_tokens if order.session_id is None else order.prompt_tokens
+    if len(ids) == 0 and order.session_id is not None:
         raise ValueError("a session can only be continued with at least one appended token")
-    if len(ids) != order.prompt_tokens:
-        raise ValueError(f"{len(ids)} appended tokens, but {order.prompt_tokens} were reserved")
-    if int(ids.max()) >= vocab:
+    if len(ids) != expected:
+        raise ValueError(f"{len(ids)} appended tokens, but {expected} were reserved")
+    if len(ids) and int(ids.max()) >= vocab:
         raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab}")
     return array("I", ids.tolist())

@@ -42,7 +42,8 @@ class Reserve:
     itself is taken now and a selection that is not available is refused before any prefill. wait: for pages,
     where there are too few, as long as the worker's configuration says and until the deadline at most.
     door: who asks. prefix_tokens: build on so many tokens of the session alone (whole pages);
-    0: on all of them.
+    0: on all of them. append_tokens: so many more come with the GenerateJob and follow a prompt whose K/V a
+    prefill group sends.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class Reserve:
     deadline: float | None = None
     door: str = ""
     prefix_tokens: int = 0
+    append_tokens: int = 0
 
 
 class RefusalReason(StrEnum):
@@ -132,7 +134,7 @@ class PrefillJob:
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """Decode from a request's prefilled K/V (session_id None) or from a session plus appended tokens.
+    """Decode from a request's prefilled K/V (session_id None) or from a session, plus appended tokens.
 
     keep_tokens: if positive, the first
     keep_tokens of prompt K/V become a session of ttl seconds when the first token is out, found by `chain`.

@@ -103,7 +103,7 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
     ("change", "words"),
     [
         ({"sampling": Sampling(max_tokens=9)}, "max_tokens 9"),
-        ({"append_ids": packed([1])}, "appended to a session"),
+        ({"append_ids": packed([1])}, "1 appended tokens, but 0 were reserved"),
         ({"session_id": "test.other"}, "reservation is for session None"),
         ({"page_selection": "delta"}, "calibrated"),
         ({"page_selection": "most"}, "unknown page selection"),
@@ -132,6 +132,13 @@ async def test_appended_ids_are_checked(bench: Any) -> None:
         await run.reserve(name, count, 8, session_id=session)
         answer = await run.collect(GenerateJob(name, SHORT, packed(ids), session))
         assert answer.finish.reason is FinishReason.FAILED and words in answer.finish.message
+    await run.reserve("answered", 40, 8, append_tokens=1)
+    answer = await run.collect(GenerateJob("answered", SHORT, packed([199])))
+    assert "outside the vocabulary" in answer.finish.message
+    with pytest.raises(ValueError, match="-1 tokens behind the prompt"):
+        await run.reserve("fewer than none", 40, 8, append_tokens=-1)
+    with pytest.raises(ValueError, match="2 tokens behind the prompt"):
+        await run.reserve("session", 4, 8, session_id=session, append_tokens=2)
 
 
 async def test_generating_without_or_beside_a_reservation_fails(bench: Any) -> None:

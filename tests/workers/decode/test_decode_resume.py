@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,25 @@ async def test_a_prompt_that_is_resumed_answers_as_one_that_was_not(bench: Calla
     answer = await run.collect(GenerateJob("a", SHORT))
     assert answer.ids == whole.ids
     assert run.used == 0
+
+
+@pytest.mark.parametrize("sampling", [SHORT, replace(SHORT, temperature=1.0, seed=5)])
+@pytest.mark.parametrize("answered", [1, 3, 70])
+async def test_an_answer_goes_on_behind_what_was_answered(
+    bench: Callable[..., Any], sampling: Sampling, answered: int
+) -> None:
+    """On another worker, which gets the prompt's K/V and reads the answer's tokens itself, in chunks of 48.
+    What the prompt's own logits say is of no use."""
+    run, left = await bench(), sampling.max_tokens
+    whole = await run.ask("whole", IDS, replace(sampling, max_tokens=answered + left))
+    await run.reserve("rest", len(IDS), left, append_tokens=answered)
+    prompt = run.prefill(IDS)
+    await announce(run, run.pieces("rest", prompt))
+    await run.engine.first_logits(FirstLogits("rest", np.zeros_like(prompt.logits)))
+    said = np.asarray(whole.ids[:answered], dtype="<u4").tobytes()
+    rest = await run.collect(GenerateJob("rest", sampling, said))
+    assert rest.ids == whole.ids[answered:]
+    assert rest.finish.report.append_prefill > 0
 
 
 async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Callable[..., Any]) -> None:
