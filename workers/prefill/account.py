@@ -6,6 +6,7 @@ All times are seconds of the controller's clock. A stage measures its chunks by 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from ..messages.events import LayerDensity, PrefillReport
 from ..messages.methods import MethodSpec
 from ..messages.stages import ChunkReport
+
+_MEMORY_S = 15.0
 
 
 @dataclass
@@ -105,7 +108,8 @@ class Pace:
 
 
 class Throughput:
-    """Tokens a second while there is work: over the last chunks, older ones fading by a tenth each."""
+    """Tokens a second while there is work, of about the last `_MEMORY_S` seconds of it: times are told from
+    it that are as long."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -113,8 +117,10 @@ class Throughput:
         self._last = float("-inf")
 
     def chunk(self, tokens: int, sent: float, ended: float) -> None:
-        self._tokens = 0.9 * self._tokens + tokens
-        self._seconds = 0.9 * self._seconds + ended - max(sent, self._last)
+        worked = ended - max(sent, self._last)
+        kept = math.exp(-worked / _MEMORY_S)
+        self._tokens = kept * self._tokens + tokens
+        self._seconds = kept * self._seconds + worked
         self._last = ended
 
     @property

@@ -19,8 +19,8 @@ _STEPS = 128
 """Into so many turns the work that is there is cut, unless that is finer than chunks."""
 _EARLY_S = 0.1
 """Who comes so much before its time is on time."""
-_LATE_S = 1.0
-"""Who comes so much after it has lost its place."""
+_LATE_S, _LATE_SHARE = 1.0, 0.1
+"""Who comes so much after it, and this share of the time that it was told, has lost its place."""
 
 
 class Play:
@@ -90,21 +90,22 @@ class Promises:
     caller's clock."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[float, int, int]] = []
-        """When, tokens, checksum; the soonest first."""
+        self._told: list[tuple[float, int, int, float]] = []
+        """When, tokens, checksum, and until when; the soonest first."""
 
     def give(self, play: Play, checksum: int, tokens: int, max_waiting: int, now: float) -> float | None:
         """Seconds after which a refused prompt of so many tokens should come back: when there is a place for
         it behind those that were told before; one that has come at its time and in vain keeps its turn. None
         if the pages it waits for never come back."""
         own = self._due(checksum, now)
-        behind = [promised for _, promised, _ in self._told[:own]]
+        behind = [promised for _, promised, *_ in self._told[:own]]
         found = play.places([*behind, tokens], max_waiting)
         if len(found) <= len(behind):
             return None
         if own is not None:
             del self._told[own]
-        bisect.insort(self._told, (now + found[-1], tokens, checksum))
+        until = now + found[-1] + _LATE_S + _LATE_SHARE * found[-1]
+        bisect.insort(self._told, (now + found[-1], tokens, checksum, until))
         return found[-1]
 
     def held(self, checksum: int, until: float, now: float, max_waiting: int) -> int:
@@ -112,7 +113,7 @@ class Promises:
         all but one at most, so that a queue in which nobody waits has a place. 0 if now is its own time."""
         if self._due(checksum, now) is not None:
             return 0
-        return min(sum(when <= until for when, _, _ in self._told), max_waiting - 1)
+        return min(sum(when <= until for when, *_ in self._told), max_waiting - 1)
 
     def kept(self, checksum: int) -> None:
         """The prompt has its place."""
@@ -122,8 +123,8 @@ class Promises:
 
     def _due(self, checksum: int, now: float) -> int | None:
         """Which of those that were told this prompt is, if its time has come; the late are forgotten."""
-        self._told = [told for told in self._told if told[0] + _LATE_S > now]
-        for place, (when, _, own) in enumerate(self._told):
+        self._told = [told for told in self._told if told[-1] > now]
+        for place, (when, _, own, _) in enumerate(self._told):
             if own == checksum and when <= now + _EARLY_S:
                 return place
         return None

@@ -167,8 +167,8 @@ def test_a_place_is_held_for_who_was_told_to_come_now() -> None:
     assert held(7, 100.0, come - 0.05) == 0, "its own time"
     promises.kept(7)
     assert held(9, 100.0, come - 0.05) == 2
-    assert held(9, 100.0, last + 0.9) == 1, "a little late"
-    assert held(9, 100.0, last + 1.1) == 0
+    assert held(9, 100.0, 1.1 * last + 0.9) == 1, "a little late, and a tenth of the time told"
+    assert held(9, 100.0, 1.1 * last + 1.1) == 0
 
 
 def test_who_comes_at_its_time_in_vain_keeps_its_turn() -> None:
