@@ -93,7 +93,8 @@ class Burst:
 
         async def some() -> None:
             for _ in range(each):
-                while (told := await self._ask()) is not None:
+                ids = self._ids()
+                while (told := await self._ask(ids)) is not None:
                     await asyncio.sleep(told)
 
         started = time.monotonic()
@@ -101,30 +102,34 @@ class Burst:
         return together * each / (time.monotonic() - started)
 
     async def _client(self) -> None:
-        """Comes back when told, until it is let in or twice the first time has passed. Every fourth looks
-        after less than half the time, and leaves."""
-        first = await self._ask()
+        """Comes back with its prompt when told, until it is let in or twice the first time has passed. Every
+        fourth looks after less than half the time, and leaves."""
+        ids = self._ids()
+        first = await self._ask(ids)
         if first is None:
             return
         if self._draw.random() < 0.25:
             self.crowd.early += 1
             await asyncio.sleep(first * 0.45)
-            self.crowd.early_in += await self._ask() is None
+            self.crowd.early_in += await self._ask(ids) is None
             return
         refused, told = time.monotonic(), first
         self.crowd.told.append(first)
         while time.monotonic() - refused + told <= 2 * first + 0.5:
             await asyncio.sleep(told)
-            again = await self._ask()
+            again = await self._ask(ids)
             if again is None:
                 self.crowd.right += 1
                 return
             told = again
 
-    async def _ask(self) -> float | None:
+    def _ids(self) -> bytes:
+        """A prompt of its own."""
+        return b"".join(self._draw.randrange(256).to_bytes(4, "little") for _ in range(_TOKENS))
+
+    async def _ask(self, ids: bytes) -> float | None:
         """None once it is answered; else the seconds that it is told."""
         stub = pb_grpc.DeltafrontServiceStub(self._draw.choice(self._channels))  # type: ignore[no-untyped-call]
-        ids = b"".join(self._draw.randrange(256).to_bytes(4, "little") for _ in range(_TOKENS))
         sampling = pb.SamplingOptions(max_tokens=_ANSWER, ignore_eos=True)
         stream = stub.Generate(pb.GenerateRequest(prompt=pb.Prompt(token_ids=ids), sampling=sampling))
         try:
