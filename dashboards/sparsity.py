@@ -103,6 +103,8 @@ COST = Row(
             [
                 Query(f"1 - {rate(_SECONDS, 'method', _BOTH)} / ({_dense('method', NOW)})", "{{method}}"),
             ],
+            levels=((-100.0, "red"), (0.0, "green")),
+            signed=True,
         ),
         Panel(
             "Choosing tiles, by step",
