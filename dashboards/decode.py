@@ -100,10 +100,11 @@ SESSIONS = Row(
         ),
         Panel(
             "Pages free",
-            "By decode worker, of 16 tokens each: what the next documents may take.",
+            "By decode worker, of 16 tokens each: what the next documents may take. Above the lines there is "
+            "room for a document of 32K, and for one of 128K.",
             "short",
             [Query(by_worker("kv_pages_free", DECODERS), "{{worker}}")],
-            stacked=True,
+            levels=((0.0, "red"), (2048.0, "orange"), (8192.0, "green")),
         ),
         Panel(
             "Prompt tokens that were held",

@@ -22,18 +22,19 @@ Level = tuple[float, str]
 
 @dataclass(frozen=True)
 class Query:
-    """legend: of each series, or, in a table, the column's title. unit: of that column."""
+    """legend: of each series, or, in a table, the column's title. unit, levels: of that column."""
 
     expr: str
     legend: str = ""
     unit: str = ""
+    levels: Sequence[Level] = ()
 
 
 @dataclass(frozen=True)
 class Panel:
     """help: what it means and what to do about it. unit: one of Grafana's unit ids. levels: thresholds, above
     a green ground. columns: of 24. key: a table's first column, a label of all its queries. cumulative: of a
-    heat map whose series are a histogram's buckets."""
+    heat map whose series are a histogram's buckets. signed: values may be below 0."""
 
     title: str
     help: str
@@ -45,6 +46,7 @@ class Panel:
     stacked: bool = False
     key: str = ""
     cumulative: bool = True
+    signed: bool = False
 
     @property
     def instant(self) -> bool:
@@ -157,23 +159,30 @@ def _letter(i: int) -> str:
     return chr(ord("A") + i)
 
 
-def _defaults(panel: Panel) -> Json:
+def _thresholds(levels: Sequence[Level]) -> Json:
     steps: list[Json] = [{"color": "green", "value": None}]
-    steps += [{"color": color, "value": value} for value, color in panel.levels]
+    steps += [{"color": color, "value": value} for value, color in levels]
+    return {"mode": "absolute", "steps": steps}
+
+
+def _defaults(panel: Panel) -> Json:
     custom: Json = {}
     if panel.kind == "timeseries":
         style = "line" if panel.levels else "off"
         custom = {"showPoints": "never", "thresholdsStyle": {"mode": style}}
         custom |= {"stacking": {"mode": "normal"}, "fillOpacity": 40} if panel.stacked else {}
-    thresholds = {"mode": "absolute", "steps": steps}
-    return {"unit": panel.unit, "min": 0, "custom": custom, "thresholds": thresholds}
+    least = {} if panel.signed else {"min": 0}
+    return {"unit": panel.unit, **least, "custom": custom, "thresholds": _thresholds(panel.levels)}
 
 
 def _overrides(panel: Panel) -> Iterator[Json]:
-    """The columns' units."""
+    """The columns' units and colours."""
     for query in panel.queries if panel.kind == "table" else ():
-        unit = {"id": "unit", "value": query.unit or panel.unit}
-        yield {"matcher": {"id": "byName", "options": query.legend}, "properties": [unit]}
+        properties: list[Json] = [{"id": "unit", "value": query.unit or panel.unit}]
+        if query.levels:
+            properties.append({"id": "thresholds", "value": _thresholds(query.levels)})
+            properties.append({"id": "custom.cellOptions", "value": {"type": "color-text"}})
+        yield {"matcher": {"id": "byName", "options": query.legend}, "properties": properties}
 
 
 def _options(panel: Panel) -> Json:

@@ -24,10 +24,11 @@ GROUP = Row(
         ),
         Panel(
             "Queue in tokens",
-            "Admitted to a group and not yet read. Autoscaling adds groups by this over the rate beside.",
+            "Admitted to a group and not yet read. Autoscaling adds groups by this over the rate beside. The "
+            "lines are one and four documents of 512K; how long that takes is on the overview.",
             "short",
             [Query(by_worker("queue_tokens", GROUPS), "{{worker}}")],
-            stacked=True,
+            levels=((524_288.0, "orange"), (2_097_152.0, "red")),
         ),
         Panel(
             "Prompts in the groups",
@@ -64,6 +65,7 @@ GROUP = Row(
             "In an hour: what a group had read of prompts when a worker's death undid it.",
             "short",
             [Query(increase("tokens_read_again_total", window="1h"), "tokens")],
+            levels=((1.0, "orange"),),
         ),
     ),
 )
@@ -156,6 +158,7 @@ HANDOFF = Row(
             "link is slower than prefill.",
             "s",
             [Query(f"{rate('ttft_part_seconds_total', where=_EXPOSED)} / {rate(_TTFT)}", "exposed")],
+            levels=((0.5, "orange"), (2.0, "red")),
         ),
         Panel(
             "What stages spend on it",

@@ -17,7 +17,7 @@ from ..service.config import load
 from .build import DASHBOARDS
 from .drawing import draw
 from .grafana import Panel, Query
-from .prometheus import Prometheus, Series, substituted
+from .prometheus import RAY_EXPORTS, Prometheus, Series, ray_address, substituted
 from .traffic import Traffic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,10 +60,10 @@ def main() -> None:
     chosen = parser.parse_args()
     door, folder = load(chosen.config).door, Path(tempfile.mkdtemp(prefix="deltafront-"))
     http, metrics = f"http://127.0.0.1:{door.http_port}", f"127.0.0.1:{door.metrics_port}"
-    service = LocalService(chosen.config, port=door.grpc_port)
+    service = LocalService(chosen.config, port=door.grpc_port, environment=RAY_EXPORTS)
     with (
         service,
-        Prometheus(folder, metrics, interval_s=2) as prometheus,
+        Prometheus(folder, metrics, ray_address(door.grpc_port), interval_s=2) as prometheus,
         ThreadPoolExecutor(_CLIENTS) as pool,
     ):
         until, text = time.monotonic() + chosen.seconds, _TEXT.read_text()

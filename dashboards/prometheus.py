@@ -19,9 +19,20 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..service.client.local_ray import LOOPBACK, agent_ports
+
 RULES = Path(__file__).resolve().parents[1] / "deploy" / "kubernetes" / "monitoring" / "rules.yaml"
 _START_S = 60.0
 _STEP_S = 1
+
+
+RAY_EXPORTS = {"RAY_enable_metrics_collection": "1"}
+"""The environment of a service on this machine whose Ray exports its own metrics, which costs a little."""
+
+
+def ray_address(grpc_port: int) -> str:
+    """Where the Ray of a service on this machine exports them. grpc_port: the service's."""
+    return f"{LOOPBACK}:{agent_ports(grpc_port)['metrics_export_port']}"
 
 
 class QueryFailed(RuntimeError):
@@ -42,18 +53,20 @@ def substituted(expr: str, window: str, range_s: int) -> str:
 
 
 class Prometheus:
-    """`with Prometheus(folder, "127.0.0.1:9464") as prometheus:` with the rules of the Kubernetes manifests.
+    """`with Prometheus(folder, "127.0.0.1:9464", ray="127.0.0.1:8080") as prometheus:` with the rules of the
+    Kubernetes manifests.
 
-    folder: for its files. interval_s: of scrapes and rules. Raises FileNotFoundError where it is not
-    installed (Debian: prometheus) and RuntimeError if it does not start.
+    folder: for its files. door, ray: where a door exports, and the Ray node that it is on. interval_s: of
+    scrapes and rules. Raises FileNotFoundError where it is not installed (Debian: prometheus) and
+    RuntimeError if it does not start.
     """
 
-    def __init__(self, folder: Path, target: str, interval_s: int = _STEP_S) -> None:
+    def __init__(self, folder: Path, door: str, ray: str, interval_s: int = _STEP_S) -> None:
         tool = shutil.which("prometheus")
         if tool is None:
             raise FileNotFoundError("prometheus is not installed (Debian: prometheus)")
         self._folder = folder
-        self._configure(target, interval_s)
+        self._configure({"deltafront-door": door, "deltafront-ray": ray}, interval_s)
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self._url = f"http://{address}"
@@ -61,15 +74,18 @@ class Prometheus:
         self._command += [f"--web.listen-address={address}", "--log.level=warn"]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def _configure(self, target: str, interval_s: int) -> None:
-        """As the PodMonitor would: the same job's name, a namespace and a pod."""
+    def _configure(self, targets: Mapping[str, str], interval_s: int) -> None:
+        """As the PodMonitors of these names would: the same jobs' names, a namespace and a pod."""
         labels = {"namespace": "local", "pod": "door"}
-        scraped = {
-            "job_name": "local/deltafront-door",
-            "static_configs": [{"targets": [target], "labels": labels}],
-        }
+        scraped = [
+            {
+                "job_name": f"local/{monitor}",
+                "static_configs": [{"targets": [target], "labels": labels}],
+            }
+            for monitor, target in targets.items()
+        ]
         every = {"scrape_interval": f"{interval_s}s", "evaluation_interval": f"{interval_s}s"}
-        config = {"global": every, "rule_files": ["rules.yaml"], "scrape_configs": [scraped]}
+        config = {"global": every, "rule_files": ["rules.yaml"], "scrape_configs": scraped}
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
         rules = yaml.safe_load(RULES.read_text())["spec"]
@@ -111,6 +127,16 @@ class Prometheus:
     def over(self, expr: str, begin: float, end: float, step_s: float) -> list[Series]:
         """Raises QueryFailed."""
         return _read(self._ask("query_range", query=expr, start=begin, end=end, step=step_s))
+
+    def label_values(self, query: str) -> list[str]:
+        """What Grafana makes of a variable's `label_values(series, label)`. Raises QueryFailed, and
+        ValueError for a query of another form."""
+        found = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
+        if found is None:
+            raise ValueError(f"{query} is not label_values(series, label)")
+        what = f"label/{found[2]}/values?" + urllib.parse.urlencode({"match[]": found[1]})
+        values: list[str] = self._ask(what)
+        return values
 
     def rules(self) -> list[dict[str, Any]]:
         """Every rule with its health."""

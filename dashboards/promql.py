@@ -17,8 +17,13 @@ def series(name: str, where: str = "") -> str:
 
 
 def recorded(name: str) -> str:
-    """One of the recording rules of deploy/kubernetes/monitoring/rules.yaml; these know no model."""
-    return f"deltafront:{name}{{{NAMESPACE}}}"
+    """One of the recording rules of deploy/kubernetes/monitoring/rules.yaml."""
+    return f"deltafront:{name}{{{SELECTOR}}}"
+
+
+def of_serve(name: str) -> str:
+    """A series of Ray Serve's own, which knows no model."""
+    return f"ray_serve_{name}{{{NAMESPACE}}}"
 
 
 def _over(function: str, name: str, by: str, where: str, window: str) -> str:

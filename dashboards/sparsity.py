@@ -11,6 +11,7 @@ _SECONDS = "stage_seconds_total"
 _ATTENTION = f'{_METHOD},phase="attention"'
 _CHOOSING = f'{_METHOD},phase=~"anchors|scoring|selection|correction"'
 _BOTH = f'{_METHOD},phase=~"attention|anchors|scoring|selection|correction"'
+_OVERHEAD = ((0.5, "orange"), (1.0, "red"))
 _DENSE = (
     "What dense attention would have cost is an estimate: the time attention took, times causal over "
     "computed tiles."
@@ -83,7 +84,7 @@ COST = Row(
                 Query(quantile(q, "scoring_overhead_ratio", "method", _METHOD), f"{{{{method}}}} {name}")
                 for q, name in ((0.5, "median"), (0.95, "95%"))
             ],
-            levels=((0.5, "orange"), (1.0, "red")),
+            levels=_OVERHEAD,
         ),
         Panel(
             "Attention, and what dense would have cost",
@@ -102,6 +103,8 @@ COST = Row(
             [
                 Query(f"1 - {rate(_SECONDS, 'method', _BOTH)} / ({_dense('method', NOW)})", "{{method}}"),
             ],
+            levels=((-100.0, "red"), (0.0, "green")),
+            signed=True,
         ),
         Panel(
             "Choosing tiles, by step",
@@ -121,13 +124,34 @@ COST = Row(
                     "stage {{stage}}",
                 )
             ],
-            levels=((0.5, "orange"), (1.0, "red")),
+            levels=_OVERHEAD,
             columns=12,
         ),
     ),
 )
-_LAYER = '"layer", "0$1", "layer", "(.)"'
-"""Layers in their order, which is that of their names: 2 as 02."""
+_LAYER_SECONDS = "attention_layer_seconds_total"
+_IN_ATTENTION, _IN_CHOOSING = (f'{_METHOD},phase="{phase}"' for phase in ("attention", "choosing"))
+
+
+def _layers(expr: str) -> str:
+    """In their order, which is that of their names: 2 as 02."""
+    return f'label_replace({expr}, "layer", "0$1", "layer", "(.)")'
+
+
+def _seconds(where: str) -> str:
+    return rate(_LAYER_SECONDS, "layer", where, RANGE)
+
+
+def _dense_layer() -> str:
+    """Of methods that had prompts, each by itself, since they differ in what a tile takes."""
+    by = "method, layer"
+    return (
+        f"sum by (layer) ({rate(_LAYER_SECONDS, by, _IN_ATTENTION, RANGE)}"
+        f" * {rate(_CAUSAL, by, _METHOD, RANGE)} / ({rate(_COMPUTED, by, _METHOD, RANGE)} > 0))"
+    )
+
+
+_PROMPTS = f"scalar({rate('prefill_prompts_total', where=_METHOD, window=RANGE)})"
 BY_LAYER = Row(
     "By layer",
     (
@@ -135,7 +159,7 @@ BY_LAYER = Row(
             "Density by layer over time",
             "Tiles computed over causal tiles, of the methods chosen above. Early layers usually need most.",
             "percentunit",
-            [Query(f"label_replace({ratio(_COMPUTED, _CAUSAL, 'layer', _METHOD)}, {_LAYER})", "{{layer}}")],
+            [Query(_layers(ratio(_COMPUTED, _CAUSAL, "layer", _METHOD)), "{{layer}}")],
             kind="heatmap",
             columns=12,
             cumulative=False,
@@ -144,14 +168,32 @@ BY_LAYER = Row(
             "Density by layer, all that is on the screen",
             "Tiles computed over causal tiles, of the methods chosen above.",
             "percentunit",
-            [
-                Query(
-                    f"label_replace({ratio(_COMPUTED, _CAUSAL, 'layer', _METHOD, RANGE)}, {_LAYER})",
-                    "layer {{layer}}",
-                )
-            ],
+            [Query(_layers(ratio(_COMPUTED, _CAUSAL, "layer", _METHOD, RANGE)), "layer {{layer}}")],
             kind="bargauge",
             columns=12,
+        ),
+        Panel(
+            "Choosing over attention, by layer",
+            "Time of anchors, scores, selection and correction over time of attention, as measured. Above 1, "
+            "choosing takes longer than computing: such a layer may be cheaper dense.",
+            "percentunit",
+            [Query(_layers(f"{_seconds(_IN_CHOOSING)} / {_seconds(_IN_ATTENTION)}"), "layer {{layer}}")],
+            kind="bargauge",
+            levels=_OVERHEAD,
+        ),
+        Panel(
+            "Attention by layer, with choosing tiles",
+            "Seconds a prompt, as measured, all that is on the screen.",
+            "s",
+            [Query(_layers(f"{_seconds(_METHOD)} / {_PROMPTS}"), "layer {{layer}}")],
+            kind="bargauge",
+        ),
+        Panel(
+            "Attention by layer, what dense would have cost",
+            f"Seconds a prompt, to be compared with those beside. {_DENSE}",
+            "s",
+            [Query(_layers(f"{_dense_layer()} / {_PROMPTS}"), "layer {{layer}}")],
+            kind="bargauge",
         ),
     ),
 )

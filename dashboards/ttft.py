@@ -50,13 +50,14 @@ HOW_LONG = Row(
         ),
         Panel(
             "Share within",
-            "First tokens that came within 1, 5 and 30 s.",
+            "First tokens that came within 1, 5 and 30 s. The objective is 95% within 30 s.",
             "percentunit",
             [
                 Query(f"{rate(_TTFT + '_bucket', where=within)} / {rate(_TTFT + '_count')}", f"{bound} s")
                 for bound in (1, 5, 30)
                 for within in [f'le="{bound}.0"']
             ],
+            levels=((0.0, "red"), (0.95, "green")),
         ),
     ),
 )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from .grafana import Dashboard, Panel, Query, Row
-from .promql import DECODERS, GROUPS, by_worker
+from .promql import DECODERS, GROUPS, by_worker, of_serve
 
 _FULL = ((0.8, "orange"), (0.95, "red"))
+_UP = ((0.0, "red"), (1.0, "green"))
+_GOING = ((1.0, "orange"),)
 
 
 def _columns(where: str, *more: Query) -> list[Query]:
     return [
-        Query(by_worker("worker_up", where), "up"),
-        Query(by_worker("worker_draining", where), "draining"),
+        Query(by_worker("worker_up", where), "up", levels=_UP),
+        Query(by_worker("worker_draining", where), "draining", levels=_GOING),
         Query(by_worker("num_requests_running", where), "running"),
         Query(by_worker("num_requests_waiting", where), "waiting"),
         *more,
-        Query(by_worker("kv_cache_usage_ratio", where), "pages in use", "percentunit"),
+        Query(by_worker("kv_cache_usage_ratio", where), "pages in use", "percentunit", _FULL),
         Query(by_worker("kv_pages_free", where), "pages free"),
         Query(by_worker("kv_pages", where), "pages"),
     ]
@@ -60,18 +62,21 @@ LATELY = Row(
                 Query(f"sum({by_worker('worker_up', GROUPS)})", "prefill groups"),
                 Query(f"sum({by_worker('worker_up', DECODERS)})", "decode workers"),
             ],
+            levels=_UP,
         ),
         Panel(
             "Draining",
             "Workers that end what they have and go: scaled down, or replaced by a new version.",
             "short",
             [Query(f"sum({by_worker('worker_draining')})", "draining")],
+            levels=_GOING,
         ),
         Panel(
             "Doors",
             "Nodes with a door that are scraped. A node whose door is not up shows as 0.",
             "short",
             [Query('sum(up{job=~".*deltafront-door",namespace=~"$namespace"})', "up")],
+            levels=_UP,
         ),
         Panel(
             "Kernels compiled",
@@ -103,9 +108,38 @@ LATELY = Row(
         ),
     ),
 )
+SERVE = Row(
+    "Ray Serve",
+    (
+        Panel(
+            "Replicas healthy",
+            "By what Ray Serve runs: doors, and the owners of prefill groups and decode workers. As Serve's "
+            "own health checks see them, all models together. Fewer than configured: Serve starts others, or "
+            "has no room for them.",
+            "short",
+            [Query(f"sum by (deployment) ({of_serve('deployment_replica_healthy')})", "{{deployment}}")],
+            levels=_UP,
+            columns=12,
+        ),
+        Panel(
+            "Replicas that ran within an hour",
+            "By what Ray Serve runs. As many as are healthy: none was replaced. More: they died, or were "
+            "scaled or upgraded meanwhile.",
+            "short",
+            [
+                Query(
+                    "count by (deployment) "
+                    f"(last_over_time({of_serve('deployment_replica_starts_total')}[1h]))",
+                    "{{deployment}}",
+                )
+            ],
+            columns=12,
+        ),
+    ),
+)
 DASHBOARD = Dashboard(
     "workers",
     "Workers",
     "Every prefill group and decode worker by itself.",
-    (NOW, LATELY),
+    (NOW, LATELY, SERVE),
 )

@@ -112,6 +112,11 @@ class Metrics:
         self._causal = self._counter(
             "attention_tiles_causal_total", "Tiles that dense attention would compute", ("method", "layer")
         )
+        self._layer_seconds = self._counter(
+            "attention_layer_seconds_total",
+            "Time of attention by layer; phase: attention, or choosing its tiles",
+            ("method", "layer", "phase"),
+        )
         self._overhead = self._histogram(
             "scoring_overhead_ratio", "Time of scoring over time of attention", _RATIOS, ("method",)
         )
@@ -195,6 +200,8 @@ class Metrics:
         for layer in report.density:
             self._tiles.labels(report.method, layer.layer).inc(layer.computed)
             self._causal.labels(report.method, layer.layer).inc(layer.causal)
+            self._layer_seconds.labels(report.method, layer.layer, "attention").inc(layer.attention)
+            self._layer_seconds.labels(report.method, layer.layer, "choosing").inc(layer.choosing)
         self._overhead.labels(report.method).observe(scoring_overhead(report))
         for stage, phases in enumerate(report.stages):
             for phase, seconds in phases.items():

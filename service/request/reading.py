@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ...workers.messages.events import ChunkRead, LayerDensity, PrefillDone, PrefillReport, Progress
+from ...workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, added_up
 from ...workers.messages.methods import MethodSpec, resume_step
 from ...workers.messages.requests import PrefillJob, RefusalReason, Refused
 from ...workers.roles import Group
@@ -147,10 +147,6 @@ class Reading:
 
 def together(before: PrefillReport, after: PrefillReport) -> PrefillReport:
     """One report of two groups that have read parts of one prompt, one after the other."""
-    layers: dict[int, tuple[float, float]] = {}
-    for layer in (*before.density, *after.density):
-        computed, causal = layers.get(layer.layer, (0.0, 0.0))
-        layers[layer.layer] = computed + layer.computed, causal + layer.causal
     weights = [sum(layer.causal for layer in report.density) for report in (before, after)]
     sampled = before.sampled_share * weights[0] + after.sampled_share * weights[1]
     return PrefillReport(
@@ -158,7 +154,7 @@ def together(before: PrefillReport, after: PrefillReport) -> PrefillReport:
         wall=before.wall + after.wall,
         critical=_sums(before.critical, after.critical),
         stages=tuple(_sums(*both) for both in zip(before.stages, after.stages, strict=True)),
-        density=tuple(LayerDensity(layer, *layers[layer]) for layer in sorted(layers)),
+        density=added_up((*before.density, *after.density)),
         method=after.method,
         sampled_share=sampled / sum(weights) if sum(weights) else 0.0,
         handoff_bytes=before.handoff_bytes + after.handoff_bytes,

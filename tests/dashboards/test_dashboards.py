@@ -53,9 +53,9 @@ def rules() -> list[Any]:
 @every
 def test_all_is_within_the_chosen_namespace_and_model(dashboard: Dashboard) -> None:
     for expr in expressions(dashboard):
-        for selector in re.findall(r"\b(?:deltafront[_:][\w:]+|up)(\{[^}]*\})?", expr):
+        for selector in re.findall(r"\b(?:deltafront[_:][\w:]+|ray_\w+|up)(\{[^}]*\})?", expr):
             assert 'namespace=~"$namespace"' in selector, expr
-        for selector in re.findall(r"\bdeltafront_\w+(\{[^}]*\})?", expr):
+        for selector in re.findall(r"\bdeltafront[_:][\w:]+(\{[^}]*\})?", expr):
             assert 'model_name=~"$model"' in selector, expr
 
 
@@ -79,6 +79,63 @@ def test_every_panel_says_what_it_shows(dashboard: Dashboard) -> None:
         by = {label for q in panel.queries for label in re.findall(r"\{\{(\w+)\}\}", q.legend)}
         assert all(re.search(rf"by \([^)]*\b{label}\b", panel.queries[0].expr) for label in by), panel.title
         assert bool(panel.key) == (panel.kind == "table")
+
+
+LIMITED = {
+    "overview": {
+        "First tokens within 30 s", "Requests without an error of the service", "Prefill groups that serve",
+        "Decode workers that serve", "Budget burnt by slow first tokens", "Budget burnt by errors",
+        "Time to first token", "Share that fails or is refused", "Attempts repeated, hand-offs failed",
+        "K/V pages in use", "Time that the queue takes",
+    },
+    "ttft": {
+        "Quantiles and mean", "Share within", "Time to first token, 95%", "Waiting for a prefill group",
+    },
+    "sparsity": {
+        "Scoring over attention", "Time saved", "Scoring over attention, by stage",
+        "Choosing over attention, by layer",
+    },
+    "prefill": {
+        "Queue in tokens", "Waiting for a group", "Tokens read again", "Bubbles", "Unevenness",
+        "Not hidden behind prefill", "Hand-offs that failed",
+    },
+    "decode": {"Waiting for a place in the batch", "K/V pages in use", "Pages free"},
+    "workers": {"Workers that answer", "Draining", "Doors", "K/V pages in use", "Replicas healthy"},
+}  # fmt: skip
+"""Panels whose values are good or bad whatever the model and the machine."""
+
+
+@every
+def test_where_a_limit_makes_sense_there_is_one(dashboard: Dashboard) -> None:
+    assert {panel.title for panel in dashboard.panels if panel.levels} == LIMITED[dashboard.name]
+    made = {panel["title"]: panel for panel in json.loads(render(dashboard))["panels"]}
+    for title in LIMITED[dashboard.name]:
+        defaults = made[title]["fieldConfig"]["defaults"]
+        assert len(defaults["thresholds"]["steps"]) > 1
+        assert made[title]["type"] != "timeseries" or defaults["custom"]["thresholdsStyle"]["mode"] == "line"
+
+
+def test_columns_of_the_workers_have_limits_too() -> None:
+    (dashboard,) = (one for one in DASHBOARDS if one.name == "workers")
+    for panel in (panel for panel in dashboard.panels if panel.kind == "table"):
+        limited = {query.legend for query in panel.queries if query.levels}
+        assert limited == {"up", "draining", "pages in use"}
+        (made,) = (one for one in json.loads(render(dashboard))["panels"] if one["title"] == panel.title)
+        coloured = {
+            override["matcher"]["options"]
+            for override in made["fieldConfig"]["overrides"]
+            if any(one["id"] == "thresholds" for one in override["properties"])
+        }
+        assert coloured == limited
+
+
+def test_only_what_may_be_negative_shows_values_below_0() -> None:
+    signed = [panel.title for dashboard in DASHBOARDS for panel in dashboard.panels if panel.signed]
+    assert signed == ["Time saved"]
+    made = [
+        panel for one in DASHBOARDS for panel in json.loads(render(one))["panels"] if panel["type"] != "row"
+    ]
+    assert [one["title"] for one in made if "min" not in one["fieldConfig"]["defaults"]] == signed
 
 
 @every

@@ -6,19 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from deltafront.benchmarks import overlays
+from deltafront.benchmarks.overlays import quantity
 from deltafront.service.client.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
 from deltafront.service.config import ServiceConfig
 
-from .manifests import OVERLAYS, container, settings, worker_groups
-
-
-def quantity(value: str | int) -> float:
-    """A Kubernetes quantity as a number."""
-    text = str(value)
-    for suffix, factor in (("m", 1e-3), ("Mi", 1 << 20), ("Gi", 1 << 30)):
-        if text.endswith(suffix):
-            return float(text.removesuffix(suffix)) * factor
-    return float(text)
+from .manifests import OVERLAYS, container, ray_service, settings, worker_groups
 
 
 def bundles(config: ServiceConfig) -> Iterator[tuple[dict[str, str], float, float]]:
@@ -70,3 +63,51 @@ def test_weights_and_kv_fit_the_gpus_that_are_asked_for(overlay: str) -> None:
         ((expression,),) = [term["matchExpressions"] for term in terms]
         assert (expression["key"], expression["operator"]) == ("nvidia.com/gpu.memory", "Gt")
         assert need <= int(expression["values"][0]) << 20, f"{overlay}: {name} needs {need / GIB:.1f} GiB"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_tables_are_made_from_what_kustomize_makes(overlay: str) -> None:
+    """The whole cluster, but for what kustomize alone does: namespaces, labels, images."""
+    read = overlays.read(overlay)
+    assert read.config.decode == settings(overlay).decode and read.config.prefill == settings(overlay).prefill
+    rendered = ray_service(overlay)["rayClusterConfig"]
+    assert list(read.worker_groups) == list(worker_groups(overlay))
+    pairs = [(read.cluster["headGroupSpec"], rendered["headGroupSpec"])]
+    pairs += [(read.worker_groups[name], group) for name, group in worker_groups(overlay).items()]
+    for ours, theirs in pairs:
+        assert ours.get("replicas") == theirs.get("replicas")
+        assert ours["rayStartParams"] == theirs["rayStartParams"]
+        pods = ours["template"]["spec"], theirs["template"]["spec"]
+        assert pods[0].get("affinity") == pods[1].get("affinity")
+        for part in ("resources", "lifecycle", "readinessProbe"):
+            assert container(ours["template"]).get(part) == container(theirs["template"]).get(part)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_tables_gpus_are_those_of_the_pods(overlay: str) -> None:
+    config, layout = settings(overlay), overlays.read(overlay).layout
+    limits = [
+        group["replicas"]
+        * quantity(container(group["template"])["resources"]["limits"].get("nvidia.com/gpu", 0))
+        for group in worker_groups(overlay).values()
+    ]
+    assert sum(limits) == (layout.gpus if layout else 0)
+    if layout:
+        counts = (layout.groups, layout.stages, layout.workers)
+        assert counts == (config.prefill.groups, config.prefill.stages, config.decode.workers)
+
+
+def test_every_overlay_is_in_the_tables() -> None:
+    assert sorted(overlays.names()) == sorted(OVERLAYS)
+    with_gpus = {name for name, _ in overlays.fits()}
+    assert with_gpus == {name for name in OVERLAYS if settings(name).prefill.gpus_per_stage}
+
+
+def test_a_patch_that_does_not_fit_is_refused() -> None:
+    for operation in (
+        {"op": "test", "path": "/a/0", "value": 2},
+        {"op": "replace", "path": "/b", "value": 2},
+        {"op": "move", "path": "/a", "from": "/b"},
+    ):
+        with pytest.raises(ValueError, match=operation["path"]):
+            overlays.patched({"a": [1]}, [operation])

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of
+from deltafront.dashboards.prometheus import RAY_EXPORTS
 from deltafront.service.client.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
 from deltafront.workers.model import store as model_store
@@ -61,7 +62,8 @@ def service(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     settings["prefill"]["chunk_tokens"] = sizes.chunk
     config = tmp_path_factory.mktemp("service") / CONFIG.name
     config.write_text(yaml.safe_dump(settings))
-    with LocalService(config, port=settings["door"]["grpc_port"], start_s=900) as running:
+    port = settings["door"]["grpc_port"]
+    with LocalService(config, port=port, start_s=900, environment=RAY_EXPORTS) as running:
         yield running
 
 

@@ -1,5 +1,5 @@
-"""Every query of every panel and rule, asked of a real Prometheus that scrapes the real service: none fails,
-none is empty."""
+"""Every query of every panel, variable and rule, asked of a real Prometheus that scrapes the real service and
+its Ray: none fails, none is empty."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import yaml
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.dashboards.build import DASHBOARDS
-from deltafront.dashboards.prometheus import RULES, Prometheus, QueryFailed, Series, substituted
+from deltafront.dashboards.prometheus import RULES, Prometheus, QueryFailed, ray_address, substituted
 from deltafront.dashboards.traffic import Traffic
 from deltafront.service.client.server_process import LocalService
 
@@ -27,10 +27,11 @@ WINDOW, RANGE_S = "10m", 600
 
 
 @pytest.fixture
-def prometheus(wire: Wire, tmp_path: Path) -> Iterator[Prometheus]:
+def prometheus(service: LocalService, wire: Wire, tmp_path: Path) -> Iterator[Prometheus]:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian: prometheus); .ci/run installs it")
-    with Prometheus(tmp_path / "prometheus", wire.info().metrics_address) as running:
+    ray = ray_address(int(service.address.rpartition(":")[2]))
+    with Prometheus(tmp_path / "prometheus", wire.info().metrics_address, ray) as running:
         yield running
 
 
@@ -40,6 +41,16 @@ def of_panels() -> dict[str, str]:
         for dashboard in DASHBOARDS
         for panel in dashboard.panels
         for number, query in enumerate(panel.queries)
+    }
+
+
+def of_variables() -> dict[str, str]:
+    """As Grafana asks for a variable's values, all chosen in those that it depends on."""
+    return {
+        f"{dashboard.name}: ${variable['name']}": substituted(variable["definition"], WINDOW, RANGE_S)
+        for dashboard in DASHBOARDS
+        for variable in dashboard.json()["templating"]["list"]
+        if variable["type"] == "query"
     }
 
 
@@ -76,7 +87,7 @@ def test_conditions_are_taken_apart() -> None:
     ]  # fmt: skip
 
 
-def empty_ones(asked: dict[str, str], ask: Callable[[str], list[Series]]) -> list[str]:
+def empty_ones(asked: dict[str, str], ask: Callable[[str], Sequence[object]]) -> list[str]:
     """Raises AssertionError for queries that fail."""
     empty, failing = [], []
     for name, expr in asked.items():
@@ -101,11 +112,11 @@ def wait_for(true: Callable[[], bool], otherwise: Callable[[], object]) -> None:
         time.sleep(0.5)
 
 
-def test_no_query_of_a_panel_or_a_rule_fails_or_is_empty(
+def test_no_query_of_a_panel_a_variable_or_a_rule_fails_or_is_empty(
     service: LocalService, http: str, wire: Wire, prometheus: Prometheus, table: Table
 ) -> None:
     """Two rounds of requests: a rate sees nothing of the first increase of a series that begins with it."""
-    panels, rules = of_panels(), of_rules()
+    panels, variables, rules = of_panels(), of_variables(), of_rules()
     model = wire.info().model
     traffic = Traffic(service.address, http, model, DEMO_TEXT.read_text(), (400, 1200) * 2)
     for _ in range(2):
@@ -114,11 +125,13 @@ def test_no_query_of_a_panel_or_a_rule_fails_or_is_empty(
         wait_for(lambda seen=seen: scrapes(prometheus) > seen + 1, lambda: "nothing is scraped")  # type: ignore[misc]
     traffic.close()
     asked = panels | rules
-    empty = list(asked)
+    empty = [*asked, *variables]
 
     def all_there() -> bool:
         nonlocal empty
-        empty = empty_ones({name: asked[name] for name in empty}, prometheus.now)
+        left = empty_ones({name: asked[name] for name in empty if name in asked}, prometheus.now)
+        chosen = {name: variables[name] for name in empty if name in variables}
+        empty = left + empty_ones(chosen, prometheus.label_values)
         return not empty
 
     wait_for(all_there, lambda: f"empty: {empty}")
@@ -129,9 +142,10 @@ def test_no_query_of_a_panel_or_a_rule_fails_or_is_empty(
     assert names == {model}
     count = sum(1 for dashboard in DASHBOARDS for _ in dashboard.panels)
     table.add(
-        "dashboards: panels, their queries, rules, their queries",
-        (count, len(panels), len(health), len(rules)),
+        "dashboards: panels, their queries, variables, rules, their queries, empty",
+        (count, len(panels), len(variables), len(health), len(rules), len(empty)),
     )
+    assert prometheus.label_values('label_values(deltafront_worker_up{worker="no"}, model_name)') == []
     parts = prometheus.now("sum(deltafront_ttft_part_seconds_total)")[0].points[-1][1]
     whole = prometheus.now("sum(deltafront_time_to_first_token_seconds_sum)")[0].points[-1][1]
     assert math.isclose(parts, whole), "the parts add up to the time to first token"

@@ -151,16 +151,19 @@ class FakeGroup(Pausing):
         yield PrefillDone(job.request_id, self._report(job, job.tokens, time.monotonic() - started))
 
     def _report(self, job: PrefillJob, done: int, wall: float) -> PrefillReport:
-        """Ten tiles a layer. Of layer 0 everything is computed, of layer 1 what lies in the first half."""
+        """Ten tiles a layer, of which each stage has one. Of layer 0 everything is computed, of layer 1 what
+        lies in the first half."""
         tile = 10 / job.tokens
         read, early = done - job.start, max(0.0, min(done, job.tokens / 2) - job.start)
         stage = {"attention": 0.5 * wall, "scoring": 0.1 * wall, "projection": 0.3 * wall}
+        spent = stage["attention"], stage["scoring"]
+        layers = (read * tile, read * tile), (early * tile, read * tile)
         return PrefillReport(
             queue=0.0,
             wall=wall,
             critical={**stage, "group_overhead": wall - sum(stage.values())},
             stages=(stage, stage),
-            density=(LayerDensity(0, read * tile, read * tile), LayerDensity(1, early * tile, read * tile)),
+            density=tuple(LayerDensity(layer, *tiles, *spent) for layer, tiles in enumerate(layers)),
             method=job.method.name,
             sampled_share=0.016,
             handoff_bytes=read * 100,

@@ -66,6 +66,9 @@ def test_an_answer_is_counted_once_in_everything(house: House, client: Deltafron
     assert rows / steps == 4, "the fake worker computes four at once"
     stages = [value(house, "stage_seconds_total", stage=stage, phase="attention") for stage in "01"]
     assert stages == [finish.timings.stages[0]["attention"]] * 2
+    for phase, part in (("attention", "attention"), ("choosing", "scoring")):
+        layers = [value(house, "attention_layer_seconds_total", phase=phase, layer=layer) for layer in "01"]
+        assert layers == [finish.timings.stages[0][part]] * 2, "a layer is all that a stage has"
 
 
 def test_a_sessions_answers_count_what_they_read(house: House, client: DeltafrontClient) -> None:

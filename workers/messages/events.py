@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 @dataclass(frozen=True)
 class LayerDensity:
-    """Tiles computed and causal tiles of one layer for one chunk or one prompt, summed over heads."""
+    """Tiles computed and causal tiles of one layer for one chunk or one prompt, summed over heads; seconds of
+    attention there, and of choosing its tiles (anchors, scoring, selection, correction)."""
 
     layer: int
     computed: float
     causal: float
+    attention: float = 0.0
+    choosing: float = 0.0
+
+
+def added_up(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
+    """One for each layer, in their order, of several chunks or groups."""
+    sums: dict[int, LayerDensity] = {}
+    for one in layers:
+        before = sums.get(one.layer, LayerDensity(one.layer, 0.0, 0.0))
+        sums[one.layer] = LayerDensity(
+            one.layer,
+            before.computed + one.computed,
+            before.causal + one.causal,
+            before.attention + one.attention,
+            before.choosing + one.choosing,
+        )
+    return tuple(sums[layer] for layer in sorted(sums))
 
 
 @dataclass(frozen=True)

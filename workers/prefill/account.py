@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..messages.events import LayerDensity, PrefillReport
+from ..messages.events import LayerDensity, PrefillReport, added_up
 from ..messages.methods import MethodSpec
 from ..messages.stages import ChunkReport
 
@@ -31,8 +31,7 @@ class Account:
     _own_wall: float = 0.0
     _others: float = 0.0
     _phases: list[defaultdict[str, float]] = field(default_factory=list)
-    _computed: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    _causal: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _layers: tuple[LayerDensity, ...] = ()
     _sampled: float = 0.0
     _handoff_bytes: int = 0
 
@@ -44,10 +43,8 @@ class Account:
         for report in reports:
             _add(self._phases[report.stage], report.phases)
             self._handoff_bytes += report.handoff_bytes
-            for layer in report.density:
-                self._computed[layer.layer] += layer.computed
-                self._causal[layer.layer] += layer.causal
-                self._sampled += report.sampled_share * layer.causal
+            self._layers = added_up((*self._layers, *report.density))
+            self._sampled += report.sampled_share * sum(layer.causal for layer in report.density)
         last = reports[-1]
         _add(self._own, last.phases)
         self._own_wall += last.wall
@@ -64,16 +61,13 @@ class Account:
         critical = dict(self._own)
         critical["other_requests"] = min(self._others, max(0.0, wall - self._own_wall))
         critical["group_overhead"] = wall - sum(critical.values())
-        causal = sum(self._causal.values())
+        causal = sum(layer.causal for layer in self._layers)
         return PrefillReport(
             queue=began - self.arrived,
             wall=wall,
             critical=critical,
             stages=tuple(dict(phases) for phases in self._phases),
-            density=tuple(
-                LayerDensity(layer, self._computed[layer], self._causal[layer])
-                for layer in sorted(self._causal)
-            ),
+            density=self._layers,
             method=self.method.name,
             sampled_share=self._sampled / causal if causal else 0.0,
             handoff_bytes=self._handoff_bytes,

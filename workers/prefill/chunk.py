@@ -70,8 +70,14 @@ class ChunkWork:
     def _density(self) -> tuple[LayerDensity, ...]:
         if self._computed_L is None:
             return ()
-        pairs = zip(self.coverage, self._computed_L.tolist(), strict=True)
-        return tuple(LayerDensity(layer, tiles, float(c.causal)) for (layer, c), tiles in pairs)
+        seconds = self.timer.layers()
+        found = []
+        for (layer, coverage), tiles in zip(self.coverage, self._computed_L.tolist(), strict=True):
+            parts = seconds.get(layer, {})
+            attention = parts.get("attention", 0.0)
+            choosing = sum(parts.values()) - attention
+            found.append(LayerDensity(layer, tiles, float(coverage.causal), attention, choosing))
+        return tuple(found)
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,14 @@
 """How long a chunk's phases took, without slowing the chunk down.
 
 Phases nest (the Δ correction runs a whole method inside): time counts for the innermost phase alone, so
-phases are disjoint and lie within the chunk. Time outside every phase is nobody's.
+phases are disjoint and lie within the chunk. Time outside every phase is nobody's. What is measured is given
+to the phase, and to the layer that was current when the phase began.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -16,6 +17,9 @@ import torch
 
 class PhaseTimer(Protocol):
     """One chunk's stopwatch; `phase` fits `kernels.interface.Phase`."""
+
+    layer: int | None
+    """The layer whose phases begin, while there is one."""
 
     def phase(self, name: str) -> AbstractContextManager[object]: ...
 
@@ -26,19 +30,42 @@ class PhaseTimer(Protocol):
     def seconds(self) -> dict[str, float]:
         """Seconds by phase. Called once, after the last phase; on CUDA it waits for the device."""
 
+    def layers(self) -> dict[int, dict[str, float]]:
+        """Those of phases that began while a layer was current, by layer. Called after `seconds`."""
+
+
+_Key = tuple[str, int | None]
+"""A phase, and the layer that it began in."""
+
+
+def _by_phase(seconds: Mapping[_Key, float]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for (name, _layer), spent in seconds.items():
+        totals[name] = totals.get(name, 0.0) + spent
+    return totals
+
+
+def _by_layer(seconds: Mapping[_Key, float]) -> dict[int, dict[str, float]]:
+    layers: dict[int, dict[str, float]] = {}
+    for (name, layer), spent in seconds.items():
+        if layer is not None:
+            layers.setdefault(layer, {})[name] = spent
+    return layers
+
 
 class CpuPhases:
     """Wall-clock time of the calling thread."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._stack: list[str] = []
+        self.layer: int | None = None
+        self._seconds: dict[_Key, float] = {}
+        self._stack: list[_Key] = []
         self._mark = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._credit()
-        self._stack.append(name)
+        self._stack.append((name, self.layer))
         try:
             yield
         finally:
@@ -49,14 +76,17 @@ class CpuPhases:
         """Everything is done."""
 
     def seconds(self) -> dict[str, float]:
-        return dict(self._seconds)
+        return _by_phase(self._seconds)
+
+    def layers(self) -> dict[int, dict[str, float]]:
+        return _by_layer(self._seconds)
 
     def _credit(self) -> None:
         """Give the time since the last mark to the innermost phase."""
         now = time.perf_counter()
         if self._stack:
-            name = self._stack[-1]
-            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._mark
+            key = self._stack[-1]
+            self._seconds[key] = self._seconds.get(key, 0.0) + now - self._mark
         self._mark = now
 
 
@@ -68,14 +98,16 @@ class CudaPhases:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.current_stream()  # asking again at every mark takes longer than the mark
-        self._stack: list[str] = []
-        self._marks: list[tuple[torch.cuda.Event, str | None]] = []
+        self.layer: int | None = None
+        self._seconds: dict[_Key, float] = {}
+        self._stack: list[_Key] = []
+        self._marks: list[tuple[torch.cuda.Event, _Key | None]] = []
         """Events, and the phase that the time since the event before belongs to."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._record()
-        self._stack.append(name)
+        self._stack.append((name, self.layer))
         try:
             yield
         finally:
@@ -88,13 +120,15 @@ class CudaPhases:
         return event
 
     def seconds(self) -> dict[str, float]:
-        totals: dict[str, float] = {}
         if self._marks:
             self._marks[-1][0].synchronize()
-        for (before, _), (after, name) in zip(self._marks, self._marks[1:], strict=False):
-            if name is not None:
-                totals[name] = totals.get(name, 0.0) + before.elapsed_time(after) / 1e3
-        return totals
+        for (before, _), (after, key) in zip(self._marks, self._marks[1:], strict=False):
+            if key is not None:
+                self._seconds[key] = self._seconds.get(key, 0.0) + before.elapsed_time(after) / 1e3
+        return _by_phase(self._seconds)
+
+    def layers(self) -> dict[int, dict[str, float]]:
+        return _by_layer(self._seconds)
 
     def _record(self) -> None:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

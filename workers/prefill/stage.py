@@ -283,7 +283,9 @@ class PrefillStage:
             q_start=work.command.start,
             prompt_tokens=prompt.request.prompt_tokens,
         )
+        work.timer.layer = layer
         out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], work.timer.phase)
+        work.timer.layer = None
         work.coverage.append((layer, coverage))
         return out_BHTD[0].transpose(0, 1)
 

@@ -39,6 +39,24 @@ def test_nested_phases_share_out_the_time_between_them() -> None:
         assert timer.seconds() == {"correction": 42.0, "scoring": 132.0, "attention": 16.0}
 
 
+def test_a_layers_phases_are_those_that_begin_in_it() -> None:
+    """And all of them together are still what each phase took."""
+    clock = FakeClock()
+    with mock.patch.object(time, "perf_counter", clock.perf_counter):
+        timer = CpuPhases()
+        for layer, seconds in ((3, 1), (4, 2)):
+            with timer.phase("projection"):
+                clock.now += 100
+            timer.layer = layer
+            with timer.phase("scoring"):
+                clock.now += 10 * seconds
+                with timer.phase("attention"):
+                    clock.now += seconds
+            timer.layer = None
+    assert timer.seconds() == {"projection": 200.0, "scoring": 30.0, "attention": 3.0}
+    assert timer.layers() == {3: {"scoring": 10.0, "attention": 1.0}, 4: {"scoring": 20.0, "attention": 2.0}}
+
+
 def test_phases_lie_within_the_wall() -> None:
     timer = phase_timer(torch.device("cpu"))
     began = time.perf_counter()
@@ -64,6 +82,7 @@ def test_cuda_phases_measure_the_device_without_waiting_for_it() -> None:
             y = y + 1
     launched = time.perf_counter() - began
     seconds = timer.seconds()
+    assert timer.layers() == {}
     wall = time.perf_counter() - began
     assert launched < 0.5 * wall, "the host did not wait"
     assert 10 * seconds["scoring"] < seconds["attention"] <= wall

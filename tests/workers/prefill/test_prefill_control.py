@@ -115,7 +115,7 @@ class FakeStage:
         if command.request_id not in self.opened:
             self.wrong.append(f"a chunk of {command.request_id}, which is not open")
         self.trouble(command.request_id)
-        density = (LayerDensity(self.stage, 1.0, 2.0),)
+        density = (LayerDensity(self.stage, 1.0, 2.0, 0.5, 0.25),)
         phases = {"projection": 0.0004, "activation_wait": 0.0001}
         return ChunkReport(
             command.request_id, self.stage, command.start, 0.0006, phases, density, 0.25, command.tokens
@@ -192,7 +192,7 @@ async def test_one_prompt_from_start_to_report() -> None:
     assert report.critical["projection"] == pytest.approx(3 * 0.0004)
     assert report.critical["other_requests"] == 0.0
     assert [s["projection"] for s in report.stages] == pytest.approx([0.0012, 0.0012])
-    assert report.density == (LayerDensity(0, 3.0, 6.0), LayerDensity(1, 3.0, 6.0))
+    assert report.density == tuple(LayerDensity(layer, 3.0, 6.0, 1.5, 0.75) for layer in (0, 1))
     assert (report.method, report.sampled_share, report.handoff_bytes) == ("dense", 0.25, 600)
     assert fakes[0].log[:5] == [
         ("open", "a", 0),

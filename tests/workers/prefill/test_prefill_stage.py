@@ -115,6 +115,9 @@ async def test_logits_and_kv_equal_the_whole_prompt(
     assert [density.layer for density in report.density] == list(range(LAYERS))
     if method is DENSE:
         assert all(density.computed == density.causal == 4 * 10 for density in report.density)
+    attention = sum(phases["attention"] for phases in report.stages)
+    assert sum(layer.attention for layer in report.density) == pytest.approx(attention)
+    assert all(layer.attention > 0 for layer in report.density), "each has its own"
     assert report.handoff_bytes == 500 * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
     assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
     assert {"projection", "attention", "kv_gather", "handoff"} <= set(report.critical)

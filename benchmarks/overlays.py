@@ -1,0 +1,176 @@
+"""What the overlays of deploy/kubernetes ask for, read from their files: for the tables of docs/deploy.md.
+
+Kustomize is not needed: the overlays' patches of the RayService are JSON 6902 (a test compares the outcome
+with what `kubectl kustomize` makes of them).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..service.client.layout import Fit, Layout, fit
+from ..service.client.size import GIB, SHAPES, decode_bytes, stage_bytes
+from ..service.config import ServiceConfig, load
+from ..workers.settings import Quantisation
+
+KUBERNETES = Path(__file__).resolve().parent.parent / "deploy" / "kubernetes"
+_MEMORY = "nvidia.com/gpu.memory"
+"""The node label that says how many MiB a GPU has; overlays ask for more than a number of them."""
+_SUFFIXES = (("m", 1e-3), ("Mi", 1 << 20), ("Gi", 1 << 30))
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """config: its config.yaml. cluster: rayClusterConfig, patched."""
+
+    name: str
+    config: ServiceConfig
+    cluster: Mapping[str, Any]
+
+    @property
+    def layout(self) -> Layout | None:
+        """None without GPUs. Raises ValueError where pods do not say what memory their GPUs have."""
+        prefill, decode = self.config.prefill, self.config.decode
+        if not prefill.gpus_per_stage and not decode.gpus:
+            return None
+        return Layout(
+            prefill.groups,
+            prefill.stages,
+            prefill.gpus_per_stage,
+            self._gpu_gib(dict(prefill.node_labels)),
+            decode.workers,
+            decode.gpus,
+            self._gpu_gib(dict(decode.node_labels)),
+        )
+
+    def _gpu_gib(self, node_labels: Mapping[str, str]) -> float:
+        group = self.worker_groups[node_labels["ray.io/node-group"]]
+        affinity = group["template"]["spec"]["affinity"].get("nodeAffinity", {})
+        required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+        for term in required.get("nodeSelectorTerms", ()):
+            for asked in term["matchExpressions"]:
+                if asked["key"] == _MEMORY:
+                    return int(asked["values"][0]) / 1024
+        raise ValueError(f"overlay {self.name}: the pods of {group['groupName']} ask for no {_MEMORY}")
+
+    @property
+    def worker_groups(self) -> dict[str, Any]:
+        """By name."""
+        return {group["groupName"]: group for group in self.cluster["workerGroupSpecs"]}
+
+    def requested(self, resource: str) -> float:
+        """Of `cpu`, `memory` (bytes) or `nvidia.com/gpu`, for all pods of the RayService together."""
+        pods = [(self.cluster["headGroupSpec"], 1)]
+        pods += [(group, group["replicas"]) for group in self.worker_groups.values()]
+        return sum(
+            count
+            * quantity(group["template"]["spec"]["containers"][0]["resources"]["requests"].get(resource, 0))
+            for group, count in pods
+        )
+
+
+def quantity(value: str | int) -> float:
+    """A Kubernetes quantity as a number."""
+    text = str(value)
+    for suffix, factor in _SUFFIXES:
+        if text.endswith(suffix):
+            return float(text.removesuffix(suffix)) * factor
+    return float(text)
+
+
+def names() -> list[str]:
+    """The one without GPUs, then by how many there are."""
+    found = (path.parent.name for path in KUBERNETES.glob("overlays/*/config.yaml"))
+    return sorted(found, key=lambda name: read(name).requested("nvidia.com/gpu"))
+
+
+def read(name: str) -> Overlay:
+    """Raises ConfigError for a configuration, ValueError for a patch that cannot be used."""
+    folder = KUBERNETES / "overlays" / name
+    base = yaml.safe_load((KUBERNETES / "base" / "rayservice.yaml").read_text(encoding="utf-8"))
+    service = json.loads(json.dumps(base))  # what YAML's anchors share becomes each one's own
+    for patch in yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))["patches"]:
+        if patch["target"]["kind"] == "RayService" and "patch" in patch:
+            patched(service, yaml.safe_load(patch["patch"]))
+    return Overlay(name, load(folder / "config.yaml"), service["spec"]["rayClusterConfig"])
+
+
+def patched(document: Any, operations: Iterable[Mapping[str, Any]]) -> None:
+    """JSON 6902 in place, of operations those that the overlays use. Raises ValueError for others, and for a
+    test that fails."""
+    for operation in operations:
+        *parents, last = operation["path"].removeprefix("/").split("/")
+        place = document
+        for key in parents:
+            place = place[_index(place, key)]
+        index = _index(place, last)
+        match operation["op"]:
+            case "test" if place[index] == operation["value"]:
+                pass
+            case "add" if isinstance(place, dict):
+                place[index] = operation["value"]
+            case "replace" if not isinstance(place, dict) or index in place:
+                place[index] = operation["value"]
+            case "remove":
+                del place[index]
+            case _:
+                raise ValueError(f"{operation['op']} {operation['path']} does not fit")
+
+
+def _index(place: Any, key: str) -> Any:
+    return int(key) if isinstance(place, list) else key.replace("~1", "/").replace("~0", "~")
+
+
+HEADER = ("overlay", "model", "GPUs", "prefill", "decode", "holds", "CPUs, memory")
+
+
+def row(overlay: Overlay) -> list[str]:
+    """A line under HEADER: the overlay as it is. GiB: weights and K/V of the fullest stage, of a worker."""
+    prefill, decode, model = overlay.config.prefill, overlay.config.decode, overlay.config.model
+    stages, workers = str(prefill.groups * prefill.stages), str(decode.workers)
+    shape = next((shape for name, shape in SHAPES.items() if name in model.path), None)
+    if shape is not None:
+        stage = stage_bytes(shape, prefill.stages, prefill.cache_tokens, model.dtype, model.quantisation)
+        worker = decode_bytes(shape, decode.cache_tokens, model.dtype, model.quantisation)
+        stages, workers = f"{stages} × {stage / GIB:.1f} GiB", f"{workers} × {worker / GIB:.1f} GiB"
+    return [
+        f"`{overlay.name}`",
+        overlay.config.door.model_name,
+        _gpus(overlay.layout),
+        stages,
+        workers,
+        f"{decode.workers * decode.cache_tokens:,} tokens",
+        f"{overlay.requested('cpu'):g}, {overlay.requested('memory') / GIB:,.0f} GiB",
+    ]
+
+
+def _gpus(layout: Layout | None) -> str:
+    if layout is None:
+        return "none"
+    found: dict[float, float] = {}
+    for count, gib in (
+        (layout.groups * layout.stages * layout.gpus_per_stage, layout.stage_gpu_gib),
+        (layout.workers * layout.gpus_per_worker, layout.worker_gpu_gib),
+    ):
+        found[gib] = found.get(gib, 0.0) + count
+    return ", ".join(f"{count:g} × {gib:.0f} GiB" for gib, count in found.items())
+
+
+MODELS: tuple[tuple[str, Quantisation | None], ...] = (("8b", None), ("70b", None), ("70b", "fp8"))
+CONTEXTS = (131_072, 524_288)
+
+
+def fits() -> Iterator[tuple[str, Fit]]:
+    """Overlays with GPUs, each with every model and context."""
+    for overlay in map(read, names()):
+        layout = overlay.layout
+        if layout is not None:
+            for (model, kind), tokens in itertools.product(MODELS, CONTEXTS):
+                yield overlay.name, fit(layout, model, SHAPES[model], tokens, kind)
