@@ -122,7 +122,7 @@ class Tracer:
         began, about = wall_ns(seconds), _named(attributes)
         span = self._tracer.start_span(name, context, attributes=about, start_time=began)
         _fail(span, error)
-        span.end()
+        span.end(began + round(seconds * _NS))
 
     def _context(self, parent: str) -> Any:
         """None where nothing is recorded."""

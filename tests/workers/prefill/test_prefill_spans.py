@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,17 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
+from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import PrefillFailed, Refused
-from deltafront.workers.messages.stages import RequestFailed
+from deltafront.workers.messages.stages import ChunkCommand, OpenRequest, RequestFailed
 from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.settings import PrefillConfig
+from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..spans import PARENT, Recorder
 from ..timeless import timeless
+from ..tiny_model import make_tiny_model, random_ids
 from .test_prefill_control import FakeStage, assert_clean, collect, job, no_pulse, no_trouble
+from .test_prefill_stage import Collector, stage_of
 
 
 def traced(
@@ -31,7 +36,7 @@ def traced(
         for fake in fakes:
             fake.stop()
 
-    config = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=1024)
+    config = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=1024, stream_lease_s=600.0)
     clock = asyncio.get_running_loop().time
     return PrefillController(
         "prefill:test", fakes, config, end_stages, no_pulse, clock, None, recorder.tracer
@@ -123,3 +128,28 @@ def test_a_span_ends_in_every_case(way: str, finish: str, error: str | None) -> 
     assert (error or "") in (root.status.description or "")
     assert "chunk" in {span.name for span in recorder.under(root)}
     assert recorder.begun == len(recorder.spans), "one that began has not ended"
+
+
+def test_a_stage_shows_what_it_computed_and_what_it_could_not(tmp_path: Path) -> None:
+    """Under the chunk whose command it got; a chunk that was abandoned is nobody's error."""
+    model, recorder = ModelSpec(str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
+    stage = stage_of(model, Collector())
+    stage.tracer = recorder.tracer
+    command = ChunkCommand("r", 0, 128, False, True, random_ids(128), PARENT)
+    opening = OpenRequest("r", tuple(range(16)), 256, method_spec("dense"), "decode:x", serial=7)
+    stage.open(opening)
+    report = stage.run_chunk(command)()
+    stage.run_chunk(replace(command, start=128, last=True, trace=""))()
+    stage.abandon(7)
+    for error in ("abandoned", "not open"):
+        with pytest.raises(RequestFailed, match=error):
+            stage.run_chunk(command)
+    computed, abandoned, failed = recorder.under(None)
+    assert [span.name for span in recorder.spans] == ["stage"] * 3
+    assert [finished(span) for span in (computed, abandoned, failed)] == ["finished", "cancelled", "failed"]
+    assert [span.status.status_code for span in (computed, abandoned)] == [StatusCode.UNSET] * 2
+    assert failed.status.description == "request r is not open on stage 0"
+    assert recorder.seconds(computed) == pytest.approx(report.wall, abs=2e-9)
+    about = {f"deltafront.seconds.{phase}": seconds for phase, seconds in report.phases.items()}
+    told = {"finish": "finished", "stage": 0, "handoff_bytes": report.handoff_bytes}
+    assert computed.attributes == about | {f"deltafront.{name}": value for name, value in told.items()}
