@@ -169,6 +169,18 @@ def test_workers_are_told_whose_work_it_is(house: House, spans: InMemorySpanExpo
     assert [job.trace for job in house.decode.kept] == [second]
 
 
+def test_a_prompt_that_is_resumed_stays_one_request(house: House, spans: InMemorySpanExporter) -> None:
+    """Both groups work under its span, and it shows what was lost between them."""
+    house.group.fail_after = [2]
+    finish = generate(house, attention=pb.AttentionMethod(name="dense"))
+    (root,) = ended(spans)
+    lost = [span for span in below(spans, root) if span.name == "replay"]
+    told = {part.name: part.seconds for part in finish.timings.parts}
+    assert sum(map(seconds, lost)) == pytest.approx(told["replay"], abs=1e-6) and told["replay"] > 0
+    mine = f"00-{TRACE}-{root.get_span_context().span_id:016x}-01"
+    assert [(job.start, job.trace) for job in house.group.jobs] == [(0, mine), (256, mine)]
+
+
 @pytest.mark.parametrize(
     ("request_", "code", "status"),
     [
