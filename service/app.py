@@ -29,7 +29,7 @@ from .fleet.dispatch import RayDirectory
 from .fleet.scaling import GroupsByBacklog, WorkersByLoad
 from .fleet.view import Fleet
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import local_model, observer, requests, tls_files, traced
+from .wiring import local_model, observer, requests, span_sink, tls_files, traced
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -168,13 +168,10 @@ def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     workers = _replicas(
         decode.workers, decode.max_workers, WorkersByLoad, usage=decode.usage, max_batch=decode.max_batch
     )
+    model, handoff, spans = settings.model, settings.handoff, span_sink(settings.door)
     owners = (
-        _owner("PrefillGroup", prefill_group, prefill, groups).bind(
-            settings.model, prefill, settings.handoff
-        ),
-        _owner("DecodeReplica", decode_worker, decode, workers).bind(
-            settings.model, decode, settings.handoff
-        ),
+        _owner("PrefillGroup", prefill_group, prefill, groups).bind(model, prefill, handoff, spans),
+        _owner("DecodeReplica", decode_worker, decode, workers).bind(model, decode, handoff, spans),
     )
     return assemble(settings, scratch, *owners)
 

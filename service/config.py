@@ -33,8 +33,8 @@ from ..workers.settings import (
     Positive,
     PrefillConfig,
 )
+from ..workers.tracing import CONSOLE
 
-CONSOLE = "console"
 _WARM_UP_TOKENS = 256
 """A decode worker's warm-up needs room for, and positions of, this many tokens."""
 
@@ -70,8 +70,9 @@ class DoorConfig:
     metrics_port: Port = 9464
     metrics_host: str = "0.0.0.0"
     tracing: str = ""
-    """Where OpenTelemetry spans of requests go: the URL of a collector's OTLP over HTTP, such as
-    http://collector:4318/v1/traces, or `console`. Empty: there are none."""
+    """Where OpenTelemetry spans of requests go, from doors, prefill groups and decode workers alike: the URL
+    of a collector's OTLP over HTTP, such as http://collector:4318/v1/traces, or `console`. Empty: there are
+    none."""
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 64 << 20
     tokens_file: Path | None = None
     """Bearer tokens, one a line (`service/door/auth.py`). None: everybody may call, and sessions belong to

@@ -14,6 +14,7 @@ from ..workers.model.config import read_config
 from ..workers.model.profile import Profile, load_profile
 from ..workers.model.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec, PrefillConfig
+from ..workers.tracing import SpanSink, provider
 from .config import ConfigError, DoorConfig, ServiceConfig
 from .door.auth import Authenticator, TokenFile
 from .door.tls import Gate, TlsFiles
@@ -27,7 +28,7 @@ from .request.callers import Allowance
 from .request.check import Limits
 from .request.run import EndElsewhere, Requests, nowhere_else
 from .request.tokenizer import TextTokenizer
-from .tracing import Tracing, tracing
+from .tracing import Tracing
 
 
 def local_model(settings: ServiceConfig) -> ServiceConfig:
@@ -154,10 +155,15 @@ def tls_files(door: DoorConfig) -> TlsFiles | None:
     return files
 
 
+def span_sink(door: DoorConfig) -> SpanSink:
+    """Where the spans of every process go."""
+    return SpanSink(door.tracing, door.model_name)
+
+
 def traced(door: DoorConfig, door_id: str) -> Tracing:
-    """Raises ConfigError where what it needs is not installed."""
+    """door_id: its name among doors. Raises ConfigError where what it needs is not installed."""
     try:
-        return tracing(door.tracing, door.model_name, door_id)
+        return Tracing(provider(span_sink(door), f"door:{door_id}"))
     except ImportError as error:
         raise ConfigError(f"door.tracing: {error}: install deltafront[otel]") from None
 

@@ -30,16 +30,17 @@ ROOMS = {
     "workers.replica": "workers.messages workers.remote",
     "workers.leaving": "",
     "workers.progress": "",
+    "workers.tracing": "",
     "workers.model": "workers.settings workers.progress kernels",
     "workers.calibration": "workers.settings workers.model kernels",
     "workers.kv": "workers.messages workers.settings kernels.constants",
     "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.progress workers.model workers.kv kernels""",
+        workers.leaving workers.progress workers.tracing workers.model workers.kv kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.progress workers.model workers.kv kernels""",
+        workers.leaving workers.progress workers.tracing workers.model workers.kv kernels""",
     "service.errors": "",
-    "service.config": """workers.messages workers.settings workers.model.config workers.model.levels
-        workers.model.profile workers.model.store""",
+    "service.config": """workers.messages workers.settings workers.tracing workers.model.config
+        workers.model.levels workers.model.profile workers.model.store""",
     "service.metrics": "workers.messages service.errors service.gauges service.scrape",
     "service.gauges": "workers.messages",
     "service.scrape": "",
@@ -47,11 +48,11 @@ ROOMS = {
     "service.request": """workers.messages workers.roles workers.settings workers.model.levels
         workers.model.profile service.errors service.config service.metrics service.tracing
         service.fleet""",
-    "service.tracing": "service.errors service.config",
+    "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages service.errors service.request protos",
-    "service.wiring": """workers.messages workers.settings workers.model.config workers.model.profile
-        workers.model.store service.config service.gauges service.metrics service.fleet service.request
-        service.door service.tracing""",
+    "service.wiring": """workers.messages workers.settings workers.tracing workers.model.config
+        workers.model.profile workers.model.store service.config service.gauges service.metrics service.fleet
+        service.request service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.app": """workers.settings workers.prefill.group workers.decode.worker service.config
         service.metrics service.exporter service.fleet service.door service.wiring""",
@@ -75,7 +76,7 @@ HOMES = {
     "google": "service.door",
     "starlette": "service.door service.app",
     "prometheus_client": "service.metrics service.scrape",
-    "opentelemetry": "service.tracing",
+    "opentelemetry": "service.tracing workers.tracing",
     "PIL": "service.client.drawing",
     "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",
     "triton": "kernels",

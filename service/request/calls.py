@@ -61,7 +61,7 @@ class GenerateRequest(PrefillRequest):
 
 @dataclass(frozen=True)
 class PrefillCall:
-    """Checked; `check.py` makes it. owner: whose session it becomes."""
+    """Checked; `check.py` makes it. owner: whose session it becomes. trace: as in `PrefillJob`."""
 
     request_id: str
     owner: str
@@ -69,12 +69,14 @@ class PrefillCall:
     method: MethodSpec
     ttl_s: float
     deadline: float | None
+    trace: str = ""
 
 
 @dataclass(frozen=True)
 class GenerateCall:
     """Checked: prompt or session_id. keep_ttl_s: 0 unless the prompt is to become a session.
-    sampling.max_tokens is the client's wish or the default; the model's positions may cut it."""
+    sampling.max_tokens is the client's wish or the default; the model's positions may cut it. trace: as in
+    `PrefillJob`."""
 
     request_id: str
     owner: str
@@ -88,3 +90,4 @@ class GenerateCall:
     keep_ttl_s: float
     deadline: float | None
     answered: tuple[int, ...] = ()
+    trace: str = ""

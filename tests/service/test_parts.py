@@ -33,7 +33,8 @@ from deltafront.service.gauges import WorkerState
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.callers import Allowance, Caller
 from deltafront.service.request.plan import packed, plan_answer, plan_session
-from deltafront.service.request.timings import TtftClock
+from deltafront.service.request.timings import REPLAY, TtftClock
+from deltafront.service.tracing import Interval
 
 from .inprocess import HANG_S
 
@@ -67,6 +68,15 @@ def test_what_a_worker_does_not_account_for_is_transport() -> None:
     assert dict(clock.read().parts) == {
         "tokenize": 1.0, "queue": 1.0, "prefill.attention": 1.5, "transport": 0.5,
     }  # fmt: skip
+    assert [one.part for one in clock.intervals] == ["tokenize"], "workers show their own parts"
+
+
+def test_what_was_lost_with_a_worker_is_shown_where_it_ended() -> None:
+    now = [0.0]
+    clock = TtftClock(lambda: now[0])
+    now[0] = 4.0
+    clock.span({"queue": 1.0, "prefill.attention": 1.5}, REPLAY)
+    assert clock.intervals == [Interval(REPLAY, 2.5, 1.5)]
 
 
 # --- plan ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from deltafront.workers.decode import worker
 from deltafront.workers.prefill import group
 from deltafront.workers.progress import progress
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, PrefillConfig
+from deltafront.workers.tracing import SpanSink
 
 from .tiny_model import make_tiny_model
 
@@ -51,13 +52,13 @@ class Method:
 async def test_a_group_tells_what_its_stages_compiled(
     model: ModelSpec, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stage = group.StageActor(model, CONFIG, HandoffConfig(), 0)
+    stage = group.StageActor(model, CONFIG, HandoffConfig(), SpanSink(), 0)
     stage.load()
     assert "stage 0 of 1: loaded 5 of 5 layers after" in capfd.readouterr().err
     assert stage._compilations.ready, "what is compiled from now on, a request waits for"
     stage._compilations = Compilations(warm_up=7, serving=2)
     actor = SimpleNamespace(compilations=Method(stage.compilations), pages_used=Method(lambda: 0))
-    controller = group.ControllerActor("prefill:x", [actor, actor], CONFIG, ("node",), None, "")
+    controller = group.ControllerActor("prefill:x", [actor, actor], CONFIG, ("node",), None, "", SpanSink())
     assert (await controller.stats()).compilations == ()
     assert await controller.check() == ""
     await asyncio.wait_for(controller._counting, 60)
@@ -68,7 +69,7 @@ async def test_a_decode_worker_counts_as_serving_once_it_has_started(
     model: ModelSpec, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = DecodeConfig(cache_tokens=512, page_selection="full", full_layers=(0,))
-    actor = worker.DecodeActor("decode:x", model, config, HandoffConfig())
+    actor = worker.DecodeActor("decode:x", model, config, HandoffConfig(), SpanSink())
     assert "decode:x: loaded 5 of 5 layers after" in capfd.readouterr().err
     actor._compilations.count("kernel", 0.1, loaded=False)
     await actor.start()

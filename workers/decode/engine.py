@@ -32,6 +32,7 @@ from ..model.computing import computes
 from ..model.decoder import LayerStack, load_model
 from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
+from ..tracing import NO_TRACER
 from .page_selection import PageSelectionError, plan_layers
 from .reception import Reception
 from .request import DecodeEvent, DecodeRequest
@@ -70,6 +71,8 @@ class DecodeEngine:
         self._model = model
         self._wall = wall
         self._clock = clock
+        self.tracer = NO_TRACER
+        """Makes the spans of requests; the worker's process has another one where they are traced."""
         self._plan = plan_layers(config, model.layers)
         self._requests = Requests(name, config, model, self._released, wall, clock)
         self._pages = self._requests.pages
@@ -196,7 +199,9 @@ class DecodeEngine:
     def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
         request.job, request.renewed = job, self._clock()
         request.deadline, request.times.job = job.deadline, self._clock()
+        request.span = self.tracer.begin("decode", job.trace, self._clock, request.times.job)
         if request.ended is not None:  # it failed before anybody listened
+            request.end_span()
             request.tell_end()
             return
         if request.lost:
@@ -240,9 +245,12 @@ class DecodeEngine:
             return missing
         request.renewed, request.deadline = self._clock(), job.deadline
         request.times.job = self._clock()
+        request.span = self.tracer.begin("keep", job.trace, self._clock, request.times.job)
         await request.settled.wait()
         if request.lost:
             request.close(FinishReason.NO_KV, request.lost)
+        if request.ended is not None:
+            request.end_span()
         self._requests.forget(request)
         if request.ended is not None:
             reason, message = request.ended

@@ -10,6 +10,7 @@ from typing import Any
 from ..kv.arrival import KVArrival
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Token
 from ..messages.requests import GenerateJob, Reserve
+from ..tracing import NO_SPAN, Span
 from .rows import Row
 from .sessions import Holding, KeptSession
 
@@ -45,14 +46,25 @@ class Times:
         self.steps += 1
         self.own_steps += 1 / batch
 
+    @property
+    def parts(self) -> dict[str, tuple[float | None, float | None]]:
+        """When those of TTFT began and ended here."""
+        began = None if self.job is None else max(self.job, self.logits or self.job)
+        return {
+            "handoff_exposed": (began, self.complete),
+            "decode_wait": (self.ready, self.taken),
+            "append_prefill": (self.taken, self.read),
+            "first_step": (self.read, self.first),
+        }
+
     def report(self) -> DecodeReport:
         """The parts are disjoint: they add up to the time from the job (or the logits) to the first token."""
-        began = None if self.job is None else max(self.job, self.logits or self.job)
+        seconds = {part: _length(*moments) for part, moments in self.parts.items()}
         return DecodeReport(
-            handoff_exposed=_span(began, self.complete),
-            decode_wait=_span(self.ready, self.taken),
-            append_prefill=_span(self.taken, self.read),
-            first_step=_span(self.read, self.first),
+            handoff_exposed=seconds["handoff_exposed"],
+            decode_wait=seconds["decode_wait"],
+            append_prefill=seconds["append_prefill"],
+            first_step=seconds["first_step"],
             handoff_bytes=self.handoff_bytes,
             handoff_seconds=self.handoff_seconds,
             pages_attended=self.pages_attended,
@@ -62,7 +74,7 @@ class Times:
         )
 
 
-def _span(start: float | None, stop: float | None) -> float:
+def _length(start: float | None, stop: float | None) -> float:
     return 0.0 if start is None or stop is None else max(0.0, stop - start)
 
 
@@ -101,6 +113,8 @@ class DecodeRequest:
     """How often in a row its lease was found to have run out."""
     kept: KeptSession | None = None
     """The session that was made of its prompt."""
+    span: Span = NO_SPAN
+    """Of its job."""
 
     @property
     def request_id(self) -> str:
@@ -166,9 +180,23 @@ class DecodeRequest:
         self.ended = (reason, message)
         self.settled.set()
         self.logits = None
+        self.end_span()
         if self.job is not None:
             self.tell_end()
         self.holding.end()
+
+    def end_span(self) -> None:
+        """Once it has ended, with the parts that it came to."""
+        if self.span is NO_SPAN:
+            return
+        assert self.ended is not None
+        reason, message = self.ended
+        for part, moments in self.times.parts.items():
+            self.span.part(part, *moments)
+        failed = reason in (FinishReason.FAILED, FinishReason.NO_KV)
+        moved, answered = self.times.handoff_bytes, self.produced
+        self.span.end(reason.value, message if failed else "", handoff_bytes=moved, tokens=answered)
+        self.span = NO_SPAN
 
     def tell_end(self) -> None:
         """Queue the one terminal event of a request that has ended."""

@@ -18,6 +18,7 @@ from ..remote import REPLICA_CPUS, hosts, placement_of
 from ..replica import Replica
 from ..roles import DecodeWorker
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
+from ..tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
     from .engine import DecodeEngine
@@ -35,12 +36,15 @@ def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
 class DecodeActor(Leaving):
     """A `DecodeEngine` in a process of its own. Asyncio: calls run side by side, and wait for loading."""
 
-    def __init__(self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig) -> None:
+    def __init__(
+        self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, spans: SpanSink
+    ) -> None:
         from .engine import load_engine
 
         self._pairing = pairing(model, handoff)
         self._compilations = watch(config.device, config.kernel_cache)
         self.hosted: DecodeEngine = load_engine(name, model, config, handoff, progress(name))
+        self.hosted.tracer = Tracer(provider(spans, name))
 
     async def start(self) -> None:
         await self.hosted.start()
@@ -75,12 +79,13 @@ class DecodeReplica(Replica):
         model: ModelSpec,
         config: DecodeConfig,
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
+        spans: SpanSink = SpanSink(),  # noqa: B008  frozen
     ) -> None:
         super().__init__(DECODE_PREFIX, config.drain_s)
-        self._what = model, config, handoff
+        self._what = model, config, handoff, spans
         self._build()
 
     def _build(self) -> None:
-        _model, config, _handoff = self._what
+        _model, config, _handoff, _spans = self._what
         self._start_head(DecodeActor, 1, config.cpus, config.gpus, *self._what)
         ray.get(self.head.start.remote())

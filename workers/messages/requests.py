@@ -113,7 +113,8 @@ class Wish:
 class PrefillJob:
     """What a prefill group needs. token_ids: little-endian uint32. decode_worker: the actor name that
     reserved pages for request_id; K/V is announced to it. start: so many tokens are to be brought from
-    there instead of computed, a multiple of BLOCK; another group has."""
+    there instead of computed, a multiple of BLOCK; another group has. trace: the W3C `traceparent` that spans
+    of the work belong under; empty if nobody records it, in every message that has one."""
 
     request_id: str
     token_ids: bytes
@@ -122,6 +123,7 @@ class PrefillJob:
     deadline: float | None = None
     wants_logits: bool = True
     start: int = 0
+    trace: str = ""
 
     @property
     def tokens(self) -> int:
@@ -149,6 +151,7 @@ class GenerateJob:
     keep_ttl_s: float = 0.0
     deadline: float | None = None
     chain: bytes = field(repr=False, default=b"")
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,7 @@ class KeepSession:
     ttl_s: float
     deadline: float | None = None
     chain: bytes = field(repr=False, default=b"")
+    trace: str = ""
 
 
 class PrefillFailed(Exception):

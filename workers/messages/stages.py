@@ -44,6 +44,7 @@ class ChunkCommand:
     last: bool
     wants_logits: bool
     token_ids: bytes = field(repr=False, default=b"")
+    trace: str = ""
 
 
 @dataclass(frozen=True)

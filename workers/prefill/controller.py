@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestF
 from ..messages.states import GroupStats
 from ..roles import PrefillEvent, Stage
 from ..settings import PrefillConfig
+from ..tracing import NO_TRACER, Span, Tracer
 from . import schedule
 from .chunks import ChunkSizes, LayerWork
 from .pipeline import Pipeline
@@ -43,7 +45,7 @@ class PrefillController:
     end_stages: told once that the group is lost, and which stage hangs, if that is why: every answer that
     stages still owe must then become an error, even in the middle of a chunk. pulse: asks a stage, by
     number, for a sign of life. clock: seconds, for scheduling and accounts. work: what chunks cost, as
-    `ChunkSizes` has it.
+    `ChunkSizes` has it. tracer: makes spans of requests and of their chunks.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class PrefillController:
         pulse: Callable[[int], Awaitable[object]],
         clock: Callable[[], float] = time.perf_counter,
         work: LayerWork | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         if config.chunk_tokens < BLOCK or config.chunk_tokens % BLOCK:
             raise ValueError(f"chunk_tokens {config.chunk_tokens} is not a multiple of {BLOCK}")
@@ -64,6 +67,7 @@ class PrefillController:
         self._config = config
         self._end_stages = end_stages
         self._clock = clock
+        self._tracer = tracer
         self._sizes = ChunkSizes(len(stages), config.chunk_tokens, work)
         self._requests = Requests(config, len(stages))
         self.failure = ""
@@ -147,6 +151,15 @@ class PrefillController:
         request = self._requests.admit(job, self._clock())
         if isinstance(request, Refused):
             return request
+        request.span = self._tracer.begin(
+            "prefill",
+            job.trace,
+            self._clock,
+            request.account.arrived,
+            tokens=job.tokens,
+            start=job.start,
+            method=job.method.name,
+        )
         self._arm_lease(request)
         if job.deadline is not None:
             late = Refused(RefusalReason.DEADLINE, "the deadline passed during prefill")
@@ -182,23 +195,37 @@ class PrefillController:
             request.account.began = now
             opening = request.open_request()
         command = request.next_chunk(self._sizes)
+        span = request.span.begin("chunk", now, start=command.start, tokens=command.tokens)
+        command = replace(command, trace=span.context)
         request.waiting = schedule.chunk_sent(
             request.waiting, command.tokens, now, self._config.ageing_tokens_per_second
         )
         request.in_flight += 1
         allowed = partial(self._requests.allowed, request, command)
-        reports = self._pipeline.run_chunk(command, opening, allowed)
-        self._pipeline.spawn(self._watch(request, command, now, reports))
+        try:
+            reports = self._pipeline.run_chunk(command, opening, allowed)
+        except Exception as error:
+            span.end("failed", str(error))
+            raise
+        self._pipeline.spawn(self._watch(request, command, now, reports, span))
 
     async def _watch(
-        self, request: Request, command: ChunkCommand, sent: float, reports: asyncio.Task[list[ChunkReport]]
+        self,
+        request: Request,
+        command: ChunkCommand,
+        sent: float,
+        reports: asyncio.Task[list[ChunkReport]],
+        span: Span,
     ) -> None:
         """A chunk's end."""
         try:
             done: list[ChunkReport] | RequestFailed = await reports
+            span.end("finished")
         except RequestFailed as error:
             done = error
+            span.end(*("cancelled", "") if request.ended else ("failed", str(error)))
         except Exception as error:
+            span.end("failed", str(error))
             self._fail(error)
             return
         self._chunk_done(request, command, sent, done)
@@ -232,6 +259,7 @@ class PrefillController:
         """
         if request.closing is None:
             request.disarm()
+            request.end_span(event, self._clock())
             if event is not None:
                 request.events.put_nowait(event)
             closed: list[asyncio.Task[Any]] = []

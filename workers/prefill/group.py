@@ -27,6 +27,7 @@ from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, p
 from ..replica import Replica
 from ..roles import Group, Stage
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
+from ..tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
     from .activations import Activations
@@ -52,8 +53,11 @@ def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
 class StageActor:
     """A `PrefillStage` in a process of its own."""
 
-    def __init__(self, model: ModelSpec, config: PrefillConfig, handoff: HandoffConfig, stage: int) -> None:
+    def __init__(
+        self, model: ModelSpec, config: PrefillConfig, handoff: HandoffConfig, spans: SpanSink, stage: int
+    ) -> None:
         self._model, self._config, self._handoff, self._number = model, config, handoff, stage
+        self._spans = spans
         self._store: Any = None
         self._stage: PrefillStage | None = None
         self._compilations = Compilations()
@@ -83,6 +87,7 @@ class StageActor:
         ends = partial(sender, self._handoff)
         source = RaySource(self._handoff.ack_timeout_s)
         self._stage = load_stage(self._model, self._config, self._number, None, ends, source, tell)
+        self._stage.tracer = Tracer(provider(self._spans, f"stage{self._number}:{node[:8]}:{os.getpid()}"))
         self._compilations.ready = True
         return node, self._stage.work
 
@@ -132,6 +137,7 @@ class ControllerActor(Leaving):
         nodes: tuple[str, ...],
         work: LayerWork | None,
         pairing: str,
+        spans: SpanSink,
     ) -> None:
         from .controller import PrefillController
 
@@ -150,7 +156,10 @@ class ControllerActor(Leaving):
             await in_lane(stages[number].pulse, NOTICES)()
 
         proxies = [remote_stage(actor, n) for n, actor in enumerate(stages)]
-        self.hosted: PrefillController = PrefillController(name, proxies, config, end_stage, pulse, work=work)
+        tracer = Tracer(provider(spans, name))
+        self.hosted: PrefillController = PrefillController(
+            name, proxies, config, end_stage, pulse, work=work, tracer=tracer
+        )
 
     async def stats(self) -> GroupStats:
         """With what only the actor knows: where the stages are, whether it is taken away, what was compiled
@@ -209,15 +218,16 @@ class PrefillGroup(Replica):
         model: ModelSpec,
         config: PrefillConfig,
         handoff: HandoffConfig = HandoffConfig(),  # noqa: B008  frozen
+        spans: SpanSink = SpanSink(),  # noqa: B008  frozen
     ) -> None:
         super().__init__(PREFILL_PREFIX, config.drain_s)
-        self._what = model, config, handoff
+        self._what = model, config, handoff, spans
         self._stages: dict[int, Any] = {}
         self._build()
 
     def _build(self) -> None:
         """Stages that let go of a group that is lost stay, with what they have loaded; others are started."""
-        model, config, handoff = self._what
+        model, config, handoff, spans = self._what
         for number in self._lost():
             self._end(self._stages.pop(number))
         for number in range(config.stages):
@@ -230,7 +240,8 @@ class PrefillGroup(Replica):
             rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
             ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
         nodes, work = tuple(dict.fromkeys(node for node, _ in loaded)), loaded[0][1]
-        self._start_head(ControllerActor, 0, 0, 0, stages, config, nodes, work, pairing(model, handoff))
+        pair = pairing(model, handoff)
+        self._start_head(ControllerActor, 0, 0, 0, stages, config, nodes, work, pair, spans)
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:

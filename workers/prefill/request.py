@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..kv.page_pool import pages_for
-from ..messages.requests import PrefillFailed, PrefillJob
+from ..messages.events import PrefillDone
+from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, Refused
 from ..messages.stages import ChunkCommand, OpenRequest
 from ..roles import PrefillEvent
+from ..tracing import NO_SPAN
 from . import schedule
 from .account import Account
 from .chunks import ChunkSizes
@@ -27,6 +29,7 @@ class Request:
             job.request_id, job.tokens - job.start, arrived, pages_for(job.tokens)
         )
         self.account = Account(stages, job.method, arrived)
+        self.span = NO_SPAN
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
         self.sent = job.start
         self.done = job.start
@@ -82,6 +85,19 @@ class Request:
             wants_logits=self.job.wants_logits,
             token_ids=self.job.token_ids[4 * start : 4 * self.sent],
         )
+
+    def end_span(self, event: PrefillEvent | PrefillFailed | None, now: float) -> None:
+        """event: what ended the request; None: its caller stopped reading."""
+        began, error = self.account.began, ""
+        self.span.part("queue", self.account.arrived, now if began is None else began)
+        finish = "cancelled"
+        if isinstance(event, PrefillFailed) and not isinstance(event, PrefillCancelled):
+            finish, error = "failed", str(event)
+        elif isinstance(event, PrefillDone):
+            finish = "finished"
+        elif isinstance(event, Refused):
+            finish = event.reason.value
+        self.span.end(finish, error, tokens_done=self.done)
 
     def after(self, seconds: float, name: str, action: Callable[[], object]) -> None:
         """Call `action` in `seconds`, instead of what was to be called under the same name."""

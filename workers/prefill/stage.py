@@ -35,6 +35,7 @@ from ..model.levels import amounts_for
 from ..model.profile import Profile, load_profile
 from ..progress import Tell, silent
 from ..settings import ModelSpec, PrefillConfig
+from ..tracing import NO_TRACER
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
 from .chunks import LayerWork
@@ -84,6 +85,8 @@ class PrefillStage:
         self._abandoned: set[int] = set()
         self._held: set[str] = set()
         """Closed requests whose pages decode workers still read."""
+        self.tracer = NO_TRACER
+        """Makes the spans of chunks; the stage's process has another one where requests are traced."""
         self._through = 0.0
         """When the last chunk was, by perf_counter."""
 
@@ -157,15 +160,16 @@ class PrefillStage:
         try:
             hidden_TC = self._compute(work, received_TC)
         except _REQUEST_ERRORS as error:
+            failure = self._failure(work, error)
             self._drop(command.request_id)
             shape = command.tokens, self.stack.config.hidden
             self._pass_on(work, torch.zeros(shape, dtype=self.stack.dtype, device=self.stack.device))
-            raise _failure(error) from error
+            raise failure from error
         self._pass_on(work, hidden_TC)
         try:
             sent = self._finish(work, hidden_TC)
         except _REQUEST_ERRORS as error:
-            raise _failure(error) from error
+            raise self._failure(work, error) from error
         return partial(self._report, work, sent, self._open[command.request_id].request.decode_worker)
 
     def close(self, request_id: str) -> bool:
@@ -316,19 +320,32 @@ class PrefillStage:
                 self._sender.first_logits(work.command.request_id, decode_worker, work.logits_V)
             sent()
         except _REQUEST_ERRORS as error:
-            raise _failure(error) from error
-        return work.report(self._stage, after)
+            raise self._failure(work, error) from error
+        report = work.report(self._stage, after)
+        if work.command.trace:
+            seconds = {f"seconds.{phase}": seconds for phase, seconds in report.phases.items()}
+            self._trace(work, report.wall, {"finish": "finished", **seconds})
+        return report
+
+    def _failure(self, work: ChunkWork, error: Exception) -> RequestFailed:
+        """One of `_REQUEST_ERRORS` as the controller hears of it."""
+        prompt, seconds = self._open.get(work.command.request_id), time.perf_counter() - work.began
+        if prompt is not None and prompt.request.serial in self._abandoned:
+            self._trace(work, seconds, {"finish": "cancelled"})
+        else:
+            self._trace(work, seconds, {"finish": "failed"}, str(error))
+        kind = HandoffFailed if isinstance(error, HandoffError) else RequestFailed
+        return kind(str(error))
+
+    def _trace(self, work: ChunkWork, seconds: float, about: dict[str, Any], error: str = "") -> None:
+        """The chunk's span here, until now."""
+        about = {"stage": self._stage, "handoff_bytes": work.handoff_bytes, **about}
+        self.tracer.done("stage", work.command.trace, seconds, error, **about)
 
     def _drop(self, request_id: str) -> None:
         prompt = self._open.pop(request_id, None)
         if prompt is not None:
             self._abandoned.discard(prompt.request.serial)
-
-
-def _failure(error: Exception) -> RequestFailed:
-    """One of `_REQUEST_ERRORS` as the controller hears of it."""
-    kind = HandoffFailed if isinstance(error, HandoffError) else RequestFailed
-    return kind(str(error))
 
 
 def load_stage(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import grpc
 import openai
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from google.protobuf.duration_pb2 import Duration
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -23,9 +23,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.config import ConfigError, parse
-from deltafront.service.tracing import Tracing, tracing
+from deltafront.service.tracing import Tracing
 from deltafront.service.wiring import traced
+from deltafront.workers.tracing import CONSOLE, SpanSink, provider
 
+from ...collector import Collector
 from ..inprocess import HANG_S, House, wait_until
 from .openai_calls import HI, MODEL
 
@@ -77,26 +79,21 @@ def seconds(span: ReadableSpan) -> float:
     return (span.end_time - span.start_time) * NS
 
 
-def test_a_requests_parts_lie_within_it_and_last_as_long_as_is_told(
+def test_a_requests_span_holds_what_the_door_did_for_as_long_as_is_told(
     house: House, spans: InMemorySpanExporter
 ) -> None:
     finish = generate(house, attention=pb.AttentionMethod(name="dense"))
     (root,) = ended(spans)
     parts = below(spans, root)
     told = {part.name: part.seconds for part in finish.timings.parts if part.seconds}
-    lasted: dict[str, float] = {}
-    for span in parts:
-        lasted[span.name] = lasted.get(span.name, 0.0) + seconds(span)
-    assert lasted == pytest.approx(told, abs=1e-6)
-    assert "prefill.attention" in lasted and "first_step" in lasted, "what workers returned"
     ordered = sorted(parts, key=lambda span: span.start_time or 0)
-    assert [span.name for span in ordered][:2] == ["tokenize", "worker_wait"]
+    doors = ["tokenize", "worker_wait", "admission"]
+    assert [span.name for span in ordered] == doors, "what workers do is theirs to show"
+    assert [seconds(span) for span in ordered] == pytest.approx([told[part] for part in doors], abs=1e-6)
     assert (root.start_time or 0) <= (ordered[0].start_time or 0)
     assert all((one.end_time or 0) <= (root.end_time or 0) for one in parts)
     gaps = [(b.start_time or 0) - (a.end_time or 0) for a, b in itertools.pairwise(ordered)]
     assert all(abs(gap) <= 2 for gap in gaps), "one after the other, to a nanosecond's rounding"
-    measured = {span.name for span in parts if (span.attributes or {})["deltafront.measured"]}
-    assert measured == {"tokenize", "worker_wait", "admission"}, "of the others only lengths are known"
     assert root.attributes is not None
     assert {name: root.attributes[name] for name in root.attributes if name != "deltafront.request_id"} == {
         "deltafront.method": "dense",
@@ -131,7 +128,8 @@ def test_without_a_caller_a_trace_begins_here(house: House, spans: InMemorySpanE
     (root,) = ended(spans)
     assert root.parent is None
     assert finish.trace_id == format(root.get_span_context().trace_id, "032x") not in ("0" * 32, TRACE)
-    assert Tracing().begin("Generate", [("traceparent", wrong)]).trace_id == "", "the same without tracing"
+    untraced = Tracing().begin("Generate", [("traceparent", wrong)], time.monotonic)
+    assert untraced.trace_id == "", "the same without tracing"
 
 
 def test_what_its_caller_does_not_record_is_not_recorded(house: House, spans: InMemorySpanExporter) -> None:
@@ -157,6 +155,32 @@ def test_without_tracing_the_callers_trace_is_told_and_nothing_recorded(
     assert lines() == [TRACE, ""]
 
 
+def test_workers_are_told_whose_work_it_is(house: House, spans: InMemorySpanExporter) -> None:
+    """The request's span is the parent of theirs; where nobody records it, they hear of none."""
+    generate(house, session_ttl=Duration(seconds=60))
+    with grpc.insecure_channel(house.address) as channel:
+        stub = pb_grpc.DeltafrontServiceStub(channel)
+        asked = pb.PrefillRequest(prompt=pb.Prompt(text="q" * 300))
+        list(stub.Prefill(asked, metadata=[("traceparent", PARENT)], timeout=HANG_S))
+    generate(house, f"00-{TRACE}-{SPAN}-00", prompt=pb.Prompt(text="r" * 300))
+    first, second = (f"00-{TRACE}-{root.get_span_context().span_id:016x}-01" for root in ended(spans, 2))
+    assert [job.trace for job in house.group.jobs] == [first, second, ""]
+    assert [job.trace for job in house.decode.jobs] == [first, ""]
+    assert [job.trace for job in house.decode.kept] == [second]
+
+
+def test_a_prompt_that_is_resumed_stays_one_request(house: House, spans: InMemorySpanExporter) -> None:
+    """Both groups work under its span, and it shows what was lost between them."""
+    house.group.fail_after = [2]
+    finish = generate(house, attention=pb.AttentionMethod(name="dense"))
+    (root,) = ended(spans)
+    lost = [span for span in below(spans, root) if span.name == "replay"]
+    told = {part.name: part.seconds for part in finish.timings.parts}
+    assert sum(map(seconds, lost)) == pytest.approx(told["replay"], abs=1e-6) and told["replay"] > 0
+    mine = f"00-{TRACE}-{root.get_span_context().span_id:016x}-01"
+    assert [(job.start, job.trace) for job in house.group.jobs] == [(0, mine), (256, mine)]
+
+
 @pytest.mark.parametrize(
     ("request_", "code", "status"),
     [
@@ -176,35 +200,6 @@ def test_a_request_that_fails_says_how(
     assert root.status.status_code is status
 
 
-class Collector:
-    """Takes OTLP over HTTP."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, ExportTraceServiceRequest]] = []
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                collector.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """No news."""
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = "http://{}:{}/v1/traces".format(*self._server.server_address)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(HANG_S)
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     running = Collector()
@@ -213,29 +208,26 @@ def collector() -> Iterator[Collector]:
 
 
 def test_spans_reach_a_collector(make_house: Callable[..., House], collector: Collector) -> None:
-    sending = tracing(collector.url, MODEL, "door0")
+    sending = Tracing(provider(SpanSink(collector.url, MODEL), "door:0"))
     generate(make_house(traced=sending))
     sending.stop()
-    ((path, sent),) = collector.requests
-    assert path == "/v1/traces"
-    (resource,) = sent.resource_spans
-    about = {one.key: one.value.string_value for one in resource.resource.attributes}
-    assert about["service.name"] == "deltafront"
-    assert (about["service.instance.id"], about["gen_ai.request.model"]) == ("door0", MODEL)
-    (scope,) = resource.scope_spans
-    assert {span.trace_id.hex() for span in scope.spans} == {TRACE}
-    (root,) = [span for span in scope.spans if span.name == "Generate"]
-    assert root.parent_span_id.hex() == SPAN
-    assert {span.parent_span_id for span in scope.spans if span is not root} == {root.span_id}
+    sent = collector.spans(TRACE)
+    about = sent[0].process
+    assert (about["service.name"], about["service.instance.id"]) == ("deltafront", "door:0")
+    assert (about["gen_ai.request.model"], about["process.pid"]) == (MODEL, os.getpid())
+    (root,) = [span for span in sent if span.name == "Generate"]
+    assert root.parent == SPAN
+    assert {span.parent for span in sent if span is not root} == {root.id}
 
 
 def test_the_console_gets_a_line_a_span(capsys: pytest.CaptureFixture[str]) -> None:
-    sending = tracing("console", MODEL, "door0")
-    trace = sending.begin("Generate", [("traceparent", PARENT.encode())])
-    trace.end({"method": "dpxa"}, "finished", [])
+    sending = Tracing(provider(SpanSink(CONSOLE, MODEL), "door:0"))
+    trace = sending.begin("Generate", [("traceparent", PARENT.encode())], time.monotonic)
+    trace.conclude({"method": "dpxa", "finish": "stop"}, "finished", [])
     sending.stop()
     (line,) = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
-    assert line["context"]["trace_id"] == f"0x{TRACE}" and line["attributes"] == {"deltafront.method": "dpxa"}
+    assert line["context"]["trace_id"] == f"0x{TRACE}" and line["name"] == "Generate"
+    assert line["attributes"] == {"deltafront.method": "dpxa", "deltafront.finish": "stop"}
 
 
 def test_where_spans_go_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

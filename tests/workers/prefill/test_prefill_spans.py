@@ -1,0 +1,155 @@
+"""The spans of prompts and of their chunks, of a controller and of a stage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import StatusCode
+
+from deltafront.workers.messages.events import ChunkRead, PrefillDone
+from deltafront.workers.messages.methods import method_spec
+from deltafront.workers.messages.requests import PrefillFailed, Refused
+from deltafront.workers.messages.stages import ChunkCommand, OpenRequest, RequestFailed
+from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.settings import ModelSpec, PrefillConfig
+
+from ..spans import PARENT, Recorder
+from ..timeless import timeless
+from ..tiny_model import make_tiny_model, random_ids
+from .test_prefill_control import FakeStage, assert_clean, collect, job, no_pulse, no_trouble
+from .test_prefill_stage import Collector, stage_of
+
+
+def traced(
+    recorder: Recorder, trouble: Callable[[str], None] = no_trouble, pause_s: float = 0.0005
+) -> tuple[PrefillController, list[FakeStage]]:
+    fakes = [FakeStage(stage, lambda: pause_s, trouble) for stage in range(2)]
+
+    def end_stages(_hanging: int | None) -> None:
+        for fake in fakes:
+            fake.stop()
+
+    config = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=1024, stream_lease_s=600.0)
+    clock = asyncio.get_running_loop().time
+    return PrefillController(
+        "prefill:test", fakes, config, end_stages, no_pulse, clock, None, recorder.tracer
+    ), fakes
+
+
+def finished(span: ReadableSpan) -> Any:
+    return (span.attributes or {})["deltafront.finish"]
+
+
+@timeless
+async def test_a_prompts_span_holds_its_wait_and_its_chunks() -> None:
+    """The span begins when the prompt arrives; its queue ends where the report says."""
+    recorder = Recorder()
+    controller, fakes = traced(recorder)
+    first, second = await asyncio.gather(
+        collect(controller, job("a", 256)), collect(controller, job("b", 300, trace=PARENT))
+    )
+    assert isinstance(first[-1], PrefillDone), "nobody records it"
+    (root,) = recorder.under(None)
+    assert (root.name, finished(root)) == ("prefill", "finished")
+    assert root.attributes is not None and root.attributes["deltafront.tokens_done"] == 300
+    queue, *chunks = recorder.under(root)
+    assert (queue.name, {chunk.name for chunk in chunks}) == ("queue", {"chunk"})
+    assert recorder.seconds(queue) == pytest.approx(second[-1].report.queue, abs=2e-9)
+    assert queue.start_time == root.start_time
+    read = [(c.attributes or {})["deltafront.start"] for c in chunks]
+    assert read == [0, 128, 256] and {finished(chunk) for chunk in chunks} == {"finished"}
+    assert max(chunk.end_time or 0 for chunk in chunks) == root.end_time
+    assert len(recorder.spans) == 5
+    await assert_clean(controller, fakes)
+
+
+@timeless
+async def test_a_stage_is_told_its_chunks_span() -> None:
+    recorder, told = Recorder(), []
+    controller, fakes = traced(recorder)
+    computed = fakes[1].run_chunk
+
+    def run_chunk(command: Any) -> Any:
+        told.append(command.trace)
+        return computed(command)
+
+    fakes[1].run_chunk = run_chunk  # type: ignore[method-assign]
+    await collect(controller, job("a", 200, trace=PARENT))
+    await collect(controller, job("b", 100))
+    chunks = [span for span in recorder.spans if span.name == "chunk"]
+    assert told == [*(recorder.context(chunk) for chunk in chunks), ""]
+
+
+@pytest.mark.parametrize(
+    ("way", "finish", "error"),
+    [
+        ("request", "failed", "it overflowed"),
+        ("group", "failed", "a stage is gone"),
+        ("cancel", "cancelled", None),
+        ("left", "cancelled", None),
+        ("deadline", "deadline", None),
+    ],
+)
+def test_a_span_ends_in_every_case(way: str, finish: str, error: str | None) -> None:
+    recorder = Recorder()
+
+    def trouble(_request_id: str) -> None:
+        if way == "request":
+            raise RequestFailed("it overflowed")
+        if way == "group":
+            raise RuntimeError("a stage is gone")
+
+    @timeless
+    async def run() -> None:
+        controller, _ = traced(recorder, trouble, 20.0)
+        deadline = time.time() + 30 if way == "deadline" else None
+        stream = controller.prefill(job("a", 300, trace=PARENT, deadline=deadline))
+        if error is not None:
+            with pytest.raises(PrefillFailed, match=error):
+                await anext(stream)
+        else:
+            assert isinstance(await anext(stream), Refused if way == "deadline" else ChunkRead)
+        if way == "cancel":
+            await controller.cancel("a")
+        await stream.aclose()
+        await controller.stop()
+
+    run()
+    (root,) = recorder.under(None)
+    assert finished(root) == finish
+    assert root.status.status_code is (StatusCode.UNSET if error is None else StatusCode.ERROR)
+    assert (error or "") in (root.status.description or "")
+    assert "chunk" in {span.name for span in recorder.under(root)}
+    assert recorder.begun == len(recorder.spans), "one that began has not ended"
+
+
+def test_a_stage_shows_what_it_computed_and_what_it_could_not(tmp_path: Path) -> None:
+    """Under the chunk whose command it got; a chunk that was abandoned is nobody's error."""
+    model, recorder = ModelSpec(str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
+    stage = stage_of(model, Collector())
+    stage.tracer = recorder.tracer
+    command = ChunkCommand("r", 0, 128, False, True, random_ids(128), PARENT)
+    opening = OpenRequest("r", tuple(range(16)), 256, method_spec("dense"), "decode:x", serial=7)
+    stage.open(opening)
+    report = stage.run_chunk(command)()
+    stage.run_chunk(replace(command, start=128, last=True, trace=""))()
+    stage.abandon(7)
+    for error in ("abandoned", "not open"):
+        with pytest.raises(RequestFailed, match=error):
+            stage.run_chunk(command)
+    computed, abandoned, failed = recorder.under(None)
+    assert [span.name for span in recorder.spans] == ["stage"] * 3
+    assert [finished(span) for span in (computed, abandoned, failed)] == ["finished", "cancelled", "failed"]
+    assert [span.status.status_code for span in (computed, abandoned)] == [StatusCode.UNSET] * 2
+    assert failed.status.description == "request r is not open on stage 0"
+    assert recorder.seconds(computed) == pytest.approx(report.wall, abs=2e-9)
+    about = {f"deltafront.seconds.{phase}": seconds for phase, seconds in report.phases.items()}
+    told = {"finish": "finished", "stage": 0, "handoff_bytes": report.handoff_bytes}
+    assert computed.attributes == about | {f"deltafront.{name}": value for name, value in told.items()}

@@ -1,0 +1,185 @@
+"""OpenTelemetry spans, in whichever process works on a request.
+
+Their context comes with the message that asks for the work, as a W3C `traceparent`; an empty one says that
+nobody records the request. Then, or without a provider, nothing is recorded, and nothing of OpenTelemetry is
+imported.
+
+A span begins by the wall clock of its host, and what happens in it is placed by the process's own clock from
+there on. So within a span times are right, and between hosts as right as their wall clocks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.trace import Tracer as OtelTracer
+
+CONSOLE = "console"
+_NS = 1_000_000_000
+_DELAY_MS = 1000.0
+"""Until spans are sent. A process that is killed takes with it what it has not sent."""
+
+Clock = Callable[[], float]
+"""Seconds, of a clock that never goes back."""
+
+
+@dataclass(frozen=True)
+class SpanSink:
+    """Where spans go. target: the URL of a collector's OTLP over HTTP, CONSOLE, or empty for nowhere. model:
+    the name that they tell."""
+
+    target: str = ""
+    model: str = ""
+
+
+class Span:
+    """A piece of a request's work. Made without arguments it is none, and does nothing. clock: of all moments
+    that it is told. since: when it began."""
+
+    def __init__(
+        self,
+        tracer: OtelTracer | None = None,
+        span: Any = None,
+        clock: Clock = time.monotonic,
+        since: float = 0.0,
+    ) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._clock = clock
+        self._since = since
+        self._since_ns = 0 if span is None else span.start_time
+
+    @property
+    def context(self) -> str:
+        """The `traceparent` of what is asked of others below it; empty if nobody records it."""
+        if self._span is None:
+            return ""
+        known = self._span.get_span_context()
+        return f"00-{known.trace_id:032x}-{known.span_id:016x}-{known.trace_flags:02x}"
+
+    def begin(self, name: str, since: float, **attributes: Any) -> Span:
+        """A span below it, which has to end."""
+        if self._tracer is None:
+            return NO_SPAN
+        began, about = self._moment(since), _named(attributes)
+        span = self._tracer.start_span(name, self._below(), attributes=about, start_time=began)
+        return Span(self._tracer, span, self._clock, since)
+
+    def part(self, name: str, begin: float | None, end: float | None) -> None:
+        """What happened below it between two moments of its clock; nothing if one never came."""
+        if self._tracer is not None and begin is not None and end is not None and end > begin:
+            span = self._tracer.start_span(name, self._below(), start_time=self._moment(begin))
+            span.end(self._moment(end))
+
+    def end(self, finish: str, error: str = "", **attributes: Any) -> None:
+        """Once. finish: how it ended, in a word. error: what failed of the service, in a line."""
+        if self._span is not None:
+            self._span.set_attributes(_named({"finish": finish, **attributes}))
+            _fail(self._span, error)
+            self._span.end(self._moment(self._clock()))
+
+    def _below(self) -> Any:
+        from opentelemetry.trace import set_span_in_context
+
+        return set_span_in_context(self._span)
+
+    def _moment(self, seconds: float) -> int:
+        """Nanoseconds since the epoch."""
+        return int(self._since_ns + round((seconds - self._since) * _NS))
+
+
+NO_SPAN = Span()
+
+
+class Tracer:
+    """A process's. provider: makes the spans, and sends them; None: there are none."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._tracer = None if provider is None else provider.get_tracer("deltafront")
+
+    def begin(self, name: str, parent: str, clock: Clock, since: float, **attributes: Any) -> Span:
+        """Work under a `traceparent`. clock, since: as in `Span`."""
+        context = self._context(parent)
+        if self._tracer is None or context is None:
+            return NO_SPAN
+        began, about = wall_ns(clock() - since), _named(attributes)
+        span = self._tracer.start_span(name, context, attributes=about, start_time=began)
+        return Span(self._tracer, span, clock, since) if span.is_recording() else NO_SPAN
+
+    def done(self, name: str, parent: str, seconds: float, error: str = "", **attributes: Any) -> None:
+        """Work that has taken so long until now."""
+        context = self._context(parent)
+        if self._tracer is None or context is None:
+            return
+        began, about = wall_ns(seconds), _named(attributes)
+        span = self._tracer.start_span(name, context, attributes=about, start_time=began)
+        _fail(span, error)
+        span.end(began + round(seconds * _NS))
+
+    def _context(self, parent: str) -> Any:
+        """None where nothing is recorded."""
+        if self._tracer is None or not parent:
+            return None
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        return TraceContextTextMapPropagator().extract({"traceparent": parent})
+
+
+NO_TRACER = Tracer()
+
+
+def wall_ns(ago: float) -> int:
+    """Nanoseconds since the epoch at a moment so many seconds ago."""
+    return time.time_ns() - round(ago * _NS)
+
+
+def provider(sink: SpanSink, instance: str) -> TracerProvider | None:
+    """What sends this process's spans; None: there are none. instance: its name among the service's
+    processes. Raises ImportError for what is missing."""
+    if not sink.target:
+        return None
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+
+    exporter: SpanExporter
+    if sink.target == CONSOLE:
+        exporter = ConsoleSpanExporter(out=sys.stdout, formatter=_line)
+    else:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        exporter = OTLPSpanExporter(endpoint=sink.target)
+    about: dict[str, Any] = {
+        "service.name": "deltafront",
+        "service.instance.id": instance,
+        "process.pid": os.getpid(),
+        "host.name": socket.gethostname(),
+        "gen_ai.request.model": sink.model,
+    }
+    made = TracerProvider(resource=Resource.create(about))
+    made.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_DELAY_MS))
+    return made
+
+
+def _line(span: ReadableSpan) -> str:
+    text: str = span.to_json(indent=None)
+    return text + "\n"
+
+
+def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"deltafront.{name}": value for name, value in attributes.items()}
+
+
+def _fail(span: Any, error: str) -> None:
+    if error:
+        from opentelemetry.trace import Status, StatusCode
+
+        span.set_status(Status(StatusCode.ERROR, error))
