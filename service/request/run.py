@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +85,9 @@ class Requests:
         self._running: set[Running] = set()
         fleet = resources.fleet
         self._callers = Callers(
-            resources.door, lambda: (use for worker in fleet.view.workers.values() for use in worker.uses)
+            resources.door,
+            lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
+            fleet.ask,
         )
 
     @property
@@ -105,9 +107,9 @@ class Requests:
 
         async def work(running: Running) -> None:
             call = prefill_call(read(), running.owner, self._limits)
-            with self._counted(running, call.request_id, call.method.name) as share:
-                async with within(call.deadline):
-                    await Prefilling(self._resources, call, running.clock, running.emit, share.take).run()
+            counted = self._counted(running, call.request_id, call.method.name)
+            async with counted as share, within(call.deadline):
+                await Prefilling(self._resources, call, running.clock, running.emit, share.take).run()
 
         return self._run("Prefill", headers, work)
 
@@ -119,9 +121,9 @@ class Requests:
         async def work(running: Running) -> None:
             call = generate_call(read(), running.owner, self._limits)
             method = "" if call.prompt is None else call.method.name
-            with self._counted(running, call.request_id, method) as share:
-                async with within(call.deadline):
-                    await Generation(self._resources, call, running.clock, running.emit, share.take).run()
+            counted = self._counted(running, call.request_id, method)
+            async with counted as share, within(call.deadline):
+                await Generation(self._resources, call, running.clock, running.emit, share.take).run()
 
         return self._run("Generate", headers, work)
 
@@ -183,7 +185,7 @@ class Requests:
             page_tokens=workers[0].page_tokens if workers else 0,
         )
 
-    def _counted(self, running: Running, request_id: str, method: str) -> AbstractContextManager[Share]:
+    def _counted(self, running: Running, request_id: str, method: str) -> AbstractAsyncContextManager[Share]:
         """A request that has been read, among its caller's others."""
         running.request_id = running.audit.request_id = request_id
         running.audit.method = method
