@@ -121,6 +121,7 @@ class DoorReplica(FrontDoor):
         if self._tls is not None:
             await self._tls.stop(self._drain_s)
         self._exporter.stop()
+        await self._requests.stop()
         await self._fleet.stop()
         await asyncio.to_thread(self._tracing.stop)
 

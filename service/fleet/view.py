@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -32,6 +32,8 @@ _NEW_PATIENCE_S = 2.0
 """One without such a state may be loading, and must not keep a look at the others waiting for longer."""
 _ASK_PATIENCE_S = 0.5
 """The same while a client waits to hear whether it is refused."""
+_LAST_WORDS_S = 1.0
+"""For workers to hear what a door that stops has cancelled."""
 _HURRY = 4
 """So many times as often the door looks for workers while some role has none."""
 
@@ -61,6 +63,7 @@ class Fleet:
         self._found = Found({}, {})
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._repeating: Sequence[asyncio.Task[None]] = ()
         self._changed = asyncio.Event()
         self._polls = 0
         self._charges: list[Charge] = []
@@ -71,13 +74,21 @@ class Fleet:
         self._crowd = Crowd(lambda: self.poll(_ASK_PATIENCE_S), self.spawn)
 
     def start(self) -> None:
-        self.spawn(self._repeat(self.refresh, lambda: self.refresh_pause))
-        self.spawn(self._repeat(self._renew, lambda: self._renew_s))
+        self._repeating = (
+            self.spawn(self._repeat(self.refresh, lambda: self.refresh_pause)),
+            self.spawn(self._repeat(self._renew, lambda: self._renew_s)),
+        )
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        """Look at workers no more. They still hear what has ended, if they hear it in a moment."""
+        for task in self._repeating:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Run in the background; kept, so that it is not collected."""

@@ -83,6 +83,8 @@ class Requests:
         self._about = about
         self._end_elsewhere = end_elsewhere
         self._running: set[Running] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Also those whose stream was left: they end a moment later."""
         fleet = resources.fleet
         self._callers = Callers(
             resources.door,
@@ -149,6 +151,13 @@ class Requests:
         named = [one for one in self._running if (one.owner, one.request_id) == (owner, request_id)]
         return sum(one.task.cancel() for one in named)
 
+    async def stop(self) -> None:
+        """Cancel what still runs; returns when every request has ended."""
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
     async def release_session(self, headers: Headers, read: Callable[[], str]) -> None:
         """Free a session's pages now; `read` gives its id. Raises DeltafrontError."""
 
@@ -213,6 +222,8 @@ class Requests:
                 events.put_nowait(None)
 
         task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         error: DeltafrontError | None = Cancelled("the client went away")
         try:
             while (event := await events.get()) is not None:
