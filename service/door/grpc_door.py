@@ -125,16 +125,19 @@ class FrontDoor:
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status, and again whenever it changes, until the client leaves."""
-        last = None
+        last, asked = None, list[str]()
         with _status_on(grpc_context):
-            known = _known_service(_reader(request, _service)())
-            while True:
-                status = self._health() if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-                if status != last:
-                    yield health_pb2.HealthCheckResponse(status=status)
-                    last = status
-                await asyncio.sleep(_HEALTH_WATCH_S)
-        yield health_pb2.HealthCheckResponse()  # takes the status along
+            asked.append(_reader(request, _service)())
+        if not asked:
+            yield health_pb2.HealthCheckResponse()  # takes the status along
+        while asked:
+            status = (
+                self._health() if _known_service(*asked) else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            )
+            if status != last:
+                yield health_pb2.HealthCheckResponse(status=status)
+                last = status
+            await asyncio.sleep(_HEALTH_WATCH_S)
 
     def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
         reply = health_pb2.HealthCheckResponse
@@ -162,7 +165,7 @@ def _reader(message: _M, read: Callable[[_M], _R]) -> Callable[[], _R]:
 
 
 def _service(request: health_pb2.HealthCheckRequest) -> str:
-    return request.service
+    return str(request.service)
 
 
 def _known_service(name: str) -> bool:
