@@ -19,7 +19,8 @@ LOOK_S = 0.25
 """Between two looks. A look counts no more than twice that: where this process itself was stopped or
 starved, its answers are late as well, and stages are not blamed for it."""
 PULSE_S = 3.0
-"""For a sign of life. A compiler holds the interpreter's lock for tenths of a second at most."""
+"""For a sign of life. While it compiles, Triton keeps the interpreter's lock for a twentieth of the time at
+once: 2.1 s at worst where a kernel took a minute (docs/LOG.md)."""
 ASK_AGAIN_S = 1.0
 """From a sign of life to the next question."""
 
