@@ -34,7 +34,7 @@ from .wiring import local_model, observer, requests, span_sink, tls_files, trace
 APP_NAME = "deltafront"
 SERVICERS = (
     "deltafront.service.door.registration.add_deltafront_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+    "deltafront.service.door.registration.add_health_to_server",
 )
 """Serve's `grpc_servicer_functions`."""
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
@@ -121,6 +121,7 @@ class DoorReplica(FrontDoor):
         if self._tls is not None:
             await self._tls.stop(self._drain_s)
         self._exporter.stop()
+        await self._requests.stop()
         await self._fleet.stop()
         await asyncio.to_thread(self._tracing.stop)
 

@@ -104,11 +104,10 @@ class PrefillConfig:
     stream_lease_s: Positive = 5.0
     """A request whose door has not renewed it for this long is cancelled: the door is dead."""
     chunk_slack_s: Positive = 1.0
-    """A stage whose chunk takes so much longer than twice the request's chunk before is asked for a sign of
-    life, and replaced if it gives none in 3 s."""
+    """A stage whose chunk takes so much longer than twice the request's chunk before (a first chunk: than
+    nothing) is asked for a sign of life every second, and replaced if it gives none in 3 s."""
     stall_s: Positive = 300.0
-    """A stage that lives is replaced once a chunk has taken this long: also a first chunk, for which kernels
-    may have to be compiled."""
+    """A stage that lives is replaced once a chunk has taken this long, compiling its kernels included."""
     method_modules: tuple[str, ...] = ()
     """Modules outside the package that register attention methods when they are imported."""
     method_options: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
-from ..errors import DeltafrontError, InvalidArgument
+from ..errors import DeltafrontError, InvalidArgument, NotFound
 from ..request.run import Requests
 from .registration import SERVICE, Unreadable
 from .status import details, status, trailers
@@ -103,25 +103,37 @@ class FrontDoor:
     async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: Context
     ) -> health_pb2.HealthListResponse:
-        one = health_pb2.HealthCheckResponse(status=self._health())
-        return health_pb2.HealthListResponse(statuses={"": one, SERVICE.full_name: one})
+        answer = health_pb2.HealthListResponse()
+        with _status_on(grpc_context):
+            _reader(request, lambda readable: readable)()
+            one = health_pb2.HealthCheckResponse(status=self._health())
+            answer = health_pb2.HealthListResponse(statuses={"": one, SERVICE.full_name: one})
+        return answer
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
-        if not _known_service(request.service):
-            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
-            grpc_context.set_details(f"there is no service {request.service!r} here")
-        return health_pb2.HealthCheckResponse(status=self._health())
+        answer = health_pb2.HealthCheckResponse()
+        with _status_on(grpc_context):
+            service = _reader(request, _service)()
+            if not _known_service(service):
+                raise NotFound(f"there is no service {service!r} here")
+            answer = health_pb2.HealthCheckResponse(status=self._health())
+        return answer
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status, and again whenever it changes, until the client leaves."""
-        last = None
-        while True:
-            unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            status = self._health() if _known_service(request.service) else unknown
+        last, asked = None, list[str]()
+        with _status_on(grpc_context):
+            asked.append(_reader(request, _service)())
+        if not asked:
+            yield health_pb2.HealthCheckResponse()  # takes the status along
+        while asked:
+            status = (
+                self._health() if _known_service(*asked) else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            )
             if status != last:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
@@ -150,6 +162,10 @@ def _reader(message: _M, read: Callable[[_M], _R]) -> Callable[[], _R]:
         return read(message)
 
     return readable
+
+
+def _service(request: health_pb2.HealthCheckRequest) -> str:
+    return str(request.service)
 
 
 def _known_service(name: str) -> bool:

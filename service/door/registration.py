@@ -1,8 +1,8 @@
-"""How the service is registered with a gRPC server: what Serve would do wrong at either end of a call.
+"""How the services are registered with a gRPC server: what Serve would do wrong at either end of a call.
 
 Serve's gRPC servers decode requests before any of our code runs, and answer INTERNAL to what they cannot
-decode. So the service is registered with decoders that hand on an `Unreadable` instead, which the door
-answers with INVALID_ARGUMENT.
+decode. So the service and grpc.health.v1 are registered with decoders that hand on an `Unreadable` instead,
+which the door answers with INVALID_ARGUMENT.
 
 They also answer in Ray's words where a door cannot be called: it died, or is being stopped. Serve puts its
 own functions into a handler with the handler's `_replace`, so that is where these are wrapped: a status that
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
 from .status import is_ours, not_ours
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 _FINE = (None, grpc.StatusCode.OK, grpc.StatusCode.OK.value[0])
 """gRPC keeps a code as it was given, as a member or as its number."""
 SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _M = TypeVar("_M", bound=Message)
 _Unary = Callable[[Any, Any], Awaitable[Any]]
 _Stream = Callable[[Any, Any], AsyncIterator[Any]]
@@ -63,19 +65,28 @@ class _Handler:
 def add_deltafront_to_server(servicer: Any, server: Any) -> None:
     """The generated `add_DeltafrontServiceServicer_to_server`, with decoders that never raise.
 
-    Named in Serve's `grpc_servicer_functions`.
+    Named in Serve's `grpc_servicer_functions`, as is the next one.
     """
+    _add(SERVICE, pb, servicer, server)
+
+
+def add_health_to_server(servicer: Any, server: Any) -> None:
+    """The same for grpc.health.v1."""
+    _add(HEALTH, health_pb2, servicer, server)
+
+
+def _add(service: Any, messages: Any, servicer: Any, server: Any) -> None:
     handlers: dict[str, Any] = {
         method.name: _Handler(
-            tolerant(getattr(pb, method.input_type.name)),
-            getattr(pb, method.output_type.name).SerializeToString,
+            tolerant(getattr(messages, method.input_type.name)),
+            getattr(messages, method.output_type.name).SerializeToString,
             method.server_streaming,
             **_behaviour(method.server_streaming, getattr(servicer, method.name)),
         )
-        for method in SERVICE.methods
+        for method in service.methods
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
-    server.add_registered_method_handlers(SERVICE.full_name, handlers)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    server.add_registered_method_handlers(service.full_name, handlers)
 
 
 def _behaviour(streaming: bool, behaviour: Any) -> dict[str, Any]:

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 
 from ..errors import Unauthenticated
 from ..request.run import Headers
-from .registration import SERVICE, add_deltafront_to_server
+from .registration import HEALTH, SERVICE, add_deltafront_to_server, add_health_to_server
 
-_STREAMS = ("Watch", *(method.name for method in SERVICE.methods if method.server_streaming))
+_STREAMS = {method.name for one in (SERVICE, HEALTH) for method in one.methods if method.server_streaming}
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class TlsPort:
         )
         servicer = _Servicer(door, gate)
         add_deltafront_to_server(servicer, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+        add_health_to_server(servicer, self._server)
         reloading: Any = _Reloading(files)  # gRPC's types do not know that None means: as before
         credentials = grpc.dynamic_ssl_server_credentials(
             files.read(), reloading, require_client_authentication=files.client_ca is not None

@@ -9,6 +9,7 @@ from typing import TypeVar
 from ...workers.messages.states import DecodeStats, GroupStats
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
+_L = TypeVar("_L")
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,16 @@ class View:
 def staying(ones: Sequence[_S]) -> Sequence[_S]:
     """Those of a role that new prompts go to: who drains gets none, unless all do."""
     return [one for one in ones if not one.draining] or ones
+
+
+def newest(
+    asked: Mapping[str, _L], answers: Mapping[str, _S], now: Mapping[str, _L], last: Mapping[str, _S]
+) -> dict[str, _S]:
+    """Of the workers that are known `now`: the answer of who was asked, the last state of who was found
+    since."""
+    of = {name: answers if asked.get(name) is link else last for name, link in now.items()}
+    return {name: states[name] for name, states in of.items() if name in states}
+
+
+def without(links: Mapping[str, _L], name: str) -> dict[str, _L]:
+    return {key: value for key, value in links.items() if key != name}

@@ -9,19 +9,20 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ...workers.messages.states import DecodeStats, GroupStats
 from ...workers.roles import DecodeWorker, Group, Leased
 from ..errors import NotFound, Unavailable, WorkerError, WorkerLost
-from .known import Charge, View
+from .crowd import Crowd
+from .known import Charge, View, newest, without
 from .links import Directory, Found
 from .sessions import NO_SESSION
 
 _S = TypeVar("_S", GroupStats, DecodeStats)
-_L = TypeVar("_L")
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,10 @@ _STATS_PATIENCE_S = 5.0
 """A worker that answers later keeps its last known state; only a dead one is dropped."""
 _NEW_PATIENCE_S = 2.0
 """One without such a state may be loading, and must not keep a look at the others waiting for longer."""
+_ASK_PATIENCE_S = 0.5
+"""The same while a client waits to hear whether it is refused."""
+_LAST_WORDS_S = 1.0
+"""For workers to hear what a door that stops has cancelled."""
 _HURRY = 4
 """So many times as often the door looks for workers while some role has none."""
 
@@ -58,6 +63,7 @@ class Fleet:
         self._found = Found({}, {})
         self._held: dict[str, set[str]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._repeating: Sequence[asyncio.Task[None]] = ()
         self._changed = asyncio.Event()
         self._polls = 0
         self._charges: list[Charge] = []
@@ -65,21 +71,31 @@ class Fleet:
         self._forgotten: list[str] = []
         """Workers that showed themselves gone or failing while a poll was asking."""
         self.view = View()
+        self._crowd = Crowd(lambda: self.poll(_ASK_PATIENCE_S), self.spawn)
 
     def start(self) -> None:
-        self.spawn(self._repeat(self.refresh, lambda: self.refresh_pause))
-        self.spawn(self._repeat(self._renew, lambda: self._renew_s))
+        self._repeating = (
+            self.spawn(self._repeat(self.refresh, lambda: self.refresh_pause)),
+            self.spawn(self._repeat(self._renew, lambda: self._renew_s)),
+        )
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        """Look at workers no more. They still hear what has ended, if they hear it in a moment."""
+        for task in self._repeating:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Run in the background; kept, so that it is not collected."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     @property
     def refresh_pause(self) -> float:
@@ -92,21 +108,31 @@ class Fleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def poll(self) -> None:
-        """Ask the known workers how they are; dead ones are dropped."""
-        await self._poll(self._found)
+    async def poll(self, patience_s: float = _STATS_PATIENCE_S) -> None:
+        """Ask the known workers how they are; dead ones are dropped. Those that `refresh` finds meanwhile
+        stay as it found them."""
+        await self._poll(self._found, patience_s, known=True)
 
-    async def _poll(self, found: Found) -> None:
-        seen, known = len(self._charges), len(self._forgotten)
+    async def ask(self) -> None:
+        """Know how the workers are now: no answer is older than this call, and a crowd of callers shares one
+        question. Who does not answer in time keeps its last known state."""
+        await self._crowd.ask()
+
+    async def _poll(self, found: Found, patience_s: float = _STATS_PATIENCE_S, known: bool = False) -> None:
+        seen, forgotten = len(self._charges), len(self._forgotten)
         self._polls += 1
         try:
             groups, workers = await asyncio.gather(
-                self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups),
-                self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers),
+                self._states({n: g.stats for n, g in found.groups.items()}, self.view.groups, patience_s),
+                self._states({n: w.stats for n, w in found.workers.items()}, self.view.workers, patience_s),
             )
-            for name in self._forgotten[known:]:
+            for name in self._forgotten[forgotten:]:
                 groups.pop(name, None)
                 workers.pop(name, None)
+            if known:
+                groups = newest(found.groups, groups, self._found.groups, self.view.groups)
+                workers = newest(found.workers, workers, self._found.workers, self.view.workers)
+                found = self._found
             others = len(groups) + len(workers)
             groups, workers = self._own(groups), self._own(workers)
             others -= len(groups) + len(workers)
@@ -167,8 +193,8 @@ class Fleet:
 
     def forget(self, name: str) -> None:
         """A call showed that this worker is gone or failing; do not choose it until it is found again."""
-        self._found = Found(_without(self._found.groups, name), _without(self._found.workers, name))
-        self.view = View(_without(self.view.groups, name), _without(self.view.workers, name))
+        self._found = Found(without(self._found.groups, name), without(self._found.workers, name))
+        self.view = View(without(self.view.groups, name), without(self.view.workers, name))
         if self._polls:
             self._forgotten.append(name)
 
@@ -226,10 +252,12 @@ class Fleet:
                 await renewal
 
     async def _states(
-        self, asks: Mapping[str, Callable[[], Awaitable[_S]]], last: Mapping[str, _S]
+        self, asks: Mapping[str, Callable[[], Awaitable[_S]]], last: Mapping[str, _S], patience_s: float
     ) -> dict[str, _S]:
         """Every live worker's state under its actor name; a slow one keeps its last."""
-        answers = await asyncio.gather(*(_answer(ask, last.get(name)) for name, ask in asks.items()))
+        answers = await asyncio.gather(
+            *(_answer(ask, last.get(name), patience_s) for name, ask in asks.items())
+        )
         both = zip(asks, answers, strict=True)
         return {name: replace(state, name=name) for name, state in both if state is not None}
 
@@ -248,16 +276,12 @@ class Fleet:
             await asyncio.sleep(pause_s())
 
 
-async def _answer(ask: Callable[[], Awaitable[_S]], last: _S | None) -> _S | None:
+async def _answer(ask: Callable[[], Awaitable[_S]], last: _S | None, patience_s: float) -> _S | None:
     try:
-        async with asyncio.timeout(_NEW_PATIENCE_S if last is None else _STATS_PATIENCE_S):
+        async with asyncio.timeout(min(_NEW_PATIENCE_S, patience_s) if last is None else patience_s):
             state = await ask()
     except WorkerError:
         return None
     except TimeoutError:
         return last
     return state
-
-
-def _without(links: Mapping[str, _L], name: str) -> dict[str, _L]:
-    return {key: value for key, value in links.items() if key != name}

@@ -14,6 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from ...workers.messages.events import PrefillReport, Progress
+from ...workers.messages.requests import Spare
 from ...workers.roles import Leased
 from ..config import DoorConfig
 from ..errors import (
@@ -35,8 +36,9 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
-Take = Callable[[int], None]
-"""How many tokens of K/V the request is going to hold. Raises Overloaded where its caller may not."""
+Take = Callable[[int], Awaitable[Spare]]
+"""Told how many tokens of K/V the request is going to hold; what its caller may have elsewhere then. Raises
+Overloaded where its caller may not."""
 
 _FIRST_PAUSE_S = 0.25
 """Before a replay, where no other worker is left; four times as long before each next one, because a worker

@@ -1,19 +1,21 @@
 """Who calls, what each may have at once, and what each has: the same for every edge.
 
 A door counts its own requests exactly. What its callers have at other doors, and in sessions, it knows from
-the workers' last report: up to `door.refresh_s` late.
+the workers, whom it asks afresh before it refuses anything for that. The last word has the worker that is
+asked for pages: it is told how much its caller may have elsewhere (`Spare`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from ...workers.messages.requests import Spare
 from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
-_RETRY_S = 1.0
+RETRY_S = 1.0
 """When a caller's own requests may have ended: nobody knows."""
 
 
@@ -43,34 +45,50 @@ class Share:
     _callers: Callers
     tokens: int = 0
 
-    def take(self, tokens: int) -> None:
-        """Count with so many tokens from now on, instead of those before. Raises Overloaded."""
-        limit = self.caller.allowance.tokens
+    async def take(self, tokens: int) -> Spare:
+        """Count with so many tokens from now on, instead of those before; what is left for the caller
+        elsewhere. Raises Overloaded."""
+        owner, callers, limit = self.caller.owner, self._callers, self.caller.allowance.tokens
         if limit is not None:
-            others = self._callers.tokens(self.caller.owner) - self.tokens
             if tokens > limit:
                 raise Overloaded(f"{tokens} tokens are more than this token may hold at all, {limit}")
-            if others + tokens > limit:
-                message = f"this token holds {others} tokens and may hold {limit}: {tokens} more do not fit"
-                raise Overloaded(message, retry_after_s=_RETRY_S)
+            wanted = tokens - self.tokens
+            if callers.tokens_here(owner) + wanted <= limit < callers.tokens(owner) + wanted:
+                await callers.ask()
+            held = callers.tokens(owner) - self.tokens
+            if held + tokens > limit:
+                message = f"this token holds {held} tokens and may hold {limit}: {tokens} more do not fit"
+                raise Overloaded(message, retry_after_s=RETRY_S)
         self.tokens = tokens
+        most = self.caller.allowance.requests
+        return Spare(
+            None if most is None else most - callers.requests_here(owner),
+            None if limit is None else limit - callers.tokens_here(owner),
+        )
 
 
 class Callers:
-    """Every caller's account. door: this one's name. used: what the workers said last."""
+    """Every caller's account. door: this one's name. used: what the workers said last. ask: has them say it
+    again."""
 
-    def __init__(self, door: str, used: Callable[[], Iterable[OwnerUse]]) -> None:
+    def __init__(
+        self, door: str, used: Callable[[], Iterable[OwnerUse]], ask: Callable[[], Awaitable[None]]
+    ) -> None:
         self._door = door
         self._used = used
+        self.ask = ask
         self._here: set[Share] = set()
 
-    @contextmanager
-    def request(self, caller: Caller) -> Iterator[Share]:
+    @asynccontextmanager
+    async def request(self, caller: Caller) -> AsyncIterator[Share]:
         """A request of the caller's, while the block runs. Raises Overloaded."""
         limit = caller.allowance.requests
-        if limit is not None and self.requests(caller.owner) >= limit:
-            message = f"this token has {limit} requests running, as many as it may"
-            raise Overloaded(message, retry_after_s=_RETRY_S)
+        if limit is not None:
+            if self.requests_here(caller.owner) < limit <= self.requests(caller.owner):
+                await self.ask()
+            if self.requests(caller.owner) >= limit:
+                message = f"this token has {limit} requests running, as many as it may"
+                raise Overloaded(message, retry_after_s=RETRY_S)
         share = Share(caller, self)
         self._here.add(share)
         try:
@@ -78,13 +96,19 @@ class Callers:
         finally:
             self._here.discard(share)
 
+    def requests_here(self, owner: str) -> int:
+        """At this door."""
+        return sum(share.caller.owner == owner for share in self._here)
+
     def requests(self, owner: str) -> int:
-        here = sum(share.caller.owner == owner for share in self._here)
-        return here + sum(use.requests for use in self._elsewhere(owner))
+        return self.requests_here(owner) + sum(use.requests for use in self._elsewhere(owner))
+
+    def tokens_here(self, owner: str) -> int:
+        """At this door."""
+        return sum(share.tokens for share in self._here if share.caller.owner == owner)
 
     def tokens(self, owner: str) -> int:
-        here = sum(share.tokens for share in self._here if share.caller.owner == owner)
-        return here + sum(use.tokens for use in self._elsewhere(owner))
+        return self.tokens_here(owner) + sum(use.tokens for use in self._elsewhere(owner))
 
     def _elsewhere(self, owner: str) -> Iterator[OwnerUse]:
         return (use for use in self._used() if use.owner == owner and use.door != self._door)

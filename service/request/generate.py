@@ -18,7 +18,7 @@ from ...workers.messages.events import (
     Token,
     Usage,
 )
-from ...workers.messages.requests import GenerateJob, Refused, Reserve
+from ...workers.messages.requests import GenerateJob, Refused, Reserve, Spare
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
@@ -96,9 +96,9 @@ class Generation:
         if await self._answer_prefix(plan):
             return
         self._cached = 0
-        self._take(plan.read_tokens + plan.answer_tokens)
+        spare = await self._take(plan.read_tokens + plan.answer_tokens)
         with Attempt(self._resources.fleet) as attempt:
-            wish = self._reservation(attempt, plan)
+            wish = self._reservation(attempt, plan, spare)
             placed = await place(self._resources, attempt, plan, wish, self._replays.mark)
             reading = Reading(self._resources, attempt, placed, plan, call, self._progress, self._replays)
             report = await reading.run()
@@ -113,9 +113,9 @@ class Generation:
         found = await find(resources.fleet, resources.settings, call.owner, plan.all_ids, self._chain)
         if found is None:
             return False
-        self._take(plan.read_tokens - found.tokens + plan.answer_tokens)
+        spare = await self._take(plan.read_tokens - found.tokens + plan.answer_tokens)
         with Attempt(resources.fleet) as attempt:
-            wish = found.reservation(self._reservation(attempt, plan))
+            wish = found.reservation(self._reservation(attempt, plan, spare))
             if isinstance(await reserve(attempt, found.worker, wish), Refused):
                 return False
             self._cached = found.tokens
@@ -127,11 +127,11 @@ class Generation:
         plan = self._plan()
         if self._is_complete(plan):
             return
-        self._take(plan.read_tokens + plan.max_tokens)
+        spare = await self._take(plan.read_tokens + plan.max_tokens)
         with Attempt(self._resources.fleet) as attempt:
             worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
             try:
-                answer = await reserve(attempt, worker, self._reservation(attempt, plan))
+                answer = await reserve(attempt, worker, self._reservation(attempt, plan, spare))
                 if isinstance(answer, Refused):
                     raise refusal(answer)
                 self._before = self._cached = answer.session_tokens
@@ -141,7 +141,7 @@ class Generation:
                 self._resources.fleet.forget(error.worker)
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
-    def _reservation(self, attempt: Attempt, plan: Plan) -> Reserve:
+    def _reservation(self, attempt: Attempt, plan: Plan, spare: Spare) -> Reserve:
         call = self._call
         return Reserve(
             attempt.request_id,
@@ -155,6 +155,7 @@ class Generation:
             deadline=call.deadline,
             door=self._resources.door,
             append_tokens=plan.answered_tokens,
+            spare=spare,
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:

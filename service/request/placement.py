@@ -22,9 +22,10 @@ from ..errors import (
     TooLong,
 )
 from ..fleet import admission
-from ..fleet.known import Charge, View
+from ..fleet.known import Charge
 from ..fleet.sessions import NO_SESSION
 from .attempt import BUSY_RETRY_S, Attempt, Mark, Resources
+from .callers import RETRY_S
 from .plan import Plan
 
 ASK_ANOTHER = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
@@ -46,32 +47,39 @@ async def place(resources: Resources, attempt: Attempt, plan: Plan, wish: Reserv
     mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
     """
     fleet = resources.fleet
-    view = await fleet.ready(resources.settings.worker_wait_s)
+    await fleet.ready(resources.settings.worker_wait_s)
     mark("worker_wait")
-    decision = admitted(view, plan, wish.deadline)
-    groups = await _with_a_place(resources, view, decision.groups, plan)
+    decision = await admitted(resources, plan, wish.deadline)
+    groups = await _with_a_place(resources, decision.groups, plan)
     worker, pages = await _reserve_somewhere(resources, attempt, decision.workers, wish)
     fleet.charge(Charge(groups[0], plan.read_tokens, worker.name, pages))
     mark("admission")
     return Placed(groups, worker, wish.deadline)
 
 
-def admitted(view: View, plan: Plan, deadline: float | None) -> admission.Admitted:
-    """Where a prompt may go. Raises Overloaded or DeadlineExceeded."""
-    left = None if deadline is None else deadline - time.time()
-    need = admission.Need(plan.read_tokens, plan.answer_tokens, left)
-    decision = admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
+async def admitted(resources: Resources, plan: Plan, deadline: float | None) -> admission.Admitted:
+    """Where a prompt may go. Before it is refused the workers are asked how they are now. Raises Overloaded,
+    DeadlineExceeded or Unavailable."""
+    decision = await _judged(resources, plan, deadline)
+    if isinstance(decision, admission.Rejected):
+        await resources.fleet.ask()
+        decision = await _judged(resources, plan, deadline)
     if isinstance(decision, admission.Rejected):
         raise _rejection(decision)
     return decision
 
 
-async def _with_a_place(
-    resources: Resources, view: View, groups: Sequence[str], plan: Plan
-) -> tuple[str, ...]:
+async def _judged(resources: Resources, plan: Plan, deadline: float | None) -> admission.Decision:
+    view = await resources.fleet.ready(resources.settings.worker_wait_s)
+    left = None if deadline is None else deadline - time.time()
+    need = admission.Need(plan.read_tokens, plan.answer_tokens, left)
+    return admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
+
+
+async def _with_a_place(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """From the first group on that has a place in its queue. Those whose queue looks full are asked before
     pages are reserved anywhere, so that a refusal takes one question. Raises Overloaded if all are full."""
-    wish, refused = Wish.of(plan.read_ids), list[Refused]()
+    wish, refused, view = Wish.of(plan.read_ids), list[Refused](), resources.fleet.view
     for number, name in enumerate(groups):
         if not view.groups[name].full:
             return tuple(groups[number:])
@@ -124,6 +132,9 @@ def refusal(refused: Refused) -> DeltafrontError:
         seconds = BUSY_RETRY_S if refused.retry_after_s is None else refused.retry_after_s
         return Overloaded(f"no room now: {refused.message}", retry_after_s=seconds)
     fixed: dict[RefusalReason, DeltafrontError] = {
+        RefusalReason.ALLOWANCE: Overloaded(
+            f"this token has as much as it may: {refused.message}", retry_after_s=RETRY_S
+        ),
         RefusalReason.TOO_LARGE: Overloaded(f"too large for this server: {refused.message}"),
         RefusalReason.NO_SESSION: NotFound(NO_SESSION),
         RefusalReason.POSITIONS: TooLong("append", refused.message),

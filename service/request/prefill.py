@@ -56,7 +56,7 @@ class Prefilling:
         plan = plan_session(self._prompt, self._resources.positions)
         if await self._from_prefix(plan):
             return
-        self._take(plan.read_tokens)
+        spare = await self._take(plan.read_tokens)
         with Attempt(self._resources.fleet) as attempt:
             wish = Reserve(
                 attempt.request_id,
@@ -64,6 +64,7 @@ class Prefilling:
                 plan.read_tokens,
                 plan.max_tokens,
                 door=self._resources.door,
+                spare=spare,
                 deadline=call.deadline,
             )
             placed = await place(self._resources, attempt, plan, wish, clock.lap)
@@ -93,11 +94,17 @@ class Prefilling:
         found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
         if found is None:
             return False
-        self._take(plan.read_tokens - found.tokens + 1)
+        spare = await self._take(plan.read_tokens - found.tokens + 1)
         with Attempt(resources.fleet) as attempt:
             tokens, one = plan.read_tokens, Sampling(max_tokens=1)
             whole = Reserve(
-                attempt.request_id, call.owner, tokens, 1, keep_tokens=tokens, door=resources.door
+                attempt.request_id,
+                call.owner,
+                tokens,
+                1,
+                keep_tokens=tokens,
+                door=resources.door,
+                spare=spare,
             )
             if isinstance(await reserve(attempt, found.worker, found.reservation(whole)), Refused):
                 return False

@@ -76,9 +76,9 @@ class Reading:
                 report = await self._on_one_of(groups)
             except WorkerError as error:
                 await self._resume(error)
-                view = await fleet.ready(settings.worker_wait_s)
+                await fleet.ready(settings.worker_wait_s)
                 self._replays.mark("worker_wait")
-                groups = admitted(view, self._plan, self._placed.deadline).groups
+                groups = (await admitted(self._resources, self._plan, self._placed.deadline)).groups
                 self._charge(groups[0])
             else:
                 self._replays.read(report)

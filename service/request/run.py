@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,9 +85,13 @@ class Requests:
         self._about = about
         self._end_elsewhere = end_elsewhere
         self._running: set[Running] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Also those whose stream was left: they end a moment later."""
         fleet = resources.fleet
         self._callers = Callers(
-            resources.door, lambda: (use for worker in fleet.view.workers.values() for use in worker.uses)
+            resources.door,
+            lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
+            fleet.ask,
         )
 
     @property
@@ -107,9 +111,9 @@ class Requests:
 
         async def work(running: Running) -> None:
             call = replace(prefill_call(read(), running.owner, self._limits), trace=running.trace)
-            with self._counted(running, call.request_id, call.method.name) as share:
-                async with within(call.deadline):
-                    await Prefilling(self._resources, call, running.clock, running.emit, share.take).run()
+            counted = self._counted(running, call.request_id, call.method.name)
+            async with counted as share, within(call.deadline):
+                await Prefilling(self._resources, call, running.clock, running.emit, share.take).run()
 
         return self._run("Prefill", headers, work)
 
@@ -121,9 +125,9 @@ class Requests:
         async def work(running: Running) -> None:
             call = replace(generate_call(read(), running.owner, self._limits), trace=running.trace)
             method = "" if call.prompt is None else call.method.name
-            with self._counted(running, call.request_id, method) as share:
-                async with within(call.deadline):
-                    await Generation(self._resources, call, running.clock, running.emit, share.take).run()
+            counted = self._counted(running, call.request_id, method)
+            async with counted as share, within(call.deadline):
+                await Generation(self._resources, call, running.clock, running.emit, share.take).run()
 
         return self._run("Generate", headers, work)
 
@@ -148,6 +152,13 @@ class Requests:
         """Cancel this door's requests of an owner's id; how many there were."""
         named = [one for one in self._running if (one.owner, one.request_id) == (owner, request_id)]
         return sum(one.task.cancel() for one in named)
+
+    async def stop(self) -> None:
+        """Cancel what still runs; returns when every request has ended."""
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
 
     async def release_session(self, headers: Headers, read: Callable[[], str]) -> None:
         """Free a session's pages now; `read` gives its id. Raises DeltafrontError."""
@@ -185,7 +196,7 @@ class Requests:
             page_tokens=workers[0].page_tokens if workers else 0,
         )
 
-    def _counted(self, running: Running, request_id: str, method: str) -> AbstractContextManager[Share]:
+    def _counted(self, running: Running, request_id: str, method: str) -> AbstractAsyncContextManager[Share]:
         """A request that has been read, among its caller's others."""
         running.request_id = running.audit.request_id = request_id
         running.audit.method = method
@@ -214,6 +225,8 @@ class Requests:
                 events.put_nowait(None)
 
         task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         error: DeltafrontError | None = Cancelled("the client went away")
         try:
             while (event := await events.get()) is not None:

@@ -50,6 +50,7 @@ def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
     yield make
     for house, server in servers:
         loop.run(server.stop(0.2))
+        loop.run(house.door._requests.stop())
         loop.run(house.fleet.stop())
     loop.stop()
 

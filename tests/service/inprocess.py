@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deltafront.service import wiring
 from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.door.grpc_door import FrontDoor
-from deltafront.service.door.registration import add_deltafront_to_server
+from deltafront.service.door.registration import add_deltafront_to_server, add_health_to_server
 from deltafront.service.door.tls import Gate
 from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
 from deltafront.service.fleet.links import LocalDirectory
@@ -271,7 +270,7 @@ async def open_house(
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", config.door.max_message_bytes)])
     servicer = _Servicer(house)
     add_deltafront_to_server(servicer, server)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    add_health_to_server(servicer, server)
     house.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     await fleet.ready(HANG_S)

@@ -283,6 +283,26 @@ def test_a_queue_that_looks_full_is_asked_before_pages_are_taken(
     nothing_left(house)
 
 
+@pytest.mark.parametrize("read_meanwhile", [True, False])
+def test_nobody_is_refused_for_a_backlog_that_has_been_read(
+    make_house: Callable[..., House], read_meanwhile: bool
+) -> None:
+    """The door has looked at its workers once, and asks them again before it refuses."""
+    house = make_house(refresh_s=1e6)
+    house.group.rate, house.group.waiting_tokens = 1000.0, 100_000
+    house.loop.run(house.fleet.refresh())
+    if read_meanwhile:
+        house.group.waiting_tokens = 0
+    with DeltafrontClient(house.address) as client:
+        asked = client.generate(PROMPT, max_tokens=4, timeout_s=HANG_S)
+        if read_meanwhile:
+            assert collect(asked)[0] == expected(ids(PROMPT), 4)
+        else:
+            with pytest.raises(Overloaded, match="the first token is expected in 10"):
+                list(asked)
+    nothing_left(house)
+
+
 def test_where_all_are_full_it_waits_at_the_worker_that_has_room_first(
     house: House, client: DeltafrontClient
 ) -> None:

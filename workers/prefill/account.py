@@ -82,10 +82,11 @@ def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:
 class Pace:
     """How long a chunk may take on a stage before the stage is asked whether it lives: slack_s, and twice as
     long a token as its request's last chunk, as attention grows with the tokens before. For a first chunk,
-    twice as long as the last first chunk of its method; until there was one, unknown_s."""
+    twice as long as the last first chunk of its method; until there was one, slack_s alone, since a stage
+    says that it lives while it compiles as well."""
 
-    def __init__(self, slack_s: float, unknown_s: float) -> None:
-        self._slack_s, self._unknown_s = slack_s, unknown_s
+    def __init__(self, slack_s: float) -> None:
+        self._slack_s = slack_s
         self._first: dict[str, float] = {}
 
     def chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
@@ -98,7 +99,7 @@ class Pace:
     def allowed(self, method: str, last: float | None, tokens: int) -> float:
         """Seconds for the next chunk. last: of the chunk before, None for a first chunk."""
         pace = self._first.get(method) if last is None else last
-        return self._unknown_s if pace is None else self._slack_s + 2 * pace * tokens
+        return self._slack_s + 2 * (pace or 0.0) * tokens
 
 
 class Throughput:

@@ -104,9 +104,10 @@ class Pipeline:
         return task
 
     async def idle(self) -> None:
-        """Wait for everything that stages still owe."""
+        """Wait for everything that stages still owe, and watch over them no more."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._watch.stop()
 
     async def _reports(
         self, outcomes: list[asyncio.Task[Any]], before: asyncio.Task[list[ChunkReport]] | None

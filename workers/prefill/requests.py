@@ -32,7 +32,7 @@ class Requests:
         self._requests: dict[str, Request] = {}
         self._promises = backlog.Promises()
         self._throughput = Throughput()
-        self._pace = Pace(config.chunk_slack_s, config.stall_s)
+        self._pace = Pace(config.chunk_slack_s)
 
     def __iter__(self) -> Iterator[Request]:
         """Those that are here, ended ones included."""

@@ -3,12 +3,13 @@
 A stage works through its commands in order, so of all that it owes only the first can be late; and of a
 chunk it can do nothing before the stage before it has passed the chunk on. A late stage is asked for a sign
 of life, which it gives while it computes, compiles or waits for somebody else. One that gives none hangs
-and is named; one that does may go on for `stall_s`.
+and is named; one that does is asked again and again, and may go on for `stall_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,13 +19,17 @@ LOOK_S = 0.25
 """Between two looks. A look counts no more than twice that: where this process itself was stopped or
 starved, its answers are late as well, and stages are not blamed for it."""
 PULSE_S = 3.0
-"""For a sign of life."""
+"""For a sign of life. While it compiles, Triton keeps the interpreter's lock for a twentieth of the time at
+once: 2.1 s at worst where a kernel took a minute (docs/LOG.md)."""
+ASK_AGAIN_S = 1.0
+"""From a sign of life to the next question."""
 
 
 @dataclass(eq=False)
 class Owed:
     """A command that a stage has to answer. allowed: seconds from when it can work on it. after: the same
-    chunk on the stage before. waited: seconds so far, of those. asked: for a sign of life."""
+    chunk on the stage before. waited: seconds so far, of those. asking: for a sign of life; silent: seconds
+    without it. asked_again: `waited` from which the stage is asked again."""
 
     stage: int
     what: str
@@ -32,7 +37,9 @@ class Owed:
     after: Owed | None = None
     waited: float = 0.0
     answered: bool = False
-    asked: bool = False
+    asking: asyncio.Task[None] | None = None
+    silent: float = 0.0
+    asked_again: float = 0.0
 
 
 class StageWatch:
@@ -74,11 +81,22 @@ class StageWatch:
             self._arm()
         return owed
 
+    async def stop(self) -> None:
+        """Look no more; returns when no question is open."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        for asking in self._asking:
+            asking.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+
     def _arm(self) -> None:
         self._next = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _answered(self, owed: Owed) -> None:
         owed.answered = True
+        if owed.asking is not None:
+            owed.asking.cancel()
         self._owed[owed.stage].remove(owed)
 
     def _look(self) -> None:
@@ -87,27 +105,29 @@ class StageWatch:
         for waiting in self._owed:
             first = waiting[0] if waiting else None
             if first is not None and (first.after is None or first.after.answered):
-                first.waited += passed
-                if first.waited >= self._stall_s:
-                    self._blame(first, "has not finished")
-                elif first.waited >= first.allowed() and not first.asked:
-                    first.asked = True
-                    asking = asyncio.get_running_loop().create_task(self._ask(first))
-                    self._asking.add(asking)
-                    asking.add_done_callback(self._asking.discard)
+                self._judge(first, passed)
         self._next = None
         if any(self._owed):
             self._arm()
 
+    def _judge(self, owed: Owed, passed: float) -> None:
+        owed.waited += passed
+        if owed.asking is not None:
+            owed.silent += passed
+        if owed.waited >= self._stall_s:
+            self._blame(owed, "has not finished")
+        elif owed.silent >= PULSE_S:
+            self._blame(owed, "does not answer")
+        elif owed.asking is None and owed.waited >= max(owed.allowed(), owed.asked_again):
+            owed.asking = asyncio.get_running_loop().create_task(self._ask(owed))
+            self._asking.add(owed.asking)
+            owed.asking.add_done_callback(self._asking.discard)
+
     async def _ask(self, owed: Owed) -> None:
-        try:
-            async with asyncio.timeout(PULSE_S):
-                await self._pulse(owed.stage)
-        except TimeoutError:
-            if not owed.answered:
-                self._blame(owed, "does not answer")
-        except Exception:
-            return  # it is dead, not hanging: what it owes says so
+        """A stage that is dead does not hang: what it owes says so."""
+        with contextlib.suppress(Exception):
+            await self._pulse(owed.stage)
+        owed.asking, owed.silent, owed.asked_again = None, 0.0, owed.waited + ASK_AGAIN_S
 
     def _blame(self, owed: Owed, what: str) -> None:
         self._hangs(owed.stage, f"stage {owed.stage} {what}: {owed.what} has taken {owed.waited:.1f} s")

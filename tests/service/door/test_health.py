@@ -10,9 +10,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deltafront.service.client import DeltafrontClient
+from deltafront.service.door.status import is_ours
 from deltafront.service.errors import WorkerFailed
 
-from ..inprocess import House
+from ..inprocess import HANG_S, House
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -56,3 +57,28 @@ def test_one_started_member_is_enough(make_house: Callable[..., House], role: st
     house.cut(role).cut = True
     house.loop.run(house.fleet.refresh())
     assert health(house) == SERVING
+
+
+@pytest.mark.parametrize("call", ["Check", "Watch", "List"])
+def test_a_question_that_cannot_be_read_is_refused(house: House, call: str) -> None:
+    with grpc.insecure_channel(house.address) as channel:
+        kind = channel.unary_stream if call == "Watch" else channel.unary_unary
+        answer: Any = kind(f"/grpc.health.v1.Health/{call}")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(answer(b"\xff", timeout=HANG_S)) if call == "Watch" else answer(b"\xff", timeout=HANG_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "cannot be decoded" in caught.value.details()
+
+
+def test_a_service_that_is_not_here_is_not_found_in_our_own_words(house: House) -> None:
+    with grpc.insecure_channel(house.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        asked = health_pb2.HealthCheckRequest(service="nobody")
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(asked, timeout=HANG_S)
+        assert (
+            next(stub.Watch(asked, timeout=HANG_S)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        )
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert caught.value.details() == "there is no service 'nobody' here"
+    assert is_ours(caught.value.trailing_metadata())

@@ -8,11 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.serve._private.grpc_util import gRPCGenericServer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
-from deltafront.service.door.registration import add_deltafront_to_server
+from deltafront.service.door.registration import add_deltafront_to_server, add_health_to_server
 from deltafront.service.door.status import OURS
 
 from ..inprocess import HANG_S, House
@@ -69,16 +70,27 @@ async def _read(stub: Any) -> None:
         pass
 
 
+async def _check(stub: Any) -> None:
+    await stub.Check(health_pb2.HealthCheckRequest(), timeout=HANG_S)
+
+
+async def _watch(stub: Any) -> None:
+    async for _message in stub.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_S):
+        pass
+
+
 async def statuses(end: Callable[[Any], None]) -> list[tuple[grpc.StatusCode, str]]:
-    """Of a unary call and of a stream."""
+    """Of a unary call and of a stream, of the service and of grpc.health.v1."""
     server = gRPCGenericServer(serve_that(end))
     add_deltafront_to_server(Nobody(), server)
+    add_health_to_server(Nobody(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     found = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = pb_grpc.DeltafrontServiceStub(channel)  # type: ignore[no-untyped-call]
-        for work in (_ask(stub), _read(stub)):
+        health: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        for work in (_ask(stub), _read(stub), _check(health), _watch(health)):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await work
             found.append((caught.value.code(), caught.value.details() or ""))
@@ -102,7 +114,7 @@ def test_too_many_requests_is_said_plainly() -> None:
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND])
 def test_what_the_door_says_stays(code: grpc.StatusCode) -> None:
     found = asyncio.run(statuses(ends_with(code, ((OURS, "x"),))))
-    assert found == [(code, GONE)] * 2
+    assert found == [(code, GONE)] * 4
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.OK, None])

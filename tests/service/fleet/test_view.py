@@ -75,6 +75,78 @@ async def test_a_poll_keeps_what_was_charged_while_it_asked() -> None:
     assert fleet.view.workers["decode:d0"].pages_free == decode.total
 
 
+async def test_a_crowd_asks_once_and_hears_nothing_older_than_its_question() -> None:
+    decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
+    fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
+    await fleet.refresh()
+    stats, questions = decode.stats, list[int]()
+
+    async def counted() -> DecodeStats:
+        questions.append(decode.total)
+        state = await stats()
+        asked.set()
+        await told.wait()
+        return state
+
+    decode.stats = counted  # type: ignore[method-assign]
+    early = [asyncio.create_task(fleet.ask()) for _ in range(50)]
+    await asked.wait()
+    decode.total = 77
+    late = [asyncio.create_task(fleet.ask()) for _ in range(50)]
+    await asyncio.sleep(0)
+    told.set()
+    await asyncio.gather(*early, *late)
+    assert questions == [4096, 77]
+    assert fleet.view.workers["decode:d0"].pages_total == 77
+    await fleet.ask()
+    assert len(questions) == 3
+    await fleet.stop()
+
+
+async def test_who_gives_up_asking_leaves_the_question_to_the_others() -> None:
+    decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
+    fleet = Fleet(LocalDirectory([], [decode]), lambda _view: None)
+    await fleet.refresh()
+    answering_late(decode, asked, told)
+    first, second = (asyncio.create_task(fleet.ask()) for _ in range(2))
+    await asked.wait()
+    first.cancel()
+    told.set()
+    await second
+    assert first.cancelled()
+    await fleet.ask()
+    await fleet.stop()
+
+
+async def test_a_worker_that_is_found_while_others_are_asked_stays_found() -> None:
+    decode, asked, told = FakeDecode("decode:d0"), asyncio.Event(), asyncio.Event()
+    directory = LocalDirectory([], [decode])
+    fleet = Fleet(directory, lambda _view: None)
+    await fleet.refresh()
+    stats = decode.stats
+    answering_late(decode, asked, told)
+    asking = asyncio.create_task(fleet.ask())
+    await asked.wait()
+    decode.stats = stats  # type: ignore[method-assign]
+    directory.workers.append(FakeDecode("decode:d1"))
+    await fleet.refresh()
+    told.set()
+    await asking
+    assert set(fleet.view.workers) == {"decode:d0", "decode:d1"}
+    assert fleet.worker("decode:d1") is directory.workers[1]
+    asked.clear(), told.clear()
+    answering_late(decode, asked, told)
+    asking = asyncio.create_task(fleet.ask())
+    await asked.wait()
+    directory.workers[0] = again = FakeDecode("decode:d0", total=5)
+    await fleet.refresh()
+    told.set()
+    await asking
+    assert fleet.worker("decode:d0") is again, "it was started anew"
+    assert fleet.view.workers["decode:d0"].pages_total == 5
+    await fleet.stop()
+
+
 def test_who_leaves_is_the_last_resort_where_all_of_its_role_do() -> None:
     group, worker = GroupStats("g", 9, 9, 0, 0, 0, 0.0), DecodeStats("d", 9, 9, 0, 0, 0)
     leaving, gone = replace(worker, name="e", draining=True), replace(group, draining=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -12,52 +13,85 @@ import pytest
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Token
 from deltafront.service.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from deltafront.service.request.callers import Allowance, Caller, Callers
+from deltafront.workers.messages.requests import Spare
 from deltafront.workers.messages.states import OwnerUse
 
 from ..inprocess import House, wait_until
-from ..test_requests import nothing_left
 
 
-def test_requests_are_counted_here_and_elsewhere() -> None:
+async def test_requests_are_counted_here_and_elsewhere() -> None:
     uses = [OwnerUse("a", "other", 1, 100), OwnerUse("a", "here", 9, 9000), OwnerUse("b", "other", 5, 500)]
-    callers = Callers("here", lambda: uses)
+    callers = Callers("here", lambda: uses, nothing_new)
     caller = Caller("a", "a", Allowance(requests=3))
-    with callers.request(caller), callers.request(caller):
+    async with callers.request(caller), callers.request(caller):
         assert callers.requests("a") == 3
-        with pytest.raises(Overloaded, match="has 3 requests running") as caught, callers.request(caller):
-            pass
+        with pytest.raises(Overloaded, match="has 3 requests running") as caught:
+            async with callers.request(caller):
+                pass
         assert caught.value.retry_after_s
-        with callers.request(Caller("c", "c", Allowance(requests=1))):
+        async with callers.request(Caller("c", "c", Allowance(requests=1))):
             pass
     uses.clear()
     assert callers.requests("a") == 0
 
 
-def test_tokens_are_counted_with_sessions() -> None:
+async def test_tokens_are_counted_with_sessions() -> None:
     uses = [OwnerUse("a", "", 0, 300), OwnerUse("a", "other", 1, 100)]
-    callers = Callers("here", lambda: uses)
+    callers = Callers("here", lambda: uses, nothing_new)
     caller = Caller("a", "a", Allowance(tokens=1000))
-    with callers.request(caller) as share:
-        share.take(600)
-        share.take(500)
+    async with callers.request(caller) as share:
+        await share.take(600)
+        assert await share.take(500) == Spare(None, 500)
         assert callers.tokens("a") == 900
-        with callers.request(caller) as second:
-            second.take(100)
+        async with callers.request(caller) as second:
+            assert await second.take(100) == Spare(None, 400)
             with pytest.raises(Overloaded, match="holds 900 tokens and may hold 1000: 101 more") as caught:
-                second.take(101)
+                await second.take(101)
             assert caught.value.retry_after_s
             with pytest.raises(Overloaded, match="1001 tokens are more than") as never:
-                second.take(1001)
+                await second.take(1001)
             assert never.value.retry_after_s is None
     assert callers.tokens("a") == 400
 
 
+async def nothing_new() -> None:
+    """The workers say what they said before."""
+
+
+async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
+    """They are asked again, but not where it would not help."""
+    said, now, asked = [OwnerUse("a", "other", 1, 900)], list[OwnerUse](), list[bool]()
+
+    async def ask() -> None:
+        asked.append(True)
+        said[:] = now
+
+    callers = Callers("here", lambda: said, ask)
+    caller = Caller("a", "a", Allowance(requests=1, tokens=1000))
+    async with callers.request(caller) as share:
+        assert len(asked) == 1
+        said[:] = [OwnerUse("a", "", 0, 900)]
+        assert await share.take(200) == Spare(0, 800)
+        assert len(asked) == 2
+        with pytest.raises(Overloaded, match="has 1 requests running"):
+            async with callers.request(caller):
+                pass
+        with pytest.raises(Overloaded, match="1001 tokens are more than"):
+            await share.take(1001)
+        assert len(asked) == 2, "only this door's own requests and the limit itself were in the way"
+        now[:] = said[:] = [OwnerUse("a", "", 0, 900)]
+        with pytest.raises(Overloaded, match="holds 900 tokens and may hold 1000: 201 more"):
+            await share.take(201)
+        assert len(asked) == 3
+
+
 @pytest.fixture
 def doors(make_house: Callable[..., House], tmp_path: Path) -> tuple[House, House]:
+    """They look at the workers once when they start, and then only where they have to know."""
     tokens = tmp_path / "tokens"
     tokens.write_text("alpha name=ann requests=2 tokens=2000\nbeta\n")
-    first = make_house(tokens_file=str(tokens))
-    return first, make_house(others=[first], tokens_file=str(tokens))
+    first = make_house(tokens_file=str(tokens), refresh_s=1e6)
+    return first, make_house(others=[first], tokens_file=str(tokens), refresh_s=1e6)
 
 
 def test_a_token_has_its_limits_at_every_door(doors: tuple[House, House]) -> None:
@@ -74,32 +108,38 @@ def test_a_token_has_its_limits_at_every_door(doors: tuple[House, House]) -> Non
                 pass
         with pytest.raises(Overloaded, match="has 2 requests running"):
             list(client.generate("x"))
-        wait_until(lambda: uses(other) == {("door0", 2)}, "the other door does not hear of them")
-        with pytest.raises(Overloaded, match="has 2 requests running"):
+        with pytest.raises(Overloaded, match="of its requests run at other doors"):
             list(elsewhere.generate("x"))
         assert elsewhere.info().vocabulary == 258
+        with pytest.raises(Overloaded, match="has 2 requests running"):
+            list(elsewhere.generate("x"))
         house.decode.pause_at = -1
         for stream in streams:
             list(stream)
+        list(elsewhere.generate("x" * 100, max_tokens=2))
         list(stranger.generate("x" * 3000, max_tokens=2))
         with pytest.raises(Overloaded, match="more than this token may hold at all, 2000"):
             list(elsewhere.generate("x" * 1990, max_tokens=10))
-        nothing_left(house)
-        wait_until(lambda: not uses(other), "the other door does not hear of their end")
         *_, made = client.prefill("x" * 1500)
         assert isinstance(made, PrefillFinished)
-        wait_until(lambda: uses(other) == {("", 0)}, "the other door does not hear of the session")
+        with pytest.raises(Overloaded, match="it holds 1501 tokens at other doors and in sessions"):
+            list(elsewhere.generate("y" * 500, max_tokens=10))
+        assert elsewhere.info().vocabulary == 258
         with pytest.raises(Overloaded, match="holds 1501 tokens and may hold 2000"):
             list(elsewhere.generate("y" * 500, max_tokens=10))
         list(elsewhere.generate("x" * 490, max_tokens=10))  # most of it is the session's
         elsewhere.release(made.session.session_id)
-        wait_until(lambda: not uses(other), "the other door does not hear of the release")
         list(elsewhere.generate("y" * 500, max_tokens=10))
 
 
-def uses(house: House) -> set[tuple[str, int]]:
-    """Doors and requests of which a door has heard."""
-    return {(use.door, use.requests) for worker in house.fleet.view.workers.values() for use in worker.uses}
+def test_a_client_that_goes_from_door_to_door_is_not_refused(doors: tuple[House, House]) -> None:
+    """One request after the other, each as large as its token may hold."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(DeltafrontClient(door.address, "alpha")) for door in doors]
+        for turn in range(12):
+            *_, made = clients[turn % 2].prefill(f"{turn}" + "x" * 1800)
+            assert isinstance(made, PrefillFinished)
+            clients[(turn + 1) % 2 if turn % 3 else turn % 2].release(made.session.session_id)
 
 
 def test_every_request_has_a_line_and_no_content(

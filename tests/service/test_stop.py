@@ -1,0 +1,102 @@
+"""A door that is stopped in the middle of its requests: nothing is left, and nothing is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltafront.service import wiring
+from deltafront.service.fleet.links import LocalDirectory
+from deltafront.service.fleet.view import Fleet
+from deltafront.service.metrics import Metrics
+from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt
+from deltafront.service.request.run import Requests
+from deltafront.workers.messages.events import Token
+
+from .fakes import FakeDecode, FakeGroup
+from .inprocess import Cut, settings
+
+ASKED = GenerateRequest(Prompt(text="x" * 300))
+READ = PrefillRequest(Prompt(text="x" * 300))
+
+
+def to_the_end_of_its_loop(work: Coroutine[Any, Any, None]) -> None:
+    """As a process ends: nobody cancels what is left of the loop, as `asyncio.run` would."""
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(work)
+    loop.close()
+    gc.collect()
+
+
+class Door:
+    """Without an edge."""
+
+    def __init__(self, model: Path, metrics: Path) -> None:
+        config = settings(model, refresh_s=1e6)
+        self.decode, found = FakeDecode("decode:d0"), Metrics(metrics)
+        self.group = FakeGroup("prefill:g0", lambda _worker, *what: self.decode.deliver(*what))
+        directory = LocalDirectory([Cut(self.group)], [Cut(self.decode)])  # type: ignore[list-item]
+        self.fleet = Fleet(directory, wiring.observer(found), config.door.refresh_s, config.door.renew_s)
+        self.requests: Requests = wiring.requests(config, self.fleet, found, "nowhere:1")
+        self.streams: list[AsyncGenerator[Any, None]] = []
+
+    async def begin(self) -> None:
+        """Two requests that are being answered and two that are being read; one of each is left by its client
+        in the moment in which the door stops."""
+        self.fleet.start()
+        self.decode.pause_at = 1
+        for _ in range(2):
+            self.streams.append(self.requests.generate([], lambda: ASKED))
+            while not isinstance(await anext(self.streams[-1]), Token):
+                pass
+        self.group.pause_at = 1
+        for _ in range(2):
+            self.streams.append(self.requests.prefill([], lambda: READ))
+            await anext(self.streams[-1])
+        for stream in self.streams[::2]:
+            await stream.aclose()
+
+    async def stop(self) -> None:
+        await self.requests.stop()
+        await self.fleet.stop()
+
+
+def test_a_door_that_stops_leaves_no_task(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "asyncio")
+    doors: list[Door] = []
+
+    async def run() -> None:
+        door = Door(model, tmp_path)
+        doors.append(door)
+        await door.begin()
+        assert len(asyncio.all_tasks()) > 5
+        await door.stop()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    to_the_end_of_its_loop(run())
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    (door,) = doors
+    assert len(door.decode.cancelled) == 4, "its workers have heard that nobody waits any more"
+    assert not door.decode.used() and not door.group._open
+
+
+def test_a_door_that_does_not_stop_its_requests_would_be_noticed(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the test above looks for is there without the call that it tests."""
+
+    async def run() -> None:
+        door = Door(model, tmp_path)
+        await door.begin()
+        await door.fleet.stop()
+
+    to_the_end_of_its_loop(run())
+    assert "Task was destroyed but it is pending" in caplog.text
