@@ -51,6 +51,13 @@ def test_every_kind_is_known_before_it_is_applied(overlay: str) -> None:
         assert earlier(INSTALLED_BY[kind])
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_objects_can_be_applied(overlay: str) -> None:
+    """`kubectl apply` keeps the whole object in an annotation, and annotations end at 256 KiB together."""
+    for one in rendered(f"overlays/{overlay}"):
+        assert len(json.dumps(one).encode()) < 250_000, one["metadata"]["name"]
+
+
 def test_the_namespace_is_there_before_anything_is_put_into_it() -> None:
     lines = commands()
     (made,) = [n for n, line in enumerate(lines) if "-n deltafront --create-namespace" in line]
