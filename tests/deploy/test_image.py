@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def test_the_last_stage_runs_as_the_user_that_pods_run_as() -> None:
 def test_the_last_stage_has_what_kuberay_and_triton_need() -> None:
     (install,) = re.findall(r"apt-get install -y --no-install-recommends (.+?) \$", last_stage())
     assert {"bash", "grep", "wget", "gcc", "libc6-dev"} <= set(install.split())
+
+
+def test_what_tracing_needs_is_installed_too() -> None:
+    """The Dockerfile's own line of Python, on this pyproject.toml."""
+    (code,) = re.findall(r'python -c "(.+?)" > requirements', DOCKERFILE.read_text(), re.DOTALL)
+    command = [sys.executable, "-c", code.replace("\\\n", "").strip()]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["otel"]
+    assert any(one.startswith("opentelemetry-exporter-otlp-proto-http") for one in extra)
+    assert done.stdout.splitlines() == [*project["dependencies"], *extra]
 
 
 def test_kernels_are_cached_on_a_volume() -> None:
