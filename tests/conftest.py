@@ -40,6 +40,7 @@ settings.load_profile("any machine")
 TOGETHER = {
     "tests/e2e/": "end to end",
     "tests/deploy/test_cluster.py": "cluster",
+    "tests/deploy/test_image.py": "image",
     "tests/service/test_served.py": "served",
     "tests/workers/prefill/test_prefill_group.py": "actors",
     "tests/workers/decode/test_decode_worker.py": "actors",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from .builder import BASE, DOCKERFILE, IMAGE, Builder, bootstrap, pip_settings, torch_of_cpus
 from .manifests import OVERLAYS, ROOT, container, templates
 
-DOCKERFILE = ROOT / "deploy" / "Dockerfile"
-BASE = "localhost/deltafront-base"
+pytestmark = pytest.mark.timeout(3600)  # the first test of the image builds it
 
 
 def last_stage() -> str:
@@ -41,6 +44,17 @@ def test_the_last_stage_has_what_kuberay_and_triton_need() -> None:
     assert {"bash", "grep", "wget", "gcc", "libc6-dev"} <= set(install.split())
 
 
+def test_what_tracing_needs_is_installed_too() -> None:
+    """The Dockerfile's own line of Python, on this pyproject.toml."""
+    (code,) = re.findall(r'python -c "(.+?)" > requirements', DOCKERFILE.read_text(), re.DOTALL)
+    command = [sys.executable, "-c", code.replace("\\\n", "").strip()]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["otel"]
+    assert any(one.startswith("opentelemetry-exporter-otlp-proto-http") for one in extra)
+    assert done.stdout.splitlines() == [*project["dependencies"], *extra]
+
+
 def test_kernels_are_cached_on_a_volume() -> None:
     (cache,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", last_stage())
     for overlay in OVERLAYS:
@@ -57,23 +71,50 @@ def test_the_context_holds_what_is_installed_and_nothing_else() -> None:
     assert not {"tests", ".git", "deploy/kubernetes", "deploy"} & set(kept)
 
 
-def test_it_is_built_and_starts() -> None:
-    """Where buildah has a base of that name: Debian with Python's packages, and torch in pip's reach."""
-    buildah = shutil.which("buildah")
-    if buildah is None:
-        pytest.skip("buildah is not installed")
-    known = subprocess.run([buildah, "images", "-q", BASE], check=False, capture_output=True, timeout=60)
-    if known.returncode != 0:
-        pytest.skip(f"there is no image {BASE} to build on")
-    command = [buildah, "build", "--isolation", "chroot", "-f", str(DOCKERFILE), "-t", "deltafront-test"]
-    command += ["--build-arg", f"BASE={BASE}", "--build-arg", "TORCH=torch==2.13.0+cpu", str(ROOT)]
-    subprocess.run(command, check=True, timeout=1800)
-    made = subprocess.run([buildah, "from", "deltafront-test"], check=True, capture_output=True, text=True)
-    name = made.stdout.strip()
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Builds the image of this tree; a function that gives what a script prints in a container of it."""
+    builder = Builder(tmp_path_factory.mktemp("builder"))
     try:
-        run = [buildah, "run", "--isolation", "chroot", name, "--", "bash", "-lc"]
-        script = "id -u && ray --version && deltafront size 8b --json && wget --version && gcc --version"
-        done = subprocess.run([*run, script], check=True, capture_output=True, text=True, timeout=300)
-        assert done.stdout.startswith("1000\n")
+        torch = torch_of_cpus()
+        bootstrap(builder)
+        command = ["build", "--isolation", "chroot", "--file", DOCKERFILE, "--tag", IMAGE]
+        command += ["--build-arg", f"BASE={BASE}", "--build-arg", f"TORCH={torch}"]
+        built = builder(*command, *pip_settings(builder.folder), ROOT)
+        assert built.returncode == 0, built.stdout[-10_000:]
+        container = builder("from", "--quiet", IMAGE).stdout.strip()
+
+        def printed(script: str) -> str:
+            done = builder.run(container, "bash", "-lc", script)
+            assert done.returncode == 0, done.stdout
+            return done.stdout
+
+        yield printed
     finally:
-        subprocess.run([buildah, "rm", name], check=True)
+        shutil.rmtree(builder.folder)
+
+
+def test_it_is_built_and_starts_as_the_user_of_pods(image: Callable[[str], str]) -> None:
+    user, tree, *_ = image("id -u; pwd; test -w $(dirname $TRITON_CACHE_DIR)").splitlines()
+    assert (user, tree) == ("1000", "/home/deltafront")
+
+
+def test_the_service_and_the_command_start_in_it(image: Callable[[str], str]) -> None:
+    code = "import deltafront, deltafront.service.app; print(deltafront.__file__)"
+    assert image(f"{KEPT}; python -c '{code}'").splitlines()[-1].startswith("/opt/deltafront/")
+    tracing = "from opentelemetry.exporter.otlp.proto.http import trace_exporter"
+    image(f"{KEPT}; python -c '{tracing}'")
+    assert "drain" in image(f"{KEPT}; deltafront --help")
+    row = image(f"{KEPT}; deltafront size 8b --tokens 1024 --json").splitlines()[-1]
+    assert json.loads(row)["model"] == "8b"
+
+
+KEPT = "export PYTHONPYCACHEPREFIX=/tmp/compiled"
+"""What one test has compiled of the libraries the next need not."""
+
+
+def test_what_pods_and_probes_run_is_in_it(image: Callable[[str], str]) -> None:
+    """Probes and preStop of KubeRay and of the manifests, Ray's start, the model's Job, Triton's launcher."""
+    for tool in ("bash", "grep", "hf", "deltafront", "python", "ray", "wget"):
+        assert image(f"command -v {tool}").startswith("/"), tool
+    image("echo 'int main(void) { return 0; }' | gcc -x c - -o /tmp/launcher && /tmp/launcher")

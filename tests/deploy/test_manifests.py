@@ -122,7 +122,8 @@ def test_every_pod_is_set_up_alike(overlay: str) -> None:
         assert (name in ("head", "door")) == ("tokens" in mounts), "who reads tokens"
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert pod["resources"]["requests"]["memory"] == pod["resources"]["limits"]["memory"]
-        assert template["metadata"]["labels"]["app.kubernetes.io/part-of"] == "deltafront"
+        named = {"part-of": "deltafront", "component": name}
+        assert template["metadata"]["labels"] == {f"app.kubernetes.io/{key}": of for key, of in named.items()}
         if name != "head":
             assert "readinessProbe" in pod
     assert config.door.tokens_file == Path(mounts_of(pods["door"])["tokens"]) / "tokens"

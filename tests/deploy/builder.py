@@ -1,0 +1,116 @@
+"""Builds the image where buildah and debootstrap can: in a storage of its own, on a Debian made for it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from .manifests import ROOT
+
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+BASE = "localhost/base"
+IMAGE = "localhost/deltafront"
+_PIP_OPTIONS = {"cert", "default-timeout", "extra-index-url", "find-links", "index-url", "no-index"}
+
+
+@dataclass(frozen=True)
+class Builder:
+    """buildah with everything it writes under `folder`. Its driver copies every layer, but runs anywhere."""
+
+    folder: Path
+
+    def __call__(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """One command of buildah; its two outputs are in `stdout` together."""
+        folders = ["--root", self.folder / "root", "--runroot", self.folder / "run"]
+        command = ["buildah", *folders, "--storage-driver", "vfs", *arguments]
+        return said(command, TMPDIR=str(self.folder))
+
+    def run(self, container: str, *command: str) -> subprocess.CompletedProcess[str]:
+        return self("run", "--isolation", "chroot", container, "--", *command)
+
+
+def said(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=3000,
+    )
+
+
+def or_skip(done: subprocess.CompletedProcess[str], reason: str) -> str:
+    """What a command said. Where it failed, the machine cannot build images at all: skips."""
+    if done.returncode != 0:
+        lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
+        pytest.skip(f"{reason}: {lines[-1]}")
+    return done.stdout.strip()
+
+
+def torch_of_cpus() -> str:
+    """The requirement of this interpreter's torch; skips where it would bring several GB of CUDA."""
+    version = metadata.version("torch")
+    if not version.endswith("+cpu"):
+        pytest.skip(f"torch {version} is installed here, and pip may reach no build for CPUs")
+    return f"torch=={version}"
+
+
+def bootstrap(builder: Builder) -> None:
+    """Makes BASE: the Debian that the Dockerfile's own base is of, with its Python. Skips with the reason
+    where tools, root's rights, the network or the machine do not allow it."""
+    missing = [name for name in ("buildah", "debootstrap", "unshare") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} cannot be found")
+    if os.geteuid() != 0:
+        pytest.skip("debootstrap needs root")
+    probe = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", builder.folder, "typer"]
+    or_skip(said(probe), "pip reaches no package")
+    (suite,) = re.findall(r"^ARG BASE=\S+-(\w+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    container = or_skip(builder("from", "--quiet", "scratch"), "buildah makes no container here")
+    root = or_skip(builder("mount", container), "buildah mounts nothing here")
+    # Its mounts in a namespace of its own: none is left when it is ended, and none is in the way of removal.
+    command = ["unshare", "--mount", "debootstrap", "--variant=minbase", "--include=python3,python3-venv"]
+    or_skip(said([*command, suite, root]), f"debootstrap makes no {suite} here")
+    for package in Path(root, "var/cache/apt/archives").glob("*.deb"):
+        package.unlink()
+    # As in the Debian images of registries: no translations, and no waiting for the disk.
+    Path(root, "etc/apt/apt.conf.d/no-languages").write_text('Acquire::Languages "none";\n')
+    Path(root, "etc/dpkg/dpkg.cfg.d/unsafe-io").write_text("force-unsafe-io\n")
+    or_skip(builder.run(container, "apt-get", "update"), "buildah runs nothing here, or without a network")
+    or_skip(builder("commit", "--quiet", "--rm", container, BASE), "buildah keeps no image here")
+
+
+def pip_settings(folder: Path) -> list[str]:
+    """buildah's arguments by which pip in the build finds what pip finds here: its settings as /etc/pip.conf,
+    and the files and folders that these name. Byte code is not compiled: nothing is kept of this image."""
+    listed = said([sys.executable, "-m", "pip", "config", "list"]).stdout.splitlines()
+    options: dict[str, str] = {}
+    listed = [line for line in listed if "=" in line]
+    for line in sorted(listed, key=lambda one: one.startswith(":env:")):  # the environment has the last word
+        name, _, value = line.partition("=")
+        options[name.rpartition(".")[2]] = " ".join(ast.literal_eval(value).split())
+    options = {name: value for name, value in options.items() if name in _PIP_OPTIONS}
+    mounts = {}
+    if "cert" in options:  # not where it is here: Debian's own file is there
+        mounts[options["cert"]] = "/mnt/pip-cert.pem"
+        options["cert"] = "/mnt/pip-cert.pem"
+    words = [word for value in options.values() for word in value.split()]
+    # An index of files refers to the wheels beside it.
+    words = [str(Path(word[7:]).parent) if word.startswith("file://") else word for word in words]
+    mounts |= {word: word for word in words if word.startswith("/") and Path(word).exists()}
+    settings = folder / "pip.conf"
+    lines = [f"{name} = {value}\n" for name, value in options.items()]
+    settings.write_text("".join(["[global]\n", *lines, "[install]\n", "no-compile = no\n"]))  # sic: pip's way
+    mounts[str(settings)] = "/etc/pip.conf"
+    return [argument for here, there in mounts.items() for argument in ("--volume", f"{here}:{there}:ro")]

@@ -1,0 +1,130 @@
+"""docs/deploy.md's commands: ten of them, and each has what it needs by then."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from .manifests import KUBERNETES, OVERLAYS, ROOT, Object, of_kind, rendered, templates
+
+INSTALLED_BY = {
+    "RayService": "helm install kuberay-operator ",
+    "PodMonitor": "helm install prometheus kube-prometheus-stack ",
+    "PrometheusRule": "helm install prometheus kube-prometheus-stack ",
+}
+"""What brings the kinds that are not Kubernetes' own."""
+BUILT_IN = {
+    *("ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget", "Service"),
+    "StatefulSet",
+}
+APPLY = "kubectl kustomize deploy/kubernetes/overlays/"
+
+
+def commands() -> list[str]:
+    """Of the guide's first block, in its order."""
+    guide = (ROOT / "docs" / "deploy.md").read_text()
+    (block,) = re.findall(r"## From an empty cluster.*?\n```\n(.*?)```", guide, re.DOTALL)
+    return str(block).splitlines()
+
+
+def earlier(start: str) -> str:
+    """The command before the overlay is applied that begins with `start`."""
+    lines = commands()
+    (apply,) = [number for number, line in enumerate(lines) if line.startswith(APPLY)]
+    (found,) = [line for line in lines[:apply] if line.startswith(start)]
+    return found
+
+
+def test_it_takes_ten_commands() -> None:
+    lines = commands()
+    assert len(lines) == 10
+    assert not [line for line in lines if re.search(r"&&|;|\|\|", line)]
+    assert all(line.split()[0] in ("deltafront", "docker", "helm", "kubectl") for line in lines)
+    assert lines[-1].startswith("deltafront generate ")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_kind_is_known_before_it_is_applied(overlay: str) -> None:
+    for kind in {one["kind"] for one in rendered(f"overlays/{overlay}")} - BUILT_IN:
+        assert earlier(INSTALLED_BY[kind])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_objects_can_be_applied(overlay: str) -> None:
+    """`kubectl apply` keeps the whole object in an annotation, and annotations end at 256 KiB together."""
+    for one in rendered(f"overlays/{overlay}"):
+        assert len(json.dumps(one).encode()) < 250_000, one["metadata"]["name"]
+
+
+def test_the_namespace_is_there_before_anything_is_put_into_it() -> None:
+    lines = commands()
+    (made,) = [n for n, line in enumerate(lines) if "-n deltafront --create-namespace" in line]
+    assert made < min(n for n, line in enumerate(lines) if "kubectl -n deltafront" in line)
+    assert {one["metadata"]["namespace"] for one in rendered("overlays/one-gpu")} == {"deltafront"}
+
+
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "cpu"])
+def test_what_gpu_pods_ask_of_nodes_comes_from_the_gpu_operator(overlay: str) -> None:
+    asked = set(re.findall(r"nvidia\.com/[\w.]+", json.dumps(rendered(f"overlays/{overlay}"))))
+    assert asked == {"nvidia.com/gpu", "nvidia.com/gpu.memory"}
+    assert earlier("helm install gpu-operator gpu-operator ")
+
+
+def test_prometheus_selects_what_bears_no_release_label() -> None:
+    (values,) = re.findall(r"--set (\S+)", earlier(INSTALLED_BY["PodMonitor"]))
+    spec = "prometheus.prometheusSpec"
+    assert set(values.split(",")) == {
+        f"{spec}.{kind}SelectorNilUsesHelmValues=false" for kind in ("podMonitor", "rule")
+    }
+
+
+def test_the_versions_that_are_tried_are_the_versions_that_are_named() -> None:
+    assert "--version 1.7.0 " in earlier(INSTALLED_BY["RayService"])
+    image = earlier("docker buildx build --push ").split(" -t ")[1].split()[0]
+    (tag,) = re.findall(r"newTag: (\w+)", (KUBERNETES / "overlays/one-gpu/kustomization.yaml").read_text())
+    assert image == f"$REGISTRY/deltafront:{tag}"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_secrets_hold_the_keys_that_are_read(overlay: str) -> None:
+    for name, key in keys(list(rendered(f"overlays/{overlay}"))):
+        made = earlier(f"kubectl -n deltafront create secret generic {name} ")
+        assert f"--from-literal={key}=" in made, key
+
+
+def keys(value: object) -> set[tuple[str, str]]:
+    """(secret, key) of everything that is read of secrets."""
+    if isinstance(value, list):
+        return {one for inner in value for one in keys(inner)}
+    if not isinstance(value, dict):
+        return set()
+    found = {one for inner in value.values() for one in keys(inner)}
+    if reference := value.get("secretKeyRef"):
+        found.add((reference["name"], reference["key"]))
+    if "secretName" in value:
+        found |= {(value["secretName"], item["key"]) for item in value["items"]}
+    return found
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_volume_of_one_node_is_mounted_on_one_node(overlay: str) -> None:
+    objects = rendered(f"overlays/{overlay}")
+    (claim,) = of_kind(objects, "PersistentVolumeClaim")
+    (job,) = of_kind(objects, "Job")
+    pods = [*templates(overlay).values(), job["spec"]["template"]]
+    assert all(mounts_the_model(pod, claim["metadata"]["name"]) for pod in pods)
+    nodes = {json.dumps(pod["spec"].get("affinity", {}).get("nodeAffinity"), sort_keys=True) for pod in pods}
+    (mode,) = claim["spec"]["accessModes"]
+    assert mode == ("ReadWriteOnce" if overlay in ("cpu", "one-gpu") else "ReadWriteMany")
+    if mode == "ReadWriteOnce":
+        (only,) = nodes
+        assert ("nvidia.com/gpu.memory" in only) == (overlay == "one-gpu")
+        tolerations = {json.dumps(pod["spec"].get("tolerations")) for pod in pods}
+        assert len(tolerations) == 1, "who may be on that node"
+
+
+def mounts_the_model(pod: Object, claim: str) -> bool:
+    volumes = pod["spec"]["volumes"]
+    return any(one.get("persistentVolumeClaim", {}).get("claimName") == claim for one in volumes)
