@@ -151,8 +151,15 @@ _NAMES = (
 _SOURCE = re.compile(r"^(prompt|append)(\.(text|messages|token_ids))?")
 
 
+def _described(error: DeltafrontError) -> tuple[int, str, str | None]:
+    """HTTP status, OpenAI's type and code. What no waiting makes room for is not OpenAI's rate limit."""
+    if isinstance(error, Overloaded) and error.retry_after_s is None:
+        return 413, _BAD, "request_too_large"
+    return _STATUSES[error.code]
+
+
 def status_of(error: DeltafrontError) -> int:
-    return _STATUSES[error.code][0]
+    return _described(error)[0]
 
 
 def error_object(message: str, kind: str = _BAD, param: str | None = None, code: str | None = None) -> Json:
@@ -161,7 +168,7 @@ def error_object(message: str, kind: str = _BAD, param: str | None = None, code:
 
 def refusal(error: DeltafrontError, source: str) -> Json:
     """source: the field that holds the prompt; what the contract calls prompt or append is named so."""
-    _status, kind, code = _STATUSES[error.code]
+    _status, kind, code = _described(error)
     message, param = error.message, None
     if isinstance(error, UnknownModel):
         param, code = "model", "model_not_found"
@@ -177,7 +184,7 @@ def headers_of(error: DeltafrontError) -> dict[str, str]:
     """When to come back; OpenAI's client tries again by itself unless it is told not to."""
     if error.retry_after_s is not None:
         return {"retry-after": str(math.ceil(max(error.retry_after_s, 0.0)))}
-    if isinstance(error, Overloaded | DeadlineExceeded):
+    if isinstance(error, DeadlineExceeded):
         return {"x-should-retry": "false"}
     return {"www-authenticate": "Bearer"} if error.code is Code.UNAUTHENTICATED else {}
 

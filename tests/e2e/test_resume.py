@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 
 import psutil
@@ -20,6 +19,7 @@ from .wire import Wire
 STAGES = 2
 """As in service.yaml."""
 TRIES = 5
+READ_AGAIN = "deltafront_tokens_read_again_total"
 
 
 @pytest.fixture
@@ -38,15 +38,6 @@ def stages(service: LocalService) -> list[int]:
         except psutil.Error:
             continue
     return sorted(found)
-
-
-def read_again(client: DeltafrontClient) -> float:
-    """Tokens, as all doors of this node count them."""
-    with urllib.request.urlopen(f"http://{client.info().metrics_address}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(
-        float(line.split()[-1]) for line in lines if line.startswith("deltafront_tokens_read_again_total")
-    )
 
 
 def test_a_killed_stage_costs_the_chunks_under_way(
@@ -89,7 +80,7 @@ def test_a_killed_stage_costs_the_chunks_under_way(
         return ids, finish
 
     alone, undisturbed = answer(kill=False)
-    before = read_again(client)
+    before = wire.counted(READ_AGAIN)
     for _ in range(TRIES):
         ids, finish = answer(kill=True)
         assert ids == alone
@@ -98,7 +89,7 @@ def test_a_killed_stage_costs_the_chunks_under_way(
     assert finish.density.layers == pytest.approx(undisturbed.density.layers)
     assert finish.timings.parts["replay"] > 0
     assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
-    again = read_again(client) - before
+    again = wire.counted(READ_AGAIN) - before
     table.add("longest silence after a stage's death, without a spare, s", round(silence, 2))
     under_way = STAGES * sizes.chunk
     assert again <= under_way, "what was read had arrived, but for what was still on its way"

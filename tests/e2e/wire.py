@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -49,6 +50,14 @@ class Wire:
         info = self.info()
         total = info.decode_pages_total + info.prefill_pages_total
         return int(total - info.decode_pages_free - info.prefill_pages_free)
+
+    def counted(self, series: str) -> float:
+        """The sum of those that begin so, as all doors of this node count them."""
+        with urllib.request.urlopen(
+            f"http://{self.info().metrics_address}/metrics", timeout=PATIENCE_S
+        ) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(series))
 
     def seconds_to_no_page(self, patience_s: float = PATIENCE_S) -> float:
         """Waits until every page is free again."""

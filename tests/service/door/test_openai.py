@@ -18,7 +18,7 @@
 15. what is not supported is refused by name, unless it asks for nothing;
 16. a prompt that is too long is told so by OpenAI's code, a body that is too long by 413;
 17. unknown models, sessions and addresses are not found;
-18. a full server answers 429 with Retry-After, or says that waiting is no use;
+18. a full server answers 429 with Retry-After, and 413 to what it could never hold;
 19. workers that fail give 503 with Retry-After, and an error event once the answer has begun;
 20. a client that leaves frees everything, whatever its request was doing.
 """
