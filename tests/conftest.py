@@ -40,17 +40,16 @@ settings.load_profile("any machine")
 TOGETHER = {
     "tests/e2e/": "end to end",
     "tests/deploy/test_cluster.py": "cluster",
+    "tests/deploy/test_image.py": "image",
     "tests/service/test_served.py": "served",
     "tests/workers/prefill/test_prefill_group.py": "actors",
     "tests/workers/decode/test_decode_worker.py": "actors",
     "tests/kernels/test_compile_sm90.py": "compiler",
     "tests/workers/test_specialisations.py": "specialisations",
-    "tests/deploy/test_image.py": "image",
 }
-"""What runs in one process, one test after the other, because it shares what takes long to start; what keeps
-Ray's processes running comes first, and of that the longest. Each group has ports of its own, so they stand
-beside each other. One process may get several, in this order: Serve's settings must be in the environment
-before Ray is imported."""
+"""What runs in one process, one test after the other, because it shares what takes long to start; the longest
+first. Each group has ports of its own, so they stand beside each other. One process may get several, in this
+order: Serve's settings must be in the environment before Ray is imported."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

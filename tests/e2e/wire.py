@@ -51,13 +51,14 @@ class Wire:
         total = info.decode_pages_total + info.prefill_pages_total
         return int(total - info.decode_pages_free - info.prefill_pages_free)
 
-    def counted(self, series: str) -> float:
-        """The sum of those that begin so, as all doors of this node count them."""
+    def counted(self, metric: str, *labels: str) -> float:
+        """The sum of a counter's series that have all these labels, as all doors of this node count them."""
         with urllib.request.urlopen(
             f"http://{self.info().metrics_address}/metrics", timeout=PATIENCE_S
         ) as answer:
             lines = answer.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(series))
+        own = [line for line in lines if line.startswith(metric) and all(label in line for label in labels)]
+        return sum(float(line.split()[-1]) for line in own)
 
     def seconds_to_no_page(self, patience_s: float = PATIENCE_S) -> float:
         """Waits until every page is free again."""
