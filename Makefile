@@ -6,7 +6,7 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test acceptance chaos check proto serve dashboards dashboards-preview manifests clean install dev model accuracy
+.PHONY: demo test acceptance chaos image check proto serve dashboards dashboards-preview manifests clean install dev model accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -47,6 +47,10 @@ acceptance: dev model
 chaos: dev
 	$(BIN)/pytest tests/chaos --chaos -s $(CHAOS)
 	$(BIN)/python -m deltafront.benchmarks.tables
+
+# The image, on a Debian that is made for it, where buildah and debootstrap are: five minutes, 5 GB for a while.
+image: dev
+	$(BIN)/pytest --image tests/deploy/test_image.py
 
 check: dev
 	$(BIN)/ruff check .

@@ -40,7 +40,6 @@ settings.load_profile("any machine")
 TOGETHER = {
     "tests/e2e/": "end to end",
     "tests/deploy/test_cluster.py": "cluster",
-    "tests/deploy/test_image.py": "image",
     "tests/service/test_served.py": "served",
     "tests/workers/prefill/test_prefill_group.py": "actors",
     "tests/workers/decode/test_decode_worker.py": "actors",
@@ -54,6 +53,7 @@ order: Serve's settings must be in the environment before Ray is imported."""
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--acceptance", action="store_true", help="run tests/e2e at full size")
+    parser.addoption("--image", action="store_true", help="build the image, which takes minutes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""The image: linted everywhere, built where a builder and a base are at hand."""
+"""The image: linted everywhere; built by `make image`, where a builder and a base can be had."""
 
 from __future__ import annotations
 
@@ -72,8 +72,12 @@ def test_the_context_holds_what_is_installed_and_nothing_else() -> None:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+def image(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], str]]:
     """Builds the image of this tree; a function that gives what a script prints in a container of it."""
+    if not request.config.getoption("--image"):
+        pytest.skip("takes minutes: make image")
     builder = Builder(tmp_path_factory.mktemp("builder"))
     try:
         torch = torch_of_cpus()
