@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 
-from ..service.client.layout import Fit, Layout, fit
 from ..service.client.size import GIB, SHAPES, decode_bytes, stage_bytes
 from ..service.config import ServiceConfig, load
 from ..workers.settings import Quantisation
+from . import layout as layouts
+from .layout import Layout, fit
 
 KUBERNETES = Path(__file__).resolve().parent.parent / "deploy" / "kubernetes"
 _MEMORY = "nvidia.com/gpu.memory"
@@ -131,8 +132,13 @@ def _index(place: Any, key: str) -> Any:
 HEADER = ("overlay", "model", "GPUs", "prefill", "decode", "holds", "CPUs, memory")
 
 
+def rows() -> list[list[str]]:
+    """Lines under HEADER: the overlays as they are."""
+    return [row(read(name)) for name in names()]
+
+
 def row(overlay: Overlay) -> list[str]:
-    """A line under HEADER: the overlay as it is. GiB: weights and K/V of the fullest stage, of a worker."""
+    """The overlay as it is. GiB: weights and K/V of the fullest stage, of a worker."""
     prefill, decode, model = overlay.config.prefill, overlay.config.decode, overlay.config.model
     stages, workers = str(prefill.groups * prefill.stages), str(decode.workers)
     shape = next((shape for name, shape in SHAPES.items() if name in model.path), None)
@@ -167,10 +173,14 @@ MODELS: tuple[tuple[str, Quantisation | None], ...] = (("8b", None), ("70b", Non
 CONTEXTS = (131_072, 524_288)
 
 
-def fits() -> Iterator[tuple[str, Fit]]:
-    """Overlays with GPUs, each with every model and context."""
+FITS_HEADER = ("overlay", *layouts.HEADER)
+
+
+def fits() -> Iterator[list[str]]:
+    """Lines under FITS_HEADER, computed, not measured: what the GPUs of overlays hold of 8B and 70B."""
     for overlay in map(read, names()):
         layout = overlay.layout
         if layout is not None:
             for (model, kind), tokens in itertools.product(MODELS, CONTEXTS):
-                yield overlay.name, fit(layout, model, SHAPES[model], tokens, kind)
+                found = fit(layout, model, SHAPES[model], tokens, kind)
+                yield [f"`{overlay.name}`", *layouts.row(found)]

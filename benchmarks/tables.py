@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..service.client import layout, size
+from ..service.client import size
 from . import overlays
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -346,16 +346,6 @@ def sizing() -> str:
     return markdown(size.HEADER, rows)
 
 
-def overlays_as_they_are() -> str:
-    return markdown(overlays.HEADER, [overlays.row(overlays.read(name)) for name in overlays.names()])
-
-
-def overlay_sizes() -> str:
-    """Computed, not measured: what each overlay's GPUs hold of 8B and 70B at 128K and 512K."""
-    rows = [[f"`{name}`", *layout.row(found)] for name, found in overlays.fits()]
-    return markdown(("overlay", *layout.HEADER), rows)
-
-
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "headline": (headline, ("kernels_h200", "long_context_h200", "accuracy_h200", "engine_h200")),
     "kernels_h200": (kernels, ("kernels_h200",)),
@@ -370,8 +360,8 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "service_overhead": (service_overhead, ("service_overhead",)),
     "chaos": (chaos, ("chaos",)),
     "sizing": (sizing, ()),
-    "overlays": (overlays_as_they_are, ()),
-    "overlay_sizes": (overlay_sizes, ()),
+    "overlays": (lambda: markdown(overlays.HEADER, overlays.rows()), ()),
+    "overlay_sizes": (lambda: markdown(overlays.FITS_HEADER, list(overlays.fits())), ()),
 }
 """What makes a table, and from which results."""
 

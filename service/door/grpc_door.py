@@ -125,15 +125,15 @@ class FrontDoor:
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status, and again whenever it changes, until the client leaves."""
-        last, asked = None, list[str]()
+        last, service = None, None
         with _status_on(grpc_context):
-            asked.append(_reader(request, _service)())
-        if not asked:
+            service = _reader(request, _service)()
+        if service is None:
             yield health_pb2.HealthCheckResponse()  # takes the status along
-        while asked:
-            status = (
-                self._health() if _known_service(*asked) else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            )
+            return
+        while True:
+            unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            status = self._health() if _known_service(service) else unknown
             if status != last:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status

@@ -20,7 +20,7 @@ from .wire import PATIENCE_S, Wire, method, packed, text
 pytestmark = pytest.mark.timeout(1800)  # twenty times a document at full size
 
 
-CANCELLED = ("deltafront_requests_total{", 'method_rpc="Generate"', 'outcome="cancelled"')
+CANCELLED = ("deltafront_requests_total", 'method_rpc="Generate"', 'outcome="cancelled"')
 
 
 def one_token(prompt: pb.Prompt) -> pb.GenerateRequest:

@@ -14,6 +14,8 @@ import grpc
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 
+from ..chaos.checks import parse, total
+
 PATIENCE_S = 300.0
 """Until what must happen counts as never happening; no statement about speed."""
 
@@ -56,9 +58,7 @@ class Wire:
         with urllib.request.urlopen(
             f"http://{self.info().metrics_address}/metrics", timeout=PATIENCE_S
         ) as answer:
-            lines = answer.read().decode().splitlines()
-        own = [line for line in lines if line.startswith(metric) and all(label in line for label in labels)]
-        return sum(float(line.split()[-1]) for line in own)
+            return total(parse(answer.read().decode()), metric, *labels)
 
     def seconds_to_no_page(self, patience_s: float = PATIENCE_S) -> float:
         """Waits until every page is free again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -131,21 +132,30 @@ async def test_a_stage_that_hangs_while_idle_or_while_it_closes_is_noticed() -> 
     await stream.aclose()
 
 
+async def stood_still_after(
+    seconds: float, pulse: Callable[[int], Awaitable[None]], allowed: float, stall_s: float
+) -> tuple[StageWatch, asyncio.Future[None], list[str]]:
+    """A watch whose process stands still for a minute, a second ago; the answer that it waits for; whom it
+    blames."""
+    loop, lost, skipped = asyncio.get_running_loop(), list[str](), [0.0]
+    watch = StageWatch(1, pulse, lambda _, what: lost.append(what), lambda: loop.time() + skipped[0], stall_s)
+    answer: asyncio.Future[None] = loop.create_future()
+    watch.expect(0, "a chunk", lambda: allowed, answer)
+    await asyncio.sleep(seconds)
+    skipped[0] = 60.0
+    await asyncio.sleep(1.0)
+    return watch, answer, lost
+
+
 @timeless
 async def test_whoever_was_stopped_itself_does_not_blame_the_stages() -> None:
     """The process of the controller stands still for a minute: its clock jumps, and answers come late."""
-    loop = asyncio.get_running_loop()
-    lost, asked, skipped = list[str](), list[int](), [0.0]
+    asked = list[int]()
 
     async def pulse(stage: int) -> None:
         asked.append(stage)
 
-    watch = StageWatch(1, pulse, lambda _, what: lost.append(what), lambda: loop.time() + skipped[0], 50.0)
-    answer: asyncio.Future[None] = loop.create_future()
-    watch.expect(0, "a chunk", lambda: 3.0, answer)
-    await asyncio.sleep(1.0)
-    skipped[0] = 60.0
-    await asyncio.sleep(1.0)
+    _, answer, lost = await stood_still_after(1.0, pulse, allowed=3.0, stall_s=50.0)
     assert not asked and not lost
     await asyncio.sleep(PULSE_S)
     assert asked and not lost
@@ -157,18 +167,12 @@ async def test_whoever_was_stopped_itself_does_not_blame_the_stages() -> None:
 
 @timeless
 async def test_who_was_stopped_while_it_waited_for_a_sign_of_life_does_not_blame_either() -> None:
-    loop = asyncio.get_running_loop()
-    lost, skipped, alive = list[str](), [0.0], asyncio.Event()
+    alive = asyncio.Event()
 
     async def pulse(_stage: int) -> None:
         await alive.wait()
 
-    watch = StageWatch(1, pulse, lambda _, what: lost.append(what), lambda: loop.time() + skipped[0], 500.0)
-    answer: asyncio.Future[None] = loop.create_future()
-    watch.expect(0, "a chunk", lambda: 1.0, answer)
-    await asyncio.sleep(2.0)
-    skipped[0] = 60.0
-    await asyncio.sleep(1.0)
+    watch, _, lost = await stood_still_after(2.0, pulse, allowed=1.0, stall_s=500.0)
     alive.set()
     await asyncio.sleep(100.0)
     assert not lost

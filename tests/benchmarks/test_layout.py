@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deltafront.service.client.layout import HEADER, Layout, fit, row
+from deltafront.benchmarks.layout import HEADER, Layout, fit, row
 from deltafront.service.client.size import GIB, RESERVE_GIB, SHAPES, decode_bytes, stage_bytes
 from deltafront.workers.model.config import ModelError
 from deltafront.workers.settings import Quantisation

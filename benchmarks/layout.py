@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...workers.model.config import ModelConfig
-from ...workers.settings import Quantisation
-from .size import GIB, Sizing, sizing
+from ..service.client.size import GIB, Sizing, sizing
+from ..workers.model.config import ModelConfig
+from ..workers.settings import Quantisation
 
 _ANY_NUMBER = 1 << 30
 
