@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
@@ -56,7 +56,7 @@ class FrontDoor:
         stream = self._requests.prefill(
             grpc_context.invocation_metadata(), _reader(request, read_prefill_request)
         )
-        with _status_on(grpc_context):
+        with _StatusOn(grpc_context):
             async with contextlib.aclosing(stream) as events:
                 async for event in events:
                     yield prefill_response(event)
@@ -68,7 +68,7 @@ class FrontDoor:
         stream = self._requests.generate(
             grpc_context.invocation_metadata(), _reader(request, read_generate_request)
         )
-        with _status_on(grpc_context):
+        with _StatusOn(grpc_context):
             async with contextlib.aclosing(stream) as events:
                 async for event in events:
                     yield generate_response(event)
@@ -79,7 +79,7 @@ class FrontDoor:
     ) -> pb.CancelRequestResponse:
         ended = 0
         read = _reader(request, lambda readable: readable.request_id)
-        with _status_on(grpc_context):
+        with _StatusOn(grpc_context):
             ended = await self._requests.cancel_request(grpc_context.invocation_metadata(), read)
         return pb.CancelRequestResponse(requests=ended)
 
@@ -87,7 +87,7 @@ class FrontDoor:
         self, request: pb.ReleaseSessionRequest, grpc_context: Context
     ) -> pb.ReleaseSessionResponse:
         read = _reader(request, lambda readable: readable.session_id)
-        with _status_on(grpc_context):
+        with _StatusOn(grpc_context):
             await self._requests.release_session(grpc_context.invocation_metadata(), read)
         return pb.ReleaseSessionResponse()
 
@@ -96,7 +96,7 @@ class FrontDoor:
     ) -> pb.GetServerInfoResponse:
         answer = pb.GetServerInfoResponse()
         read = _reader(request, lambda readable: readable)
-        with _status_on(grpc_context):
+        with _StatusOn(grpc_context):
             answer = server_info(await self._requests.server_info(grpc_context.invocation_metadata(), read))
         return answer
 
@@ -104,7 +104,7 @@ class FrontDoor:
         self, request: health_pb2.HealthListRequest, grpc_context: Context
     ) -> health_pb2.HealthListResponse:
         answer = health_pb2.HealthListResponse()
-        with _status_on(grpc_context):
+        with _StatusOn(grpc_context):
             _reader(request, lambda readable: readable)()
             one = health_pb2.HealthCheckResponse(status=self._health())
             answer = health_pb2.HealthListResponse(statuses={"": one, SERVICE.full_name: one})
@@ -114,7 +114,7 @@ class FrontDoor:
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
         answer = health_pb2.HealthCheckResponse()
-        with _status_on(grpc_context):
+        with _StatusOn(grpc_context):
             service = _reader(request, _service)()
             if not _known_service(service):
                 raise NotFound(f"there is no service {service!r} here")
@@ -126,7 +126,7 @@ class FrontDoor:
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status, and again whenever it changes, until the client leaves."""
         last, service = None, None
-        with _status_on(grpc_context):
+        with _StatusOn(grpc_context):
             service = _reader(request, _service)()
         if service is None:
             yield health_pb2.HealthCheckResponse()  # takes the status along
@@ -144,15 +144,23 @@ class FrontDoor:
         return reply.SERVING if self._requests.ready else reply.NOT_SERVING
 
 
-@contextlib.contextmanager
-def _status_on(context: Context) -> Iterator[None]:
-    """An error that ends the block becomes the call's status."""
-    try:
-        yield
-    except DeltafrontError as error:
-        context.set_code(status(error))
-        context.set_details(details(error))
-        context.set_trailing_metadata(trailers(error))
+class _StatusOn:
+    """An error that ends the block becomes the call's status. (`contextlib.contextmanager` would hide from
+    the type checker that what follows the block is reached.)"""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, DeltafrontError):
+            return False
+        self._context.set_code(status(error))
+        self._context.set_details(details(error))
+        self._context.set_trailing_metadata(trailers(error))
+        return True
 
 
 def _reader(message: _M, read: Callable[[_M], _R]) -> Callable[[], _R]:
