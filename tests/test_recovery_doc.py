@@ -41,6 +41,7 @@ def test_what_the_page_says_is_what_the_code_does() -> None:
 
 def test_how_often_in_a_row_is_what_the_page_says() -> None:
     assert serve_constants.REPLICA_HEALTH_CHECK_UNHEALTHY_THRESHOLD == 3
+    assert serve_constants.PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD == 3
     assert serve_constants.RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL == 2
     assert serve_constants.RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT == 3
     assert serve_constants.RAY_SERVE_HAPROXY_HEALTH_CHECK_DOWNINTER == "250ms"

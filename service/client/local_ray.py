@@ -36,6 +36,8 @@ _AGENTS = (
     "dashboard_agent_listen_port",
     "runtime_env_agent_port",
 )
+PROXY_PERIOD_S = 2.0
+"""Serve asks each HAProxy that often how it is (Ray: 10 s). Three failures in a row, and it is replaced."""
 _QUIET = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_enable_metrics_collection": "0",
@@ -184,7 +186,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
 
     _QUIET turns down what a small machine pays for and nobody reads: Serve's control loop looks twice a
     second instead of ten times, and Ray collects no metrics or task events of its own. What the caller's
-    environment says comes first.
+    environment says comes before this and PROXY_PERIOD_S.
     """
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
@@ -193,6 +195,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "SERVER_STATE_FILE": "server-state",
         "METRICS_SOCKET_PATH": "metrics.sock",
     }
+    ours = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_PERIOD_S), **_QUIET}
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
@@ -201,7 +204,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
         **inner_ports(settings.door.grpc_port),
-        **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
+        **{name: os.environ.get(name, value) for name, value in ours.items()},
     }
 
 

@@ -105,17 +105,17 @@ def busy(samples: Samples) -> list[str]:
     ]
 
 
-def inconsistent(before: Samples, after: Samples, logs: Iterable[Log], doors: int) -> list[str]:
+def inconsistent(before: Samples, after: Samples, logs: Iterable[Log], entries: int) -> list[str]:
     """Where counters do not add up with what clients saw. Every stream that a door took has one outcome,
-    except on a door that died, as `doors` of them did; a client that left may have left before it could see
-    that. What finished at a client finished at a door."""
+    except on a door that died; `entries` of the doors and what is before them did; a client that left may
+    have left before it could see that. What finished at a client finished at a door."""
 
     def grown(name: str, *labels: str) -> float:
         return total(after, name, *labels) - total(before, name, *labels)
 
     seen = list(logs)
     calls, broken = sum(log.calls for log in seen), sum(log.lost for log in seen)
-    left = sum(log.ends == ["left"] for log in seen) if doors else 0
+    left = sum(log.ends == ["left"] for log in seen) if entries else 0
     ended = sum(grown("deltafront_requests_total", rpc) for rpc in _STREAMS)
     timed = sum(grown("deltafront_e2e_request_latency_seconds_count", rpc) for rpc in _STREAMS)
     finished = grown("deltafront_requests_total", _STREAMS[1], 'outcome="finished"')
@@ -123,8 +123,8 @@ def inconsistent(before: Samples, after: Samples, logs: Iterable[Log], doors: in
     problems = []
     if not calls - broken - left <= ended <= calls:
         problems.append(f"{calls} streams, {broken} of them broken, have {ended:g} outcomes")
-    if broken and not doors:
-        problems.append(f"{broken} streams broke, and no door died")
+    if broken and not entries:
+        problems.append(f"{broken} streams broke, and no door nor proxy died")
     if timed != ended:
         problems.append(f"{ended:g} outcomes, {timed:g} times")
     if finished < answers:

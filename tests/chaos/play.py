@@ -11,7 +11,7 @@ from .checks import Log, Reference
 from .load import Clients
 from .references import Key, key_of
 from .running import Service
-from .schedule import Ask, Episode, Fault, Form, Kind
+from .schedule import ENTRIES, Ask, Episode, Fault, Form
 
 NEXT = Ask(Form.GREEDY, 0, 8, 0)
 """What is asked when all is over."""
@@ -59,8 +59,8 @@ def play(service: Service, episode: Episode, references: References) -> Outcome:
         outcome.lost += filter(None, [checks.lost(log)])
         outcome.differ += filter(None, [checks.differs(log, references[key_of(log.ask)])])
         outcome.pause_s = max(outcome.pause_s, log.longest_pause_s)
-    doors = sum(fault.kind is Kind.DOOR for fault in outcome.faults)
-    outcome.metrics += _metrics(service, before, logs, doors)
+    entries = sum(fault.kind in ENTRIES for fault in outcome.faults)
+    outcome.metrics += _metrics(service, before, logs, entries)
     return outcome
 
 
@@ -73,11 +73,11 @@ def _held(service: Service) -> list[str]:
     return []
 
 
-def _metrics(service: Service, before: checks.Samples, logs: Sequence[Log], doors: int) -> list[str]:
+def _metrics(service: Service, before: checks.Samples, logs: Sequence[Log], entries: int) -> list[str]:
     """Doors look once a second, so gauges get a while."""
     until = time.monotonic() + _GAUGES_S
     while (busy := checks.busy(after := checks.parse(service.scrape()))) and time.monotonic() < until:
         time.sleep(0.2)
-    return checks.inconsistent(before, after, logs, doors) + [
+    return checks.inconsistent(before, after, logs, entries) + [
         f"not back at zero: {series}" for series in busy
     ]

@@ -34,7 +34,7 @@ PATIENCE_S = 600.0
 
 
 def whole_of(groups: int, stages: int, workers: int, doors: int = 2) -> dict[Kind, int]:
-    """How many processes there are of each kind."""
+    """How many processes of Deltafront's there are of each kind."""
     return {
         Kind.STAGE: groups * stages,
         Kind.CONTROLLER: groups,
@@ -64,7 +64,7 @@ def configuration(model: Path) -> dict[str, Any]:
 
 class Service:
     """A running service. pid: of the process that everything else descends from. whole: how many processes of
-    each kind there are when nothing is missing. model: its name over HTTP."""
+    Deltafront's there are of each kind when nothing is missing. model: its name over HTTP."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Service:
                 title, status = " ".join(process.cmdline()), process.status()
             except psutil.Error:
                 continue
-            kind = next((kind for kind in Kind if title.startswith(kind.value)), None)
+            kind = next((kind for kind in Kind if kind.value in title), None)
             if kind and status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
                 found[kind].append(process)
         return {kind: sorted(those, key=lambda one: one.pid) for kind, those in found.items()}
@@ -131,7 +131,7 @@ class Service:
             return {kind: len(those) for kind, those in self.processes().items()}
 
         def complete() -> bool:
-            if counts() != self.whole:
+            if {kind: counts()[kind] for kind in self.whole} != self.whole:
                 return False
             info = client.info()
             known = info.prefill_groups, info.decode_workers

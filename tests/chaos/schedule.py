@@ -10,7 +10,8 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """A process of the service that may die alone, as a part of its title (Ray's)."""
+    """A process that may die alone, as a part of its command line: Deltafront's own, and Ray Serve's. Ray's
+    control store is not among them: the cluster dies with it, unless it has Redis (docs/deploy.md)."""
 
     STAGE = "ray::StageActor"
     CONTROLLER = "ray::ControllerActor"
@@ -18,6 +19,16 @@ class Kind(StrEnum):
     GROUP_OWNER = "ray::ServeReplica:deltafront:PrefillGroup"
     DECODE_OWNER = "ray::ServeReplica:deltafront:DecodeReplica"
     DOOR = "ray::ServeReplica:deltafront:FrontDoor"
+    HAPROXY = "bin/haproxy -"
+    HAPROXY_OWNER = "ray::HAProxyManager"
+    FALLBACK_PROXY = "ray::ProxyActor"
+    SERVE_CONTROLLER = "ray::ServeController"
+
+
+ENTRIES = (Kind.DOOR, Kind.HAPROXY, Kind.HAPROXY_OWNER, Kind.FALLBACK_PROXY)
+"""Those that clients' connections end in or may be led through."""
+RAYS = (Kind.HAPROXY, Kind.HAPROXY_OWNER, Kind.FALLBACK_PROXY, Kind.SERVE_CONTROLLER)
+"""These only die: that one of them hangs Ray notices late, or never."""
 
 
 class Form(StrEnum):
@@ -104,7 +115,7 @@ def _ask(draw: random.Random) -> Ask:
 
 def _fault(draw: random.Random, stops: bool) -> Fault:
     kind = draw.choice(list(Kind))
-    hangs = stops and draw.random() < 0.2
+    hangs = stops and draw.random() < 0.2 and kind not in RAYS
     sign = signal.SIGSTOP if hangs else signal.SIGKILL
     return Fault(kind, draw.randrange(1 << 16), sign, draw.uniform(0.02, 0.9))
 

@@ -111,7 +111,7 @@ def test_counters_add_up_with_what_clients_saw() -> None:
     broken, ended = [*logs, replace(left, lost=1)], [replace(left, ends=["cancelled"])] * 2
     assert not inconsistent({}, after, broken, 1), "a stream of a door that died"
     assert not inconsistent({}, after, [*logs, left], 1), "the client may have left before that"
-    assert inconsistent({}, after, broken, 0) == ["1 streams broke, and no door died"]
+    assert inconsistent({}, after, broken, 0) == ["1 streams broke, and no door nor proxy died"]
     assert inconsistent({}, after, [*logs, *ended], 1) == ["5 streams, 0 of them broken, have 3 outcomes"]
     assert inconsistent({}, after, [*logs, left], 0) == ["4 streams, 0 of them broken, have 3 outcomes"]
     assert inconsistent({}, after, logs[:2], 0) == ["2 streams, 0 of them broken, have 3 outcomes"]

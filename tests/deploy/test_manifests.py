@@ -17,6 +17,7 @@ from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from deltafront.service import app
 from deltafront.service.client import cli
+from deltafront.service.client.local_ray import PROXY_PERIOD_S
 
 from .local_cluster import LABEL
 from .manifests import (
@@ -116,6 +117,7 @@ def test_every_pod_is_set_up_alike(overlay: str) -> None:
         environment = {one["name"]: one["value"] for one in pod["env"]}
         assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
         assert environment["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(config.door.max_message_bytes)
+        assert environment["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == str(PROXY_PERIOD_S)
         mounts = {mount["name"]: mount["mountPath"] for mount in pod["volumeMounts"]}
         assert Path(config.model.path).is_relative_to(mounts["models"])
         assert set(mounts) == {volume["name"] for volume in spec["volumes"]}

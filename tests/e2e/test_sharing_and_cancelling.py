@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client as http_client
+import json
 import random
 import threading
 import time
@@ -20,6 +22,7 @@ from .wire import PATIENCE_S, Wire, method, packed, text
 pytestmark = pytest.mark.timeout(1800)  # twenty times a document at full size
 
 
+TOKENS = "deltafront_inter_token_latency_seconds_count"
 CANCELLED = ("deltafront_requests_total", 'method_rpc="Generate"', 'outcome="cancelled"')
 
 
@@ -113,6 +116,29 @@ def test_an_http_client_that_leaves_leaves_no_page(
         stream.close()
     took = wire.seconds_to_no_page()
     table.add(f"seconds to zero pages after an HTTP client left at event {events}", round(took, 3))
+    assert wire.counted(*CANCELLED) == cancelled + 1
+    assert took < chunk + 1.0 or not sizes.timed
+
+
+@pytest.mark.parametrize("answering", [False, True], ids=["reading", "answering"])
+def test_an_http_client_that_leaves_before_a_whole_answer_leaves_no_page(
+    wire: Wire, http: str, beginning: str, sizes: Sizes, table: Table, answering: bool
+) -> None:
+    """Not streamed, so that nothing is written to it meanwhile: through Serve's HAProxy, while the prompt is
+    read, and in the middle of an answer that would be longer than anybody waits here."""
+    chunk, _ = chunk_seconds(wire, text(beginning))
+    cancelled, tokens = wire.counted(*CANCELLED), wire.counted(TOKENS)
+    ask = {"model": wire.info().model, "prompt": beginning, "max_tokens": 8000, "ignore_eos": True}
+    connection = http_client.HTTPConnection(http.removeprefix("http://"), timeout=PATIENCE_S)
+    connection.request("POST", "/v1/completions", json.dumps(ask), {"content-type": "application/json"})
+    until = time.monotonic() + PATIENCE_S
+    while not (wire.counted(TOKENS) > tokens + 20 if answering else wire.pages_used()):
+        assert time.monotonic() < until, "the request does not begin"
+        time.sleep(0.02)
+    connection.close()
+    took = wire.seconds_to_no_page()
+    where = "in its answer" if answering else "while it was read"
+    table.add(f"seconds to zero pages after a whole answer's HTTP client left {where}", round(took, 3))
     assert wire.counted(*CANCELLED) == cancelled + 1
     assert took < chunk + 1.0 or not sizes.timed
 

@@ -15,7 +15,7 @@ from ..chaos.fuzz import fuzz
 from ..chaos.play import play
 from ..chaos.references import references
 from ..chaos.running import Service
-from ..chaos.schedule import Fault, Form, Kind, episode
+from ..chaos.schedule import ENTRIES, Fault, Form, Kind, episode
 from .fakes import Speed
 from .inprocess import House
 from .test_requests import nothing_left
@@ -51,7 +51,9 @@ class Inside(Service):
 
     def strike(self, fault: Fault) -> bool:
         house = self._houses[fault.which % 2]
-        if fault.kind is Kind.DOOR:
+        if fault.kind is Kind.SERVE_CONTROLLER:
+            return False
+        if fault.kind in ENTRIES:
             house.losses.append((fault.which % 30, grpc.StatusCode.UNKNOWN))
             return True
         groups = fault.kind in GROUPS

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deltafront.service.client.local_ray import (
+    PROXY_PERIOD_S,
     agent_ports,
     check_ports,
     cpus,
@@ -38,6 +39,7 @@ def test_what_the_caller_sets_for_ray_comes_before_the_quiet_defaults(
     monkeypatch.setenv("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "2")
     variables = environment(parse(content()), tmp_path)
     assert variables["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "2"
+    assert variables["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == str(PROXY_PERIOD_S)
     assert variables["RAY_enable_metrics_collection"] == "0"
 
 
