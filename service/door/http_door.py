@@ -40,9 +40,8 @@ from .openai_answers import (
 )
 from .openai_requests import Asked, UnknownModel
 
-KEEP_ALIVE_S = 0.4
-"""Longest silence of a stream. HAProxy tells that a client has left only when the second write after that
-fails: within 0.8 s, and until then it keeps a core busy (docs/LOG.md)."""
+KEEP_ALIVE_S = 5.0
+"""Longest silence of a stream."""
 
 
 class HttpDoor:

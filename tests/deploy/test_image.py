@@ -121,4 +121,5 @@ def test_what_pods_and_probes_run_is_in_it(image: Callable[[str], str]) -> None:
     """Probes and preStop of KubeRay and of the manifests, Ray's start, the model's Job, Triton's launcher."""
     for tool in ("bash", "grep", "hf", "deltafront", "python", "ray", "wget"):
         assert image(f"command -v {tool}").startswith("/"), tool
+    assert image("$RAY_SERVE_HAPROXY_BINARY_PATH -v").startswith("HAProxy version")
     image("echo 'int main(void) { return 0; }' | gcc -x c - -o /tmp/launcher && /tmp/launcher")

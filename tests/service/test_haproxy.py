@@ -1,0 +1,119 @@
+"""HAProxy as it is started before the doors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltafront.service import haproxy
+
+from .inprocess import HANG_S, wait_until
+
+CONFIG = """
+defaults
+  mode http
+  timeout connect 60s
+  timeout client 600s
+  timeout server 600s
+  option abortonclose
+  option splice-request
+frontend clients
+  bind 127.0.0.1:{port}
+  default_backend doors
+backend doors
+  server door 127.0.0.1:{door}
+"""
+"""What matters of Serve's."""
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3000\r\n\r\n"
+BODY = b"x" * 3000
+
+
+@pytest.fixture
+def door() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(HANG_S)
+        yield listening
+
+
+@pytest.fixture
+def address(door: socket.socket, tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """Where clients connect."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config, program = tmp_path / "haproxy.cfg", tmp_path / "haproxy"
+    config.write_text(CONFIG.format(port=port, door=door.getsockname()[1]))
+    haproxy.write(program)
+    running = subprocess.Popen([program, "-db", "-f", config], stderr=subprocess.DEVNULL)
+    yield "127.0.0.1", port
+    running.kill()
+    running.wait()
+
+
+def connected(address: tuple[str, int]) -> socket.socket:
+    found: list[socket.socket] = []
+
+    def listens() -> bool:
+        try:
+            found.append(socket.create_connection(address))
+        except ConnectionRefusedError:
+            return False
+        return True
+
+    wait_until(listens, "HAProxy does not listen")
+    return found[0]
+
+
+def read(connection: socket.socket, count: int) -> bytes:
+    got = b""
+    while len(got) < count and (more := connection.recv(1 << 16)):
+        got += more
+    return got
+
+
+def test_a_door_is_told_that_a_client_has_left_whose_request_came_in_two_pieces(
+    door: socket.socket, address: tuple[str, int]
+) -> None:
+    """Nothing is written to it, so that only reading can tell. With splicing the door hears nothing."""
+    client = connected(address)
+    client.sendall(HEAD)
+    at_door, _ = door.accept()
+    at_door.settimeout(HANG_S)
+    assert read(at_door, 16).startswith(b"POST / HTTP/1.1")
+    client.sendall(BODY)
+    seen = bytearray()
+    ended = threading.Event()
+
+    def until_the_end() -> None:
+        with contextlib.suppress(ConnectionResetError):
+            while more := at_door.recv(1 << 16):
+                seen.extend(more)
+        ended.set()
+
+    reading = threading.Thread(target=until_the_end, daemon=True)
+    reading.start()
+    wait_until(lambda: seen.count(b"x") >= len(BODY), "the request does not arrive")
+    assert not ended.is_set()
+    client.close()
+    assert ended.wait(HANG_S), "the door does not hear that its client left"
+    at_door.close()
+
+
+def test_the_program_is_for_its_user_to_run_and_is_the_packages(tmp_path: Path) -> None:
+    haproxy.write(tmp_path / "haproxy")
+    assert os.stat(tmp_path / "haproxy").st_mode & stat.S_IXUSR
+    said = subprocess.run([tmp_path / "haproxy", "-v"], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("HAProxy version 2.8")
+
+
+def test_without_haproxy_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(haproxy.BINARY_VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="none"):
+        haproxy.write(tmp_path / "haproxy")
