@@ -28,6 +28,9 @@ from .schedule import Kind, prompt
 
 WITH_SPARE_S, WITHOUT_S, PAGES_S, NOTICE_S = 3.0, 12.0, 10.0, 5.0
 _KINDS = (Kind.STAGE, Kind.DECODE, Kind.CONTROLLER)
+_OWNERS = (Kind.GROUP_OWNER, Kind.DECODE_OWNER)
+"""Serve's replicas, with which their group or worker dies. They compute nothing, so every second try meets the
+one whose workers are busy."""
 _CLIENTS = 4
 _ALONE = 3
 """As many as have room on one decode worker at once."""
@@ -102,7 +105,7 @@ def pause(service: Service, kind: Kind, sign: Signals, clients: int) -> Pause | 
         with service.client() as client:
             for event in client.generate(text, max_tokens=60, ignore_eos=True, method="dense"):
                 heard.append(time.monotonic())
-                if number == 0 and (kind is not Kind.DECODE or isinstance(event, Token)):
+                if number == 0 and (kind not in (Kind.DECODE, Kind.DECODE_OWNER) or isinstance(event, Token)):
                     begun.set()
         return longest_wait(heard, killed)
 
@@ -133,6 +136,11 @@ def seconds_of(service: Service, kind: Kind) -> dict[int, float]:
 def test_with_a_spare(trials: Trials) -> None:
     """Another of each kind has nothing to do."""
     trials.pauses("recovery_spare", WITH_SPARE_S, _KINDS, clients=1)
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_with_a_spare_of_a_dead_owners(trials: Trials) -> None:
+    trials.pauses("recovery_owner_spare", WITH_SPARE_S, _OWNERS, clients=1)
 
 
 @pytest.mark.timeout(24 * 3600)
@@ -194,3 +202,9 @@ def endless(service: Service, clients: int) -> Iterator[None]:
 def test_without_a_spare(alone: Service, amount: Amount, record: Record) -> None:
     trials = Trials(alone, amount, record)
     trials.pauses("recovery_no_spare", WITHOUT_S, _KINDS, _ALONE)
+
+
+@pytest.mark.timeout(24 * 3600)
+def test_without_a_spare_of_a_dead_owners(alone: Service, amount: Amount, record: Record) -> None:
+    trials = Trials(alone, amount, record)
+    trials.pauses("recovery_owner_no_spare", WITHOUT_S, _OWNERS, _ALONE)
