@@ -29,8 +29,8 @@ from .schedule import Kind, prompt
 WITH_SPARE_S, WITHOUT_S, PAGES_S, NOTICE_S = 3.0, 12.0, 10.0, 5.0
 _KINDS = (Kind.STAGE, Kind.DECODE, Kind.CONTROLLER)
 _OWNERS = (Kind.GROUP_OWNER, Kind.DECODE_OWNER)
-"""Serve's replicas, with which their group or worker dies. They compute nothing, so every second try meets the
-one whose workers are busy."""
+"""Serve's replicas, with which their group or worker dies. They compute nothing, so about every second one
+that is killed owns what works."""
 _CLIENTS = 4
 _ALONE = 3
 """As many as have room on one decode worker at once."""
