@@ -1,4 +1,7 @@
-"""Clients of every kind, each in a thread and with a connection of its own, so that both doors have some."""
+"""Clients of every kind, each in a thread and with a connection of its own, so that both doors have some.
+
+Each has been answered before it asks: the library takes an address where it never heard anybody for a
+mistyped one, and says so at once. A service's clients live longer than one request."""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from deltafront.service.client import (
 from deltafront.service.errors import ConnectionLost, NotFound
 
 from .checks import Log
-from .running import PATIENCE_S, Service
+from .running import PATIENCE_S, Service, waited
 from .schedule import OPTIONS, Ask, Form, prompt, question
 
 _BROKEN = (httpx.TransportError, openai.APIConnectionError)
@@ -84,6 +87,7 @@ class Clients:
                 return
             with Counting(self._service.address, retry_s=60.0) as client:
                 client.log = log
+                waited(lambda: bool(client.info().model), lambda: "nobody answers", PATIENCE_S)
                 _FORMS.get(log.ask.form, Clients._answer)(self, client, log)
         except DeltafrontError as error:
             plain = error.code.value if error.code.value == "cancelled" else f"{error.code}: {error.message}"
