@@ -149,7 +149,7 @@ def test_every_error_has_a_status_of_its_own() -> None:
     assert {kind.code for kind in KINDS} == set(Code) - {Code.UNKNOWN}
     assert len({status.STATUS[kind.code] for kind in KINDS}) == len(KINDS)
     assert {code: found.name.lower() for code, found in status.STATUS.items()} == {c: c.value for c in Code}
-    for between in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL"):
+    for between in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "NOT_FOUND"):
         lost = status.from_status(grpc.StatusCode[between], "The actor died unexpectedly")
         assert isinstance(lost, ConnectionLost)
         assert "actor" not in lost.message
