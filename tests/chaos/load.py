@@ -26,7 +26,7 @@ from deltafront.service.client import (
 from deltafront.service.errors import ConnectionLost, NotFound
 
 from .checks import Log
-from .running import PATIENCE_S, Service, waited
+from .running import PATIENCE_S, Service
 from .schedule import OPTIONS, Ask, Form, prompt, question
 
 _BROKEN = (httpx.TransportError, openai.APIConnectionError)
@@ -87,7 +87,7 @@ class Clients:
                 return
             with Counting(self._service.address, retry_s=60.0) as client:
                 client.log = log
-                waited(lambda: bool(client.info().model), lambda: "nobody answers", PATIENCE_S)
+                self._service.seconds_to_an_answer(client)
                 _FORMS.get(log.ask.form, Clients._answer)(self, client, log)
         except DeltafrontError as error:
             plain = error.code.value if error.code.value == "cancelled" else f"{error.code}: {error.message}"

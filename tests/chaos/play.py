@@ -66,6 +66,7 @@ def play(service: Service, episode: Episode, references: References) -> Outcome:
 
 def _held(service: Service) -> list[str]:
     with service.client() as client:
+        service.seconds_to_an_answer(client)
         try:
             service.seconds_to_no_page(client, _LEASE_S + _SLACK_S)
         except AssertionError as error:

@@ -120,6 +120,10 @@ class Service:
         total = info.decode_pages_total + info.prefill_pages_total
         return total - info.decode_pages_free - info.prefill_pages_free
 
+    def seconds_to_an_answer(self, client: DeltafrontClient) -> float:
+        """Until HAProxy and a door are there."""
+        return waited(lambda: bool(client.info().model), lambda: "nobody answers", PATIENCE_S)
+
     def seconds_to_no_page(self, client: DeltafrontClient, patience_s: float = PATIENCE_S) -> float:
         """Raises AssertionError if some are held for longer than that."""
         return waited(lambda: not self.used(client), lambda: f"{self.used(client)} pages", patience_s)
