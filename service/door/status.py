@@ -38,8 +38,8 @@ _BETWEEN = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.NOT_FOUND,
 )
-"""What a lost connection looks like, depending on who notices; the last is the word of an HAProxy that has just
-started and knows of no door yet."""
+"""What a lost connection looks like, depending on who notices; the last is the word of an HAProxy that has
+just started and knows of no door yet."""
 _LONGEST_DETAILS = 1000
 """Characters of details sent: gRPC's default limit for all trailers together is 8 KiB."""
 
