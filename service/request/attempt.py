@@ -14,7 +14,6 @@ from types import TracebackType
 import numpy as np
 
 from ...workers.messages.events import PrefillReport, Progress
-from ...workers.messages.requests import Spare
 from ...workers.roles import Leased
 from ..config import DoorConfig
 from ..errors import (
@@ -28,6 +27,7 @@ from ..fleet.view import Fleet
 from ..metrics import Metrics
 from ..tracing import Tracing
 from .answers import RequestEvent
+from .callers import Share
 from .calls import Prompt
 from .timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
 from .tokenizer import TemplateError, TextTokenizer
@@ -36,10 +36,6 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
-Take = Callable[[int], Awaitable[Spare]]
-"""Told how many tokens of K/V the request is going to hold; what its caller may have elsewhere then. Raises
-Overloaded where its caller may not."""
-
 _FIRST_PAUSE_S = 0.25
 """Before a replay, where no other worker is left; four times as long before each next one, because a worker
 takes seconds to come back."""
@@ -71,8 +67,9 @@ class Attempt:
     the middle of being cancelled.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, share: Share) -> None:
         self.request_id = uuid.uuid4().hex
+        self.share = share
         self._fleet = fleet
         self._open: list[Leased] = []
 

@@ -1,22 +1,24 @@
 """Who calls, what each may have at once, and what each has: the same for every edge.
 
 A door counts its own requests exactly. What its callers have at other doors, and in sessions, it knows from
-the workers, whom it asks afresh before it refuses anything for that. The last word has the worker that is
-asked for pages: it is told how much its caller may have elsewhere (`Spare`).
+the workers, whom it asks afresh before it refuses anything for that, and again once a request has its pages:
+of two that came to two doors at the same moment one at least sees the other then.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from ...workers.messages.requests import Spare
 from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
 RETRY_S = 1.0
 """When a caller's own requests may have ended: nobody knows."""
+_OTHERS_GIVE_WAY_S = (0.0, 0.05, 0.1, 0.2)
+"""Pauses before each look, while doors that have to give back pages may be at it."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class Allowance:
 
     requests: int | None = None
     tokens: int | None = None
+
+    def holds(self, requests: int, tokens: int) -> bool:
+        few = self.requests is None or requests <= self.requests
+        return few and (self.tokens is None or tokens <= self.tokens)
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,8 @@ class Share:
     _callers: Callers
     tokens: int = 0
 
-    async def take(self, tokens: int) -> Spare:
-        """Count with so many tokens from now on, instead of those before; what is left for the caller
-        elsewhere. Raises Overloaded."""
+    async def take(self, tokens: int) -> None:
+        """Count with so many tokens from now on, instead of those before. Raises Overloaded."""
         owner, callers, limit = self.caller.owner, self._callers, self.caller.allowance.tokens
         if limit is not None:
             if tokens > limit:
@@ -57,14 +62,32 @@ class Share:
                 await callers.ask()
             held = callers.tokens(owner) - self.tokens
             if held + tokens > limit:
-                message = f"this token holds {held} tokens and may hold {limit}: {tokens} more do not fit"
-                raise Overloaded(message, retry_after_s=RETRY_S)
+                raise _holds_too_many(held, limit, tokens)
         self.tokens = tokens
-        most = self.caller.allowance.requests
-        return Spare(
-            None if most is None else most - callers.requests_here(owner),
-            None if limit is None else limit - callers.tokens_here(owner),
-        )
+
+    def refusal(self) -> Overloaded:
+        """Why it was not confirmed."""
+        owner, callers, allowance = self.caller.owner, self._callers, self.caller.allowance
+        requests = allowance.requests
+        if requests is not None and (allowance.tokens is None or callers.requests(owner) > requests):
+            return _has_too_many(requests)
+        assert allowance.tokens is not None, "no limit, no refusal"
+        return _holds_too_many(callers.tokens(owner) - self.tokens, allowance.tokens, self.tokens)
+
+    async def confirmed(self) -> bool:
+        """Whether the caller has no more than it may, now that workers know of this request. Where doors let
+        in too much at the same moment, the one whose name comes first waits for the others to give way."""
+        owner, callers, allowance = self.caller.owner, self._callers, self.caller.allowance
+        if allowance == Allowance():
+            return True
+        for pause in _OTHERS_GIVE_WAY_S:
+            await asyncio.sleep(pause)
+            await callers.ask()
+            if allowance.holds(callers.requests(owner), callers.tokens(owner)):
+                return True
+            if not callers.comes_first(owner):
+                return False
+        return False
 
 
 class Callers:
@@ -87,8 +110,7 @@ class Callers:
             if self.requests_here(caller.owner) < limit <= self.requests(caller.owner):
                 await self.ask()
             if self.requests(caller.owner) >= limit:
-                message = f"this token has {limit} requests running, as many as it may"
-                raise Overloaded(message, retry_after_s=RETRY_S)
+                raise _has_too_many(limit)
         share = Share(caller, self)
         self._here.add(share)
         try:
@@ -110,5 +132,18 @@ class Callers:
     def tokens(self, owner: str) -> int:
         return self.tokens_here(owner) + sum(use.tokens for use in self._elsewhere(owner))
 
+    def comes_first(self, owner: str) -> bool:
+        """Whether this door's name comes before those of all others through which the owner has anything."""
+        return all(self._door < use.door for use in self._elsewhere(owner) if use.door)
+
     def _elsewhere(self, owner: str) -> Iterator[OwnerUse]:
         return (use for use in self._used() if use.owner == owner and use.door != self._door)
+
+
+def _has_too_many(limit: int) -> Overloaded:
+    return Overloaded(f"this token has {limit} requests running, as many as it may", retry_after_s=RETRY_S)
+
+
+def _holds_too_many(held: int, limit: int, tokens: int) -> Overloaded:
+    message = f"this token holds {held} tokens and may hold {limit}: {tokens} more do not fit"
+    return Overloaded(message, retry_after_s=RETRY_S)

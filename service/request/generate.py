@@ -18,12 +18,13 @@ from ...workers.messages.events import (
     Token,
     Usage,
 )
-from ...workers.messages.requests import GenerateJob, Refused, Reserve, Spare
+from ...workers.messages.requests import GenerateJob, Refused, Reserve
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import GenerateFinished, density_of, timings_of
-from .attempt import Attempt, Emit, Forward, Replays, Resources, Take, tokenize
+from .attempt import Attempt, Emit, Forward, Replays, Resources, tokenize
+from .callers import Share
 from .calls import GenerateCall
 from .detokenize import Match
 from .placement import place, refusal, reserve
@@ -43,9 +44,9 @@ class Generation:
     """State that outlives an attempt, so that a replay goes on from what was streamed."""
 
     def __init__(
-        self, resources: Resources, call: GenerateCall, clock: TtftClock, emit: Emit, take: Take
+        self, resources: Resources, call: GenerateCall, clock: TtftClock, emit: Emit, share: Share
     ) -> None:
-        self._take = take
+        self._share = share
         self._resources = resources
         self._call = call
         self._clock = clock
@@ -96,9 +97,9 @@ class Generation:
         if await self._answer_prefix(plan):
             return
         self._cached = 0
-        spare = await self._take(plan.read_tokens + plan.answer_tokens)
-        with Attempt(self._resources.fleet) as attempt:
-            wish = self._reservation(attempt, plan, spare)
+        await self._share.take(plan.read_tokens + plan.answer_tokens)
+        with Attempt(self._resources.fleet, self._share) as attempt:
+            wish = self._reservation(attempt, plan)
             placed = await place(self._resources, attempt, plan, wish, self._replays.mark)
             reading = Reading(self._resources, attempt, placed, plan, call, self._progress, self._replays)
             report = await reading.run()
@@ -113,9 +114,9 @@ class Generation:
         found = await find(resources.fleet, resources.settings, call.owner, plan.all_ids, self._chain)
         if found is None:
             return False
-        spare = await self._take(plan.read_tokens - found.tokens + plan.answer_tokens)
-        with Attempt(resources.fleet) as attempt:
-            wish = found.reservation(self._reservation(attempt, plan, spare))
+        await self._share.take(plan.read_tokens - found.tokens + plan.answer_tokens)
+        with Attempt(resources.fleet, self._share) as attempt:
+            wish = found.reservation(self._reservation(attempt, plan))
             if isinstance(await reserve(attempt, found.worker, wish), Refused):
                 return False
             self._cached = found.tokens
@@ -127,11 +128,11 @@ class Generation:
         plan = self._plan()
         if self._is_complete(plan):
             return
-        spare = await self._take(plan.read_tokens + plan.max_tokens)
-        with Attempt(self._resources.fleet) as attempt:
+        await self._share.take(plan.read_tokens + plan.max_tokens)
+        with Attempt(self._resources.fleet, self._share) as attempt:
             worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
             try:
-                answer = await reserve(attempt, worker, self._reservation(attempt, plan, spare))
+                answer = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(answer, Refused):
                     raise refusal(answer)
                 self._before = self._cached = answer.session_tokens
@@ -141,7 +142,7 @@ class Generation:
                 self._resources.fleet.forget(error.worker)
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
-    def _reservation(self, attempt: Attempt, plan: Plan, spare: Spare) -> Reserve:
+    def _reservation(self, attempt: Attempt, plan: Plan) -> Reserve:
         call = self._call
         return Reserve(
             attempt.request_id,
@@ -155,7 +156,6 @@ class Generation:
             deadline=call.deadline,
             door=self._resources.door,
             append_tokens=plan.answered_tokens,
-            spare=spare,
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:

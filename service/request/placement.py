@@ -5,7 +5,9 @@ A worker's no is passed on to the next one; only when all have said it does the 
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +27,12 @@ from ..fleet import admission
 from ..fleet.known import Charge
 from ..fleet.sessions import NO_SESSION
 from .attempt import BUSY_RETRY_S, Attempt, Mark, Resources
-from .callers import RETRY_S
 from .plan import Plan
 
 ASK_ANOTHER = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
 """What one worker refuses for, and another may not."""
+_TRIES, _AGAIN_S = 3, 0.2
+"""To have pages confirmed; the longest pause in between."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,20 @@ def comes_back(refused: Refused) -> tuple[bool, float]:
 
 
 async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Reserved | Refused:
-    """Take pages, or be told why not."""
-    attempt.add(worker)
-    answer = await worker.reserve(wish)
-    if isinstance(answer, Refused):
+    """Take pages, or be told why not. Raises Overloaded where the caller has more than it may with them: they
+    are given back, and taken again a moment later in case that others were."""
+    for _ in range(_TRIES):
+        attempt.add(worker)
+        answer = await worker.reserve(wish)
+        if isinstance(answer, Refused):
+            attempt.settle(worker)
+            return answer
+        if await attempt.share.confirmed():
+            return answer
+        await worker.cancel(attempt.request_id)
         attempt.settle(worker)
-    return answer
+        await asyncio.sleep(random.uniform(0.0, _AGAIN_S))
+    raise attempt.share.refusal()
 
 
 def refusal(refused: Refused) -> DeltafrontError:
@@ -132,9 +143,6 @@ def refusal(refused: Refused) -> DeltafrontError:
         seconds = BUSY_RETRY_S if refused.retry_after_s is None else refused.retry_after_s
         return Overloaded(f"no room now: {refused.message}", retry_after_s=seconds)
     fixed: dict[RefusalReason, DeltafrontError] = {
-        RefusalReason.ALLOWANCE: Overloaded(
-            f"this token has as much as it may: {refused.message}", retry_after_s=RETRY_S
-        ),
         RefusalReason.TOO_LARGE: Overloaded(f"too large for this server: {refused.message}"),
         RefusalReason.NO_SESSION: NotFound(NO_SESSION),
         RefusalReason.POSITIONS: TooLong("append", refused.message),

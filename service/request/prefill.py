@@ -18,7 +18,8 @@ from ...workers.messages.requests import GenerateJob, KeepSession, RefusalReason
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, WorkerError, WorkerFailed
 from .answers import PrefillFinished, density_of, timings_of
-from .attempt import Attempt, Emit, Forward, Replays, Resources, Take, tokenize
+from .attempt import Attempt, Emit, Forward, Replays, Resources, tokenize
+from .callers import Share
 from .calls import PrefillCall
 from .placement import place, refusal, reserve
 from .plan import Plan, plan_session
@@ -31,9 +32,9 @@ class Prefilling:
     """Reads a prompt and keeps its K/V on a decode worker."""
 
     def __init__(
-        self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit, take: Take
+        self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit, share: Share
     ) -> None:
-        self._take = take
+        self._share = share
         self._resources = resources
         self._call = call
         self._clock = clock
@@ -56,15 +57,14 @@ class Prefilling:
         plan = plan_session(self._prompt, self._resources.positions)
         if await self._from_prefix(plan):
             return
-        spare = await self._take(plan.read_tokens)
-        with Attempt(self._resources.fleet) as attempt:
+        await self._share.take(plan.read_tokens)
+        with Attempt(self._resources.fleet, self._share) as attempt:
             wish = Reserve(
                 attempt.request_id,
                 call.owner,
                 plan.read_tokens,
                 plan.max_tokens,
                 door=self._resources.door,
-                spare=spare,
                 deadline=call.deadline,
             )
             placed = await place(self._resources, attempt, plan, wish, clock.lap)
@@ -94,8 +94,8 @@ class Prefilling:
         found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
         if found is None:
             return False
-        spare = await self._take(plan.read_tokens - found.tokens + 1)
-        with Attempt(resources.fleet) as attempt:
+        await self._share.take(plan.read_tokens - found.tokens + 1)
+        with Attempt(resources.fleet, self._share) as attempt:
             tokens, one = plan.read_tokens, Sampling(max_tokens=1)
             whole = Reserve(
                 attempt.request_id,
@@ -104,7 +104,6 @@ class Prefilling:
                 1,
                 keep_tokens=tokens,
                 door=resources.door,
-                spare=spare,
             )
             if isinstance(await reserve(attempt, found.worker, found.reservation(whole)), Refused):
                 return False

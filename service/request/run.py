@@ -113,7 +113,7 @@ class Requests:
             call = replace(prefill_call(read(), running.owner, self._limits), trace=running.trace)
             counted = self._counted(running, call.request_id, call.method.name)
             async with counted as share, within(call.deadline):
-                await Prefilling(self._resources, call, running.clock, running.emit, share.take).run()
+                await Prefilling(self._resources, call, running.clock, running.emit, share).run()
 
         return self._run("Prefill", headers, work)
 
@@ -127,7 +127,7 @@ class Requests:
             method = "" if call.prompt is None else call.method.name
             counted = self._counted(running, call.request_id, method)
             async with counted as share, within(call.deadline):
-                await Generation(self._resources, call, running.clock, running.emit, share.take).run()
+                await Generation(self._resources, call, running.clock, running.emit, share).run()
 
         return self._run("Generate", headers, work)
 

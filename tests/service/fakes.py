@@ -249,8 +249,6 @@ class FakeDecode(Pausing):
             if session is None or session[0] != reserve.owner:
                 return Refused(RefusalReason.NO_SESSION, "no such session")
             before = reserve.prefix_tokens or len(session[1]) // 4
-        if (refused := reserve.not_spared(self._uses())) is not None:
-            return refused
         if need > free:
             return Refused(RefusalReason.PAGES, f"{need} pages needed, {free} free", need, free)
         self._requests[reserve.request_id] = _Request(reserve)

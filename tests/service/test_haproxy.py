@@ -110,7 +110,7 @@ def test_the_program_is_for_its_user_to_run_and_is_the_packages(tmp_path: Path) 
     haproxy.write(tmp_path / "haproxy")
     assert os.stat(tmp_path / "haproxy").st_mode & stat.S_IXUSR
     said = subprocess.run([tmp_path / "haproxy", "-v"], capture_output=True, text=True, check=True).stdout
-    assert said.startswith("HAProxy version 2.8")
+    assert said.startswith("HAProxy version")
 
 
 def test_without_haproxy_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

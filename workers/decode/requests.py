@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ..kv.arrival import KVArrival
 from ..kv.page_pool import PAGE_TOKENS, PagePool
 from ..messages.events import FinishReason
-from ..messages.requests import RefusalReason, Refused, Reserve, Reserved, Spare
+from ..messages.requests import RefusalReason, Refused, Reserve, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
 from ..model.config import ModelConfig
 from ..settings import DecodeConfig
@@ -80,9 +80,7 @@ class Requests:
         return await self.queue.reserve(order)
 
     def _take(self, order: Reserve, behind: int) -> Reserved | Refused:
-        """The request is here from now on, if its pages are and its owner may have them."""
-        if order.spare != Spare() and (refused := order.not_spared(self.uses())) is not None:
-            return refused
+        """The request is here from now on, if its pages are."""
         holding = self.pages.reserve(order, self._wall(), behind)
         if isinstance(holding, Refused):
             return holding

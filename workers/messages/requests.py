@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .methods import MethodSpec
-from .states import OwnerUse
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,6 @@ class PageSelection(StrEnum):
 
 
 @dataclass(frozen=True)
-class Spare:
-    """What an owner may have beside what it has at one door: requests at others; tokens of K/V at others and
-    in sessions. None: no limit."""
-
-    requests: int | None = None
-    tokens: int | None = None
-
-
-@dataclass(frozen=True)
 class Reserve:
     """Ask a decode worker for pages for prompt_tokens + max_tokens (max_tokens 0: prefill only).
 
@@ -52,7 +41,7 @@ class Reserve:
     keep_tokens, page_selection: as the GenerateJob will say, so that the page that a kept session needs for
     itself is taken now and a selection that is not available is refused before any prefill. wait: for pages,
     where there are too few, as long as the worker's configuration says and until the deadline at most.
-    door: who asks. spare: refused if the owner has more than that here, through other doors and in sessions.
+    door: who asks.
     prefix_tokens: build on so many tokens of the session alone (whole pages); 0: on all of them.
     append_tokens: so many more come with the GenerateJob and follow a prompt whose K/V a prefill group sends.
     """
@@ -69,19 +58,6 @@ class Reserve:
     door: str = ""
     prefix_tokens: int = 0
     append_tokens: int = 0
-    spare: Spare = Spare()
-
-    def not_spared(self, uses: Iterable[OwnerUse]) -> Refused | None:
-        """Why it is refused for what its owner has on the worker."""
-        others = [use for use in uses if use.owner == self.owner and use.door != self.door]
-        requests, tokens = sum(use.requests for use in others), sum(use.tokens for use in others)
-        if self.spare.requests is not None and requests > self.spare.requests:
-            return Refused(RefusalReason.ALLOWANCE, f"{requests} of its requests run at other doors")
-        if self.spare.tokens is not None and tokens > self.spare.tokens:
-            return Refused(
-                RefusalReason.ALLOWANCE, f"it holds {tokens} tokens at other doors and in sessions"
-            )
-        return None
 
 
 class RefusalReason(StrEnum):
@@ -89,8 +65,6 @@ class RefusalReason(StrEnum):
     """The pool has not enough free pages now."""
     BUSY = "busy"
     """As many requests wait here as may."""
-    ALLOWANCE = "allowance"
-    """Its owner has as much as it may."""
     TOO_LARGE = "too_large"
     """The pool could never hold it."""
     NO_SESSION = "no_session"

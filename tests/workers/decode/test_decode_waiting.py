@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from deltafront.workers.messages.requests import (
     Refused,
     Reserve,
     Reserved,
-    Spare,
 )
 
 from .test_decode_faults import SHORT, Clock, ids_of
@@ -93,27 +91,6 @@ async def test_first_come_first_served_and_nobody_passes(bench: Any) -> None:
     await run.engine.cancel("half")
     assert await big == Reserved(30) and await small == Reserved(1)
     for name in ("big", "small"):
-        await run.engine.cancel(name)
-    assert run.used == 0
-
-
-async def test_the_last_that_an_owner_may_have_is_given_once(bench: Any) -> None:
-    """Two doors ask for it before either has heard of the other's request; one of them waits for pages."""
-    run = await bench(cache_tokens=640)
-    await run.reserve("theirs", 320, 0, owner="somebody")
-    one, all_of_it = Spare(requests=0, tokens=300), order("b", 320, door="second", spare=Spare(0, 100))
-    assert await run.engine.reserve(order("a", 300, door="first", spare=one)) == Reserved(19)
-    refused = await run.engine.reserve(all_of_it)
-    assert isinstance(refused, Refused) and refused.reason is RefusalReason.ALLOWANCE
-    assert refused.message == "1 of its requests run at other doors"
-    refused = await run.engine.reserve(replace(all_of_it, spare=Spare(1, 299)))
-    assert isinstance(refused, Refused) and refused.reason is RefusalReason.ALLOWANCE
-    assert refused.message == "it holds 300 tokens at other doors and in sessions"
-    assert await run.engine.reserve(order("c", 16, door="first", spare=one)) == Reserved(1)
-    [waits] = await reserving(run, replace(all_of_it, spare=Spare(2, 316)))
-    await run.engine.cancel("theirs")
-    assert await waits == Reserved(20)
-    for name in ("a", "b", "c"):
         await run.engine.cancel(name)
     assert run.used == 0
 
