@@ -16,6 +16,8 @@ from ..interface import KernelInputError
 from . import kernel
 from .pages import PagedInput, SelectedPages
 
+_MERGED = 8
+"""Splits that `_merge` takes at a time: a request beside three others has as many."""
 _PROGRAMS = 264
 """Programs of `_attend` to aim at: two for each of an H200's 132 multiprocessors, all resident at once."""
 
@@ -154,7 +156,7 @@ def _attend(
         lse_RH,
         division.splits,
         heads,
-        C=triton.next_power_of_2(division.splits),
+        C=_MERGED,
         D=dim,
         num_warps=4,
     )
