@@ -6,6 +6,8 @@ Shape suffixes as in `kernels.layers`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from functools import cache
 
 import torch
 
@@ -36,18 +38,20 @@ def rotated(x_HD: torch.Tensor, position: int, frequency_F: torch.Tensor, magnit
     return torch.cat((turned.real, turned.imag), dim=1)
 
 
-def e4m3_numbers() -> list[float]:
+@cache
+def e4m3_numbers() -> tuple[float, ...]:
     """Every finite number of e4m3 that is not negative, ascending: 4 bits of exponent with bias 7, 3 of
     mantissa, subnormal below 2^-6, and no infinity (Micikevicius et al. 2022, table 1)."""
     small = [m / 8 * 2.0**-6 for m in range(8)]
     normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
-    return small + normal[:-1]  # the last pattern is NaN
+    return (*small, *normal[:-1])  # the last pattern is NaN
 
 
 def nearest_e4m3(x: float) -> float:
     """Ties to the even pattern, beyond the largest the largest."""
     numbers = e4m3_numbers()
-    nearest = min(range(len(numbers)), key=lambda n: (abs(numbers[n] - abs(x)), n % 2))
+    above = bisect_left(numbers, abs(x), hi=len(numbers) - 1)
+    nearest = min(max(above - 1, 0), above, key=lambda n: (abs(numbers[n] - abs(x)), n % 2))
     return math.copysign(numbers[nearest], x)
 
 
