@@ -116,13 +116,15 @@ def layout_of(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
     """Kept, because making one takes longer than the rest of a descriptor."""
     if dtype == torch.float32:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(shape))
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    types = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
+    element = types[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
 def descriptor_type(dtype: torch.dtype, *shape: int) -> str:
     """What COMPILE_CASES call a descriptor of such tiles."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    name = {**names, torch.float8_e4m3fn: "fp8e4nv"}[dtype]
     return f"tensordesc<{name}{list(shape)},{layout_of(dtype, *shape)!r}>"
 
 

@@ -105,8 +105,9 @@ class BlockAnchors:
 @dataclass
 class KeyAnchors(ScoredState):
     """Also the key side of the layer, filled block by block: `done` of its `blocks` hold their slots. The
-    table has whole tiles of 128 slots, which the Hopper kernel copies."""
+    table has whole tiles of 128 slots, which the Hopper kernel copies. dtype: of the keys."""
 
+    dtype: torch.dtype
     table: BlockAnchors
     blocks: int
     done: int = 0
@@ -151,11 +152,18 @@ class AnchorsSelector(ScoredSelector):
         tiles = -(-blocks * self.form.k.cap // BLOCK)
         shape = (spec.batch, spec.kv_heads, tiles * BLOCK // self.form.k.cap, self.form.k.cap)
         table = BlockAnchors(
-            vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=spec.dtype, device=spec.device),
+            vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=self._slot_dtype(spec), device=spec.device),
             first_BGMA=torch.zeros(shape, dtype=torch.int32, device=spec.device),
             count_BGMA=torch.zeros(shape, dtype=torch.float32, device=spec.device),
         )
-        return KeyAnchors(self.rule_of(spec), table, blocks)
+        return KeyAnchors(self.rule_of(spec), spec.dtype, table, blocks)
+
+    def _slot_dtype(self, spec: StateSpec) -> torch.dtype:
+        if spec.device.type != "cuda":
+            return spec.dtype
+        from .anchors_kernel import slot_dtype
+
+        return slot_dtype(spec.device, spec.dtype, spec.head_dim, self.form)
 
     def cpu_scores(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> torch.Tensor:
         from .anchors_cpu import cpu_scores, cpu_summarise
@@ -180,7 +188,7 @@ class AnchorsSelector(ScoredSelector):
             new_keys = x.k_BGSD[:, :, start * BLOCK :]
             kernel_summarise(new_keys, self.form.cos, self.form.k, state.table, start, start)
             state.done = x.key_blocks
-            queries = empty_table(x.q_BHTD, self.form.q.cap)
+            queries = empty_table(x.q_BHTD, self.form.q.cap, state.table.vector_BGMAD.dtype)
             kernel_summarise(x.q_BHTD, self.form.cos, self.form.q, queries, 0, x.first_block)
         return self.form.q.cap, lambda first, blocks: score_sums(
             x, queries, state.table, self.form, first, blocks
@@ -196,9 +204,9 @@ def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
         raise KernelInputError(
             f"the state was made for (batch, key heads, blocks, D) = {held}, the input needs {needed}"
         )
-    if table.vector_BGMAD.dtype != x.k_BGSD.dtype or table.vector_BGMAD.device != x.k_BGSD.device:
+    if state.dtype != x.k_BGSD.dtype or table.vector_BGMAD.device != x.k_BGSD.device:
         raise KernelInputError(
-            f"the state is {table.vector_BGMAD.dtype} on {table.vector_BGMAD.device}, "
+            f"the state is for {state.dtype} on {table.vector_BGMAD.device}, "
             f"k is {x.k_BGSD.dtype} on {x.k_BGSD.device}"
         )
     return min(state.done, x.first_block)

@@ -110,7 +110,7 @@ def shares_of(programs: int, steps: int, multiprocessors: int) -> int:
 def _case(
     dim: int, q_slots: int, k_slots: int, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
-    name = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    name = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}[dtype]
     types = {
         "k": descriptor_type(dtype, 1, 16, 4, 2, dim),
         "count": descriptor_type(torch.float32, 1, 8, 4, 4),
@@ -128,5 +128,11 @@ def _case(
     return anchors_hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
 
 
-COMPILE_CASES = [_case(128, 8, 32), _case(128, 32, 8), _case(64, 8, 32, torch.float16), _case(64, 64, 128)]
+COMPILE_CASES = [
+    _case(128, 8, 32, torch.float8_e4m3fn),
+    _case(128, 32, 8, torch.float8_e4m3fn),
+    _case(64, 8, 32, torch.float8_e4m3fn),
+    _case(128, 8, 32),
+    _case(64, 64, 128, torch.float16),
+]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

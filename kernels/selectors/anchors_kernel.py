@@ -147,7 +147,7 @@ def score_sums(
     columns = x.first_block + first_row + blocks
     part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), columns)
     sums = Sums(part, first_row, form.row_normalised, form.largest)
-    if takes_hopper(x, form):
+    if takes_hopper(x.q_BHTD.device, x.q_BHTD.dtype, dim, form):
         from . import anchors_hopper_launch
 
         anchors_hopper_launch.launch(x, queries, keys, form, sums)
@@ -188,12 +188,19 @@ def score_sums(
     return sums
 
 
-def takes_hopper(x: AttentionInput, form: AnchorSettings) -> bool:
+def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> bool:
     """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, query blocks that fit a
     warpgroup, and key blocks whose slots come in fours."""
-    if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device) or x.q_BHTD.dtype == torch.float32:
+    if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
         return False
-    return x.q_BHTD.shape[3] in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4
+    return head_dim in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4
+
+
+def slot_dtype(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> torch.dtype:
+    """What slots are kept in: 8-bit floats for the Hopper kernel, which multiplies them twice as fast, where
+    a slot is a row as it was. A mean keeps the input's dtype."""
+    rows = form.q.representative == form.k.representative == "anchor"
+    return torch.float8_e4m3fn if rows and takes_hopper(device, dtype, head_dim, form) else dtype
 
 
 _SCORE = {

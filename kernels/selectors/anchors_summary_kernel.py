@@ -155,12 +155,12 @@ def _fill_kernel(
     )
 
 
-def empty_table(x_BGSD: torch.Tensor, cap: int) -> BlockAnchors:
-    """Unfilled slots for every block of x, vectors in x's dtype."""
+def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnchors:
+    """Unfilled slots for every block of x, vectors in `dtype`."""
     shape = (*x_BGSD.shape[:2], -(-x_BGSD.shape[2] // BLOCK), cap)
     device = x_BGSD.device
     return BlockAnchors(
-        torch.empty((*shape, x_BGSD.shape[3]), dtype=x_BGSD.dtype, device=device),
+        torch.empty((*shape, x_BGSD.shape[3]), dtype=dtype, device=device),
         torch.empty(shape, dtype=torch.int32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
     )
@@ -249,6 +249,7 @@ COMPILE_CASES = [
     (_next_kernel, _NEXT, {"D": 64, "LEVELS": 1}),
     (_orbit_kernel, _ORBIT, {"Z": 32}),
     (_fill_kernel, _FILL, {"D": 128, **_KEYS}),
+    (_fill_kernel, {**_FILL, "vector_ptr": "*fp8e4nv"}, {"D": 128, **_KEYS, "MEAN": False}),
     (_fill_kernel, _FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False, "MERGE": True}),
 ]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

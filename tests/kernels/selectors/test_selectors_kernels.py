@@ -179,7 +179,7 @@ def test_summaries_equal_the_cpu_form(overflow: Any, representative: Any, relax:
     x[0, 0, 140:150] = 0.0
     side = SideSettings(8, representative, overflow, relax)
     with poisoned_empty():
-        table = empty_table(x, side.cap)
+        table = empty_table(x, side.cap, x.dtype)
         kernel_summarise(x, 0.75, side, table, 0, 5)
     expected = cpu_summarise(x, 0.75, side, 5)
     used = expected.count_BGMA > 0
