@@ -6,7 +6,7 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test acceptance chaos image check proto serve dashboards dashboards-preview manifests clean install dev model accuracy
+.PHONY: demo test test-long acceptance chaos image check proto serve dashboards dashboards-preview manifests clean install dev model accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -37,6 +37,11 @@ serve: install model
 test: export PYTHONDONTWRITEBYTECODE :=
 test: dev model
 	$(BIN)/pytest -n 4
+
+# What takes minutes by itself: a cluster of four nodes, every query of the dashboards, every kernel for Hopper.
+test-long: export PYTHONDONTWRITEBYTECODE :=
+test-long: dev model
+	$(BIN)/pytest -n 4 --long
 
 acceptance: dev model
 	$(BIN)/pytest tests/e2e tests/deploy/test_scaling.py --acceptance -s

@@ -54,10 +54,15 @@ order: Serve's settings must be in the environment before Ray is imported."""
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--acceptance", action="store_true", help="run tests/e2e at full size")
     parser.addoption("--image", action="store_true", help="build the image, which takes minutes")
+    parser.addoption("--long", action="store_true", help="run the tests of make test-long, and no others")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The groups of TOGETHER first, in its order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those of this run, the groups of TOGETHER first, in its order."""
+    long = config.getoption("--long")
+    others = [item for item in items if (item.get_closest_marker("long") is not None) != long]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if (item.get_closest_marker("long") is not None) == long]
     starts = list(TOGETHER)
 
     def place(item: pytest.Item) -> int:

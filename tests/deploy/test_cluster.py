@@ -25,6 +25,8 @@ from deltafront.workers.model.store import DEFAULT_MODEL, model_directory
 from .local_cluster import LocalCluster
 from .manifests import ROOT, serve_config
 
+pytestmark = pytest.mark.long
+
 NODES = ("door", "door", "prefill", "decode")
 TOKEN = "a-token"
 PATIENCE_S = 300.0

@@ -112,6 +112,7 @@ def wait_for(true: Callable[[], bool], otherwise: Callable[[], object]) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.long
 def test_no_query_of_a_panel_a_variable_or_a_rule_fails_or_is_empty(
     service: LocalService, http: str, wire: Wire, prometheus: Prometheus, table: Table
 ) -> None:

@@ -77,6 +77,7 @@ def records() -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", modules())
 def test_compiles_for_sm90(module: str, records: list[dict[str, Any]]) -> None:
     of_module = [record for record in records if record["module"] == module]

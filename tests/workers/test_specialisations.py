@@ -19,6 +19,8 @@ import torch
 
 from deltafront.benchmarks.engine.model import SHAPES, write_model
 
+pytestmark = pytest.mark.long
+
 METHODS = ("dense", "dpxa", "dpxa+delta", "xattention", "delta_xattention", "delta_kv", "streaming")
 SHAPE = replace(
     SHAPES["8b"], layers=3, hidden=256, intermediate=256, vocab=512, positions=262_144
