@@ -7,6 +7,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+# Before numpy, of whose small products the interpreter is made: a second thread would wait for work by
+# computing, and take the other processes' core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import settings
@@ -17,7 +21,6 @@ if not torch.cuda.is_available():
 
     interpreter.without_idle_work()
 
-# Tensors here are small: a second thread waits more than it computes, and takes the other processes' core.
 torch.set_num_threads(1)
 
 # Ray gives its workers a low priority, so that beside other tests they would get next to nothing of a core,
