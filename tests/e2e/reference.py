@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 ADAPTER = Path(__file__).resolve().parents[2] / "deploy" / "models" / "smollm2-135m-128k"
 
 
 def merged_model(model_directory: Path) -> Any:
     """SmolLM2-135M-Instruct with the 128K adapter, in fp32."""
+    from transformers import AutoModelForCausalLM  # takes 4 s, in every process that collects these tests
+
     model = AutoModelForCausalLM.from_pretrained(str(model_directory), dtype=torch.float32).eval()
     config = json.loads((ADAPTER / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
