@@ -158,26 +158,19 @@ def _merge(
     C: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Joins the splits of one request and head, C at a time: program r·heads + h."""
+    """Joins the splits of one request and head: program r·heads + h."""
     lane = tl.program_id(0).to(tl.int64)
-    own = tl.minimum(tl.load(splits_R_ptr + tl.program_id(0) // heads), splits)
     c = tl.arange(0, C)
     d = tl.arange(0, D)
-    top = tl.load(top_RHC_ptr + lane * splits)  # a request's first split has keys
-    total = top * 0.0
-    acc_D = tl.zeros([D], tl.float32)
-    for begin in range(0, own, C):
-        split = lane * splits + begin + c
-        there = begin + c < own
-        top_C = tl.load(top_RHC_ptr + split, mask=there, other=float("-inf"))
-        sum_C = tl.load(sum_RHC_ptr + split, mask=there, other=0.0)
-        part_CD = tl.load(part_RHCD_ptr + split[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
-        shrink = tl.exp2(top - tl.maximum(top, tl.max(top_C, 0)))
-        top = tl.maximum(top, tl.max(top_C, 0))
-        fade_C = tl.exp2(top_C - top)
-        total = total * shrink + tl.sum(sum_C * fade_C, 0)
-        acc_D = acc_D * shrink + tl.sum(part_CD * fade_C[:, None], 0)
-    out_D = acc_D / total
+    there = c < tl.load(splits_R_ptr + tl.program_id(0) // heads)
+    top_C = tl.load(top_RHC_ptr + lane * splits + c, mask=there, other=float("-inf"))
+    sum_C = tl.load(sum_RHC_ptr + lane * splits + c, mask=there, other=0.0)
+    part_at = (lane * splits + c)[:, None] * D + d[None, :]
+    part_CD = tl.load(part_RHCD_ptr + part_at, mask=there[:, None], other=0.0)
+    top = tl.max(top_C, 0)
+    fade_C = tl.exp2(top_C - top)
+    total = tl.sum(sum_C * fade_C, 0)
+    out_D = tl.sum(part_CD * fade_C[:, None], 0) / total
     tl.store(out_ptr + lane * D + d, out_D.to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + lane, (top + tl.log2(total)) * _LN2)  # base 2 to base e
 
@@ -244,7 +237,7 @@ COMPILE_CASES = [
     (_attend, _ATTEND, {**_SIZES, "SPARSE": False, "SCORED": True}),
     (_attend, _ATTEND, {**_SIZES, "SPARSE": True, "SCORED": False}),
     (_attend, _ATTEND, {**_SIZES, "GROUP": 3, "D": 64, "BLOCK": 128, "SPARSE": False, "SCORED": True}),
-    (_merge, {**_PARTS, **_MERGED}, {"C": 8, "D": 128}),
+    (_merge, {**_PARTS, **_MERGED}, {"C": 64, "D": 128}),
     (
         _score,
         {

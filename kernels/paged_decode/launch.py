@@ -16,8 +16,6 @@ from ..interface import KernelInputError
 from . import kernel
 from .pages import PagedInput, SelectedPages
 
-_MERGED = 8
-"""Splits that `_merge` takes at a time: a request beside three others has as many."""
 _PROGRAMS = 264
 """Programs of `_attend` to aim at: two for each of an H200's 132 multiprocessors, all resident at once."""
 
@@ -156,7 +154,7 @@ def _attend(
         lse_RH,
         division.splits,
         heads,
-        C=_MERGED,
+        C=triton.next_power_of_2(division.splits),
         D=dim,
         num_warps=4,
     )
