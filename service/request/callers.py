@@ -2,7 +2,8 @@
 
 A door counts its own requests exactly. What its callers have at other doors, and in sessions, it knows from
 the workers, whom it asks afresh before it refuses anything for that, and again once a request has its pages:
-of two that came to two doors at the same moment one at least sees the other then.
+of two that came to two doors at the same moment one at least sees the other then. Of a worker that does not
+answer in time what it said last is counted; one that this door has not found yet (`door.refresh_s`) is not.
 """
 
 from __future__ import annotations

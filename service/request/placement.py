@@ -31,8 +31,8 @@ from .plan import Plan
 
 ASK_ANOTHER = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
 """What one worker refuses for, and another may not."""
-_TRIES, _AGAIN_S = 3, 0.2
-"""To have pages confirmed; the longest pause in between."""
+_PAUSES_S = (0.0, 0.2, 0.2)
+"""The longest before each try to have pages confirmed."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def comes_back(refused: Refused) -> tuple[bool, float]:
 async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Reserved | Refused:
     """Take pages, or be told why not. Raises Overloaded where the caller has more than it may with them: they
     are given back, and taken again a moment later in case that others were."""
-    for _ in range(_TRIES):
+    for longest_pause in _PAUSES_S:
+        await asyncio.sleep(random.uniform(0.0, longest_pause))
         attempt.add(worker)
         answer = await worker.reserve(wish)
         if isinstance(answer, Refused):
@@ -133,7 +134,6 @@ async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Rese
             return answer
         await worker.cancel(attempt.request_id)
         attempt.settle(worker)
-        await asyncio.sleep(random.uniform(0.0, _AGAIN_S))
     raise attempt.share.refusal()
 
 
