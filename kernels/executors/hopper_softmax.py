@@ -55,9 +55,9 @@ class Running(NamedTuple):
 
 
 @gluon.constexpr_function
-def scores_layout():
-    """(64, 128) in the matrix unit's registers."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+def scores_layout(bits=16):
+    """(64, 128) in the matrix unit's registers; bits: of the numbers that it multiplies."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // bits])
 
 
 @gluon.constexpr_function

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..executors.hopper_plan import GROUP_ROWS, TILE
 from ..executors.hopper_ring import Ring, barriers
+from ..executors.hopper_softmax import scores_layout
 
 _LOG2 = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 """Within 2^-22, -inf for 0; the results are kept in 16 bits."""
@@ -91,12 +92,6 @@ class Buffers(NamedTuple):
     counts: gl.shared_memory_descriptor
 
 
-@gluon.constexpr_function
-def products_layout(dtype):
-    """(64, 128) in the matrix unit's registers; dtype: what it multiplies."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // dtype.primitive_bitwidth])
-
-
 @gluon.jit
 def _diagonals(tile, units, work):
     """The prompt's first and last query block among the `units` of a tile."""
@@ -162,7 +157,7 @@ def _add_up(
     ring.wait_full(use)
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, PLAN.dim], q.dtype)
     k = ring.buffer(use)._reinterpret(q.dtype, [TILE, PLAN.dim], flat)
-    blank = gl.zeros([GROUP_ROWS, TILE], gl.float32, layout=products_layout(q.dtype))
+    blank = gl.zeros([GROUP_ROWS, TILE], gl.float32, layout=scores_layout(q.dtype.primitive_bitwidth))
     s_XY = warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
     s_XY = warpgroup_mma_wait(0, deps=[s_XY])
     s_XWS = _by_block(s_XY, PLAN)
@@ -225,7 +220,7 @@ def _score_rows(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN
     q.store(gl.load(queries.vector_ptr + at_XD, mask=real_X[:, None], other=0.0))
     fence_async_shared()
 
-    row_X = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, products_layout(q.dtype)))
+    row_X = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout(q.dtype.primitive_bitwidth)))
     table_X, place_X, real_X = _table(row_X, tile, batch, group, work, PLAN)
     block_X, head_X = place_X
     rows = Rows(
