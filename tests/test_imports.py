@@ -33,7 +33,8 @@ ROOMS = {
     "workers.tracing": "",
     "workers.model": "workers.settings workers.progress kernels",
     "workers.calibration": "workers.settings workers.model kernels",
-    "workers.kv": "workers.messages workers.settings kernels.constants",
+    "workers.kv": "workers.messages workers.settings",
+    "workers.kv.pages": "workers.messages kernels.constants",
     "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.replica
         workers.leaving workers.progress workers.tracing workers.model workers.kv kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
@@ -60,7 +61,7 @@ ROOMS = {
     "service.client": """kernels.methods workers.messages workers.settings workers.model.config
         workers.model.decoder workers.model.store
         workers.calibration workers.model.digest workers.model.profile
-        workers.kv.page_pool service.errors
+        workers.kv.pages.pool service.errors
         service.config service.haproxy service.door.wire service.door.status service.request.answers
         service.request.calls service.request.plan service.request.tokenizer service.wiring service.app
         protos""",
@@ -203,7 +204,8 @@ TORCH_FREE = [
     "workers.settings",
     "workers.model.config",
     "workers.model.levels",
-    "workers.kv.page_pool",
+    "workers.kv.pages.waiting",
+    "workers.kv.pages.holding",
     "workers.prefill.schedule",
     "workers.prefill.controller",
 ]

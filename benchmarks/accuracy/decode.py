@@ -20,7 +20,7 @@ from deltafront.benchmarks.reader import Reader
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.decode.page_selection import BatchRows, LayerPlan, StepAttention, plan_layers
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.page_pool import PAGE_TOKENS, pages_for
+from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from deltafront.workers.settings import DecodeConfig
 
 

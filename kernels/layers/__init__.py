@@ -1,1 +1,1 @@
-"""A decoder layer between its matrix products: norms, rotation and K/V write, activation, 8-bit rows."""
+"""What stands between a decoder layer's matrix products, 8-bit rows included, and the sampling after them."""

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...workers.kv.page_pool import PAGE_TOKENS, pages_for
+from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
 from ...workers.model.config import ModelConfig, ModelError, RopeConfig, read_config
 from ...workers.settings import Dtype, Quantisation
 from .terminal import fail

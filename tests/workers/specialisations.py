@@ -20,7 +20,7 @@ from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.workers.decode.page_selection import plan_layers
 from deltafront.workers.decode.rows import Row
 from deltafront.workers.decode.runner import DecodeRunner, warm_up
-from deltafront.workers.kv.page_pool import pages_for
+from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.stages import ChunkCommand, OpenRequest
 from deltafront.workers.model.decoder import load_model

@@ -12,9 +12,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
-from ..kv.page_pool import OutOfPages, pages_for
+from ..kv.arrival import ArrivalError
+from ..kv.fetch import packed
+from ..kv.pages.pool import OutOfPages, pages_for
 from ..kv.transports import receiver
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
 from ..messages.requests import (
@@ -34,12 +37,9 @@ from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from ..tracing import NO_TRACER
 from .page_selection import PageSelectionError, plan_layers
-from .reception import Reception
-from .request import DecodeEvent, DecodeRequest
-from .requests import Requests
+from .requests import DecodeEvent, DecodeRequest, Requests, appended_ids
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
-from .sessions import appended_ids
 
 _TICK_S = 0.1
 """How often deadlines and leases are looked at."""
@@ -85,15 +85,7 @@ class DecodeEngine:
             for work in ("compute", "handoff")
         ]
         self._receiver = receiver(handoff, self._runner.cache, self._threads[1])
-        self._reception = Reception(
-            self._receiver,
-            self._runner.cache,
-            self._threads[1],
-            self._requests,
-            self._submit_if_ready,
-            model.vocab,
-            clock,
-        )
+        self._receiving: set[asyncio.Task[int]] = set()
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
@@ -120,7 +112,10 @@ class DecodeEngine:
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks[1:], return_exceptions=True)
-        await self._reception.close()
+        receiving = list(self._receiving)
+        for reception in receiving:  # their pages are given to nobody any more
+            reception.cancel()
+        await asyncio.gather(*receiving, return_exceptions=True)
         for thread in self._threads:
             thread.shutdown()
 
@@ -156,20 +151,81 @@ class DecodeEngine:
         return await self._requests.reserve(order)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """See `Reception.announce`."""
-        await self._reception.announce(announcement)
+        """Receive K/V into pages. Ignored for requests that are not here and for exact repetitions.
+
+        A failed or contradictory announcement is raised, so that the sending stage stops as well:
+        HandoffError, and ArrivalError for K/V that the request does not have. No answer is ever computed from
+        what is incomplete then: the request fails, unless it is resumed before anybody waits for its K/V.
+        """
+        request = self._requests.live(announcement.request_id)
+        if request is None:
+            return
+        began, arrival = self._clock(), request.arrival
+        start, tokens, first = announcement.start, announcement.tokens, announcement.layer
+        try:
+            layers = range(first, first + announcement.layers)
+            new = [layer for layer in layers if arrival.claim(layer, start, tokens)]
+            if not new:
+                return
+            receiving = asyncio.create_task(self._receiver.receive(announcement, new, request.holding.hold))
+            self._receiving.add(receiving)
+            receiving.add_done_callback(self._receiving.discard)
+            moved = await asyncio.shield(receiving)  # a caller that gives up must not stop a write half way
+        except Exception as error:
+            if arrival is request.arrival:  # else it belongs to a reading that was given up
+                request.not_arrived(error)
+            raise
+        if moved:
+            request.times.handoff_bytes += moved
+            request.times.handoff_seconds += self._clock() - began
+            for layer in new:
+                arrival.written(layer, start, tokens)
+            if request.arrival.complete and request.ended is None:
+                request.times.complete = self._clock()
+                request.settled.set()
+                self._submit_if_ready(request)
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """See `Reception.first_logits`."""
-        await self._reception.first_logits(message)
+        """Ignored for requests that are not here and for repetitions. Raises ArrivalError for logits that
+        the request cannot use."""
+        request = self._requests.live(message.request_id)
+        if request is None or request.times.logits is not None:
+            return
+        logits_V = np.asarray(message.logits, dtype=np.float32)
+        if request.order.session_id is not None or logits_V.shape != (self._model.vocab,):
+            error = ArrivalError(f"unexpected logits {logits_V.shape}; the vocabulary is {self._model.vocab}")
+            request.not_arrived(error)
+            raise error
+        request.logits = logits_V
+        request.times.logits = self._clock()
+        self._submit_if_ready(request)
 
     async def resume(self, request_id: str, points: Sequence[int]) -> int:
-        """See `Reception.resume`."""
-        return await self._reception.resume(request_id, points)
+        """See `DecodeWorker.resume`. What is being written ends first: it must not come after, and in place
+        of, what is read again."""
+        await self._being_read(request_id).holding.let_go()
+        request = self._being_read(request_id)  # unless it has ended meanwhile
+        tokens = request.arrival.resume_point(points)
+        request.resume(tokens, self._clock())
+        return tokens
+
+    def _being_read(self, request_id: str) -> DecodeRequest:
+        """Raises DecodeFailed for any other."""
+        request = self._requests.live(request_id)
+        if request is None or request.job is not None or request.order.session_id is not None:
+            raise DecodeFailed(f"request {request_id} is not being read here")
+        return request
 
     async def kv(self, wanted: KVRange) -> HostKV:
-        """See `Reception.kv`."""
-        return await self._reception.kv(wanted)
+        """See `KVTaker.kv`."""
+        request = self._requests.live(wanted.request_id)
+        if request is not None:
+            with request.holding.hold() as pages:
+                if pages is not None:
+                    return await asyncio.get_running_loop().run_in_executor(
+                        self._threads[1], packed, self._runner.cache, pages, wanted
+                    )
+        raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
         """FirstTokenTimings and Tokens, then exactly one FinishEvent, whatever happens.

@@ -22,7 +22,7 @@ from ...kernels.paged_decode.attention import (
     paged_attention_sparse,
 )
 from ...kernels.paged_decode.page_selection import select_pages
-from ..kv.page_pool import PAGE_TOKENS, pages_for
+from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..settings import DecodeConfig
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...kernels.layers.sampling import SamplingRows
 from ..messages.requests import Sampling
-from .sampling import SamplingRows
 
 _NARROWEST = 512
 """Columns of the narrowest table: 8,192 tokens."""
@@ -129,7 +129,7 @@ class StepRows:
             target[first:end].copy_(torch.tensor(values + none, dtype=target.dtype))
         self.table_RP[first:end].copy_(torch.from_numpy(table))
         if rows:
-            self.sampling.write(first, [row.sampling for row in rows], self._vocab)
+            _write_sampling(self.sampling, first, [row.sampling for row in rows], self._vocab)
 
     def _view(self, shape: BatchShape, sampling: Sequence[Sampling]) -> Batch:
         return Batch(
@@ -138,7 +138,7 @@ class StepRows:
             self.lengths_R[: shape.rows],
             self.ids_R[: shape.rows],
             self.selects_R[: shape.rows],
-            self.sampling.view(sampling, self._vocab),
+            _written(self.sampling, sampling, self._vocab),
         )
 
 
@@ -148,3 +148,35 @@ def _widths(pages: int) -> list[int]:
     while widths[0] >= _FACTOR * _NARROWEST:
         widths.insert(0, widths[0] // _FACTOR)
     return widths
+
+
+def sampling_rows(rows: Sequence[Sampling], vocab: int, device: torch.device) -> SamplingRows:
+    """Of a batch that is sampled once."""
+    made = SamplingRows.room(len(rows), device)
+    _write_sampling(made, 0, rows, vocab)
+    return _written(made, rows, vocab)
+
+
+def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vocab: int) -> None:
+    """Row `first` and those after it, in place. A greedy row's parameters change nothing."""
+    for target, values in (
+        (made.drawn_R, [row.temperature > 0 for row in rows]),
+        (made.temperature_R1, [[row.temperature if row.temperature > 0 else 1.0] for row in rows]),
+        (made.seed_R, [_signed(row.seed) for row in rows]),
+        (made.top_k_R, [row.top_k if 0 < row.top_k < vocab else vocab for row in rows]),
+        (made.top_p_R1, [[row.top_p] for row in rows]),
+    ):
+        target[first : first + len(rows)].copy_(torch.tensor(values, dtype=target.dtype))
+
+
+def _written(made: SamplingRows, rows: Sequence[Sampling], vocab: int) -> SamplingRows:
+    """Its first rows, which are `rows`."""
+    drawn = [row for row in rows if row.temperature > 0]
+    filters = any(0 < row.top_k < vocab or row.top_p < 1 for row in drawn)
+    return made.first(len(rows), draws=bool(drawn), filters=filters)
+
+
+def _signed(seed: int) -> int:
+    """Any integer seed as a signed 64-bit number."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >= 1 << 63 else seed

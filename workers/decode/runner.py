@@ -11,7 +11,7 @@ heads, D head dimension, S tokens so far, C hidden size, V vocabulary, B = 1.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +21,15 @@ import torch
 from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.layers.rope import KVRows
+from ...kernels.layers.sampling import sample
 from ...kernels.methods import method_spec
 from ..kv.cache import PagedKVCache
-from ..kv.page_pool import PAGE_TOKENS, pages_for
+from ..kv.pages.holding import PageCopy
+from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..messages.requests import Sampling
 from ..model.decoder import LayerStack
-from .graphs import StepGraphs
 from .page_selection import BatchRows, LayerPlan, StepAttention
-from .rows import Batch, Row, StepRows
-from .sampling import SamplingRows, sample
-from .sessions import PageCopy
+from .rows import Batch, BatchShape, Row, StepRows, sampling_rows
 
 _RAGGED = 77
 """Tokens of a warm-up's appended text: no multiple of anything that a kernel might be specialised for."""
@@ -70,6 +69,36 @@ class Launched:
             self._there.synchronize()
         both = zip(self._both_R2.tolist(), self._read, strict=True)
         return [Chosen(int(token), logprob, *pages) for (token, logprob), pages in both]
+
+
+class StepGraphs:
+    """One graph for each of `batches`, which must be all shapes that are ever asked for.
+
+    forward: what is captured, logits_RV of a batch. Call it where nothing else uses the GPU from this
+    thread: each shape is computed once before it is captured, so that kernels are compiled and loaded. The
+    graphs share one pool of memory, since they never run at the same time. Raises RuntimeError where a
+    capture fails.
+    """
+
+    def __init__(self, forward: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]) -> None:
+        self._graphs: dict[BatchShape, tuple[Any, torch.Tensor]] = {}
+        pool = torch.cuda.graph_pool_handle()
+        for batch in sorted(batches, key=lambda batch: batch.shape.cells, reverse=True):
+            forward(batch)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of this process may go on allocating: they are not part of the graph.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits_RV = forward(batch)
+            self._graphs[batch.shape] = graph, logits_RV
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def replay(self, batch: Batch) -> torch.Tensor:
+        """logits_RV, which the next replay overwrites. Raises KeyError for a shape that was not captured."""
+        graph, logits_RV = self._graphs[batch.shape]
+        graph.replay()
+        return logits_RV
 
 
 class DecodeRunner:
@@ -113,7 +142,7 @@ class DecodeRunner:
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
         logits_RV = torch.stack([x.to(self.stack.device, torch.float32) for x in rows_V])
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
-        sampling = SamplingRows.of([row.sampling for row in rows], logits_RV.shape[1], self.stack.device)
+        sampling = sampling_rows([row.sampling for row in rows], logits_RV.shape[1], self.stack.device)
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
         return Launched(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from ..messages.events import FinishReason, Token
 from ..settings import DecodeConfig
-from .request import DecodeRequest
+from .requests import DecodeRequest
 from .runner import Chosen, DecodeRunner, Launched
 
 T = TypeVar("T")

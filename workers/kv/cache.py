@@ -4,7 +4,7 @@ Shape suffixes: L layers held here, P pages, S slots of a page (and, in a gather
 of all pages, G key/value heads, D head dimension, T tokens written, N pages of one sequence.
 
 Each layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" paged layout, so the
-decode kernels read it in place. Which page belongs to whom is `page_pool`'s business.
+decode kernels read it in place. Which page belongs to whom is `pages`' business.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .page_pool import PAGE_TOKENS, first_of_run, pages_for
+from .pages.pool import PAGE_TOKENS, first_of_run, pages_for
 
 
 class KVCacheError(ValueError):

@@ -17,7 +17,7 @@ import torch
 from ..messages.stages import KVAnnouncement
 from .cache import PagedKVCache
 from .handoff import HandoffError, described
-from .page_pool import row_runs
+from .pages.pool import row_runs
 
 Runs = tuple[tuple[int, int], ...]
 """(first, count) of a cache's rows: slot s of page p is row p · page_tokens + s."""

@@ -31,7 +31,7 @@ from .cache import PagedKVCache
 from .handoff import HandoffError, Hold, Sink, described
 from .lending import Lender, LentCache, LentKV, Runs, checked, moved, row_bytes, too_late
 from .nixl_agent import HOST, Agent, Memory, Span, Words, memory_of, new_agent
-from .page_pool import paired_runs, row_runs
+from .pages.pool import paired_runs, row_runs
 from .peer_memory import launched
 from .posting import PostingSender
 

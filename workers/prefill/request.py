@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..kv.page_pool import pages_for
+from ..kv.pages.pool import pages_for
 from ..messages.events import PrefillDone
 from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, Refused
 from ..messages.stages import ChunkCommand, OpenRequest

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..kv.page_pool import PagePool, pages_for
+from ..kv.pages.pool import PagePool, pages_for
 from ..messages.requests import PrefillJob, RefusalReason, Refused, Wish
 from ..messages.stages import ChunkCommand, ChunkReport
 from ..messages.states import GroupStats

@@ -27,7 +27,7 @@ from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import NoSource, Source, pieces, unpacked
 from ..kv.handoff import HandoffError, Sender
-from ..kv.page_pool import first_of_run, pages_for
+from ..kv.pages.pool import first_of_run, pages_for
 from ..messages.methods import load_methods
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
 from ..model.decoder import LayerStack, Stream, load_model

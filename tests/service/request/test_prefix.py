@@ -15,7 +15,7 @@ from deltafront.service.client import DeltafrontClient, GenerateFinished, Prefil
 from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.request.plan import packed
 from deltafront.service.request.prefix import chain_of, links_of, worth_it
-from deltafront.workers.decode.sessions import shared_links
+from deltafront.workers.kv.pages.sessions import shared_links
 from deltafront.workers.messages.events import LINK_BYTES
 from deltafront.workers.messages.methods import PAGE_TOKENS, method_spec
 from deltafront.workers.messages.requests import RefusalReason, Refused

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.workers.decode.waiting import HoldTime, seconds_until_room
+from deltafront.workers.kv.pages.waiting import HoldTime, seconds_until_room
 from deltafront.workers.messages.requests import (
     DecodeFailed,
     RefusalReason,

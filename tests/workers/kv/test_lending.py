@@ -14,7 +14,7 @@ import torch
 
 from deltafront.workers.kv.handoff import HandoffError
 from deltafront.workers.kv.lending import LentKV
-from deltafront.workers.kv.page_pool import paired_runs, row_runs
+from deltafront.workers.kv.pages.pool import paired_runs, row_runs
 from deltafront.workers.kv.posting import PostingSender
 
 from .lending_bench import DIM, HEADS, Bench, ByCudaIpc, ByNixl, Way

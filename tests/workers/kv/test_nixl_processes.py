@@ -18,7 +18,7 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.handoff import HandoffError
 from deltafront.workers.kv.nixl import NixlLender, NixlReceiver
 from deltafront.workers.kv.nixl_agent import new_agent
-from deltafront.workers.kv.page_pool import row_runs
+from deltafront.workers.kv.pages.pool import row_runs
 from deltafront.workers.messages.stages import KVAnnouncement
 
 from .fake_nixl import needs_nixl

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from deltafront.workers.kv.page_pool import OutOfPages, PagePool, first_of_run, pages_for
+from deltafront.workers.kv.pages.pool import OutOfPages, PagePool, first_of_run, pages_for
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (131_072, 8192)])

@@ -18,7 +18,7 @@ import transformers
 
 from deltafront.kernels.testing import row_errors
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.page_pool import pages_for
+from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.model.config import ModelConfig, ModelError, read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
 from deltafront.workers.model.store import DEFAULT_MODEL, embedded_gguf, model_directory

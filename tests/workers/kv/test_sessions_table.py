@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltafront.workers.decode.sessions import DecodePages, Holding, SessionsTable
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
-from deltafront.workers.kv.page_pool import OutOfPages, PagePool
+from deltafront.workers.kv.pages.holding import DecodePages, Holding
+from deltafront.workers.kv.pages.pool import OutOfPages, PagePool
+from deltafront.workers.kv.pages.sessions import SessionsTable
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reserve
 
 

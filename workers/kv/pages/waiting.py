@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..messages.requests import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
+from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
 
-_OVERDUE_LOOKS = 5
+OVERDUE_LOOKS = 5
 """So often in a row a lease must be found run out: where this process itself stood still, renewals that have
 come meanwhile are heard only now."""
 Holder = tuple[float, int]
@@ -148,7 +148,7 @@ class ReserveQueue:
         now, wall = self._clock(), self._wall()
         for waiter in self._waiters:
             waiter.overdue = waiter.overdue + 1 if now - waiter.renewed > lease_s else 0
-        lost = [waiter for waiter in self._waiters if waiter.overdue > _OVERDUE_LOOKS]
+        lost = [waiter for waiter in self._waiters if waiter.overdue > OVERDUE_LOOKS]
         self._fail(lost, "nobody renewed the request")
         for waiter in list(self._waiters):
             deadline = waiter.order.deadline

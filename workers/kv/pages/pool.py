@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ...kernels.constants import PAGE_TOKENS
+from ....kernels.constants import PAGE_TOKENS
 
 __all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for", "paired_runs", "row_runs"]
 

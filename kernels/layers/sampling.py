@@ -8,12 +8,9 @@ Shape suffixes: R requests, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from ..messages.requests import Sampling
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, splitmix64's increment, as a signed 64-bit number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -47,36 +44,16 @@ class SamplingRows:
             top_p_R1=torch.ones(rows, 1, device=device),
         )
 
-    @classmethod
-    def of(cls, rows: Sequence[Sampling], vocab: int, device: torch.device) -> SamplingRows:
-        """Of a batch that is sampled once."""
-        made = cls.room(len(rows), device)
-        made.write(0, rows, vocab)
-        return made.view(rows, vocab)
-
-    def write(self, first: int, rows: Sequence[Sampling], vocab: int) -> None:
-        """Row `first` and those after it, in place. A greedy row's parameters change nothing."""
-        for target, values in (
-            (self.drawn_R, [row.temperature > 0 for row in rows]),
-            (self.temperature_R1, [[row.temperature if row.temperature > 0 else 1.0] for row in rows]),
-            (self.seed_R, [_signed(row.seed) for row in rows]),
-            (self.top_k_R, [row.top_k if 0 < row.top_k < vocab else vocab for row in rows]),
-            (self.top_p_R1, [[row.top_p] for row in rows]),
-        ):
-            target[first : first + len(rows)].copy_(torch.tensor(values, dtype=target.dtype))
-
-    def view(self, rows: Sequence[Sampling], vocab: int) -> SamplingRows:
-        """The first rows, which are `rows`."""
-        drawn = [row for row in rows if row.temperature > 0]
-        count = len(rows)
+    def first(self, count: int, *, draws: bool, filters: bool) -> SamplingRows:
+        """The first `count` rows, which draw and filter or not."""
         return SamplingRows(
             self.drawn_R[:count],
             self.temperature_R1[:count],
             self.seed_R[:count],
             self.top_k_R[:count],
             self.top_p_R1[:count],
-            draws=bool(drawn),
-            filters=any(0 < row.top_k < vocab or row.top_p < 1 for row in drawn),
+            draws=draws,
+            filters=filters,
         )
 
 
@@ -136,9 +113,3 @@ def _filter(scaled_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R1: torch.Tens
     kept_R1 = (((before_RV < top_p_R1) | (top_p_R1 >= 1)) & (rank_V < top_k_R[:, None])).sum(-1, keepdim=True)
     threshold_R1 = ordered_RV.gather(1, kept_R1.clamp(min=1) - 1)
     return scaled_RV.masked_fill(scaled_RV < threshold_R1, float("-inf"))
-
-
-def _signed(seed: int) -> int:
-    """Any integer seed as a signed 64-bit number."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -1,0 +1,1 @@
+"""Who holds which pages of K/V: plain accounting, without tensors."""

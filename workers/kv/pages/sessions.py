@@ -1,0 +1,129 @@
+"""Sessions of a decode worker: K/V that is kept for an owner until its lease runs out.
+
+Pure accounting over a PagePool, used from one thread (the event loop's); times are seconds since the epoch,
+passed in. A session holds one reference on each of its pages and never writes to them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ...messages.events import LINK_BYTES, Prefix, Session
+from .pool import PagePool, pages_for
+
+
+@dataclass(frozen=True)
+class KeptSession:
+    """`tokens` tokens of K/V in `pages`, usable by `owner` until `expires`."""
+
+    session_id: str
+    owner: str
+    pages: tuple[int, ...]
+    tokens: int
+    expires: float
+    chain: bytes = b""
+
+    @property
+    def told(self) -> Session:
+        """What its owner is told of it."""
+        return Session(self.session_id, self.expires, self.tokens)
+
+
+class SessionsTable:
+    """Sessions by id. Ids are `<worker>.<random>`, so that any front door can find the worker."""
+
+    def __init__(
+        self,
+        worker: str,
+        pool: PagePool,
+        max_ttl_s: float,
+        token: Callable[[], str] = lambda: secrets.token_urlsafe(16),
+    ) -> None:
+        if max_ttl_s <= 0:
+            raise ValueError(f"max_session_ttl_s must be positive, got {max_ttl_s}")
+        self._worker = worker
+        self._pool = pool
+        self._max_ttl_s = max_ttl_s
+        self._token = token
+        self._sessions: dict[str, KeptSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def adopt(
+        self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float, chain: bytes = b""
+    ) -> KeptSession:
+        """Make a session of pages whose references the caller hands over (exactly pages_for(tokens)).
+
+        ttl_s is capped by the configured maximum; 0 or less asks for that maximum. chain: links of its full
+        pages; empty where nobody is to find it by what it holds.
+        """
+        if tokens < 1 or len(pages) != pages_for(tokens, self._pool.page_tokens):
+            raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
+        lease = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
+        session = KeptSession(f"{self._worker}.{self._token()}", owner, pages, tokens, now + lease)
+        full = tokens // self._pool.page_tokens
+        session = replace(session, chain=chain[: full * LINK_BYTES])
+        self._sessions[session.session_id] = session
+        return session
+
+    def find(self, session_id: str, owner: str, now: float) -> KeptSession | None:
+        """The session, or None if it is unknown, expired or somebody else's."""
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner or session.expires <= now:
+            return None
+        return session
+
+    def leases(self, now: float) -> list[tuple[float, int]]:
+        """Seconds that each session's lease has left, and how many pages it holds."""
+        return [(session.expires - now, len(session.pages)) for session in self._sessions.values()]
+
+    def longest_prefix(self, owner: str, chain: bytes, now: float) -> Prefix | None:
+        """The most that one of the owner's sessions holds of a prompt with this chain."""
+        best = None
+        for session in self._sessions.values():
+            if session.owner == owner and session.expires > now:
+                tokens = self._pool.page_tokens * shared_links(session.chain, chain)
+                if tokens > (best.tokens if best else 0):
+                    best = Prefix(session.session_id, tokens)
+        return best
+
+    def release(self, session_id: str, owner: str, now: float) -> bool:
+        """Drop a session and its page references. False if there is none for this owner."""
+        session = self.find(session_id, owner, now)
+        if session is None:
+            return False
+        self._drop(session)
+        return True
+
+    def expire(self, now: float) -> int:
+        """Drop every session whose lease has run out; how many there were."""
+        gone = [session for session in self._sessions.values() if session.expires <= now]
+        for session in gone:
+            self._drop(session)
+        return len(gone)
+
+    def held(self) -> list[tuple[str, int]]:
+        """Owner and tokens of every session."""
+        return [(session.owner, session.tokens) for session in self._sessions.values()]
+
+    def clear(self) -> None:
+        for session in list(self._sessions.values()):
+            self._drop(session)
+
+    def _drop(self, session: KeptSession) -> None:
+        del self._sessions[session.session_id]
+        self._pool.release(session.pages)
+
+
+def shared_links(one: bytes, other: bytes) -> int:
+    """How many links two chains have in common, from their beginning. Where a link is the same, all before it
+    are, so the end of what they share is found by halving."""
+    low, high = 0, min(len(one), len(other)) // LINK_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        link = slice((middle - 1) * LINK_BYTES, middle * LINK_BYTES)
+        low, high = (middle, high) if one[link] == other[link] else (low, middle - 1)
+    return low
