@@ -22,15 +22,16 @@ def assigned(
     lengths_ptr,
     counts_ptr,
     slot,
-    splits,
+    most,
     requests,
     STEP: tl.constexpr,
     REQUESTS: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
     """Of `slot`: request r, its split, how many splits r has (0 where no request is left), its tokens, and
-    its count of selected pages. splits: to share out; each request has at least one, so slots below
-    splits + requests - 1 can be taken. No split is shorter than STEP tokens. REQUESTS: a power of two.
+    its count of selected pages. most: splits that a request can have. Each has one, and most - 1 are shared
+    out, so that slots below requests + most - 1 can be taken. No split is shorter than STEP tokens. REQUESTS:
+    a power of two.
     """
     lane = tl.arange(0, REQUESTS)
     there = lane < requests
@@ -41,7 +42,7 @@ def assigned(
         count_R = tl.load(counts_ptr + lane, mask=there, other=0)
         read_R = tl.where(count_R > 0, count_R * _PAGE, tokens_R)
     steps_R = tl.cdiv(read_R, STEP)
-    splits_R = tl.minimum(tl.maximum(steps_R * splits // tl.sum(steps_R, 0), 1), steps_R)
+    splits_R = tl.minimum(1 + steps_R * (most - 1) // tl.sum(steps_R, 0), steps_R)
     before_R = tl.cumsum(splits_R, 0) - splits_R
     mine_R = (before_R <= slot) & (slot < before_R + splits_R)
     r = tl.sum(tl.where(mine_R, lane, 0), 0)

@@ -31,7 +31,7 @@ _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
 
 
-@triton.jit(do_not_specialize=["bundles", "splits", "requests"])
+@triton.jit(do_not_specialize=["bundles", "most", "requests"])
 def _attend(  # noqa: PLR0915
     q_ptr,
     k_ptr,
@@ -58,7 +58,7 @@ def _attend(  # noqa: PLR0915
     stride_tr,
     stride_sr,
     bundles,
-    splits,
+    most,
     requests,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -74,7 +74,7 @@ def _attend(  # noqa: PLR0915
     heads = tl.num_programs(0) * GROUP
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
     r, split, own, tokens, count = assigned(
-        lengths_ptr, counts_ptr, slot, splits, requests, STEP, REQUESTS, SPARSE
+        lengths_ptr, counts_ptr, slot, most, requests, STEP, REQUESTS, SPARSE
     )
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
@@ -138,14 +138,14 @@ def _attend(  # noqa: PLR0915
             full = (block % _BUNDLE == _BUNDLE - 1) | (start + BLOCK >= end)
             tl.store(top_ptr + place[None, :], tops, mask=real[:, None] & full)
 
-    part = (r * heads + head).to(tl.int64) * splits + split
+    part = (r * heads + head).to(tl.int64) * most + split
     tl.store(top_RHC_ptr + part, top, mask=real & live)  # -inf where the split has no keys
     tl.store(sum_RHC_ptr + part, total, mask=real & live)
     tl.store(part_RHCD_ptr + part[:, None] * D + d[None, :], acc, mask=real[:, None] & live)
     tl.store(splits_R_ptr + r, own, mask=live & (split == 0) & (g == 0))
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["most"])
 def _merge(
     part_RHCD_ptr,
     top_RHC_ptr,
@@ -153,7 +153,7 @@ def _merge(
     splits_R_ptr,
     out_ptr,
     lse_ptr,
-    splits,
+    most,
     heads,
     C: tl.constexpr,
     D: tl.constexpr,
@@ -163,9 +163,9 @@ def _merge(
     c = tl.arange(0, C)
     d = tl.arange(0, D)
     there = c < tl.load(splits_R_ptr + tl.program_id(0) // heads)
-    top_C = tl.load(top_RHC_ptr + lane * splits + c, mask=there, other=float("-inf"))
-    sum_C = tl.load(sum_RHC_ptr + lane * splits + c, mask=there, other=0.0)
-    part_at = (lane * splits + c)[:, None] * D + d[None, :]
+    top_C = tl.load(top_RHC_ptr + lane * most + c, mask=there, other=float("-inf"))
+    sum_C = tl.load(sum_RHC_ptr + lane * most + c, mask=there, other=0.0)
+    part_at = (lane * most + c)[:, None] * D + d[None, :]
     part_CD = tl.load(part_RHCD_ptr + part_at, mask=there[:, None], other=0.0)
     top = tl.max(top_C, 0)
     fade_C = tl.exp2(top_C - top)
@@ -225,12 +225,12 @@ _ATTEND = {
     **dict.fromkeys(("stride_qr", "stride_qh"), "i32"),
     **dict.fromkeys(("stride_kp", "stride_ks", "stride_kg"), "i32"),
     **dict.fromkeys(("stride_vp", "stride_vs", "stride_vg"), "i32"),
-    **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "splits", "requests"), "i32"),
+    **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "most", "requests"), "i32"),
     "splits_R_ptr": "*i32",
 }
 _SIZES = {"GROUP": 4, "ROWS": 16, "REQUESTS": 16, "D": 128, "BLOCK": 64}
 _PARTS = {**dict.fromkeys(("part_RHCD_ptr", "top_RHC_ptr", "sum_RHC_ptr"), "*fp32"), "splits_R_ptr": "*i32"}
-_MERGED = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "splits": "i32", "heads": "i32"}
+_MERGED = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "most": "i32", "heads": "i32"}
 
 COMPILE_CASES = [
     (_attend, _ATTEND, {**_SIZES, "SPARSE": False, "SCORED": False}),

@@ -22,8 +22,8 @@ _PROGRAMS = 264
 
 @dataclass(frozen=True)
 class Division:
-    """How the work is divided: keys a block, splits that the requests share, warps and pipeline stages of
-    `_attend`; blocks a program and warps of `_score`."""
+    """How the work is divided: keys a block, splits of all requests together (one for each at least), warps
+    and pipeline stages of `_attend`; blocks a program and warps of `_score`."""
 
     block: int
     splits: int
@@ -105,12 +105,13 @@ def _attend(
     if dim not in (64, 128, 256):
         raise KernelInputError(f"head dimension {dim} is not 64, 128 or 256")
     weight_RBHT, top_REHW = scratch
-    splits = (requests, heads, division.splits)
+    most = max(1, division.splits - requests + 1)
+    splits = (requests, heads, most)
     part_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
     top_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
     sum_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
     splits_R = torch.empty((requests,), dtype=torch.int32, device=x.q_RHD.device)
-    kernel._attend[(x.k_PSGD.shape[2], division.splits + requests - 1)](
+    kernel._attend[(x.k_PSGD.shape[2], requests + most - 1)](
         x.q_RHD,
         x.k_PSGD,
         x.v_PSGD,
@@ -131,7 +132,7 @@ def _attend(
         x.table_RP.stride(0),
         0 if selection is None else selection.selected_RK.stride(0),
         top_REHW.shape[1],
-        division.splits,
+        most,
         requests,
         GROUP=x.group,
         ROWS=max(16, triton.next_power_of_2(x.group)),
@@ -152,9 +153,9 @@ def _attend(
         splits_R,
         out_RHD,
         lse_RH,
-        division.splits,
+        most,
         heads,
-        C=triton.next_power_of_2(division.splits),
+        C=triton.next_power_of_2(most),
         D=dim,
         num_warps=4,
     )
