@@ -18,36 +18,44 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 
 
 @triton.jit
-def assigned(
-    lengths_ptr,
-    counts_ptr,
-    slot,
-    most,
-    requests,
-    STEP: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    SPARSE: tl.constexpr,
-):
+def assigned(lengths_ptr, counts_ptr, slot, most, requests, STEP: tl.constexpr, SPARSE: tl.constexpr):
     """Of `slot`: request r, its split, how many splits r has (0 where no request is left), its tokens, and
     its count of selected pages. most: splits that a request can have. Each has one, and most - 1 are shared
-    out, so that slots below requests + most - 1 can be taken. No split is shorter than STEP tokens. REQUESTS:
-    a power of two.
+    out, so that slots below requests + most - 1 can be taken. No split is shorter than STEP tokens.
+
+    One number after the other, and not a vector of all requests: what comes of numbers that a whole program
+    loads and computes alike stays out of vector registers, also in the loop over keys that it bounds.
     """
-    lane = tl.arange(0, REQUESTS)
-    there = lane < requests
-    tokens_R = tl.load(lengths_ptr + lane, mask=there, other=0)
-    count_R = tokens_R
-    read_R = tokens_R
-    if SPARSE:
-        count_R = tl.load(counts_ptr + lane, mask=there, other=0)
-        read_R = tl.where(count_R > 0, count_R * _PAGE, tokens_R)
-    steps_R = tl.cdiv(read_R, STEP)
-    splits_R = tl.minimum(1 + steps_R * (most - 1) // tl.sum(steps_R, 0), steps_R)
-    before_R = tl.cumsum(splits_R, 0) - splits_R
-    mine_R = (before_R <= slot) & (slot < before_R + splits_R)
-    r = tl.sum(tl.where(mine_R, lane, 0), 0)
-    split = slot - tl.sum(tl.where(mine_R, before_R, 0), 0)
-    own = tl.sum(tl.where(mine_R, splits_R, 0), 0)
-    tokens = tl.sum(tl.where(mine_R, tokens_R, 0), 0)
-    count = tl.sum(tl.where(mine_R, count_R, 0), 0)
+    total = 0
+    for n in range(requests):
+        _length, _count, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE)
+        total += steps
+    r = 0
+    split = slot
+    own = 0
+    tokens = 0
+    count = 0
+    before = 0
+    for n in range(requests):
+        length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE)
+        has = tl.minimum(1 + steps * (most - 1) // total, steps)
+        mine = (before <= slot) & (slot < before + has)
+        r = tl.where(mine, n, r)
+        split = tl.where(mine, slot - before, split)
+        own = tl.where(mine, has, own)
+        tokens = tl.where(mine, length, tokens)
+        count = tl.where(mine, chosen, count)
+        before += has
     return r, split, own, tokens, count
+
+
+@triton.jit
+def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr):
+    """Of request n: its tokens, its count of selected pages, and what it reads in steps of STEP tokens."""
+    length = tl.load(lengths_ptr + n)
+    count = length
+    read = length
+    if SPARSE:
+        count = tl.load(counts_ptr + n)
+        read = tl.where(count > 0, count * _PAGE, length)
+    return length, count, tl.cdiv(read, STEP)

@@ -62,20 +62,16 @@ def _attend(  # noqa: PLR0915
     requests,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    REQUESTS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
     SCORED: tl.constexpr,
 ):
-    """One key head of one split of a request: program (g, slot). ROWS pads the group to what tl.dot takes,
-    REQUESTS the requests."""
+    """One key head of one split of a request: program (g, slot). ROWS pads the group to what tl.dot takes."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
-    r, split, own, tokens, count = assigned(
-        lengths_ptr, counts_ptr, slot, most, requests, STEP, REQUESTS, SPARSE
-    )
+    r, split, own, tokens, count = assigned(lengths_ptr, counts_ptr, slot, most, requests, STEP, SPARSE)
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
     if SPARSE:  # ascending, so only the last selected page can have empty slots
@@ -156,22 +152,39 @@ def _merge(
     most,
     heads,
     C: tl.constexpr,
+    M: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Joins the splits of one request and head: program r·heads + h."""
+    """Joins the splits of one request and head: program r·heads + h. The first C are loaded before it is
+    known how many there are, since few requests have more; M, a power of two, is room for the others."""
     lane = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, C)
     d = tl.arange(0, D)
-    there = c < tl.load(splits_R_ptr + tl.program_id(0) // heads)
-    top_C = tl.load(top_RHC_ptr + lane * most + c, mask=there, other=float("-inf"))
-    sum_C = tl.load(sum_RHC_ptr + lane * most + c, mask=there, other=0.0)
-    part_at = (lane * most + c)[:, None] * D + d[None, :]
-    part_CD = tl.load(part_RHCD_ptr + part_at, mask=there[:, None], other=0.0)
+    own = tl.load(splits_R_ptr + tl.program_id(0) // heads)
+    c = tl.arange(0, C)
+    at = lane * most + c
+    top_C = tl.load(top_RHC_ptr + at, mask=c < most, other=0.0)
+    sum_C = tl.load(sum_RHC_ptr + at, mask=c < most, other=0.0)
+    part_CD = tl.load(part_RHCD_ptr + at[:, None] * D + d[None, :], mask=(c < most)[:, None], other=0.0)
+    there = c < own  # the rest was written by nobody
+    top_C = tl.where(there, top_C, float("-inf"))
     top = tl.max(top_C, 0)
     fade_C = tl.exp2(top_C - top)
-    total = tl.sum(sum_C * fade_C, 0)
-    out_D = tl.sum(part_CD * fade_C[:, None], 0) / total
-    tl.store(out_ptr + lane * D + d, out_D.to(out_ptr.dtype.element_ty))
+    total = tl.sum(tl.where(there, sum_C, 0.0) * fade_C, 0)
+    out_D = tl.sum(tl.where(there[:, None], part_CD, 0.0) * fade_C[:, None], 0)
+    if own > C:
+        m = C + tl.arange(0, M)
+        more = m < own
+        at_M = lane * most + m
+        top_M = tl.load(top_RHC_ptr + at_M, mask=more, other=float("-inf"))
+        sum_M = tl.load(sum_RHC_ptr + at_M, mask=more, other=0.0)
+        part_MD = tl.load(part_RHCD_ptr + at_M[:, None] * D + d[None, :], mask=more[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(top_M, 0))
+        fade = tl.exp2(top - new_top)
+        fade_M = tl.exp2(top_M - new_top)
+        total = total * fade + tl.sum(sum_M * fade_M, 0)
+        out_D = out_D * fade + tl.sum(part_MD * fade_M[:, None], 0)
+        top = new_top
+    tl.store(out_ptr + lane * D + d, (out_D / total).to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + lane, (top + tl.log2(total)) * _LN2)  # base 2 to base e
 
 
@@ -228,7 +241,7 @@ _ATTEND = {
     **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "most", "requests"), "i32"),
     "splits_R_ptr": "*i32",
 }
-_SIZES = {"GROUP": 4, "ROWS": 16, "REQUESTS": 16, "D": 128, "BLOCK": 64}
+_SIZES = {"GROUP": 4, "ROWS": 16, "D": 128, "BLOCK": 64}
 _PARTS = {**dict.fromkeys(("part_RHCD_ptr", "top_RHC_ptr", "sum_RHC_ptr"), "*fp32"), "splits_R_ptr": "*i32"}
 _MERGED = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "most": "i32", "heads": "i32"}
 
@@ -237,7 +250,7 @@ COMPILE_CASES = [
     (_attend, _ATTEND, {**_SIZES, "SPARSE": False, "SCORED": True}),
     (_attend, _ATTEND, {**_SIZES, "SPARSE": True, "SCORED": False}),
     (_attend, _ATTEND, {**_SIZES, "GROUP": 3, "D": 64, "BLOCK": 128, "SPARSE": False, "SCORED": True}),
-    (_merge, {**_PARTS, **_MERGED}, {"C": 64, "D": 128}),
+    (_merge, {**_PARTS, **_MERGED}, {"C": 8, "M": 32, "D": 128}),
     (
         _score,
         {

@@ -18,6 +18,8 @@ from .pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
 """Programs of `_attend` to aim at: two for each of an H200's 132 multiprocessors, all resident at once."""
+_SURE = 8
+"""Splits that are merged at once: what each of four requests has with eight key heads."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def _attend(
     if dim not in (64, 128, 256):
         raise KernelInputError(f"head dimension {dim} is not 64, 128 or 256")
     weight_RBHT, top_REHW = scratch
-    most = max(1, division.splits - requests + 1)
+    # As many for each of equal requests: no program is left without work.
+    most = max(1, division.splits - division.splits % requests - requests + 1)
     splits = (requests, heads, most)
     part_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
     top_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
@@ -136,7 +139,6 @@ def _attend(
         requests,
         GROUP=x.group,
         ROWS=max(16, triton.next_power_of_2(x.group)),
-        REQUESTS=triton.next_power_of_2(requests),
         D=dim,
         BLOCK=division.block,
         SPARSE=selection is not None,
@@ -155,7 +157,8 @@ def _attend(
         lse_RH,
         most,
         heads,
-        C=triton.next_power_of_2(most),
+        C=_SURE,
+        M=triton.next_power_of_2(max(1, most - _SURE)),
         D=dim,
         num_warps=4,
     )
