@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .executors.launch import Rows, launch
+from .executors.launch import QueryRows, launch
 from .interface import AttentionInput
 
 
@@ -44,7 +44,7 @@ def kernel_dense_rows(
     for rows, row0, step in ((slice(first, tail, gamma), first, gamma), (slice(tail, None), tail, 1)):
         q_BHRD = x.q_BHTD[:, :, rows]
         out_BHRD = torch.empty(q_BHRD.shape, dtype=q_BHRD.dtype, device=q_BHRD.device)
-        made.append(Rows(q_BHRD, out_BHRD, x.q_start + row0, step))
+        made.append(QueryRows(q_BHRD, out_BHRD, x.q_start + row0, step))
     present = [rows for rows in made if rows.q_BHRD.shape[2] > 0]
     if present:
         launch(x, *present)

@@ -1,5 +1,6 @@
 """Who may import whom (docs/architecture.md), read from the source: between top-level folders, between rooms,
-and for packages that belong in few places. No circles, and the door never loads torch."""
+and for packages that belong in few places. No circles, no two classes of one name, and the door never loads
+torch."""
 
 from __future__ import annotations
 
@@ -186,6 +187,18 @@ def test_no_import_circle() -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         raise AssertionError(" ← ".join(error.args[1])) from None
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """Private ones may: nobody meets them beside each other."""
+    homes: dict[str, list[str]] = {}
+    for module in CHECKED:
+        for node in ast.parse(MODULES[module].read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert len(homes) > 300
+    shared = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert not shared, shared
 
 
 def test_a_packages_own_files_import_nothing() -> None:

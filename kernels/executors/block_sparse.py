@@ -82,9 +82,9 @@ def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
 
 def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
     """See `cpu_attend`. The last listed tile must be the diagonal; the others are taken unmasked."""
-    from .launch import Rows, launch, new_output
+    from .launch import QueryRows, launch, new_output
 
     kept = check_mask(x, mask, "block_sparse")
     out_BHTD = new_output(x)
-    launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)
+    launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)
     return out_BHTD

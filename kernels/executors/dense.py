@@ -70,10 +70,10 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor
 
 def kernel_attend(x: AttentionInput) -> torch.Tensor:
     """See `cpu_attend`. Scores in float32, weights rounded to q's type."""
-    from .launch import Rows, launch, new_output
+    from .launch import QueryRows, launch, new_output
 
     out_BHTD = new_output(x)
-    launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start))
+    launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start))
     return out_BHTD
 
 

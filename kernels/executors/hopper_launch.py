@@ -14,11 +14,16 @@ from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
 from .flash_hopper import hopper_kernel
 from .hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST, WARPGROUP_ROWS, plan_of
-from .launch import PackedKeys, Rows
+from .launch import PackedKeys, QueryRows
 
 
 def launch(
-    x: AttentionInput, rows: Rows, lead: Rows | None, *, mask: TileMask | None, packed: PackedKeys | None
+    x: AttentionInput,
+    rows: QueryRows,
+    lead: QueryRows | None,
+    *,
+    mask: TileMask | None,
+    packed: PackedKeys | None,
 ) -> None:
     """See `launch.launch`; x, rows and lead satisfy `launch.takes_hopper`."""
     batch, heads, count, dim = rows.q_BHRD.shape
@@ -66,7 +71,7 @@ def launch(
     )
 
 
-def _order(x: AttentionInput, rows: Rows, mask: TileMask | None, rounds: int) -> int:
+def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
     """In which order programs take items, of which each takes `rounds`.
 
     One key head's rows after another's, the longest rows of all heads first, or (few lists) the longest lists

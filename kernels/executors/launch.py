@@ -18,7 +18,7 @@ from .flash import flash_kernel
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """The rows of one launch: row i of q and out is the absolute position row0 + step * i."""
 
     q_BHRD: torch.Tensor
@@ -53,8 +53,8 @@ def new_output(x: AttentionInput) -> torch.Tensor:
 
 def launch(
     x: AttentionInput,
-    rows: Rows,
-    lead: Rows | None = None,
+    rows: QueryRows,
+    lead: QueryRows | None = None,
     *,
     mask: TileMask | None = None,
     packed: PackedKeys | None = None,
@@ -85,7 +85,7 @@ def check_launch(x: AttentionInput) -> None:
         raise KernelInputError(f"attention kernels take fewer than 2**22 keys, got {x.k_BGSD.shape[2]}")
 
 
-def takes_hopper(x: AttentionInput, rows: Rows) -> bool:
+def takes_hopper(x: AttentionInput, rows: QueryRows) -> bool:
     """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
     if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device):
         return False
@@ -106,7 +106,7 @@ def _copyable(t: torch.Tensor) -> bool:
 
 
 def launch_plain(
-    x: AttentionInput, rows: Rows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
+    x: AttentionInput, rows: QueryRows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
 ) -> None:
     """The plain Triton kernel, for any strides and dtype."""
     q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..constants import BLOCK
 from ..interface import AttentionInput
-from .launch import PackedKeys, Rows, launch, new_output
+from .launch import PackedKeys, QueryRows, launch, new_output
 from .packed_runs import PackedRuns, packed_chunks
 
 
@@ -117,7 +117,7 @@ def kernel_attend(
     chunks = packed_chunks(x.first_block, x.query_blocks, critical, chunk)[-1]
     packed = pack(x, state, chunks=chunks, chunk=chunk, critical=critical, counts=counts, mean=mean_keys)
     out_BHTD = new_output(x)
-    launch(x, Rows(x.q_BHTD, out_BHTD, x.q_start), packed=packed)
+    launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), packed=packed)
     return out_BHTD
 
 

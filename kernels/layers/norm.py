@@ -12,13 +12,13 @@ from ..interface import KernelInputError
 from .device import check_rows, runs_on_cpu
 from .fp8 import Fp8Rows, cpu_quantise_rows
 
-Rows = torch.Tensor | Fp8Rows
+LinearInput = torch.Tensor | Fp8Rows
 """What a linear layer takes: 16 or 32 bits, or quantised."""
 
 
 def add_norm(
     hidden_TC: torch.Tensor, update_TC: torch.Tensor | None, weight_C: torch.Tensor, eps: float, fp8: bool
-) -> tuple[torch.Tensor, Rows]:
+) -> tuple[torch.Tensor, LinearInput]:
     """hidden + update, and its RMSNorm (Zhang and Sennrich 2019, equation 4) times the weight.
 
     The sum is rounded to hidden's dtype before it is normed, in float32; without an update it is hidden
@@ -38,7 +38,7 @@ def add_norm(
 
 def cpu_add_norm(
     hidden_TC: torch.Tensor, update_TC: torch.Tensor | None, weight_C: torch.Tensor, eps: float, fp8: bool
-) -> tuple[torch.Tensor, Rows]:
+) -> tuple[torch.Tensor, LinearInput]:
     sum_TC = hidden_TC if update_TC is None else hidden_TC + update_TC
     if not fp8:
         return sum_TC, F.rms_norm(sum_TC, weight_C.shape, weight_C, eps)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .fp8 import empty_rows
 from .fp8_kernel import row_warps, store_fp8_row
-from .norm import Rows
+from .norm import LinearInput
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def add_norm_kernel(
 
 def kernel_add_norm(
     hidden_TC: torch.Tensor, update_TC: torch.Tensor | None, weight_C: torch.Tensor, eps: float, fp8: bool
-) -> tuple[torch.Tensor, Rows]:
+) -> tuple[torch.Tensor, LinearInput]:
     """See `norm.add_norm`."""
     hidden_TC = hidden_TC.contiguous()
     rows, width = hidden_TC.shape

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from ..interface import KernelInputError
 from .device import check_rows, runs_on_cpu
 from .fp8 import Fp8Rows, cpu_quantise_rows
-from .norm import Rows
+from .norm import LinearInput
 
 
-def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> Rows:
+def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
     """SiLU(gate) · up (Shazeer 2020, equation 6) of a row's two halves: [T, 2 I] → [T, I].
 
     fp8: as rows of e4m3. Raises KernelInputError unless the rows are contiguous and even.

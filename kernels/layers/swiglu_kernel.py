@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .fp8 import empty_rows
 from .fp8_kernel import row_warps, store_fp8_row
-from .norm import Rows
+from .norm import LinearInput
 
 _PIECE = 2048
 
@@ -43,7 +43,7 @@ def swiglu_fp8_kernel(gate_up_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr,
     store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS)
 
 
-def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> Rows:
+def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
     """See `swiglu.swiglu`."""
     gate_up_TJ = gate_up_TJ.contiguous()
     rows, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2

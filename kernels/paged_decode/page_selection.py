@@ -7,7 +7,7 @@ import torch
 from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
 from . import cpu
-from .pages import check_rows
+from .pages import check_per_request
 
 MAX_PAGES = 1 << 16
 """Columns that one call can rank on a GPU (1,048,576 tokens)."""
@@ -34,8 +34,8 @@ def select_pages(
     if page_score_RP.dim() != 2 or page_score_RP.numel() == 0:
         raise KernelInputError(f"page scores must be (requests, pages), not {tuple(page_score_RP.shape)}")
     requests, device = page_score_RP.shape[0], page_score_RP.device
-    check_rows("page scores", page_score_RP, 2, requests, device)
-    check_rows("lengths", lengths_R, 1, requests, device)
+    check_per_request("page scores", page_score_RP, 2, requests, device)
+    check_per_request("lengths", lengths_R, 1, requests, device)
     if page_score_RP.dtype != torch.float32 or lengths_R.dtype != torch.int32:
         raise KernelInputError(
             f"page scores must be float32 and lengths int32, not {page_score_RP.dtype} and {lengths_R.dtype}"

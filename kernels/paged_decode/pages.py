@@ -96,12 +96,12 @@ def _check_floats(q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tenso
 
 
 def _check_integers(name: str, x: torch.Tensor, dims: int, q_RHD: torch.Tensor) -> None:
-    check_rows(name, x, dims, q_RHD.shape[0], q_RHD.device)
+    check_per_request(name, x, dims, q_RHD.shape[0], q_RHD.device)
     if x.dtype != torch.int32:
         raise KernelInputError(f"{name} must be int32, it is {x.dtype}")
 
 
-def check_rows(name: str, x: torch.Tensor, dims: int, requests: int, device: torch.device) -> None:
+def check_per_request(name: str, x: torch.Tensor, dims: int, requests: int, device: torch.device) -> None:
     """Raise KernelInputError unless x has `dims` dimensions, the first of size `requests`, on `device`."""
     if x.dim() != dims or x.shape[0] != requests or x.numel() == 0:
         raise KernelInputError(

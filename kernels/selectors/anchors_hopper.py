@@ -60,7 +60,7 @@ class Out(NamedTuple):
     stride_r: gl.tensor
 
 
-class Work(NamedTuple):
+class ScoreWork(NamedTuple):
     """share: query heads of a key head. The slab is query blocks first_row_block .. + slab_blocks of the
     chunk, which has query_blocks and begins at the prompt's block first_block."""
 
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     scale: gl.tensor
 
 
-class Rows(NamedTuple):
+class ScoreRows(NamedTuple):
     """A warpgroup's query slots, a number or a pointer each."""
 
     first: gl.tensor
@@ -83,7 +83,7 @@ class Rows(NamedTuple):
     highest: gl.tensor  # the last of their query blocks
 
 
-class Buffers(NamedTuple):
+class SlotBuffers(NamedTuple):
     """In shared memory. q: each warpgroup's 64 rows. k, (1, 16, 4, 2, D), and counts, (1, 8, 4, 4): a
     tile's, full and empty together."""
 
@@ -223,7 +223,7 @@ def _score_rows(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN
     row_X = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout(q.dtype.primitive_bitwidth)))
     table_X, place_X, real_X = _table(row_X, tile, batch, group, work, PLAN)
     block_X, head_X = place_X
-    rows = Rows(
+    rows = ScoreRows(
         gl.load(queries.first_ptr + table_X, mask=real_X, other=-1),
         gl.load(queries.count_ptr + table_X, mask=real_X, other=0.0) > 0.0,
         real_X,
@@ -251,7 +251,7 @@ def anchors_hopper_kernel(
     keys = Keys(k, count, k_first_ptr, stride_tb, stride_tg)
     queries = Queries(q_ptr, q_first_ptr, q_count_ptr)
     out = Out(out_ptr, stride_ob, stride_oh, stride_on, stride_or)
-    work = Work(groups, share, query_blocks, first_block, first_row_block, slab_blocks, scale)
+    work = ScoreWork(groups, share, query_blocks, first_block, first_row_block, slab_blocks, scale)
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_ROWS, PLAN.dim], k.dtype)
     q_smem = gl.allocate_shared_memory(k.dtype, [WARPGROUPS, GROUP_ROWS, PLAN.dim], flat)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 16, 4, 2, PLAN.dim], k.layout)
@@ -261,7 +261,7 @@ def anchors_hopper_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    buffers = Buffers(q_smem, Ring(k_smem, full, empty, STAGES), counts)
+    buffers = SlotBuffers(q_smem, Ring(k_smem, full, empty, STAGES), counts)
     # fmt: off
     gl.warp_specialize(
         [

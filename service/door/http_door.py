@@ -29,7 +29,7 @@ from .event_stream import EventStream, watched
 from .openai_answers import (
     CHAT,
     TEXT,
-    Form,
+    AnswerForm,
     Json,
     Reply,
     error_object,
@@ -85,7 +85,7 @@ class HttpDoor:
     async def _completion(self, request: Request) -> ASGIApp:
         return await self._answer(TEXT, request)
 
-    async def _answer(self, form: Form, request: Request) -> ASGIApp:
+    async def _answer(self, form: AnswerForm, request: Request) -> ASGIApp:
         body = await self._body(request)
         reply = Reply(form, self._requests.model, form.prefix + uuid.uuid4().hex)
         asked: list[Asked] = []

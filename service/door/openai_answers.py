@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerForm:
     """What differs between the endpoints. source: the field that holds the prompt. opening: the text of the
     first chunk, if there is one before the answer; whole, piece: of an answer and of a chunk."""
 
@@ -36,7 +36,7 @@ class Form:
     piece: Callable[[str], Json]
 
 
-CHAT = Form(
+CHAT = AnswerForm(
     prefix="chatcmpl-",
     name="chat.completion",
     chunk_name="chat.completion.chunk",
@@ -46,7 +46,7 @@ CHAT = Form(
     whole=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
     piece=lambda text: {"delta": {"content": text} if text else {}},
 )
-TEXT = Form(
+TEXT = AnswerForm(
     prefix="cmpl-",
     name="text_completion",
     chunk_name="text_completion",
@@ -62,7 +62,7 @@ TEXT = Form(
 class Reply:
     """The answer to one request, as JSON objects."""
 
-    form: Form
+    form: AnswerForm
     model: str
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))

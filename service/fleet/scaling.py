@@ -16,7 +16,7 @@ Decision = tuple[int, dict[str, Any]]
 """Replicas, and what Serve should remember for the policy: nothing."""
 
 
-class Context(Protocol):
+class ScalingContext(Protocol):
     """What is used of ray.serve.config.AutoscalingContext. aggregated_metrics: by name, then by replica,
     averaged over `look_back_period_s`."""
 
@@ -71,7 +71,7 @@ class GroupsByBacklog:
     def __init__(self, backlog_s: float) -> None:
         self._backlog_s = backlog_s
 
-    def __call__(self, context: Context) -> Decision:
+    def __call__(self, context: ScalingContext) -> Decision:
         groups = [
             Backlog(one["waiting_tokens"], one["tokens_per_second"])
             for one in _by_replica(context, "waiting_tokens", "tokens_per_second")
@@ -85,7 +85,7 @@ class WorkersByLoad:
     def __init__(self, usage: float, max_batch: int) -> None:
         self._usage, self._max_batch = usage, max_batch
 
-    def __call__(self, context: Context) -> Decision:
+    def __call__(self, context: ScalingContext) -> Decision:
         workers = [
             Load(one["pages_total"] - one["pages_free"], one["pages_total"], one["running"] + one["waiting"])
             for one in _by_replica(context, "pages_total", "pages_free", "running", "waiting")
@@ -93,7 +93,7 @@ class WorkersByLoad:
         return workers_wanted(workers, context.target_num_replicas, self._usage, self._max_batch), {}
 
 
-def _by_replica(context: Context, *names: str) -> list[dict[str, float]]:
+def _by_replica(context: ScalingContext, *names: str) -> list[dict[str, float]]:
     """Of every replica that has recorded all of these."""
     found = [context.aggregated_metrics.get(name, {}) for name in names]
     replicas = [replica for replica in found[0] if all(replica in values for values in found)]

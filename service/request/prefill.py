@@ -23,7 +23,7 @@ from .callers import Share
 from .calls import PrefillCall
 from .placement import place, refusal, reserve
 from .plan import Plan, plan_session
-from .prefix import Found, chain_of, find
+from .prefix import FoundPrefix, chain_of, find
 from .reading import Reading
 from .timings import TtftClock, decode_parts
 
@@ -127,7 +127,7 @@ class Prefilling:
         return True
 
     async def _appended(
-        self, attempt: Attempt, found: Found, job: GenerateJob
+        self, attempt: Attempt, found: FoundPrefix, job: GenerateJob
     ) -> tuple[Session, DecodeReport]:
         """The session that a job keeps; none is left of one that fails."""
         session: Session | None = None

@@ -29,7 +29,7 @@ _PATIENCE_S = 0.5
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPrefix:
     """A worker whose session holds the first `tokens` of a prompt."""
 
     worker: DecodeWorker
@@ -72,7 +72,9 @@ def worth_it(found: int, tokens: int, most_rest: int) -> int:
     return usable if usable >= _LEAST_TOKENS and rest <= min(usable, most_rest) else 0
 
 
-async def find(fleet: Fleet, settings: DoorConfig, owner: str, ids: bytes, chain: bytes) -> Found | None:
+async def find(
+    fleet: Fleet, settings: DoorConfig, owner: str, ids: bytes, chain: bytes
+) -> FoundPrefix | None:
     """The longest prefix that a decode worker holds in a session of the owner's, if it is worth continuing
     from. Not of one that drains: what is continued there may be kept there, and would go with it."""
     tokens = len(ids) // ID_BYTES
@@ -82,7 +84,7 @@ async def find(fleet: Fleet, settings: DoorConfig, owner: str, ids: bytes, chain
     workers = [worker for one in there if (worker := _living(fleet, one.name)) is not None]
     answers = await asyncio.gather(*(_ask(worker, owner, chain) for worker in workers))
     found = [
-        Found(worker, answer.session_id, usable)
+        FoundPrefix(worker, answer.session_id, usable)
         for worker, answer in zip(workers, answers, strict=True)
         if answer is not None and (usable := worth_it(answer.tokens, tokens, settings.prefix_rest_tokens))
     ]

@@ -43,7 +43,7 @@ EndElsewhere = Callable[[str, str], Awaitable[int]]
 
 
 @dataclass(eq=False)
-class Running:
+class RunningRequest:
     """A request from its arrival to its outcome. trace: the `traceparent` of what workers do for it.
     request_id: the client's; empty until it has been read."""
 
@@ -60,7 +60,7 @@ class Running:
         return self.caller.owner
 
 
-_Work = Callable[[Running], Coroutine[Any, Any, None]]
+_Work = Callable[[RunningRequest], Coroutine[Any, Any, None]]
 
 
 async def nowhere_else(_owner: str, _request_id: str) -> int:
@@ -84,7 +84,7 @@ class Requests:
         self._authenticate = authenticate
         self._about = about
         self._end_elsewhere = end_elsewhere
-        self._running: set[Running] = set()
+        self._running: set[RunningRequest] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         """Also those whose stream was left: they end a moment later."""
         fleet = resources.fleet
@@ -109,7 +109,7 @@ class Requests:
     ) -> AsyncGenerator[RequestEvent, None]:
         """Progress …, PrefillFinished. Raises DeltafrontError."""
 
-        async def work(running: Running) -> None:
+        async def work(running: RunningRequest) -> None:
             call = replace(prefill_call(read(), running.owner, self._limits), trace=running.trace)
             counted = self._counted(running, call.request_id, call.method.name)
             async with counted as share, within(call.deadline):
@@ -122,7 +122,7 @@ class Requests:
     ) -> AsyncGenerator[RequestEvent, None]:
         """Progress …, Token …, GenerateFinished. Raises DeltafrontError."""
 
-        async def work(running: Running) -> None:
+        async def work(running: RunningRequest) -> None:
             call = replace(generate_call(read(), running.owner, self._limits), trace=running.trace)
             method = "" if call.prompt is None else call.method.name
             counted = self._counted(running, call.request_id, method)
@@ -136,7 +136,7 @@ class Requests:
         DeltafrontError."""
         ended = 0
 
-        async def work(running: Running) -> None:
+        async def work(running: RunningRequest) -> None:
             nonlocal ended
             request_id = read()
             if not request_id:
@@ -163,7 +163,7 @@ class Requests:
     async def release_session(self, headers: Headers, read: Callable[[], str]) -> None:
         """Free a session's pages now; `read` gives its id. Raises DeltafrontError."""
 
-        async def work(running: Running) -> None:
+        async def work(running: RunningRequest) -> None:
             session_id = read()
             if not session_id:
                 raise InvalidArgument("session_id", "is empty")
@@ -177,7 +177,7 @@ class Requests:
     async def server_info(self, headers: Headers, read: Callable[[], object]) -> ServerInfo:
         """The server and its workers now. Raises DeltafrontError."""
 
-        async def work(_running: Running) -> None:
+        async def work(_running: RunningRequest) -> None:
             read()
             await self._resources.fleet.poll()
 
@@ -196,7 +196,9 @@ class Requests:
             page_tokens=workers[0].page_tokens if workers else 0,
         )
 
-    def _counted(self, running: Running, request_id: str, method: str) -> AbstractAsyncContextManager[Share]:
+    def _counted(
+        self, running: RunningRequest, request_id: str, method: str
+    ) -> AbstractAsyncContextManager[Share]:
         """A request that has been read, among its caller's others."""
         running.request_id = running.audit.request_id = request_id
         running.audit.method = method
@@ -214,7 +216,7 @@ class Requests:
             assert me is not None, "it runs as a task"
             try:
                 caller = self._authenticate(headers)
-                running = Running(caller, clock, events.put_nowait, me, audit, trace.context)
+                running = RunningRequest(caller, clock, events.put_nowait, me, audit, trace.context)
                 audit.caller = running.caller.name
                 self._running.add(running)
                 try:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..kv.arrival import ArrivalError
-from ..kv.fetch import packed
+from ..kv.fetch import to_host
 from ..kv.pages.pool import OutOfPages, pages_for
 from ..kv.transports import receiver
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
@@ -37,7 +37,7 @@ from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from ..tracing import NO_TRACER
 from .page_selection import PageSelectionError, plan_layers
-from .requests import DecodeEvent, DecodeRequest, Requests, appended_ids
+from .requests import DecodeEvent, DecodeRequest, DecodeRequests, appended_ids
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
 
@@ -74,7 +74,7 @@ class DecodeEngine:
         self.tracer = NO_TRACER
         """Makes the spans of requests; the worker's process has another one where they are traced."""
         self._plan = plan_layers(config, model.layers)
-        self._requests = Requests(name, config, model, self._released, wall, clock)
+        self._requests = DecodeRequests(name, config, model, self._released, wall, clock)
         self._pages = self._requests.pages
         longest = min(self._pages.pool.total, pages_for(model.positions))
         self._runner = DecodeRunner(
@@ -223,7 +223,7 @@ class DecodeEngine:
             with request.holding.hold() as pages:
                 if pages is not None:
                     return await asyncio.get_running_loop().run_in_executor(
-                        self._threads[1], packed, self._runner.cache, pages, wanted
+                        self._threads[1], to_host, self._runner.cache, pages, wanted
                     )
         raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 

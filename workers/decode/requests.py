@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..kv.arrival import KVArrival
-from ..kv.pages.holding import DecodePages, Holding
+from ..kv.pages.holding import Holding, Reservations
 from ..kv.pages.pool import PAGE_TOKENS, PagePool
 from ..kv.pages.sessions import KeptSession, SessionsTable
 from ..kv.pages.waiting import OVERDUE_LOOKS, HoldTime, ReserveQueue, seconds_until_room
@@ -240,7 +240,7 @@ def appended_ids(order: Reserve, job: GenerateJob, vocab: int) -> array[int]:
     return array("I", ids.tolist())
 
 
-class Requests:
+class DecodeRequests:
     """By id, from reservation until their callers have heard how they ended.
 
     name: the worker's. released: told a request's id when its pages are free. wall: seconds since the epoch.
@@ -263,7 +263,7 @@ class Requests:
         self._clock = clock
         pool = PagePool(config.cache_tokens // PAGE_TOKENS, on_free=self._pages_came_back)
         sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
-        self.pages = DecodePages(pool, sessions, model.positions)
+        self.pages = Reservations(pool, sessions, model.positions)
         self.queue = ReserveQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
         self._holds = HoldTime()
         self._serials = itertools.count()

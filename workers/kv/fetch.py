@@ -44,13 +44,13 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
             yield KVRange(request_id, layer, start, min(most, tokens - start))
 
 
-def packed(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
+def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
     """The decode worker's end. Raises KVCacheError for what the pages do not hold."""
     k_TGD, v_TGD = cache.read(wanted.layer, pages, wanted.start, wanted.tokens)
     return HostKV(as_numpy(k_TGD), as_numpy(v_TGD))
 
 
-def unpacked(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
+def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
     """The stage's end: k_TGD, v_TGD on the host, for `cache`. They may be read only. Raises HandoffError for
     what is not K/V of this model."""
     shape = wanted.tokens, cache.kv_heads, cache.head_dim

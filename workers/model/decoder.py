@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ...kernels.layers.norm import Rows, add_norm
+from ...kernels.layers.norm import LinearInput, add_norm
 from ...kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
 from ...kernels.layers.swiglu import swiglu
 from ..progress import Tell, silent
@@ -172,7 +172,7 @@ class LayerStack:
     def _layer(self, layer: int) -> LayerWeights:
         return self._weights.layers[layer - self.layers.start]
 
-    def _norm(self, stream: Stream, weight_C: torch.Tensor, taker: Linear | Fp8Linear) -> Rows:
+    def _norm(self, stream: Stream, weight_C: torch.Tensor, taker: Linear | Fp8Linear) -> LinearInput:
         """The norm of the whole stream, as `taker` takes it; the stream has nothing left to be added then."""
         eps = self.config.rms_eps
         sum_TC, normed = add_norm(stream.hidden_TC, stream.update_TC, weight_C, eps, taker.quantised)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.layers.fp8 import Fp8Rows, product, quantise_rows
-from ...kernels.layers.norm import Rows
+from ...kernels.layers.norm import LinearInput
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Linear:
         """Whether it multiplies in 8 bits, and so is best given rows of e4m3."""
         return False
 
-    def __call__(self, x_TI: Rows) -> torch.Tensor:
+    def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         if isinstance(x_TI, Fp8Rows):
             raise TypeError("a linear layer with plain weights takes no quantised rows")
         return F.linear(x_TI, self.weight_OI, self.bias_O)
@@ -58,6 +58,6 @@ class Fp8Linear:
         """See `Linear.quantised`."""
         return True
 
-    def __call__(self, x_TI: Rows) -> torch.Tensor:
+    def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         rows_TI = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)
         return product(rows_TI, self.weight, self.bias_O, self.dtype)

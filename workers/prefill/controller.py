@@ -30,7 +30,7 @@ from . import schedule
 from .chunks import ChunkSizes, LayerWork
 from .pipeline import Pipeline
 from .request import Request
-from .requests import Requests
+from .requests import PrefillRequests
 from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
@@ -69,7 +69,7 @@ class PrefillController:
         self._clock = clock
         self._tracer = tracer
         self._sizes = ChunkSizes(len(stages), config.chunk_tokens, work)
-        self._requests = Requests(config, len(stages))
+        self._requests = PrefillRequests(config, len(stages))
         self.failure = ""
         """Why the group is lost; empty while it lives."""
 

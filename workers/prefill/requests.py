@@ -20,7 +20,7 @@ from .account import Pace, Throughput
 from .request import Request
 
 
-class Requests:
+class PrefillRequests:
     """By id, from admission until their pages are free. stages: how many the group has. Moments are seconds
     of the controller's clock."""
 

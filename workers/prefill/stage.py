@@ -25,7 +25,7 @@ from ...kernels.interface import Attention, AttentionInput, KernelInputError, St
 from ...kernels.layers.rope import KVRows
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
-from ..kv.fetch import NoSource, Source, pieces, unpacked
+from ..kv.fetch import NoSource, Source, from_host, pieces
 from ..kv.handoff import HandoffError, Sender
 from ..kv.pages.pool import first_of_run, pages_for
 from ..messages.methods import load_methods
@@ -148,7 +148,7 @@ class PrefillStage:
         for piece, kv in self._source.fetch(request.decode_worker, wanted):
             if request.serial in self._abandoned:
                 raise RequestFailed(f"request {request.request_id} was abandoned")
-            layer = {piece.layer: unpacked(kv, piece, self._cache)}
+            layer = {piece.layer: from_host(kv, piece, self._cache)}
             self._cache.write_layers(request.pages, piece.start, layer)
 
     @torch.inference_mode()

@@ -51,12 +51,12 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(DEVICE, dtype)
 
 
-def plain(rows: norm.Rows) -> torch.Tensor:
+def plain(rows: norm.LinearInput) -> torch.Tensor:
     """float32 where they were quantised."""
     return rows.dequantised(torch.float32) if isinstance(rows, fp8.Fp8Rows) else rows
 
 
-def assert_same(found: norm.Rows, wanted: norm.Rows, dtype: torch.dtype) -> None:
+def assert_same(found: norm.LinearInput, wanted: norm.LinearInput, dtype: torch.dtype) -> None:
     """Quantised rows may round a few numbers the other way, by an eighth at most."""
     assert isinstance(found, fp8.Fp8Rows) == isinstance(wanted, fp8.Fp8Rows)
     if isinstance(found, fp8.Fp8Rows) and isinstance(wanted, fp8.Fp8Rows):

@@ -10,7 +10,7 @@ import torch
 
 from deltafront.workers.kv import fetch
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.fetch import NoSource, RaySource, packed, pieces, unpacked
+from deltafront.workers.kv.fetch import NoSource, RaySource, from_host, pieces, to_host
 from deltafront.workers.kv.handoff import HandoffError
 from deltafront.workers.messages.stages import HostKV, KVRange
 
@@ -29,12 +29,12 @@ def test_pieces_are_bounded_and_cover_every_layer(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_is_packed_is_unpacked_to_the_bit(dtype: torch.dtype) -> None:
+def test_what_goes_to_the_host_comes_back_to_the_bit(dtype: torch.dtype) -> None:
     """From pages that do not follow one another, to others."""
     here, there, wanted = cache_of(dtype), cache_of(dtype), KVRange("a", 3, 5, 40)
     k_TGD, v_TGD = (torch.randn(50, 2, 8).to(dtype) for _ in "kv")
     here.write_layers((7, 2, 9, 4), 0, {3: (k_TGD, v_TGD)})
-    back = unpacked(packed(here, (7, 2, 9, 4), wanted), wanted, there)
+    back = from_host(to_host(here, (7, 2, 9, 4), wanted), wanted, there)
     there.write_layers((1, 0, 5), wanted.start, {3: back})
     found = there.read(3, (1, 0, 5), 5, 40)
     assert all(torch.equal(x, y[5:45]) for x, y in zip(found, (k_TGD, v_TGD), strict=True))
@@ -46,7 +46,7 @@ def test_what_is_packed_is_unpacked_to_the_bit(dtype: torch.dtype) -> None:
 def test_what_is_no_kv_of_this_model_is_refused(array: Any) -> None:
     good = np.zeros((3, 2, 8), np.float32)
     with pytest.raises(HandoffError, match="K/V of a came back as"):
-        unpacked(HostKV(good, array), KVRange("a", 2, 0, 3), cache_of())
+        from_host(HostKV(good, array), KVRange("a", 2, 0, 3), cache_of())
 
 
 class FakeRay:

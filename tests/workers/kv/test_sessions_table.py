@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
-from deltafront.workers.kv.pages.holding import DecodePages, Holding
+from deltafront.workers.kv.pages.holding import Holding, Reservations
 from deltafront.workers.kv.pages.pool import OutOfPages, PagePool
 from deltafront.workers.kv.pages.sessions import SessionsTable
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reserve
@@ -49,12 +49,12 @@ def test_ids_differ_and_pages_must_fit_the_tokens() -> None:
 # --- reservations ---------------------------------------------------------------------------------------
 
 
-def pages_of(pages: int, positions: int = 4096) -> DecodePages:
+def pages_of(pages: int, positions: int = 4096) -> Reservations:
     pool, sessions = table(pages)
-    return DecodePages(pool, sessions, positions)
+    return Reservations(pool, sessions, positions)
 
 
-def reserve(pages: DecodePages, prompt: int, new: int, **more: Any) -> Holding:
+def reserve(pages: Reservations, prompt: int, new: int, **more: Any) -> Holding:
     answer = pages.reserve(Reserve("r", "me", prompt, new, **more), now=0.0)
     assert isinstance(answer, Holding), answer
     return answer

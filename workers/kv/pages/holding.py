@@ -82,7 +82,7 @@ class Holding:
             self.on_free()
 
 
-class DecodePages:
+class Reservations:
     """The pool and the sessions of one worker; `positions` is the model's limit in tokens."""
 
     def __init__(self, pool: PagePool, sessions: SessionsTable, positions: int) -> None:
