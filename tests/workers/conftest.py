@@ -21,6 +21,7 @@ from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
 from deltafront.workers.settings import DecodeConfig, HandoffConfig
+from deltafront.workers.tracing import NO_TRACER, Tracer
 
 LAYERS = 6
 
@@ -200,6 +201,7 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
         clock: Callable[[], float] = time.perf_counter,
         transport: str = "object_store",
         looks_ahead: bool = False,
+        tracer: Tracer = NO_TRACER,
         **config: Any,
     ) -> Bench:
         defaults = {
@@ -209,7 +211,9 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
             "stream_lease_s": 600.0,
         }
         chosen, handoff = DecodeConfig(**(defaults | config)), HandoffConfig(transport=transport)
-        engine = DecodeEngine("decode:test", tiny_stack, chosen, handoff, wall=wall, clock=clock)
+        engine = DecodeEngine(
+            "decode:test", tiny_stack, chosen, handoff, wall=wall, clock=clock, tracer=tracer
+        )
         engine._runner.asynchronous = looks_ahead
         await engine.start()
         benches.append(Bench(engine, tiny_stack))

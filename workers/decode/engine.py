@@ -35,7 +35,7 @@ from ..model.computing import computes
 from ..model.decoder import LayerStack, load_model
 from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
-from ..tracing import NO_TRACER
+from ..tracing import NO_TRACER, Tracer
 from .page_selection import PageSelectionError, plan_layers
 from .requests import DecodeEvent, DecodeRequest, DecodeRequests, appended_ids
 from .runner import DecodeRunner, warm_up
@@ -51,8 +51,8 @@ class DecodeEngine:
     """One worker: construct it, `await start()`, and `await close()` at the end.
 
     name: the actor's name (`decode:<id>`); session ids begin with its id. wall: seconds since the epoch.
-    clock: seconds, for reports and leases. Raises PageSelectionError or ValueError for a configuration that
-    does not fit the model.
+    clock: seconds, for reports and leases. tracer: makes the spans of requests. Raises PageSelectionError or
+    ValueError for a configuration that does not fit the model.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class DecodeEngine:
         *,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         model = stack.config
         self.name = name
@@ -71,8 +72,7 @@ class DecodeEngine:
         self._model = model
         self._wall = wall
         self._clock = clock
-        self.tracer = NO_TRACER
-        """Makes the spans of requests; the worker's process has another one where they are traced."""
+        self._tracer = tracer
         self._plan = plan_layers(config, model.layers)
         self._requests = DecodeRequests(name, config, model, self._released, wall, clock)
         self._pages = self._requests.pages
@@ -255,7 +255,7 @@ class DecodeEngine:
     def _begin(self, request: DecodeRequest, job: GenerateJob) -> None:
         request.job, request.renewed = job, self._clock()
         request.deadline, request.times.job = job.deadline, self._clock()
-        request.span = self.tracer.begin("decode", job.trace, self._clock, request.times.job)
+        request.span = self._tracer.begin("decode", job.trace, self._clock, request.times.job)
         if request.ended is not None:  # it failed before anybody listened
             request.end_span()
             request.tell_end()
@@ -301,7 +301,7 @@ class DecodeEngine:
             return missing
         request.renewed, request.deadline = self._clock(), job.deadline
         request.times.job = self._clock()
-        request.span = self.tracer.begin("keep", job.trace, self._clock, request.times.job)
+        request.span = self._tracer.begin("keep", job.trace, self._clock, request.times.job)
         await request.settled.wait()
         if request.lost:
             request.close(FinishReason.NO_KV, request.lost)
@@ -360,6 +360,7 @@ def load_engine(
     config: DecodeConfig,
     handoff: HandoffConfig = HandoffConfig(),  # noqa: B008
     tell: Tell = silent,
+    tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
     """An engine that is loaded but not started. Sets this process's torch threads. tell: of progress.
 
@@ -367,4 +368,4 @@ def load_engine(
     that does not fit it.
     """
     torch.set_num_threads(config.threads)
-    return DecodeEngine(name, load_model(model, config.device, tell=tell), config, handoff)
+    return DecodeEngine(name, load_model(model, config.device, tell=tell), config, handoff, tracer=tracer)

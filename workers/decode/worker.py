@@ -43,8 +43,8 @@ class DecodeActor(Leaving):
 
         self._pairing = pairing(model, handoff)
         self._compilations = watch(config.device, config.kernel_cache)
-        self.hosted: DecodeEngine = load_engine(name, model, config, handoff, progress(name))
-        self.hosted.tracer = Tracer(provider(spans, name))
+        tracer = Tracer(provider(spans, name))
+        self.hosted: DecodeEngine = load_engine(name, model, config, handoff, progress(name), tracer)
 
     async def start(self) -> None:
         await self.hosted.start()

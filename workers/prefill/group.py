@@ -86,8 +86,8 @@ class StageActor:
         tell = progress(f"stage {self._number} of {self._config.stages}")
         ends = partial(sender, self._handoff)
         source = RaySource(self._handoff.ack_timeout_s)
-        self._stage = load_stage(self._model, self._config, self._number, None, ends, source, tell)
-        self._stage.tracer = Tracer(provider(self._spans, f"stage{self._number}:{node[:8]}:{os.getpid()}"))
+        tracer = Tracer(provider(self._spans, f"stage{self._number}:{node[:8]}:{os.getpid()}"))
+        self._stage = load_stage(self._model, self._config, self._number, None, ends, source, tell, tracer)
         self._compilations.ready = True
         return node, self._stage.work
 

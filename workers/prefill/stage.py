@@ -35,7 +35,7 @@ from ..model.levels import amounts_for
 from ..model.profile import Profile, load_profile
 from ..progress import Tell, silent
 from ..settings import ModelSpec, PrefillConfig
-from ..tracing import NO_TRACER
+from ..tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
 from .chunks import LayerWork
@@ -72,6 +72,7 @@ class PrefillStage:
         stages: int,
         profile: Profile | None = None,
         source: Source | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.stack = stack
         self._source = source or NoSource()
@@ -85,8 +86,7 @@ class PrefillStage:
         self._abandoned: set[int] = set()
         self._held: set[str] = set()
         """Closed requests whose pages decode workers still read."""
-        self.tracer = NO_TRACER
-        """Makes the spans of chunks; the stage's process has another one where requests are traced."""
+        self._tracer = tracer
         self._through = 0.0
         """When the last chunk was, by perf_counter."""
 
@@ -340,7 +340,7 @@ class PrefillStage:
     def _trace(self, work: ChunkWork, seconds: float, about: dict[str, Any], error: str = "") -> None:
         """The chunk's span here, until now."""
         about = {"stage": self._stage, "handoff_bytes": work.handoff_bytes, **about}
-        self.tracer.done("stage", work.command.trace, seconds, error, **about)
+        self._tracer.done("stage", work.command.trace, seconds, error, **about)
 
     def _drop(self, request_id: str) -> None:
         prompt = self._open.pop(request_id, None)
@@ -356,21 +356,20 @@ def load_stage(
     sender: Callable[[PagedKVCache], Sender],
     source: Source | None = None,
     tell: Tell = silent,
+    tracer: Tracer = NO_TRACER,
 ) -> PrefillStage:
     """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
     makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed. tell:
-    of progress."""
+    of progress. tracer: makes the spans of chunks."""
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
     stack = load_model(model, config.device, stage, config.stages, tell)
     shape, pages = stack.config, pages_for(config.cache_tokens)
-    methods, longest = (
-        [config.method(name) for name in config.warm_up],
-        min(config.cache_tokens, shape.positions),
-    )
+    methods = [config.method(name) for name in config.warm_up]
+    longest = min(config.cache_tokens, shape.positions)
     warm_up(stack, methods, config.chunk_tokens, profile, longest)
     tell(f"warmed up {', '.join(config.warm_up) or 'nothing'}")
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
     ends = activations or NoActivations()
-    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source)
+    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source, tracer)

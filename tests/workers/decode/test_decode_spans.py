@@ -23,8 +23,8 @@ def ids_of(length: int) -> list[int]:
 
 async def test_an_answers_span_holds_the_parts_that_are_told(bench: Any) -> None:
     """Also where a session's question is read; what nobody records has none."""
-    run, recorder = await bench(), Recorder()
-    run.engine.tracer = recorder.tracer
+    recorder = Recorder()
+    run = await bench(tracer=recorder.tracer)
     first = await run.ask("a", ids_of(70), SHORT, keep_tokens=70, keep_ttl_s=60.0, trace=PARENT)
     await run.ask("b", ids_of(30), SHORT)
     session = first.first.session.session_id
@@ -44,8 +44,8 @@ async def test_an_answers_span_holds_the_parts_that_are_told(bench: Any) -> None
 
 
 async def test_a_span_ends_in_every_case(bench: Any) -> None:
-    run, recorder = await bench(), Recorder()
-    run.engine.tracer = recorder.tracer
+    recorder = Recorder()
+    run = await bench(tracer=recorder.tracer)
 
     await run.reserve("kept", 70, 0)
     await run.deliver("kept", ids_of(70))

@@ -133,8 +133,7 @@ def test_a_span_ends_in_every_case(way: str, finish: str, error: str | None) -> 
 def test_a_stage_shows_what_it_computed_and_what_it_could_not(tmp_path: Path) -> None:
     """Under the chunk whose command it got; a chunk that was abandoned is nobody's error."""
     model, recorder = ModelSpec(str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
-    stage = stage_of(model, Collector())
-    stage.tracer = recorder.tracer
+    stage = stage_of(model, Collector(), recorder.tracer)
     command = ChunkCommand("r", 0, 128, False, True, random_ids(128), PARENT)
     opening = OpenRequest("r", tuple(range(16)), 256, method_spec("dense"), "decode:x", serial=7)
     stage.open(opening)

@@ -38,6 +38,7 @@ from deltafront.workers.prefill.in_process import local_controller, run_in_proce
 from deltafront.workers.prefill.phases import CpuPhases
 from deltafront.workers.prefill.stage import PrefillStage, load_stage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
+from deltafront.workers.tracing import NO_TRACER, Tracer
 
 from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_tiny_model, random_ids, whole_prompt
 
@@ -204,9 +205,9 @@ async def test_a_broken_stage_takes_the_group_down_and_nothing_hangs(
         assert {str(error) for error in outcomes} == {"prefill group local is lost: an illegal memory access"}
 
 
-def stage_of(model: ModelSpec, sink: Collector) -> PrefillStage:
+def stage_of(model: ModelSpec, sink: Collector, tracer: Tracer = NO_TRACER) -> PrefillStage:
     config = PrefillConfig(stages=1, cache_tokens=1024)
-    return load_stage(model, config, 0, None, lambda _cache: InProcessSender(sink))
+    return load_stage(model, config, 0, None, lambda _cache: InProcessSender(sink), tracer=tracer)
 
 
 def test_a_stage_by_hand(model: ModelSpec) -> None:
