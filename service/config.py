@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..workers.messages.methods import MethodError, load_methods, reads_whole_prompts
+from ..workers.messages.requests import PageSelection
 from ..workers.model.config import ModelConfig, ModelError
 from ..workers.model.levels import amounts_for
 from ..workers.model.profile import Profile
@@ -173,12 +174,9 @@ class ServiceConfig(BaseModel):
             yield "prefill.stall_s: must be above handoff.ack_timeout_s, which a stage may wait for"
         if decode.warm_up and decode.cache_tokens < _WARM_UP_TOKENS:
             yield f"decode.warm_up: needs cache_tokens of at least {_WARM_UP_TOKENS}"
-        if decode.page_selection == "delta" and not decode.delta_layers:
+        if decode.page_selection == PageSelection.DELTA and not decode.delta_layers:
             yield "decode.delta_layers: empty, so page_selection must be full (calibrate layers for delta)"
-        if decode.recency > decode.page_budget:
-            yield "decode.recency: must not exceed page_budget"
-        if both := sorted({*decode.full_layers} & {*decode.delta_layers}):
-            yield f"decode.full_layers and delta_layers share {both}"
+        yield from (f"decode.{problem}" for problem in decode.contradictions())
         if self.handoff.transport == "in_process":
             yield "handoff.transport: stages and decode workers are processes of their own: use object_store"
         if self.handoff.transport == "cuda_ipc" and "cpu" in (prefill.device, decode.device):

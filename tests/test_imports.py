@@ -34,7 +34,7 @@ ROOMS = {
     "workers.tracing": "",
     "workers.model": "workers.settings workers.progress kernels",
     "workers.calibration": "workers.settings workers.model kernels",
-    "workers.kv": "workers.messages workers.settings",
+    "workers.kv": "workers.messages workers.settings workers.roles",
     "workers.kv.pages": "workers.messages kernels.constants",
     "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.replica
         workers.leaving workers.progress workers.tracing workers.model workers.kv kernels""",
@@ -228,5 +228,5 @@ TORCH_FREE = [
 def test_importing_leaves_torch_out(module: str) -> None:
     code = f"import sys, deltafront.{module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, f"torch or transformers was imported {done.stderr}"

@@ -183,6 +183,12 @@ def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form],
     return cast(Role, _StandIn(name, {one: method(one, form) for one, form in forms(role).items()}))
 
 
+def sent(actor: Any, method: Callable[[Any, T], Awaitable[Any]], argument: T) -> Any:
+    """Ray's reference to an actor's answer, for who waits on a thread for many of them. method: of the role
+    that the actor plays, so that the type checker sees what it takes."""
+    return getattr(actor, method.__name__).remote(argument)
+
+
 async def settled(answer: Answer[T]) -> T:
     """A command's outcome, from near or afar."""
     return await answer if isinstance(answer, Awaitable) else answer

@@ -172,6 +172,13 @@ class DecodeConfig:
     kernel_cache: Directory | None = None
     """As prefill's."""
 
+    def contradictions(self) -> Iterator[str]:
+        """What relates several values, key first."""
+        if self.recency > self.page_budget:
+            yield f"recency: {self.recency} exceeds page_budget ({self.page_budget})"
+        if both := sorted({*self.full_layers} & {*self.delta_layers}):
+            yield f"full_layers and delta_layers share {both}"
+
     def layer_problems(self, layers: int) -> Iterator[str]:
         """What is wrong with the layer lists for a model of `layers` layers, key first."""
         for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):

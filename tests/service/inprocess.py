@@ -22,13 +22,13 @@ from deltafront.service.door.grpc_door import FrontDoor
 from deltafront.service.door.registration import add_deltafront_to_server, add_health_to_server
 from deltafront.service.door.tls import Gate
 from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
-from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
 from deltafront.service.metrics import Metrics
 from deltafront.service.tracing import Tracing
 from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
 from deltafront.workers.messages.stages import HandoffFailed
 
+from .directory import LocalDirectory
 from .fakes import FakeDecode, FakeGroup
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Loop:
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(5)
+        self._thread.join(HANG_S)
         self.loop.close()
 
 

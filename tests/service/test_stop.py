@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from deltafront.service import wiring
-from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt
 from deltafront.service.request.run import Requests
 from deltafront.workers.messages.events import Token
 
+from .directory import LocalDirectory
 from .fakes import FakeDecode, FakeGroup
 from .inprocess import Cut, settings
 

@@ -109,15 +109,15 @@ def test_what_a_command_has_begun_is_waited_for_beside_the_commands_after_it() -
         chunks = ("a", "bad", "broken", "b")
         answers = [ends.submit(actor.end_begun, f"key of {chunk}") for chunk in chunks]
         for chunk in chunks:
-            commands.submit(actor.run_chunk, f"key of {chunk}", chunk).result(20)
+            commands.submit(actor.run_chunk, f"key of {chunk}", chunk).result(60)
         assert actor.hosted.begun == ["a", "broken", "b"] and not answers[0].done()
         actor.hosted.go.set()
-        assert answers[0].result(20) == "a has ended"
+        assert answers[0].result(60) == "a has ended"
         with pytest.raises(RequestFailed, match="not this one"):
-            answers[1].result(20)
+            answers[1].result(60)
         with pytest.raises(ValueError, match="broken"):
-            answers[2].result(20)
-        assert answers[3].result(20) == "b has ended"
+            answers[2].result(60)
+        assert answers[3].result(60) == "b has ended"
     assert not actor._begun_work._works, "nothing is kept of what has ended"
 
 

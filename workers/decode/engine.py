@@ -126,10 +126,6 @@ class DecodeEngine:
             return "the decode loop has stopped"
         return self._scheduler.fault
 
-    @property
-    def pages_used(self) -> int:
-        return self._pages.pool.used
-
     async def stats(self) -> DecodeStats:
         """Raises DecodeFailed while the worker takes no requests, so that no door counts on it."""
         self._check_available()

@@ -23,6 +23,7 @@ from ...kernels.paged_decode.attention import (
 )
 from ...kernels.paged_decode.page_selection import select_pages
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
+from ..messages.requests import PageSelection
 from ..settings import DecodeConfig
 
 
@@ -64,9 +65,9 @@ class LayerPlan:
         Raises PageSelectionError for an unknown name, and for `delta` without calibrated Δ-layers.
         """
         name = page_selection or default
-        if name == "full":
+        if name == PageSelection.FULL:
             return False
-        if name != "delta":
+        if name != PageSelection.DELTA:
             raise PageSelectionError(f"unknown page selection {name!r}: use 'delta' or 'full'")
         if not self.calibrated:
             raise PageSelectionError(
@@ -78,15 +79,8 @@ class LayerPlan:
 
 def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
     """Check the configuration against a model of `layers` layers. Raises PageSelectionError with the key."""
-    for problem in config.layer_problems(layers):
+    for problem in (*config.layer_problems(layers), *config.contradictions()):
         raise PageSelectionError(problem)
-    both = set(config.full_layers) & set(config.delta_layers)
-    if both:
-        raise PageSelectionError(f"layers {sorted(both)} are in full_layers and in delta_layers: choose one")
-    if not 1 <= config.recency <= config.page_budget:
-        raise PageSelectionError(f"recency {config.recency} must be 1 .. page_budget ({config.page_budget})")
-    if config.page_selection not in ("delta", "full"):
-        raise PageSelectionError(f"page_selection must be 'delta' or 'full', got {config.page_selection!r}")
     first = min(config.delta_layers, default=layers)
     roles = []
     for layer in range(layers):

@@ -95,8 +95,8 @@ def _length(start: float | None, stop: float | None) -> float:
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """All that is known of one request, from reservation to the end. The engine makes and keeps it, the
-    scheduler moves it on. `serial` is unique for ever, unlike the request's id.
+    """All that is known of one request, from reservation to the end. `DecodeRequests` makes and keeps it,
+    engine and scheduler move it on. `serial` is unique for ever, unlike the request's id.
 
     reserved, renewed: seconds of the engine's clock. length: tokens whose K/V is in the pages. token: the
     last token chosen, not in the pages yet. logits: of the position before the first token, until that is

@@ -1,4 +1,4 @@
-"""Continuous batching: a request's state, which request is computed next, and what its result means.
+"""Continuous batching: which request is computed next, and what its result means.
 
 Runs on the event loop's thread; only tensor work goes to the compute thread. One turn is: admit, sample
 first tokens, read one chunk of appended tokens, one decode step of everything that runs. Cancelling takes

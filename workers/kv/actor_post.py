@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from ..messages.stages import FirstLogits, KVAnnouncement
 from ..messages.states import NAMESPACE
+from ..roles import KVTaker, sent
 from .handoff import HandoffError
+
+M = TypeVar("M", KVAnnouncement, FirstLogits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +57,11 @@ class ActorPost:
     def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
         """The payload travels inside the message."""
         if not self._dead(announcement.request_id):
-            self._call("announce", decode_worker, announcement, 0)
+            self._call(KVTaker.announce, decode_worker, announcement, 0)
 
     def logits(self, decode_worker: str, message: FirstLogits) -> None:
         if not self._dead(message.request_id):
-            self._call("first_logits", decode_worker, message, message.logits.nbytes)
+            self._call(KVTaker.first_logits, decode_worker, message, message.logits.nbytes)
 
     def check(self, request_id: str) -> None:
         self._settle_answered()
@@ -77,11 +80,13 @@ class ActorPost:
     def _dead(self, request_id: str) -> bool:
         return self._failed.setdefault(request_id, None) is not None
 
-    def _call(self, method: str, decode_worker: str, message: Any, size: int) -> None:
+    def _call(
+        self, method: Callable[[KVTaker, M], Awaitable[None]], decode_worker: str, message: M, size: int
+    ) -> None:
         try:
             if decode_worker not in self._actors:
                 self._actors[decode_worker] = self._ray.get_actor(decode_worker, namespace=NAMESPACE)
-            reply = getattr(self._actors[decode_worker], method).remote(message)
+            reply = sent(self._actors[decode_worker], method, message)
         except Exception as error:
             self._not_taken(message.request_id, decode_worker, error)
             return

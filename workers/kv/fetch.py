@@ -18,6 +18,7 @@ import torch
 
 from ..messages.stages import HostKV, KVRange
 from ..messages.states import NAMESPACE
+from ..roles import KVTaker, sent
 from .actor_post import plain
 from .cache import PagedKVCache
 from .handoff import HandoffError
@@ -83,7 +84,7 @@ class RaySource:
         try:
             actor = self._ray.get_actor(decode_worker, namespace=NAMESPACE)
             for one in wanted:
-                coming.append((one, actor.kv.remote(one)))
+                coming.append((one, sent(actor, KVTaker.kv, one)))
                 if len(coming) >= _AHEAD:
                     yield self._first(coming)
             while coming:

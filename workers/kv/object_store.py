@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..messages.stages import KVAnnouncement
+from ..roles import KVTaker
 from ..settings import HandoffConfig
 from .actor_post import ActorPost, plain
 from .cache import PagedKVCache
@@ -41,7 +42,7 @@ class ObjectStorePost(ActorPost):
         except Exception as error:  # the store may be full: this request's trouble, not the group's
             self._fail(announcement.request_id, f"the object store did not take K/V: {plain(error)}")
             return
-        self._call("announce", decode_worker, replace(announcement, payload=reference), size)
+        self._call(KVTaker.announce, decode_worker, replace(announcement, payload=reference), size)
 
 
 class ObjectStoreReceiver:

@@ -1,7 +1,7 @@
 """The ways K/V can take from a stage to a decode worker: `HandoffConfig.transport` names one of these.
 
-A further one is one more file with a `Sender` and a `Receiver` (`handoff.py` says what each promises) and one
-more line here.
+A further one is one more file with a `Sender` and a `Receiver` (`handoff.py` says what each promises), one
+more line here, and its name in `HandoffConfig`.
 """
 
 from __future__ import annotations

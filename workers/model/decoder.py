@@ -53,7 +53,7 @@ class Stream:
 
 
 class LayerStack:
-    """Layers `layers` of a model; `has_embedding` and `has_head` say which ends it also has."""
+    """Layers `layers` of a model, and the embedding or the head where it has those ends."""
 
     def __init__(
         self,
@@ -71,10 +71,6 @@ class LayerStack:
         self.device = torch.device(device)
         self._weights = weights
         self._rope = Rope(config.rope, config.head_dim, self.device)
-
-    @property
-    def has_embedding(self) -> bool:
-        return self._weights.embedding_VC is not None
 
     @property
     def has_head(self) -> bool:

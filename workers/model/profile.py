@@ -21,12 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ...kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, registered
 from ...kernels.options import Value
 from ...kernels.selectors.scored import ScoredOptions
-from ..settings import Count, Layer, ModelSpec
+from ..settings import Count, DecodeConfig, Layer, ModelSpec
 from .config import ModelConfig, ModelError, read_config
 from .digest import model_digest
 from .store import model_directory, profile_file
 
-FORMAT = 1
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
 """Options that a level stands for, or that decide whether the method is used at all; others shape scores."""
 
@@ -141,10 +140,8 @@ class Profile(_Section):
     def _decode_problems(self) -> Iterator[str]:
         if self.decode is None:
             return
-        if both := sorted({*self.decode.full_layers} & {*self.decode.delta_layers}):
-            yield f"decode.delta_layers: {both} are in full_layers too"
-        if self.decode.recency > self.decode.page_budget:
-            yield f"decode.recency: {self.decode.recency} exceeds page_budget"
+        for problem in DecodeConfig(**self.decode.model_dump()).contradictions():
+            yield f"decode.{problem}"
 
     def _misfits(self, config: ModelConfig, digest: str) -> Iterator[str]:
         if digest != self.model.digest:

@@ -10,10 +10,10 @@ import pytest
 
 from deltafront.service.errors import NotFound, WorkerLost
 from deltafront.service.fleet.known import Charge, View
-from deltafront.service.fleet.links import LocalDirectory
 from deltafront.service.fleet.view import Fleet
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
+from ..directory import LocalDirectory
 from ..fakes import FakeDecode, FakeGroup
 
 W = TypeVar("W", FakeDecode, FakeGroup)

@@ -36,9 +36,7 @@ def test_layers_before_the_first_scoring_one_are_dense() -> None:
         (DecodeConfig(delta_layers=(9,)), "delta_layers names layer 9"),
         (DecodeConfig(full_layers=(-1,)), "full_layers names layer -1"),
         (DecodeConfig(full_layers=(0, 3), delta_layers=(3,)), r"\[3\]"),
-        (DecodeConfig(page_budget=4, recency=5), "recency 5"),
-        (DecodeConfig(recency=0), "recency 0"),
-        (DecodeConfig(page_selection="best"), "'best'"),
+        (DecodeConfig(page_budget=4, recency=5), "recency: 5"),
     ],
 )
 def test_a_wrong_configuration_names_its_key(config: DecodeConfig, words: str) -> None:

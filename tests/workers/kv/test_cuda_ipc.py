@@ -98,7 +98,7 @@ def test_cuda_memory_is_read_by_another_process() -> None:
     torch.cuda.synchronize()
     ours.send("again")
     assert ours.poll(60) and ours.recv() == x.sum().item()
-    process.join(20)
+    process.join(60)
 
 
 def _read(pipe: Any) -> None:

@@ -260,8 +260,8 @@ def test_attention_gets_every_layer_with_its_heads(case: Case) -> None:
 
 def test_ends_that_a_stage_lacks_raise(case: Case) -> None:
     first, last = load_stages(case, 2)
-    assert (first.has_embedding, first.has_head) == (True, False)
-    assert (last.has_embedding, last.has_head) == (False, True)
+    assert first.embed(case.ids_T).shape == (len(case.ids_T), case.config.hidden)
+    assert (first.has_head, last.has_head) == (False, True)
     with pytest.raises(ModelError, match="no LM head"):
         first.logits(torch.zeros(1, case.config.hidden))
     with pytest.raises(ModelError, match="no embedding"):

@@ -129,7 +129,7 @@ WRONG: list[tuple[str, Change]] = [
         "prefill[2]: block_pool with these options is there already",
         lambda c: c["prefill"].append(c["prefill"][0]),
     ),
-    ("decode.delta_layers: [0] are in full_layers too", lambda c: c["decode"].update(delta_layers=[0, 3])),
+    ("decode.full_layers and delta_layers share [0]", lambda c: c["decode"].update(delta_layers=[0, 3])),
     ("decode.delta_layers = []: Tuple", lambda c: c["decode"].update(delta_layers=[])),
     ("decode.recency: 33 exceeds page_budget", lambda c: c["decode"].update(recency=33)),
 ]

@@ -157,7 +157,7 @@ def neighbours(*memory: OneProcess) -> list[PeerActivations]:
             pool.submit(PeerActivations, store, rank, stages, 8, like, one, 20.0)  # type: ignore[arg-type]
             for rank, one in enumerate(memory)
         ]
-        return [end.result(20) for end in ends]
+        return [end.result(60) for end in ends]
 
 
 def test_a_slot_is_written_again_only_after_it_was_copied() -> None:
@@ -173,7 +173,7 @@ def test_a_slot_is_written_again_only_after_it_was_copied() -> None:
             sending.result(0.2)
         assert float(sender.exported[0][0, 0, 0]) == 0.0, "the copy of it is only launched"
         receiver.happened.set()
-        sending.result(20)
+        sending.result(60)
     assert [float(x[0, 0]) for x in [*copied, last.receive(2)]] == [0.0, 1.0, 2.0, 9.0]
     first.close()
     last.close()
@@ -189,7 +189,7 @@ def test_a_chunk_is_told_of_only_when_it_was_computed() -> None:
         with pytest.raises(TimeoutError):
             receiving.result(0.2)
         sender.happened.set()
-        assert torch.equal(receiving.result(20), torch.ones(2, 4))
+        assert torch.equal(receiving.result(60), torch.ones(2, 4))
     first.abort()
     last.abort()
 
@@ -204,7 +204,7 @@ def test_a_neighbour_that_is_gone_wakes_whoever_waits_for_it() -> None:
         middle.abort()
         for waiting in (receiving, sending):
             with pytest.raises(LinkClosed, match="is gone"):
-                waiting.result(20)
+                waiting.result(60)
     for end in (first, last):
         end.abort()
         with pytest.raises(LinkClosed, match=r"nobody|is gone"):

@@ -1,0 +1,17 @@
+"""Workers of this process, found without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deltafront.service.fleet.links import Found
+from deltafront.workers.roles import DecodeWorker, Group
+
+
+class LocalDirectory:
+    def __init__(self, groups: Sequence[Group], workers: Sequence[DecodeWorker]) -> None:
+        self.groups = list(groups)
+        self.workers = list(workers)
+
+    async def find(self) -> Found:
+        return Found({g.name: g for g in self.groups}, {w.name: w for w in self.workers})
