@@ -1,6 +1,6 @@
 """The anchor scan on the GPU. Shape suffixes as in `anchor_scan.py`.
 
-One program per chunk takes its rows 128 at a time. The Gram matrix of 128 rows comes from the tensor cores;
+One program per chunk takes its rows BLOCK at a time. Their Gram matrix comes from the tensor cores;
 `next[i]` is the first later row that is far from row i, and the anchors are the orbit of the first row that
 is far from the anchor carried over from the rows before.
 """
@@ -17,11 +17,16 @@ from .anchor_scan import check_scan
 from .constants import BLOCK
 from .interface import KernelInputError
 
+_BLOCK = tl.constexpr(BLOCK)
+_COSINE = tl.constexpr(0)
+_EUCLIDEAN = tl.constexpr(1)
+_METRICS = {"cosine": _COSINE.value, "euclidean": _EUCLIDEAN.value}
+
 
 @triton.jit
 def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
     """Whether two rows are close, from their dot product and squared lengths; a zero row has cosine 0."""
-    if METRIC == 1:
+    if METRIC == _EUCLIDEAN:
         close = square_a + square_b - 2.0 * dot <= threshold * threshold
     else:
         lengths = tl.sqrt_rn(square_a) * tl.sqrt_rn(square_b)
@@ -31,21 +36,21 @@ def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
-    """For each of 128 rows the first later row, of the first `rows`, that is far from it; 128 if none."""
-    row_R = tl.arange(0, 128)
+    """For each of BLOCK rows the first later row, of the first `rows`, that is far from it; BLOCK if none."""
+    row_R = tl.arange(0, _BLOCK)
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)
     ends_RR = (row_R[None, :] > row_R[:, None]) & (row_R[None, :] < rows) & (close_RR == 0)
-    return tl.min(tl.where(ends_RR, row_R[None, :], 128), axis=1)
+    return tl.min(tl.where(ends_RR, row_R[None, :], _BLOCK), axis=1)
 
 
 @triton.jit
 def orbit(next_R, start):
-    """The rows reached from row `start` (none if it is 128) by following `next`."""
-    row_R = tl.arange(0, 128)
-    lead_R = tl.zeros((128,), tl.int32)
+    """The rows reached from row `start` (none if it is BLOCK) by following `next`."""
+    row_R = tl.arange(0, _BLOCK)
+    lead_R = tl.zeros((_BLOCK,), tl.int32)
     current = start
-    while current < 128:
+    while current < _BLOCK:
         here_R = row_R == current
         lead_R = tl.where(here_R, 1, lead_R)
         current = tl.sum(tl.where(here_R, next_R, 0), axis=0)
@@ -70,11 +75,11 @@ def _scan_kernel(
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
     lead_ptr += lane * rows
-    row_R = tl.arange(0, 128)
+    row_R = tl.arange(0, _BLOCK)
     column_D = tl.arange(0, D)
     anchor = chunk * CHUNK  # absolute row of the run's anchor so far
-    for part in range(CHUNK // 128):
-        start = chunk * CHUNK + part * 128
+    for part in range(CHUNK // _BLOCK):
+        start = chunk * CHUNK + part * _BLOCK
         real_R = start + row_R < rows
         x_RD = tl.load(
             x_ptr + (start + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
@@ -87,7 +92,7 @@ def _scan_kernel(
         dot_R = tl.sum(wide_RD * anchor_D[None, :], axis=1)
         close_R = is_close(dot_R, square_R, tl.sum(anchor_D * anchor_D, axis=0), threshold, METRIC)
         opens_R = ((close_R == 0) | (start + row_R == chunk * CHUNK)) & real_R
-        entry = tl.min(tl.where(opens_R, row_R, 128), axis=0)
+        entry = tl.min(tl.where(opens_R, row_R, _BLOCK), axis=0)
         lead_R = orbit(next_far(x_RD, square_R, rows - start, threshold, METRIC), entry)
         last = tl.max(tl.where(lead_R > 0, row_R, -1), axis=0)
         anchor = tl.where(last >= 0, start + last, anchor)
@@ -113,7 +118,7 @@ def kernel_leads(
         threshold,
         CHUNK=chunk,
         D=dim,
-        METRIC=1 if metric == "euclidean" else 0,
+        METRIC=_METRICS[metric],
         num_warps=4,
     )
     return lead_BGS.view(torch.bool)
@@ -135,7 +140,7 @@ _SCAN = {
 }
 
 COMPILE_CASES = [
-    (_scan_kernel, _SCAN, {"CHUNK": 128, "D": 64, "METRIC": 1}),
-    (_scan_kernel, _SCAN, {"CHUNK": 512, "D": 128, "METRIC": 0}),
+    (_scan_kernel, _SCAN, {"CHUNK": BLOCK, "D": 64, "METRIC": _METRICS["euclidean"]}),
+    (_scan_kernel, _SCAN, {"CHUNK": 512, "D": 128, "METRIC": _METRICS["cosine"]}),
 ]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -18,7 +18,7 @@ from .interface import AttentionInput
 
 @triton.jit(do_not_specialize=["rows", "differences", "first", "gamma"])
 def add_kernel(
-    out_ptr, difference_ptr, out_batch, out_head, out_row, heads, rows, differences, first, gamma,
+    out_ptr, difference_ptr, stride_ob, stride_oh, stride_ot, heads, rows, differences, first, gamma,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one head: add the difference of the last dense row at or before each."""
@@ -28,7 +28,7 @@ def add_kernel(
     owner = (row - first + gamma) // gamma  # 0: carried from the chunk before (first < gamma)
     dim = tl.arange(0, D)
     inside = (row < rows)[:, None]
-    place = out_ptr + b * out_batch + h * out_head + row.to(tl.int64)[:, None] * out_row + dim[None, :]
+    place = out_ptr + b * stride_ob + h * stride_oh + row.to(tl.int64)[:, None] * stride_ot + dim[None, :]
     from_ptr = (
         difference_ptr + (tl.program_id(1).to(tl.int64) * differences + owner)[:, None] * D + dim[None, :]
     )
@@ -75,7 +75,7 @@ def kernel_add_differences(
     return difference_BHRD[:, :, -1].clone()
 
 
-_NUMBERS = ("out_batch", "out_head", "out_row", "heads", "rows", "differences", "first", "gamma")
+_NUMBERS = ("stride_ob", "stride_oh", "stride_ot", "heads", "rows", "differences", "first", "gamma")
 _TYPES = {"out_ptr": "*bf16", "difference_ptr": "*fp32", **dict.fromkeys(_NUMBERS, "i32")}
 
 COMPILE_CASES = [(add_kernel, _TYPES, {"D": 128, "ROWS": 64})]

@@ -19,16 +19,16 @@ from .packed_kv_kernel import pack
 from .packed_runs import PackedRuns
 
 
-@triton.jit(do_not_specialize=["score_row"])
+@triton.jit(do_not_specialize=["stride_sn"])
 def exact_kernel(
-    score_ptr, count_ptr, exact_ptr, score_row, share, ENTRIES: tl.constexpr
+    score_ptr, count_ptr, exact_ptr, stride_sn, share, ENTRIES: tl.constexpr
 ):  # fmt: skip
     """One list: find the ceil(share * others)-th highest score bit by bit, mark what reaches it."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + row)
     entry = tl.arange(0, ENTRIES)
     other = entry < count - 1
-    score = tl.load(score_ptr + row * score_row + entry, mask=other, other=0.0)
+    score = tl.load(score_ptr + row * stride_sn + entry, mask=other, other=0.0)
     bits = score.to(tl.int32, bitcast=True)
     # Order-preserving whole numbers from 0: negative floats reversed, then positive ones.
     order = tl.where(bits < 0, -1 - (bits & 0x7FFFFFFF).to(tl.int64), bits.to(tl.int64)) + (1 << 31)
@@ -39,7 +39,7 @@ def exact_kernel(
         higher = limit + (tl.full([], 1, tl.int64) << (31 - round))
         limit = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= wanted, higher, limit)
     exact = (other & (order >= limit) & (wanted > 0)) | (entry == count - 1)
-    tl.store(exact_ptr + row * score_row + entry, exact.to(tl.int8), mask=entry < score_row)
+    tl.store(exact_ptr + row * stride_sn + entry, exact.to(tl.int8), mask=entry < stride_sn)
 
 
 def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
@@ -62,10 +62,10 @@ def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
 
 @triton.jit(
     do_not_specialize=[
-        "index_batch",
-        "index_head",
-        "index_block",
-        "exact_row",
+        "stride_ib",
+        "stride_ih",
+        "stride_in",
+        "stride_en",
         "rows",
         "keys",
         "row0",
@@ -76,9 +76,9 @@ def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
 def mixed_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, offset_ptr,
     index_ptr, exact_ptr, count_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    index_batch, index_head, index_block, exact_row, heads, group, rows, keys, row0, packed_slots,
-    offset_slots, scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs,
+    stride_ob, stride_oh, stride_ot, stride_ib, stride_ih, stride_in, stride_en,
+    heads, group, rows, keys, row0, packed_slots, offset_slots, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query block's ROWS rows: each listed tile exact or over its packed rows, the diagonal last."""
@@ -91,10 +91,10 @@ def mixed_kernel(
     dim = tl.arange(0, D)
     lane = tl.arange(0, COLS)
     inside = (row < rows)[:, None]
-    q_base = q_ptr + b * q_batch + h * q_head
-    q = tl.load(q_base + row.to(tl.int64)[:, None] * q_row + dim[None, :], mask=inside, other=0.0)
-    k_base = k_ptr + b * k_batch + g * k_head
-    v_base = v_ptr + b * v_batch + g * v_head
+    q_base = q_ptr + b * stride_qb + h * stride_qh
+    q = tl.load(q_base + row.to(tl.int64)[:, None] * stride_qt + dim[None, :], mask=inside, other=0.0)
+    k_base = k_ptr + b * stride_kb + g * stride_kg
+    v_base = v_ptr + b * stride_vb + g * stride_vg
     lane_head = b * (heads // group) + g
     packed_k = packed_k_ptr + lane_head * packed_slots * D
     packed_v = packed_v_ptr + lane_head * packed_slots * D
@@ -105,14 +105,14 @@ def mixed_kernel(
     blocks = tl.cdiv(rows, BLOCK)
     listed = tl.program_id(1).to(tl.int64) * blocks + n
     kept = tl.load(count_ptr + listed)
-    entry_ptr = index_ptr + b * index_batch + h * index_head + n * index_block
+    entry_ptr = index_ptr + b * stride_ib + h * stride_ih + n * stride_in
     for i in range(kept - 1):
         block = tl.load(entry_ptr + i).to(tl.int32)
-        if tl.load(exact_ptr + listed * exact_row + i) != 0:
+        if tl.load(exact_ptr + listed * stride_en + i) != 0:
             for begin in range(block * BLOCK, block * BLOCK + BLOCK, COLS):
                 acc, total, top = step_tile(
-                    acc, total, top, q, k_base, v_base, k_row, v_row, begin + lane, keys, position, 0.0,
-                    scale, D, False, False, PRECISION,
+                    acc, total, top, q, k_base, v_base, stride_ks, stride_vs, begin + lane, keys, position,
+                    0.0, scale, D, False, False, PRECISION,
                 )  # fmt: skip
         else:
             first = tl.load(offset_ptr + lane_head * offset_slots + block)
@@ -127,12 +127,12 @@ def mixed_kernel(
     diagonal = (row0 + tile * ROWS) // BLOCK * BLOCK
     for begin in range(diagonal, tl.minimum(row0 + tile * ROWS + ROWS, keys), COLS):
         acc, total, top = step_tile(
-            acc, total, top, q, k_base, v_base, k_row, v_row, begin + lane, keys, position, 0.0, scale,
-            D, True, False, PRECISION,
+            acc, total, top, q, k_base, v_base, stride_ks, stride_vs, begin + lane, keys, position, 0.0,
+            scale, D, True, False, PRECISION,
         )  # fmt: skip
-    out_base = out_ptr + b * out_batch + h * out_head
+    out_base = out_ptr + b * stride_ob + h * stride_oh
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_base + row.to(tl.int64)[:, None] * out_row + dim[None, :], out, mask=inside)
+    tl.store(out_base + row.to(tl.int64)[:, None] * stride_ot + dim[None, :], out, mask=inside)
 
 
 def kernel_attend(
@@ -182,9 +182,8 @@ def kernel_attend(
     return out
 
 
-_STRIDES = [f"{name}_{part}" for name in ("q", "k", "v", "out") for part in ("batch", "head", "row")]
-_NUMBERS = (*_STRIDES, "index_batch", "index_head", "index_block", "exact_row", "heads", "group", "rows",
-            "keys", "row0", "packed_slots", "offset_slots")  # fmt: skip
+_STRIDES = [f"stride_{name}" for name in "qb qh qt kb kg ks vb vg vs ob oh ot ib ih in en".split()]
+_NUMBERS = (*_STRIDES, "heads", "group", "rows", "keys", "row0", "packed_slots", "offset_slots")
 _TYPES = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
     "weight_ptr": "*fp32",
@@ -194,13 +193,13 @@ _TYPES = {
     **dict.fromkeys(_NUMBERS, "i32"),
     "scale": "fp32",
 }
-_EXACT = {"score_ptr": "*fp32", "count_ptr": "*i32", "exact_ptr": "*i8", "score_row": "i32", "share": "fp32"}
+_EXACT = {"score_ptr": "*fp32", "count_ptr": "*i32", "exact_ptr": "*i8", "stride_sn": "i32", "share": "fp32"}
 
 COMPILE_CASES = [
     (
         mixed_kernel,
         _TYPES,
-        {"D": 128, "ROWS": 128, "COLS": 64, "BLOCK": 128, "PRECISION": "tf32"},
+        {"D": 128, "ROWS": BLOCK, "COLS": 64, "BLOCK": BLOCK, "PRECISION": "tf32"},
         {"num_warps": 8, "num_stages": 2},
     ),
     (exact_kernel, _EXACT, {"ENTRIES": 1024}),

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..constants import BLOCK
+
 NEGATIVE = tl.constexpr(-1.0e30)
 """Score of an unseen key. Finite, so that a row whose first tiles are all unseen stays free of NaN: what it
 gathered there is multiplied by exp2(NEGATIVE - m) = 0 once it meets a seen key."""
@@ -141,7 +143,7 @@ _TYPES = {
     **dict.fromkeys(_NUMBERS, "i32"),
     "scale": "fp32",
 }
-_SIZES = {"ROWS": 128, "COLS": 128, "BLOCK": 128, "PRECISION": "tf32"}
+_SIZES = {"ROWS": BLOCK, "COLS": BLOCK, "BLOCK": BLOCK, "PRECISION": "tf32"}
 
 COMPILE_CASES = [
     (

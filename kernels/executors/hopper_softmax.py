@@ -57,7 +57,7 @@ class Running(NamedTuple):
 @gluon.constexpr_function
 def scores_layout(bits=16):
     """(64, 128) in the matrix unit's registers; bits: of the numbers that it multiplies."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // bits])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 256 // bits])
 
 
 @gluon.constexpr_function

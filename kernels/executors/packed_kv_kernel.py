@@ -16,11 +16,14 @@ from ..interface import AttentionInput
 from .launch import PackedKeys, QueryRows, launch, new_output
 from .packed_runs import PackedRuns, packed_chunks
 
+_BLOCK = tl.constexpr(BLOCK)
+
 
 @triton.jit(do_not_specialize=["start_slots", "offset_slots", "packed_slots", "chunks"])
 def pack_kernel(
     k_ptr, v_ptr, start_ptr, offset_ptr, packed_k_ptr, packed_v_ptr, weight_ptr,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, heads, start_slots, offset_slots, packed_slots, chunks,
+    stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs,
+    heads, start_slots, offset_slots, packed_slots, chunks,
     D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, MEAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -33,8 +36,8 @@ def pack_kernel(
     stop = tl.load(start_ptr + head * start_slots + run + 1, mask=live, other=0)
     first, end = tl.min(start, 0), tl.max(stop, 0)
     dim = tl.arange(0, D)
-    k_base = k_ptr + head // heads * k_batch + head % heads * k_head
-    v_base = v_ptr + head // heads * v_batch + head % heads * v_head
+    k_base = k_ptr + head // heads * stride_kb + head % heads * stride_kg
+    v_base = v_ptr + head // heads * stride_vb + head % heads * stride_vg
     k_sum = tl.zeros([RUNS, D], tl.float32)
     v_sum = tl.zeros([RUNS, D], tl.float32)
     for begin in range(first, end, ROWS):
@@ -42,21 +45,22 @@ def pack_kernel(
         member = (row[None, :] >= start[:, None]) & (row[None, :] < stop[:, None])
         there = (row < end)[:, None]
         far = row.to(tl.int64)[:, None]
-        v = tl.load(v_base + far * v_row + dim[None, :], mask=there, other=0.0)
+        v = tl.load(v_base + far * stride_vs + dim[None, :], mask=there, other=0.0)
         v_sum = tl.dot(member.to(v.dtype), v, v_sum, input_precision=PRECISION)
         if MEAN:
-            k = tl.load(k_base + far * k_row + dim[None, :], mask=there, other=0.0)
+            k = tl.load(k_base + far * stride_ks + dim[None, :], mask=there, other=0.0)
             k_sum = tl.dot(member.to(k.dtype), k, k_sum, input_precision=PRECISION)
     length = tl.where(live, stop - start, 1).to(tl.float32)
     if MEAN:
         k_sum = k_sum / length[:, None]
     else:
         far = start.to(tl.int64)[:, None]
-        k_sum = tl.load(k_base + far * k_row + dim[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        k_sum = tl.load(k_base + far * stride_ks + dim[None, :], mask=live[:, None], other=0.0).to(tl.float32)
     if not COUNTS:
         v_sum = v_sum / length[:, None]
         length = tl.full([RUNS], 1.0, tl.float32)
-    kept = run < tl.cdiv(total, 128) * 128  # the attention kernel reads whole tiles: zeros after the last run
+    # The attention kernel reads whole tiles: zeros after the last run.
+    kept = run < tl.cdiv(total, _BLOCK) * _BLOCK
     place = (head * packed_slots + run)[:, None] * D + dim[None, :]
     tl.store(packed_k_ptr + place, k_sum.to(packed_k_ptr.dtype.element_ty), mask=kept[:, None])
     tl.store(packed_v_ptr + place, v_sum.to(packed_v_ptr.dtype.element_ty), mask=kept[:, None])
@@ -121,8 +125,8 @@ def kernel_attend(
     return out_BHTD
 
 
-_NUMBERS = ("k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "heads", "start_slots",
-            "offset_slots", "packed_slots", "chunks")  # fmt: skip
+_NUMBERS = ("stride_kb", "stride_kg", "stride_ks", "stride_vb", "stride_vg", "stride_vs", "heads",
+            "start_slots", "offset_slots", "packed_slots", "chunks")  # fmt: skip
 _TYPES = {
     **dict.fromkeys(("k_ptr", "v_ptr", "packed_k_ptr", "packed_v_ptr"), "*bf16"),
     **dict.fromkeys(("start_ptr", "offset_ptr"), "*i32"),

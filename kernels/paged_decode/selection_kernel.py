@@ -73,7 +73,7 @@ def _select(
 def select_pages(
     page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`selection.select_pages` with the Triton kernel; identical to the reference, ties included."""
+    """`cpu.select_pages` with the Triton kernel; identical to the reference, ties included."""
     requests, columns = page_score_RP.shape
     selected_RK = torch.empty((requests, budget), dtype=torch.int32, device=page_score_RP.device)
     counts_R = torch.empty((requests,), dtype=torch.int32, device=page_score_RP.device)

@@ -10,14 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..constants import LOG2E
+from ..constants import BLOCK, LOG2E
 from ..executors.launch import is_hopper
 from ..interface import AttentionInput
 from .anchors import AnchorSettings, BlockAnchors
 from .rules.kernel import fast_log2, in_16_bits
 from .rules.sums import Sums, empty_parts
 
-_TILE = 128
+_TILE = BLOCK
 _PROGRAMS = 528
 """Four for each multiprocessor of an H200: fewer query tiles than that share their keys among programs."""
 _LEAST_STEPS = 8

@@ -1,8 +1,8 @@
 """Slots of blocks on the GPU: three light kernels instead of one that waits for its own loop.
 
-Shape suffixes as in `anchors.py`; R rows of a block, Z lanes = levels x batch x heads x blocks. `next` comes
-from a Gram matrix, 128 rows at once; following it from row 0 is a chase of dependent loads, done for many
-blocks side by side; the slots are then sums of rows between two run starts.
+Shape suffixes as in `anchors.py`; R rows of a block, Z lanes = levels (L) x batch x heads x blocks. `next`
+comes from a Gram matrix, BLOCK rows at once; following it from row 0 is a chase of dependent loads, done for
+many blocks side by side; the slots are then sums of rows between two run starts.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,6 +17,8 @@ from ..anchor_scan_kernel import check_head_dim
 from ..constants import BLOCK
 from .anchors import BlockAnchors, SideSettings
 
+_BLOCK = tl.constexpr(BLOCK)
+
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _next_kernel(
@@ -30,18 +32,18 @@ def _next_kernel(
     blocks,
     cos,
     relaxed_cos,
-    level_stride,
+    stride_nl,
     D: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """For each row of a block the first later row that is far from it, 128 if none, for each threshold."""
+    """For each row of a block the first later row that is far from it, BLOCK if none, for each threshold."""
     block = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
-    row_R = tl.arange(0, 128)
-    real_R = block * 128 + row_R < rows
+    row_R = tl.arange(0, _BLOCK)
+    real_R = block * _BLOCK + row_R < rows
     x_RD = tl.load(
-        x_ptr + (block * 128 + row_R[:, None]).to(tl.int64) * stride_xs + tl.arange(0, D)[None, :],
+        x_ptr + (block * _BLOCK + row_R[:, None]).to(tl.int64) * stride_xs + tl.arange(0, D)[None, :],
         mask=real_R[:, None],
         other=0.0,
     )
@@ -50,13 +52,13 @@ def _next_kernel(
     length_R = tl.sqrt_rn(tl.sum(own_RR, axis=1))
     length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # then a zero row's cosine counts as 0
     later_RR = (row_R[None, :] > row_R[:, None]) & real_R[None, :]
-    out = next_ptr + (lane * blocks + block) * 128 + row_R
+    out = next_ptr + (lane * blocks + block) * _BLOCK + row_R
     for level in tl.static_range(LEVELS):
         threshold = cos if level == 0 else relaxed_cos
         threshold = tl.where(threshold == 0.0, -1e-30, threshold)  # 0 x inf would be no number
         near_RR = dot_RR >= (threshold * length_R)[:, None] * length_R[None, :]
-        end_R = tl.min(tl.where(later_RR & (near_RR == 0), row_R[None, :], 128), axis=1)
-        tl.store(out + level * level_stride, end_R.to(tl.uint8))
+        end_R = tl.min(tl.where(later_RR & (near_RR == 0), row_R[None, :], _BLOCK), axis=1)
+        tl.store(out + level * stride_nl, end_R.to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["lanes"])
@@ -64,14 +66,14 @@ def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
     """The first row of every run of Z blocks, in order, and the number of runs."""
     lane_Z = tl.program_id(0).to(tl.int64) * Z + tl.arange(0, Z)
     real_Z = lane_Z < lanes
-    row_Z = tl.where(real_Z, 0, 128)
+    row_Z = tl.where(real_Z, 0, _BLOCK)
     runs_Z = tl.zeros((Z,), tl.int32)
     live = tl.min(row_Z, axis=0)
-    while live < 128:
-        here_Z = row_Z < 128
-        tl.store(start_ptr + lane_Z * 128 + runs_Z, row_Z.to(tl.uint8), mask=here_Z)
+    while live < _BLOCK:
+        here_Z = row_Z < _BLOCK
+        tl.store(start_ptr + lane_Z * _BLOCK + runs_Z, row_Z.to(tl.uint8), mask=here_Z)
         runs_Z += here_Z.to(tl.int32)
-        row_Z = tl.load(next_ptr + lane_Z * 128 + row_Z, mask=here_Z, other=128).to(tl.int32)
+        row_Z = tl.load(next_ptr + lane_Z * _BLOCK + row_Z, mask=here_Z, other=_BLOCK).to(tl.int32)
         live = tl.min(row_Z, axis=0)
     tl.store(runs_ptr + lane_Z, runs_Z, mask=real_Z)
 
@@ -112,7 +114,7 @@ def _fill_kernel(
     if LEVELS == 2:
         lane = tl.where(runs > CAP, lane + lanes, lane)
         runs = tl.load(runs_ptr + lane)
-    height = tl.minimum(rows - block * 128, 128)
+    height = tl.minimum(rows - block * _BLOCK, _BLOCK)
 
     slot_A = tl.arange(0, SLOTS)
     crowded = runs > CAP
@@ -121,7 +123,7 @@ def _fill_kernel(
     after_A = run_A + 1
     if MERGE:
         after_A = tl.where(crowded, (slot_A + 1) * runs // CAP, after_A)
-    start_ptr += lane * 128
+    start_ptr += lane * _BLOCK
     first_A = tl.load(start_ptr + run_A, mask=filled_A, other=0).to(tl.int32)
     end_A = tl.load(start_ptr + after_A, mask=filled_A & (after_A < runs), other=0).to(tl.int32)
     end_A = tl.where(filled_A, tl.where(after_A < runs, end_A, height), 0)
@@ -129,13 +131,13 @@ def _fill_kernel(
     second = tl.where(runs > 1, one, height) if MEAN else 1
     held_A = tl.where(filled_A, end_A if MEAN else tl.minimum(first_A + 1, end_A), second)
 
-    row_R = tl.arange(0, 128)
+    row_R = tl.arange(0, _BLOCK)
     held_AR = (row_R[None, :] >= first_A[:, None]) & (row_R[None, :] < held_A[:, None])
     needed_R = tl.max(held_AR.to(tl.int32), axis=0) > 0
     column_D = tl.arange(0, D)
     x_ptr += batch * stride_xb + group * stride_xg
     x_RD = tl.load(
-        x_ptr + (block * 128 + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
+        x_ptr + (block * _BLOCK + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
         mask=needed_R[:, None],
         other=0.0,
     )
@@ -144,7 +146,7 @@ def _fill_kernel(
 
     fits_A = slot_A < CAP
     table = batch * stride_ab + group * stride_ag + block.to(tl.int64) * CAP
-    tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * 128, mask=fits_A)
+    tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * _BLOCK, mask=fits_A)
     count_A = tl.where(filled_A, end_A - first_A, 0).to(tl.float32)
     tl.store(count_ptr + table + slot_A, count_A, mask=fits_A)
     vector_ptr += batch * stride_vb + group * stride_vg + block.to(tl.int64) * CAP * D
@@ -227,7 +229,7 @@ _NEXT = {
     "next_ptr": "*u8",
     "cos": "fp32",
     "relaxed_cos": "fp32",
-    "level_stride": "i64",
+    "stride_nl": "i64",
     **_X_STRIDES,
     **dict.fromkeys(("groups", "rows", "blocks"), "i32"),
 }

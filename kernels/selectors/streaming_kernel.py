@@ -11,6 +11,8 @@ from ..constants import BLOCK
 from ..interface import AttentionInput, TileMask
 from .rules.kernel import empty_mask
 
+_BLOCK = tl.constexpr(BLOCK)
+
 
 @triton.jit(do_not_specialize=["query_blocks", "key_blocks", "first_block", "sink_blocks", "window"])
 def _streaming_kernel(
@@ -19,7 +21,7 @@ def _streaming_kernel(
     """One row of the mask: the sink's blocks, then those from the window's oldest key to the diagonal."""
     row = tl.program_id(0)
     diagonal = first_block + row
-    oldest = tl.maximum(diagonal * 128 - window + 1, 0) // 128
+    oldest = tl.maximum(diagonal * _BLOCK - window + 1, 0) // _BLOCK
     sink = tl.minimum(sink_blocks, oldest)
     count = sink + diagonal - oldest + 1
     line = tl.program_id(1).to(tl.int64) * query_blocks + row

@@ -19,7 +19,11 @@ from ...interface import AttentionInput, KernelInputError, TileMask
 from .rule import LEVELS, MAX_BLOCKS, Rule, check_scores
 from .sums import Sums
 
-_KINDS = {"cumulative": 0, "max_relative": 1, "top_k": 2}
+_SCORES_ONLY = tl.constexpr(-1)
+_CUMULATIVE = tl.constexpr(0)
+_MAX_RELATIVE = tl.constexpr(1)
+_TOP_K = tl.constexpr(2)
+_KINDS = {"cumulative": _CUMULATIVE.value, "max_relative": _MAX_RELATIVE.value, "top_k": _TOP_K.value}
 
 
 @triton.jit
@@ -75,10 +79,10 @@ def _kept(
         ranked_W = causal_W & (forced_W == 0)
         score_W = tl.where(ranked_W, score_W, 0.0)
         top = tl.max(score_W, axis=0)
-    if KIND == 1:
+    if KIND == _MAX_RELATIVE:
         least = tl.where((top > 0.0) | (amount == 0.0), amount * top, float("inf"))
         kept_W = score_W >= least
-    elif KIND == 0:
+    elif KIND == _CUMULATIVE:
         per_level = LEVELS / tl.where(top > 0.0, top, 1.0)
         level_W = (score_W * per_level + 0.5).to(tl.int32)
         need = amount * tl.sum(level_W, axis=0).to(tl.float32)
@@ -171,7 +175,7 @@ def _rule_kernel(
     LEVELS: tl.constexpr,
     WITH_SCORES: tl.constexpr,
 ):
-    """R = 0: in_ptr holds scores. KIND = -1: write the row's scores and select nothing."""
+    """R = 0: in_ptr holds scores. KIND = _SCORES_ONLY: write the row's scores and select nothing."""
     row = tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -184,7 +188,7 @@ def _rule_kernel(
     else:
         score_W = _score_of_sums(in_ptr, stride_ir, column_W, causal_W, R, W, NORM, LARGEST)
     place = batch * stride_mb + head * stride_mh + row.to(tl.int64) * stride_mn
-    if KIND == -1:
+    if KIND == _SCORES_ONLY:
         tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
     else:
         amount = tl.load(amount_ptr + head)
@@ -260,7 +264,7 @@ def _launch(
         W=width,
         NORM=sums.normalised,
         LARGEST=sums.largest,
-        KIND=-1 if rule is None else _KINDS[rule.kind],
+        KIND=_SCORES_ONLY.value if rule is None else _KINDS[rule.kind],
         OUTSIDE=rule is not None and rule.outside,
         LEVELS=LEVELS,
         WITH_SCORES=rule is not None and score_BHNM is not None,
@@ -324,13 +328,24 @@ _RULE = {
 _LONG = {"R": 8, "W": 1024, "NORM": True, "LARGEST": False, "LEVELS": LEVELS, "WITH_SCORES": False}
 
 COMPILE_CASES = [
-    *((_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": False}) for kind in (0, 1, 2, -1)),
-    *((_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": True}) for kind in (0, 1, 2)),
-    (_rule_kernel, _RULE, {**_LONG, "LARGEST": True, "KIND": 0, "OUTSIDE": True}),
+    *(
+        (_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": False})
+        for kind in (*_KINDS.values(), _SCORES_ONLY.value)
+    ),
+    *((_rule_kernel, _RULE, {**_LONG, "KIND": kind, "OUTSIDE": True}) for kind in _KINDS.values()),
+    (_rule_kernel, _RULE, {**_LONG, "LARGEST": True, "KIND": _CUMULATIVE.value, "OUTSIDE": True}),
     (
         _rule_kernel,
         _RULE,
-        {**_LONG, "R": 16, "W": 4096, "KIND": 0, "OUTSIDE": False, "NORM": False, "WITH_SCORES": True},
+        {
+            **_LONG,
+            "R": 16,
+            "W": 4096,
+            "KIND": _CUMULATIVE.value,
+            "OUTSIDE": False,
+            "NORM": False,
+            "WITH_SCORES": True,
+        },
     ),
 ]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants."""
