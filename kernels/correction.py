@@ -6,8 +6,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .constants import BLOCK
-from .executors.common import runs_on_cpu
-from .interface import Attention, AttentionInput, Coverage, KernelInputError, Phase, StateSpec, no_phase
+from .interface import (
+    Attention,
+    AttentionInput,
+    Coverage,
+    KernelInputError,
+    Phase,
+    StateSpec,
+    no_phase,
+    runs_on_cpu,
+)
 from .options import option
 
 if TYPE_CHECKING:
@@ -63,7 +71,7 @@ class Correction:
 
     def _correct(self, x: AttentionInput, out_BHTD: torch.Tensor, state: CorrectionState) -> None:
         dense_rows, add_differences = cpu_dense_rows, cpu_add_differences
-        if not runs_on_cpu(x, "correction"):
+        if not runs_on_cpu(x.q_BHTD, "correction"):
             from .correction_kernel import kernel_add_differences, kernel_dense_rows
 
             dense_rows, add_differences = kernel_dense_rows, kernel_add_differences

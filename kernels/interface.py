@@ -32,6 +32,14 @@ class KernelInputError(ValueError):
     """An argument that no kernel can work with; raised before anything is launched."""
 
 
+def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
+    """True: the CPU form runs; False: the CUDA kernel. Any other device raises."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda"):
+        raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
+    return kind == "cpu"
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """What a method needs to know to allocate its state for one layer of one prompt.

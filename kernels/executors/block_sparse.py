@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..constants import BLOCK
-from ..interface import AttentionInput, Phase, StateSpec, TileMask
-from .common import check_mask, runs_on_cpu
+from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
+from .common import check_mask
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class BlockSparseExecutor:
         del state
         kept = check_mask(x, mask, "block_sparse")
         with phase("attention"):
-            return cpu_attend(x, kept) if runs_on_cpu(x, "block_sparse") else kernel_attend(x, kept)
+            return cpu_attend(x, kept) if runs_on_cpu(x.q_BHTD, "block_sparse") else kernel_attend(x, kept)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
         import torch

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..constants import BLOCK
-from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
+from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask, runs_on_cpu
 from ..methods import register
 from ..options import option
 from ..selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
 from .block_sparse import keys_of
-from .common import check_mask, runs_on_cpu
+from .common import check_mask
 from .packed_kv import cpu_pack_head, run_cosine
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class BlockSparsePackedExecutor:
         with phase("anchors"):
             state.extend(x.k_BGSD, BLOCK, self.runs)
         with phase("attention"):
-            if runs_on_cpu(x, "block_sparse_packed"):
+            if runs_on_cpu(x.q_BHTD, "block_sparse_packed"):
                 return cpu_attend(x, kept, state, share=self.share, mean_keys=self.mean_keys)
             from .block_sparse_packed_kernel import kernel_attend
 
@@ -72,7 +72,7 @@ class BlockSparsePackedExecutor:
         import torch
 
         kept = self._check(x, mask)
-        if runs_on_cpu(x, "block_sparse_packed"):
+        if runs_on_cpu(x.q_BHTD, "block_sparse_packed"):
             exact_BHNM = cpu_exact_table(kept, self.share)
         else:
             from .block_sparse_packed_kernel import kernel_exact_table

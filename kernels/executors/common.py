@@ -10,14 +10,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def runs_on_cpu(x: AttentionInput, name: str) -> bool:
-    """True: the CPU form runs; False: the CUDA kernel. Any other device raises."""
-    kind = x.q_BHTD.device.type
-    if kind not in ("cpu", "cuda"):
-        raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
-    return kind == "cpu"
-
-
 def causal_tiles(x: AttentionInput) -> int:
     """128x128 tiles that touch the causal triangle of this chunk, over batch and heads."""
     batch, heads = x.q_BHTD.shape[:2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..interface import AttentionInput, Phase, StateSpec, TileMask
+from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 from ..methods import register
-from .common import causal_tiles, runs_on_cpu, scalar
+from .common import causal_tiles, scalar
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ ROWS = 512
 
 @dataclass(frozen=True)
 class DenseOptions:
-    """Dense attention (FlashAttention-2, Dao 2023) takes none."""
+    """Dense attention (FlashAttention-2, Dao 2023, Algorithm 1) takes none."""
 
 
 class DenseExecutor:
@@ -33,7 +33,7 @@ class DenseExecutor:
     def attend(self, x: AttentionInput, mask: TileMask | None, state: None, phase: Phase) -> torch.Tensor:
         del mask, state
         with phase("attention"):
-            return cpu_attend(x) if runs_on_cpu(x, "dense") else kernel_attend(x)
+            return cpu_attend(x) if runs_on_cpu(x.q_BHTD, "dense") else kernel_attend(x)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
         del mask, state

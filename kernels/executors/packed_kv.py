@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..constants import BLOCK
-from ..interface import AttentionInput, Phase, StateSpec, TileMask
+from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
 from ..methods import register
 from ..options import min_tokens, option
-from .common import runs_on_cpu
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +69,7 @@ class PackedKVExecutor:
         with phase("anchors"):
             state.extend(x.k_BGSD, CHUNK, self.runs)
         with phase("attention"):
-            if runs_on_cpu(x, "packed_kv"):
+            if runs_on_cpu(x.q_BHTD, "packed_kv"):
                 return cpu_attend(x, state, **self._how)
             from .packed_kv_kernel import kernel_attend
 

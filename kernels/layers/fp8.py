@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..interface import KernelInputError
-from .device import check_rows, runs_on_cpu
+from ..interface import KernelInputError, runs_on_cpu
+from .rows import check_rows
 
 LARGEST = 448.0
 """The largest number of e4m3."""

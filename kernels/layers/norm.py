@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..interface import KernelInputError
-from .device import check_rows, runs_on_cpu
+from ..interface import KernelInputError, runs_on_cpu
 from .fp8 import Fp8Rows, cpu_quantise_rows
+from .rows import check_rows
 
 LinearInput = torch.Tensor | Fp8Rows
 """What a linear layer takes: 16 or 32 bits, or quantised."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..interface import KernelInputError
-from .device import runs_on_cpu
+from ..interface import KernelInputError, runs_on_cpu
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..interface import KernelInputError
-from .device import check_rows, runs_on_cpu
+from ..interface import KernelInputError, runs_on_cpu
 from .fp8 import Fp8Rows, cpu_quantise_rows
 from .norm import LinearInput
+from .rows import check_rows
 
 
 def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockPoolOptions(ScoredOptions):
-    """Block mean pooling: what the others must beat."""
+    """Block mean pooling, as MInference's block-sparse heads have it (Jiang et al. 2024, Algorithm 3): what
+    the others must beat."""
 
 
 class BlockPoolSelector(ScoredSelector):

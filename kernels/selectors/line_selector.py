@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from ..executors.common import runs_on_cpu
-from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
+from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask, runs_on_cpu
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,7 @@ class LineSelector(ABC):
 
     def select(self, x: AttentionInput, state: object, phase: Phase) -> TileMask:
         self._check(x)
-        if runs_on_cpu(x, self.name):
+        if runs_on_cpu(x.q_BHTD, self.name):
             return self.cpu_select(x, phase)
         return self.kernel_select(x, phase)
 

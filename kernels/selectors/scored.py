@@ -36,7 +36,8 @@ def window(default: int = 1) -> int:
 
 @dataclass(frozen=True)
 class ScoredOptions:
-    """What every method that ranks tiles by a score takes: its rule. The papers count tau over all mass.
+    """What every method that ranks tiles by a score takes: its rule (XAttention, Xu et al. 2025, section
+    2.2). The papers count tau over all mass.
 
     density: the mean share of causal tiles for which the model's profile was calibrated. Its amounts, one for
     each layer and head, then take the place of tau; they count outside sink and window. share: of each row's

@@ -1,18 +1,10 @@
-"""Where the functions of this room run, and what a kernel of one row a program takes."""
+"""What a kernel of one row a program takes."""
 
 from __future__ import annotations
 
 import torch
 
 from ..interface import KernelInputError
-
-
-def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
-    """True: the CPU form runs; False: the CUDA kernel. Any other device raises."""
-    kind = x.device.type
-    if kind not in ("cpu", "cuda"):
-        raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
-    return kind == "cpu"
 
 
 def check_rows(name: str, **rows: torch.Tensor) -> None:
