@@ -19,7 +19,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..workers.messages.methods import MethodError, load_methods, reads_whole_prompts
-from ..workers.messages.requests import PageSelection
 from ..workers.model.config import ModelConfig, ModelError
 from ..workers.model.levels import amounts_for
 from ..workers.model.profile import Profile
@@ -174,7 +173,7 @@ class ServiceConfig(BaseModel):
             yield "prefill.stall_s: must be above handoff.ack_timeout_s, which a stage may wait for"
         if decode.warm_up and decode.cache_tokens < _WARM_UP_TOKENS:
             yield f"decode.warm_up: needs cache_tokens of at least {_WARM_UP_TOKENS}"
-        if decode.page_selection == PageSelection.DELTA and not decode.delta_layers:
+        if decode.page_selection == "delta" and not decode.delta_layers:
             yield "decode.delta_layers: empty, so page_selection must be full (calibrate layers for delta)"
         yield from (f"decode.{problem}" for problem in decode.contradictions())
         if self.handoff.transport == "in_process":
