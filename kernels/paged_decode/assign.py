@@ -36,9 +36,14 @@ def assigned(lengths_ptr, counts_ptr, slot, most, requests, STEP: tl.constexpr, 
     tokens = 0
     count = 0
     before = 0
+    read = 0
+    shared = 0
     for n in range(requests):
         length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE)
-        has = tl.minimum(1 + steps * (most - 1) // total, steps)
+        read += steps
+        until = read * (most - 1) // total  # rounded so, nothing of what is shared out is lost
+        has = tl.minimum(1 + until - shared, steps)
+        shared = until
         mine = (before <= slot) & (slot < before + has)
         r = tl.where(mine, n, r)
         split = tl.where(mine, slot - before, split)
