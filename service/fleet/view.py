@@ -229,10 +229,6 @@ class Fleet:
             self._quietly(link.release_session(session_id, owner), f"release a session on {link.name}")
         )
 
-    @property
-    def in_progress(self) -> int:
-        return sum(len(ids) for ids in self._held.values())
-
     async def _renew(self) -> None:
         """Also where nothing is held, if nobody else is there: one that drains is not to go yet."""
         links: dict[str, Leased] = {**self._found.groups, **self._found.workers}

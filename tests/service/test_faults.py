@@ -74,7 +74,7 @@ def test_spare_capacity_is_used_at_once(
         text, *_ = collect(client.generate(PROMPT, max_tokens=9))
     assert text == expected(ids(PROMPT), 9)
     assert counter(house, "deltafront_replays_total") == 1
-    wait_until(lambda: not house.fleet.in_progress, "requests are left")
+    wait_until(lambda: not any(house.fleet._held.values()), "requests are left")
 
 
 def test_a_stage_failure_is_replayed(house: House, client: DeltafrontClient) -> None:
@@ -105,7 +105,7 @@ def test_a_dying_decode_worker_costs_a_pause(house: House, client: DeltafrontCli
     assert finish.usage.completion_tokens == 20
     assert dying.cut  # type: ignore[attr-defined]
     assert counter(house, "deltafront_time_to_first_token_seconds_count") == 1
-    wait_until(lambda: not house.fleet.in_progress, "requests are left")
+    wait_until(lambda: not any(house.fleet._held.values()), "requests are left")
 
 
 def test_a_worker_that_comes_back_is_waited_for(house: House, client: DeltafrontClient) -> None:

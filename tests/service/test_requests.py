@@ -49,7 +49,9 @@ def collect(events: object) -> tuple[str, list[Token], GenerateFinished, list[Pr
 
 
 def nothing_left(house: House) -> None:
-    wait_until(lambda: not house.pages_used() and not house.fleet.in_progress, "pages or requests are left")
+    wait_until(
+        lambda: not house.pages_used() and not any(house.fleet._held.values()), "pages or requests are left"
+    )
 
 
 def test_a_prompt_is_read_and_answered(house: House, client: DeltafrontClient) -> None:

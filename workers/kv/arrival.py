@@ -30,11 +30,6 @@ class KVArrival:
     def complete(self) -> bool:
         return self._count == self._layers * self._tokens
 
-    @property
-    def missing(self) -> int:
-        """Tokens × layers that are not in the pages yet."""
-        return self._layers * self._tokens - self._count
-
     def claim(self, layer: int, start: int, tokens: int) -> bool:
         """True: pull this range. False: exactly this range was announced before.
 

@@ -56,7 +56,7 @@ def test_a_shared_page_is_freed_by_its_last_holder() -> None:
     pages = pool.allocate(2)
     pool.share(pages[:1])
     pool.release(pages)
-    assert pool.used == 1 and pool.references(pages[0]) == 1
+    assert pool.used == 1 and pool._references[pages[0]] == 1
     pool.release(pages[:1])
     assert pool.used == 0
 
@@ -67,7 +67,7 @@ def test_a_wrong_release_raises_and_changes_nothing(pages: tuple[int, ...]) -> N
     assert pool.allocate(1) == (0,)
     with pytest.raises(ValueError, match="page"):
         pool.release(pages)
-    assert pool.used == 1 and pool.references(0) == 1
+    assert pool.used == 1 and pool._references[0] == 1
 
 
 def test_sharing_a_free_page_raises_and_changes_nothing() -> None:
@@ -75,7 +75,7 @@ def test_sharing_a_free_page_raises_and_changes_nothing() -> None:
     (held,) = pool.allocate(1)
     with pytest.raises(ValueError, match="free"):
         pool.share((held, held + 1))
-    assert pool.references(held) == 1
+    assert pool._references[held] == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -102,4 +102,4 @@ def test_random_use_agrees_with_counters(seed: int) -> None:
             for page in chosen:
                 counts[page] += step
         assert pool.used == sum(count > 0 for count in counts.values()) == pool.total - pool.free
-        assert all(pool.references(page) == count for page, count in counts.items())
+        assert all(pool._references[page] == count for page, count in counts.items())

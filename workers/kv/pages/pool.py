@@ -102,10 +102,6 @@ class PagePool:
     def used(self) -> int:
         return self.total - self.free
 
-    def references(self, page: int) -> int:
-        """How many holders a page has; above 1, write to a copy instead (copy on write)."""
-        return self._references[self._checked(page)]
-
     def allocate(self, count: int) -> tuple[int, ...]:
         """Take `count` pages with one reference each. Raises OutOfPages, having taken nothing."""
         if count < 0:
