@@ -77,11 +77,11 @@ async def test_the_end_of_a_process_is_noticed() -> None:
     await asyncio.sleep(0)
     assert not gone.is_set()
     child.kill()
-    await asyncio.wait_for(gone.wait(), 20)
+    await asyncio.wait_for(gone.wait(), 60)
     await child.wait()
     gone.clear()
     memory.when_gone(child.pid, gone.set)
-    await asyncio.wait_for(gone.wait(), 20)
+    await asyncio.wait_for(gone.wait(), 60)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
