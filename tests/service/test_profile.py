@@ -115,8 +115,8 @@ def with_options(**options: float) -> dict[str, Any]:
     ("sections", "says"),
     [
         (
-            {"prefill": with_options(density=0.3)},
-            "prefill.method_options.block_pool: method_options.density = 0.3: the model's profile has",
+            {"prefill": with_options(density=0.6)},
+            "prefill.method_options.block_pool: method_options.density = 0.6: the model's profile has",
         ),
         (
             {"prefill": with_options(density=0.2, window=300)},
@@ -196,7 +196,7 @@ def test_requests_ask_for_a_level(make_house: Make, model: Path, profile: Path) 
     assert (spec.name, spec.values["density"]) == ("block_pool+delta", 0.5)
     assert read_by(house).values["density"] == 0.0
     with pytest.raises(
-        InvalidArgument, match=r"attention\.options\.density: .*has 0\.2, 0\.5 for block_pool with"
+        InvalidArgument, match=r"attention\.options\.density: .*has 0\.2 to 0\.5 for block_pool with"
     ):
         read_by(house, options={"density": 0.1})
     with pytest.raises(InvalidArgument, match=r"density = 0\.3: the model's profile has"):

@@ -14,8 +14,9 @@ from .profile import Level, Profile, shaping_options
 def amounts_for(profile: Profile | None, spec: MethodSpec) -> Amounts | None:
     """What `kernels.build` takes for a method's `density`; None for a method that asks for none.
 
-    Of the levels of this density, a prompt gets the one whose length is nearest to its own, by ratio. Raises
-    MethodError, naming the option, if the profile has no such level.
+    Of the levels of a density, a prompt gets the one whose length is nearest to its own, by ratio. Between
+    two densities that the profile has, amounts are interpolated. Raises MethodError, naming the option, for a
+    density outside of them.
     """
     asked = spec.values.get("density", 0.0)
     if not asked or not issubclass(registered(spec).form, ScoredOptions):
@@ -24,13 +25,20 @@ def amounts_for(profile: Profile | None, spec: MethodSpec) -> Amounts | None:
     if profile is None:
         raise MethodError("method_options.density", f"{where}: the model has no profile (model.profile)")
     levels = _levels(profile, spec)
-    if not levels:
+    below = [one for one in levels if one.density <= asked]
+    above = [one for one in levels if one.density >= asked]
+    if not below or not above:
         raise MethodError(
             "method_options.density", f"{where}: the model's profile has {_offer(profile)}; 0 goes by tau"
         )
+    low, high = max(one.density for one in below), min(one.density for one in above)
+    sparser = [one for one in below if one.density == low]
+    denser = [one for one in above if one.density == high]
+    share = 0.0 if high == low else (asked - low) / (high - low)
 
     def amounts(layer: int, tokens: int) -> Sequence[float]:
-        return nearest(levels, tokens).amounts[layer]
+        few, many = (nearest(of, tokens).amounts[layer] for of in (sparser, denser))
+        return [one + share * (other - one) for one, other in zip(few, many, strict=True)]
 
     return amounts
 
@@ -41,16 +49,17 @@ def nearest(levels: Sequence[Level], tokens: int) -> Level:
 
 
 def _levels(profile: Profile, spec: MethodSpec) -> list[Level]:
-    """Of the spec's density, if the profile has its method with its options."""
+    """Of the spec's method with its options."""
     wanted = spec.name.partition("+")[0], shaping_options(spec)
     same = (one for one in profile.prefill if (one.method, one.options) == wanted)
-    return [level for one in same for level in one.levels if level.density == spec.values["density"]]
+    return [level for one in same for level in one.levels]
 
 
 def _offer(profile: Profile) -> str:
     offers = []
     for one in profile.prefill:
         options = ", ".join(f"{key}={value}" for key, value in one.options.items())
-        densities = ", ".join(f"{density:g}" for density in sorted({level.density for level in one.levels}))
+        bounds = sorted({f(level.density for level in one.levels) for f in (min, max)})
+        densities = " to ".join(f"{density:g}" for density in bounds)
         offers.append(f"{densities} for {one.method} with {options}")
     return "; ".join(offers) or "no levels"

@@ -39,7 +39,21 @@ def test_a_prompt_gets_the_level_whose_length_is_nearest_by_ratio(model: Path, n
     for tokens, level in ((1, short), (256, short), (512, short), (513, long), (1 << 20, long)):
         assert [tuple(amounts(layer, tokens)) for layer in range(LAYERS)] == list(level.amounts)
     wider = amounts_for(profile, method_spec(name, {"density": 0.5}))
-    assert wider is not None and wider(2, 16) == other.amounts[2]
+    assert wider is not None and tuple(wider(2, 16)) == pytest.approx(other.amounts[2])
+
+
+def test_between_two_densities_amounts_are_interpolated(model: Path) -> None:
+    profile = make_profile(model)
+    short, long, other = profile.prefill[0].levels
+    assert (short.density, long.density, other.density) == (0.2, 0.2, 0.5)
+    for asked, share in ((0.2, 0.0), (0.26, 0.2), (0.35, 0.5), (0.5, 1.0)):
+        amounts = amounts_for(profile, method_spec("block_pool", {"density": asked}))
+        assert amounts is not None
+        for tokens, level in ((1, short), (1 << 20, long)):
+            for layer in range(LAYERS):
+                ends = zip(level.amounts[layer], other.amounts[layer], strict=True)
+                want = [(1 - share) * low + share * high for low, high in ends]
+                assert amounts(layer, tokens) == pytest.approx(want)
 
 
 @given(lengths=st.lists(counts, min_size=1, max_size=5, unique=True), tokens=counts)
@@ -55,11 +69,12 @@ def test_nearest_by_ratio(lengths: list[int], tokens: int) -> None:
     [
         (
             "block_pool",
-            {"density": 0.3},
-            "0.2, 0.5 for block_pool with sink=1, window=1; 0.3 for dpxa with sink=1, window=128, cos=0.75",
+            {"density": 0.1},
+            "0.2 to 0.5 for block_pool with sink=1, window=1; 0.3 for dpxa with sink=1, window=128, cos=0.75",
         ),
-        ("block_pool", {"density": 0.2, "window": 2}, "0.2, 0.5 for block_pool with sink=1, window=1"),
-        ("xattention+delta", {"density": 0.2}, "the model's profile has 0.2, 0.5 for block_pool"),
+        ("block_pool", {"density": 0.6}, "0.2 to 0.5 for block_pool"),
+        ("block_pool", {"density": 0.2, "window": 2}, "0.2 to 0.5 for block_pool with sink=1, window=1"),
+        ("xattention+delta", {"density": 0.2}, "the model's profile has 0.2 to 0.5 for block_pool"),
     ],
 )
 def test_a_level_that_is_not_there_is_refused(

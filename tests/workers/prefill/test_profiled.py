@@ -73,9 +73,9 @@ def test_the_length_of_the_prompt_decides_the_level(directory: Path, model: Mode
 
 
 def test_a_density_that_nobody_calibrated_fails_its_request_alone(directory: Path, model: ModelSpec) -> None:
-    ids, spec = random_ids(300), at_density("block_pool", 0.3)
+    ids, spec = random_ids(300), at_density("block_pool", 0.6)
     with pytest.raises(
-        PrefillFailed, match=r"block_pool cannot start: method_options.density = 0.3: the model's"
+        PrefillFailed, match=r"block_pool cannot start: method_options.density = 0.6: the model's"
     ):
         run_in_process(model, config(2, 256), ids, spec)
     with pytest.raises(PrefillFailed, match=r"method_options.density = 0.2: the model has no profile"):
