@@ -1,12 +1,13 @@
 """One model in one process: reads a document in chunks with a prefill method, as a prefill worker does.
 
 No service, so that only the arithmetic differs between methods. Shape suffixes as in
-`workers.model.decoder` and `kernels.interface`; L layers.
+`workers.model.decoder` and `kernels.interface`; L layers, P rows computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from tokenizers import Tokenizer
 from torch.nn.functional import scaled_dot_product_attention
 
 from deltafront.kernels.build import build
-from deltafront.kernels.interface import AttentionInput, Coverage, StateSpec
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateSpec, no_phase
+from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.model import store as model_store
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
 from deltafront.workers.model.levels import amounts_for
 from deltafront.workers.model.profile import Profile
+from deltafront.workers.model.recompute import recompute, rows_of_blocks
 from deltafront.workers.prefill import warm_up as prefill_warm_up
 from deltafront.workers.prefill.phases import phase_timer
 from deltafront.workers.settings import Quantisation
@@ -56,6 +60,7 @@ class Reader:
         self._profile = profile
         self._k_LBGSD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
         self._v_LBGSD = torch.zeros_like(self._k_LBGSD)
+        self._ids_T = torch.zeros(0, dtype=torch.int64)
         self.length = 0
 
     def read(self, ids: Sequence[int], method: str, chunk: int, tail: int = 1, *, after: int = 0) -> Reading:
@@ -66,6 +71,7 @@ class Reader:
         comes back is of those behind them alone.
         """
         self.length = after
+        self._ids_T = torch.tensor(ids, device=self.stack.device)
         config, named = self.stack.config, parse_method(method)
         attention = build(named, amounts_for(self._profile, named))
         spec = StateSpec(
@@ -123,6 +129,42 @@ class Reader:
         """k_GSD and v_GSD of what has been read, as views."""
         k_BGSD, v_BGSD = self._seen(layer, self.length)
         return k_BGSD[0], v_BGSD[0]
+
+    @contextmanager
+    def recomputed(self, blocks: Sequence[int], phase: Phase = no_phase) -> Iterator[None]:
+        """While it lasts, these whole blocks of the document (ascending) are as dense attention over all that
+        stands before them gives them; then they are as before. phase: of computing them."""
+        if not blocks:
+            yield
+            return
+        rows_P = rows_of_blocks(blocks, self.stack.device)
+        both = self._k_LBGSD, self._v_LBGSD
+        before = [x_LBGSD[:, :, :, rows_P] for x_LBGSD in both]
+        try:
+            with phase("recompute"):
+                self._recompute(blocks, rows_P)
+            yield
+        finally:
+            for x_LBGSD, x_LBGPD in zip(both, before, strict=True):
+                x_LBGSD[:, :, :, rows_P] = x_LBGPD
+
+    def _recompute(self, blocks: Sequence[int], rows_P: torch.Tensor) -> None:
+        """Each layer's new rows are written beside the document, since that is stored head by head."""
+        config, stack = self.stack.config, self.stack
+        shape = (len(rows_P), config.kv_heads, config.head_dim)
+        k_PGD, v_PGD = (torch.empty(shape, dtype=stack.dtype, device=stack.device) for _ in "kv")
+        fresh = KVRows(k_PGD, v_PGD, torch.arange(len(rows_P), device=stack.device))
+
+        def placed(x_GSD: torch.Tensor, x_PGD: torch.Tensor) -> torch.Tensor:
+            x_GPD = x_PGD.transpose(0, 1)
+            x_GSD.index_copy_(1, rows_P, x_GPD)
+            return torch.cat([x_GSD[:, : blocks[-1] * BLOCK], x_GPD], dim=1)
+
+        def seen(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            k_GSD, v_GSD = self._k_LBGSD[layer, 0], self._v_LBGSD[layer, 0]
+            return placed(k_GSD, k_PGD), placed(v_GSD, v_PGD)
+
+        recompute(stack, self._ids_T[rows_P], blocks, lambda _layer: fresh, seen)
 
     def _forward(
         self, ids: Sequence[int], attend: Callable[[int, torch.Tensor], torch.Tensor]

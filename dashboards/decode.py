@@ -119,6 +119,13 @@ SESSIONS = Row(
             [Query(f"{rate('ttft_part_seconds_total', where=_APPEND)} / {rate(_TTFT)}", "read")],
         ),
         Panel(
+            "Prompt tokens computed again",
+            "Mean of an answer: in blocks that the question looks at, of what was read with a sparse method. "
+            "0: nobody asks for it (`decode.recompute_blocks`).",
+            "short",
+            [Query(ratio("recomputed_tokens_total", "request_generation_tokens_count"), "computed again")],
+        ),
+        Panel(
             "Requests in decode workers",
             "Computed now, and waiting for pages, K/V or a place.",
             "short",

@@ -10,7 +10,7 @@ _PARTS = "ttft_part_seconds_total"
 _LENGTHS = "Lengths are of what was read: at most so many tokens, without those that a session held."
 _OBJECTIVE = ((30.0, "red"),)
 _DOOR = 'part=~"tokenize|worker_wait|admission|transport|replay"'
-_DECODE = 'part=~"handoff_exposed|decode_wait|append_prefill|first_step"'
+_DECODE = 'part=~"handoff_exposed|decode_wait|append_prefill|recompute|first_step"'
 _ATTENDING = "prefill.(attention|anchors|scoring|selection|correction)"
 _KINDS = {
     "queue": 'part="queue"',
@@ -105,7 +105,8 @@ PARTS = Row(
         Panel(
             "Decode",
             "`handoff_exposed`: K/V that was not there when prefill ended. `decode_wait`: no place in the "
-            "batch. `append_prefill`: reading a question on a session.",
+            "batch. `append_prefill`: reading a question on a session. `recompute`: reading again what the "
+            "question looks at, with dense attention.",
             "s",
             [Query(_parts(_DECODE), "{{part}}")],
             stacked=True,

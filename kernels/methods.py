@@ -184,6 +184,11 @@ def resume_step(spec: MethodSpec) -> int:
     return math.lcm(BLOCK, int(spec.values["gamma"])) if spec.correction else BLOCK
 
 
+def is_exact(spec: MethodSpec, tokens: int) -> bool:
+    """Whether a prompt of so many tokens gets the keys and values of exact attention."""
+    return spec.name == "dense" or tokens <= spec.values.get("min_tokens", 0)
+
+
 def reads_whole_prompts(name: str) -> bool:
     """Whether a known method can only take a prompt in one piece, so that the service refuses it."""
     return PRESETS[name.partition("+")[0]].whole_prompt

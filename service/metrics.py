@@ -101,6 +101,9 @@ class Metrics:
         self._rows = self._counter("decode_rows_total", "Requests in these steps: the batch sizes' sum")
         self._attended = self._counter("pages_attended_total", "Pages read by sparse decode layers")
         self._held = self._counter("pages_held_total", "Pages that full attention would have read there")
+        self._recomputed = self._counter(
+            "recomputed_tokens_total", "Prompt tokens that decode workers computed again for a question"
+        )
 
     def _declare_attention(self) -> None:
         self._density = self._histogram(
@@ -217,6 +220,7 @@ class Metrics:
             self._held.inc(report.pages_held)
             self._steps.inc(report.own_steps)
             self._rows.inc(report.steps)
+            self._recomputed.inc(report.recomputed_tokens)
 
     # --- what a scrape sees ----------------------------------------------------------------------------
 

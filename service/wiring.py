@@ -89,6 +89,7 @@ def requests(
         default_ttl_s=door.default_session_ttl_s,
         max_ttl_s=decode.max_session_ttl_s,
         delta_layers=bool(decode.delta_layers),
+        default_recompute_blocks=decode.recompute_blocks,
     )
     about = ServerInfo(
         version=__version__,
@@ -105,6 +106,7 @@ def requests(
         page_budget=decode.page_budget,
         recency=decode.recency,
         profile=None if profile is None else _profile(profile),
+        recompute_blocks=decode.recompute_blocks,
     )
     return Requests(resources, limits, authenticator(door, gate).caller, about, end_elsewhere)
 

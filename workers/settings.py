@@ -27,6 +27,8 @@ Room = Annotated[int, Field(ge=PAGE_TOKENS, multiple_of=PAGE_TOKENS)]
 """Tokens whose K/V a worker has room for: whole pages."""
 Chunk = Annotated[int, Field(ge=BLOCK, multiple_of=BLOCK)]
 """Tokens of a prefill chunk: whole attention tiles."""
+MAX_RECOMPUTE_BLOCKS = 64
+Blocks = Annotated[int, Field(ge=0, le=MAX_RECOMPUTE_BLOCKS)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
 Directory = Annotated[str, Field(pattern="^/")]
@@ -152,6 +154,10 @@ class DecodeConfig:
     """How long a reservation may wait for pages before it is refused. One that is expected to wait longer is
     refused at once."""
     append_chunk_tokens: Count = 256
+    recompute_blocks: Blocks = 0
+    """Of a prompt that was read with a sparse method: how many blocks of 128 tokens are computed again with
+    dense attention before the first token, those that the question looks at most. 0: none. For requests that
+    do not say."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8

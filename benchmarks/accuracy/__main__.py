@@ -11,11 +11,19 @@ with every method. For each: KL(dense | method) of the next-token distributions 
 teacher-forced, the questions read densely; the density; the time of selection and attention in all layers.
 --questions-in-prompt: every question ends a prompt and is read with the method, as a service reads it; then
 its answer densely.
+--recompute 4 8 16: for every method but dense, a case `<method> recompute N` for each number N: every
+question is asked by itself, over the document in which the N blocks that it looks at most have been computed
+again with dense attention. Its density counts these tiles, a question's mean; its time them and finding the
+blocks, a question's median, which stands beside it. The document's tail is the method's own.
 --decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, how many
 are as full decode's, and as `density` the share of full decode's pages read, all layers counted; with several
 a table says which are on the Pareto front of share, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
+
+--shard I/N: only documents I, I + N, I + 2 N, …, as one of N processes (questions of --recompute leave a GPU
+idle between launches); --result has what each case did on each document, and `accuracy.merge` makes of all
+of them what one process would have printed and written.
 
 Methods take options: `dpxa:tau=0.9,k_anchors=16`, and with --profile `dpxa:density=0.08`. Prints a line for
 each document and method, and a table; writes the JSON named by --result; ends with 1 when a --gate is missed.
@@ -25,11 +33,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import platform
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -37,16 +45,19 @@ import torch
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
-from deltafront.benchmarks.accuracy.front import front_table, with_front
+from deltafront.benchmarks.accuracy.merge import conclude, write_shard
 from deltafront.benchmarks.accuracy.predictions import perplexity
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
+    Looked,
     ask,
+    ask_and_look,
     ask_in_prompt,
     ask_one_by_one,
+    ask_recomputed,
     by_subject,
 )
-from deltafront.benchmarks.accuracy.report import Outcome, line, missed, parse_gate, rows, table
+from deltafront.benchmarks.accuracy.report import BASELINE, Outcome, line, parse_gate
 from deltafront.benchmarks.accuracy.tasks import TASKS
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.reader import (
@@ -61,6 +72,7 @@ from deltafront.benchmarks.reader import (
     parse_method,
     warm_up,
 )
+from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.probes import Document, Question, Text
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.decoder import LayerStack
@@ -68,7 +80,6 @@ from deltafront.workers.model.levels import amounts_for
 from deltafront.workers.model.profile import Profile, load_profile
 from deltafront.workers.settings import ModelSpec, Quantisation
 
-BASELINE = "dense"
 QUESTION_ROOM = 512
 """Tokens that a question and its answer may have."""
 CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
@@ -96,23 +107,15 @@ def main() -> int:
         for outcome in _compare(readers, made, methods, arguments):
             outcomes.append(outcome)
             print(line(outcome), flush=True)
-    found = with_front(rows(outcomes, BASELINE))
-    print(table(found))
-    if arguments.decode:
-        print(f"\n{front_table(found)}")
-    if arguments.result:
-        result = {
-            "hardware": arguments.hardware or _hardware(arguments.device),
-            "commit": arguments.commit or commit_of(ROOT),
-            "dtype": arguments.dtype,
-            "rows": found,
-        }
-        arguments.result.parent.mkdir(parents=True, exist_ok=True)
-        arguments.result.write_text(json.dumps(result, indent=1) + "\n")
-    reasons = missed(gates, found)
-    for reason in reasons:
-        print(f"gate missed: {reason}", file=sys.stderr)
-    return 1 if reasons else 0
+    origin = {
+        "hardware": arguments.hardware or _hardware(arguments.device),
+        "commit": arguments.commit or commit_of(ROOT),
+        "dtype": arguments.dtype,
+    }
+    if arguments.shard:
+        write_shard(outcomes, arguments.shard, origin, arguments.result)
+        return 0
+    return conclude(outcomes, origin, gates, arguments.result)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | None]:
@@ -139,9 +142,10 @@ class _Made:
 
 
 def _documents(arguments: argparse.Namespace, texts: dict[str, Text]) -> Iterator[_Made]:
+    shard, shards = arguments.shard or (0, 1)
     for count, tokens in arguments.documents:
         for task, questions in arguments.tasks:
-            for index in range(count):
+            for index in range(shard, count, shards):
                 text = list(texts)[index % len(texts)]
                 rng = random.Random(f"{arguments.seed} {task} {tokens} {index}")
                 document = TASKS[task](rng, tokens, questions, texts[text])
@@ -152,8 +156,9 @@ def _documents(arguments: argparse.Namespace, texts: dict[str, Text]) -> Iterato
 def _compare(
     readers: Sequence[Reader], made: _Made, methods: Sequence[str], arguments: argparse.Namespace
 ) -> Iterator[Outcome]:
-    """Every method on one document, dense first; page selections right after it, on its keys and values. Of
-    the second reader, the quantised model's, every method, too."""
+    """Every method on one document, dense first; page selections right after it, on its keys and values, and
+    a method's recomputed blocks right after it. Of the second reader, the quantised model's, every method,
+    too."""
     ids, questions = made.document.ids, made.document.questions
     tail, dense = ids[-arguments.tail :], None
     for reader, method in itertools.product(readers, methods):
@@ -161,13 +166,16 @@ def _compare(
         reading = reader.read(ids, method, arguments.chunk, len(tail))
         dense = reading if dense is None else dense
         kl_T = divergence(reader.stack, dense.tail_TC, reading.tail_TC)
+        looked: list[Looked] = []
         if arguments.questions_in_prompt:
             answers = ask_in_prompt(reader, ids, questions, method, arguments.chunk)
+        elif arguments.recompute and method != BASELINE:
+            answers, looked = ask_and_look(reader, questions)
         else:
             answers = ask(reader, questions)
         if case == BASELINE and questions and not arguments.questions_in_prompt:
             _check(reader, questions[0], answers[0])
-        yield _outcome(
+        outcome = _outcome(
             made,
             case,
             reading,
@@ -175,6 +183,9 @@ def _compare(
             perplexity(reader.stack, reading.tail_TC, tail),
             answers,
         )
+        yield outcome
+        for count in arguments.recompute if looked else []:
+            yield _recomputed(reader, questions, looked, count, outcome)
         if case == BASELINE and arguments.decode and questions:
             yield from _decoded(reader, made, questions[: arguments.decode_questions], arguments.decode)
 
@@ -209,6 +220,22 @@ def _outcome(
         kl_p95=float(kl_T.quantile(0.95)),
         perplexity=tail_perplexity,
         answers=subjects,
+    )
+
+
+def _recomputed(
+    reader: Reader, questions: Sequence[Question], looked: Sequence[Looked], count: int, method: Outcome
+) -> Outcome:
+    """method: its own outcome, on the document that the reader holds."""
+    found = ask_recomputed(reader, questions, looked, count)
+    blocks = -(-reader.length // BLOCK)
+    return replace(
+        method,
+        case=f"{method.case} recompute {count}",
+        density=method.density + found.tiles / (blocks * (blocks + 1) / 2),
+        answers=by_subject(questions, found.answers),
+        ms=(method.ms or 0.0) + found.milliseconds,
+        recompute_ms=found.milliseconds,
     )
 
 
@@ -248,6 +275,7 @@ def _arguments() -> argparse.Namespace:
     add("--documents", type=_counted_lengths, nargs="+", default=[(2, 4096)], metavar="COUNTxTOKENS")
     add("--tasks", type=_task, nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
     add("--methods", nargs="+", default=["dpxa"])
+    add("--recompute", type=int, nargs="+", default=[], metavar="BLOCKS", help="for each question by itself")
     add("--decode", nargs="+", default=[], metavar="LAYERS:BUDGET[:RECENCY]")
     add("--questions-in-prompt", action="store_true", help="each ends a prompt, instead of a session's")
     add("--decode-questions", type=int, default=40)
@@ -258,12 +286,17 @@ def _arguments() -> argparse.Namespace:
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16" if cuda else "float32")
     add("--quantisation", choices=get_args(Quantisation), help="also with the layers in so many bits")
     add("--device", default="cuda" if cuda else "cpu")
+    add("--shard", type=_shard, metavar="I/N", help="every N-th document from I on, for `merge`")
     add("--result", type=Path)
     add("--hardware", default="", help="what it ran on, for the record")
     add("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
     if arguments.questions_in_prompt and arguments.decode:
         parser.error("--questions-in-prompt: --decode answers questions that are appended to a session")
+    if arguments.questions_in_prompt and arguments.recompute:
+        parser.error("--questions-in-prompt: --recompute asks questions that are appended to a session")
+    if arguments.shard and (arguments.gate or not arguments.result):
+        parser.error("--shard: --result is needed, and --gate is for accuracy.merge")
     return arguments
 
 
@@ -277,6 +310,13 @@ def _task(given: str) -> tuple[str, int]:
     if name not in TASKS:
         raise argparse.ArgumentTypeError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
     return name, int(count or 16)
+
+
+def _shard(given: str) -> tuple[int, int]:
+    shard, _, shards = given.partition("/")
+    if not 0 <= int(shard) < int(shards):
+        raise argparse.ArgumentTypeError(f"no shard {given!r}: I/N with I from 0 to N - 1")
+    return int(shard), int(shards)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ densely with its right answer (teacher-forced), as many in one pass as rows fit.
 Attention over the document and over a question's own tokens are computed apart and merged by their
 log-sum-exp, which is exact; so no question sees another and the document is stored once.
 
+Or one question after another, each over the document in which the blocks that it looks at most have been
+computed again with dense attention.
+
 Shape suffixes: Q questions of a pass, L rows of the longest of them, S tokens of the document, H query heads,
 G key/value heads, J = H / G, D head dimension, T = Q x L rows, R = J x T.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +23,8 @@ from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.reader import Reader, parse_method
 from deltafront.kernels.methods import resume_step
 from deltafront.workers.calibration.probes import Question
+from deltafront.workers.model.recompute import Looks
+from deltafront.workers.prefill.phases import phase_timer
 
 READ_AGAIN = 512
 """Tokens of a document that are read again, at least, for each question that ends its prompt: what a method
@@ -29,6 +35,9 @@ ROWS = 4096
 
 Keep = Callable[[int, Sequence[int], torch.Tensor, torch.Tensor], None]
 """keep(layer, indices, k_QLGD, v_QLGD): the own keys and values of the questions with these indices."""
+
+Look = Callable[[int, int, torch.Tensor], None]
+"""look(layer, index, q_LHD): the rotated queries of this question's prompt."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +51,70 @@ class Answered:
     first_logp: float
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What a question looks at in the document, and how long that took to find."""
+
+    looks: Looks
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Answers over recomputed blocks. tiles: computed for them in each head of each layer, a question's mean.
+    milliseconds: of finding the blocks and computing them again, a question's median; device time on a GPU,
+    wall-clock time on a CPU."""
+
+    answers: list[Answered]
+    tiles: float
+    milliseconds: float
+
+
 @torch.inference_mode()
-def ask(reader: Reader, questions: Sequence[Question], keep: Keep | None = None) -> list[Answered]:
+def ask(
+    reader: Reader, questions: Sequence[Question], keep: Keep | None = None, look: Look | None = None
+) -> list[Answered]:
     """What the reader's document answers to each question; the reader stays as it is.
 
-    keep: called for every layer of a pass, with the indices of its questions.
+    keep: called for every layer of a pass, with the indices of its questions. look: for every question, too.
     """
     answered: dict[int, Answered] = {}
     for indices in _passes([_rows(question) for question in questions]):
-        found = _one_pass(reader, [questions[i] for i in indices], indices, keep)
+        found = _one_pass(reader, [questions[i] for i in indices], indices, keep, look)
         answered |= dict(zip(indices, found, strict=True))
     return [answered[i] for i in range(len(questions))]
+
+
+def ask_and_look(reader: Reader, questions: Sequence[Question]) -> tuple[list[Answered], list[Looked]]:
+    """As `ask`, and what each question looks at."""
+    looks = [Looks(reader.length) for _ in questions]
+    timers = [phase_timer(reader.stack.device) for _ in questions]
+
+    def look(layer: int, index: int, q_LHD: torch.Tensor) -> None:
+        with timers[index].phase("looks"):
+            looks[index].add(q_LHD, reader.document(layer)[0])
+
+    answers = ask(reader, questions, look=look)
+    spent = [1e3 * sum(timer.seconds().values()) for timer in timers]
+    return answers, [Looked(*pair) for pair in zip(looks, spent, strict=True)]
+
+
+@torch.inference_mode()
+def ask_recomputed(
+    reader: Reader, questions: Sequence[Question], looked: Sequence[Looked], count: int
+) -> Recomputed:
+    """At least one question, each asked by itself once the `count` blocks that it looks at most have been
+    computed again. The reader stays as it is."""
+    answers, tiles, spent = list[Answered](), list[int](), list[float]()
+    for question, found in zip(questions, looked, strict=True):
+        timer = phase_timer(reader.stack.device)
+        with timer.phase("looks"):
+            blocks = found.looks.most(count)
+        with reader.recomputed(blocks, timer.phase):
+            answers += ask(reader, [question])
+        tiles.append(sum(block + 1 for block in blocks))
+        spent.append(found.milliseconds + 1e3 * sum(timer.seconds().values()))
+    return Recomputed(answers, statistics.mean(tiles), statistics.median(spent))
 
 
 @torch.inference_mode()
@@ -126,7 +188,11 @@ def _passes(rows: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _one_pass(
-    reader: Reader, questions: Sequence[Question], indices: Sequence[int], keep: Keep | None
+    reader: Reader,
+    questions: Sequence[Question],
+    indices: Sequence[int],
+    keep: Keep | None,
+    look: Look | None,
 ) -> list[Answered]:
     stack, longest = reader.stack, max(map(_rows, questions))
     ids_QL = torch.tensor([padded([*q.prompt, *q.gold[:-1]], longest) for q in questions])
@@ -137,6 +203,9 @@ def _one_pass(
         q_QLHD, k_QLGD, v_QLGD = (x.reshape(-1, longest, *x.shape[1:]) for x in (q_THD, k_TGD, v_TGD))
         if keep is not None:
             keep(layer, indices, k_QLGD, v_QLGD)
+        if look is not None:
+            for index, question, q_LHD in zip(indices, questions, q_QLHD, strict=True):
+                look(layer, index, q_LHD[: len(question.prompt)])
         out_QLHD = attend_appended(q_QLHD, k_QLGD, v_QLGD, *reader.document(layer))
         return out_QLHD.flatten(0, 1)
 

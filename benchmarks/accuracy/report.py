@@ -14,6 +14,8 @@ from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, mean
 
 Row = dict[str, Any]
 
+BASELINE = "dense"
+
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 
 
@@ -21,7 +23,8 @@ _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=":
 class Outcome:
     """One method on one document. kl, kl_p95: of KL(dense | method) over the tail's positions, mean and 95th
     percentile. answers: (log-probability, exact) of what was asked about. agree: share of the questions whose
-    greedily decoded tokens are full decode's. None where a figure does not apply."""
+    greedily decoded tokens are full decode's. recompute_ms: what recomputing blocks for a question takes of
+    ms. None where a figure does not apply."""
 
     case: str
     task: str
@@ -34,6 +37,7 @@ class Outcome:
     kl_p95: float | None = None
     perplexity: float | None = None
     agree: float | None = None
+    recompute_ms: float | None = None
 
 
 def line(outcome: Outcome) -> str:
@@ -72,6 +76,7 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
         "documents": len(group),
         "density": mean_and_error([o.density for o in group])[0],
         "ms": _median([o.ms for o in group]),
+        "recompute_ms": _median([o.recompute_ms for o in group]),
         "kl": _mean([o.kl for o in group]),
         "kl_error": _error([o.kl for o in group]),
         "kl_p95": _mean([o.kl_p95 for o in group]),
@@ -144,9 +149,9 @@ def table(found: Sequence[Row]) -> str:
     for tokens in dict.fromkeys(row["tokens"] for row in found):
         lines += [
             f"\n{tokens:,} tokens\n",
-            "| task | case | density | ms | KL ± | 95% | perplexity | exact (dense) | ratio, 95% "
+            "| task | case | density | ms | recompute | KL ± | 95% | perplexity | exact (dense) | ratio, 95% "
             "| lost, won; p | logp − dense's ± | agree |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         lines += [_table_line(row) for row in found if row["tokens"] == tokens]
     return "\n".join(lines)
@@ -167,6 +172,7 @@ def _table_line(row: Row) -> str:
         f"`{row['case']}`",
         f"{row['density']:.3f}",
         _number(row.get("ms"), ".1f"),
+        _number(row.get("recompute_ms"), ".1f"),
         kl,
         _number(row.get("kl_p95"), ".3f"),
         _number(row.get("perplexity"), ".3f"),
@@ -206,7 +212,7 @@ def parse_gate(given: str) -> Gate:
     return Gate(case, tuple(bounds))
 
 
-FIGURES = ("exact", "logp", "kl", "kl_p95", "density", "ms", "perplexity", "agree", "p")
+FIGURES = ("exact", "logp", "kl", "kl_p95", "density", "ms", "recompute_ms", "perplexity", "agree", "p")
 """What a gate can bound. exact: over dense's; logp, perplexity: less dense's; the others as in the rows."""
 
 

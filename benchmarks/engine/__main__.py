@@ -8,7 +8,8 @@ and ranks as ever. Every start is a row (`ready_cold` where the kernel cache was
 
 Cases: ready (one start more), ttft, peers (the same stack with SDPA's FlashAttention-2 and cuDNN), products
 (the linear products alone), decode (one and four sessions, full and DELTA), throughput (--prompts of
---prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one).
+--prompt-tokens sent together; prefill.cache_tokens and decode.cache_tokens must have room for the next one),
+questions (first token of a question to a session, with --recompute blocks computed again).
 Rows are printed as they come and merged into --result after each, so that several runs, on several machines,
 fill one file. On a CPU:
 
@@ -45,8 +46,8 @@ from .setup import ANSWER_ROOM, Setup, dpxa_share
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "engine_h200.json"
 BY_DEFAULT = ("ready", "ttft", "peers", "products", "decode")
-CASES = (*BY_DEFAULT, "throughput")
-SERVED = {"ttft", "decode", "peers", "throughput"}
+CASES = (*BY_DEFAULT, "throughput", "questions")
+SERVED = {"ttft", "decode", "peers", "throughput", "questions"}
 DENSITIES = {32_768: 0.1, 131_072: 0.055, 262_144: 0.036, 524_288: 0.022}
 """Of `dpxa`, by length; a prompt gets that of the nearest, by ratio."""
 
@@ -68,6 +69,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=131_072, help="of each")
     parser.add_argument("--decode-tokens", type=int, default=131_072, help="of each session")
     parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--recompute", type=int, nargs="+", default=[0, 8, 16], help="of questions")
+    parser.add_argument("--questions", type=int, default=9, help="asked of each")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a group: one service for each")
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--decode-gpu", choices=("own", "last"), default="own")
@@ -102,7 +105,8 @@ class Run:
 
     @property
     def session_tokens(self) -> list[int]:
-        return [self.given.decode_tokens] * BATCH * ("decode" in self.given.cases)
+        count = BATCH * ("decode" in self.given.cases) or int("questions" in self.given.cases)
+        return [self.given.decode_tokens] * count
 
     def setup(self, stages: int) -> Setup:
         given = self.given
@@ -194,6 +198,13 @@ class Run:
             for one in measure.token_rows(client, asked, self.given.answer, tokens, setup.gpus):
                 self.keep(one, setup)
 
+    def questions(self, client: DeltafrontClient, setup: Setup) -> None:
+        given, tokens = self.given, self.given.decode_tokens
+        with measure.sessions(client, self.prompts(1, tokens, seed=98), "dpxa") as (session,):
+            for blocks in given.recompute:
+                one = measure.question_row(client, session, blocks, given.questions, tokens, setup.gpus)
+                self.keep(one, setup)
+
     def serve(self, setup: Setup) -> None:
         """Everything that one service is asked."""
         given = self.given
@@ -204,6 +215,8 @@ class Run:
                 self.decoding(client, setup)
             if "throughput" in given.cases:
                 self.throughput(client, setup)
+            if "questions" in given.cases:
+                self.questions(client, setup)
             if used := measure.gpu_memory_gib():
                 fullest = round(max(used), 1)
                 self.keep(row("memory", fullest, "GiB", tokens=setup.tokens, gpus=setup.gpus), setup)

@@ -19,6 +19,7 @@ from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.errors import Overloaded
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished
 from deltafront.workers.messages.events import Token
+from deltafront.workers.messages.methods import BLOCK
 
 from .rows import BATCH, Row, row
 
@@ -168,6 +169,31 @@ def token_rows(
             name = f"token_{selection}" if batch == 1 else f"batch{BATCH}_token_{selection}"
             value = token_ms(client, asked[:batch], selection, answer)
             yield row(name, round(value, 3), "ms", tokens=tokens, gpus=gpus)
+
+
+def question_row(
+    client: DeltafrontClient, session: str, blocks: int, repeats: int, tokens: int, gpus: int
+) -> Row:
+    """First token of a question to a session, with so many of its blocks computed again before."""
+
+    def once() -> GenerateFinished:
+        events = client.generate(
+            session_id=session,
+            append=[1] * APPENDED,
+            max_tokens=1,
+            ignore_eos=True,
+            recompute_blocks=blocks,
+        )
+        for event in events:
+            if isinstance(event, GenerateFinished):
+                return event
+        raise RuntimeError("the answer ended without its last event")
+
+    results = [patiently(once) for _ in range(repeats)]
+    if any(one.recomputed_tokens != blocks * BLOCK for one in results):
+        raise RuntimeError(f"{results[0].recomputed_tokens} tokens were computed again, not {blocks} blocks")
+    name = f"ttft_question_recompute_{blocks}" if blocks else "ttft_question"
+    return {**ttft_row(name, results, gpus), "tokens": tokens, "density": None}
 
 
 def compilations(address: str) -> float | None:

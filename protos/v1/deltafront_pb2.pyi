@@ -103,7 +103,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "session_id", "append", "attention", "sampling", "page_selection", "session_ttl", "deadline", "request_id", "answered_ids")
+    __slots__ = ("prompt", "session_id", "append", "attention", "sampling", "page_selection", "session_ttl", "deadline", "request_id", "answered_ids", "recompute_blocks")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class GenerateRequest(_message.Message):
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_IDS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     session_id: str
     append: Prompt
@@ -124,7 +125,8 @@ class GenerateRequest(_message.Message):
     deadline: _timestamp_pb2.Timestamp
     request_id: str
     answered_ids: bytes
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., session_id: _Optional[str] = ..., append: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., page_selection: _Optional[_Union[PageSelection, str]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., answered_ids: _Optional[bytes] = ...) -> None: ...
+    recompute_blocks: int
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., session_id: _Optional[str] = ..., append: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., page_selection: _Optional[_Union[PageSelection, str]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., answered_ids: _Optional[bytes] = ..., recompute_blocks: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("tokens_done", "tokens_total")
@@ -241,7 +243,7 @@ class Token(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "text", "usage", "timings", "density", "session", "page_share", "request_id", "trace_id")
+    __slots__ = ("reason", "text", "usage", "timings", "density", "session", "page_share", "request_id", "trace_id", "recomputed_tokens")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +253,7 @@ class Finish(_message.Message):
     PAGE_SHARE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -260,7 +263,8 @@ class Finish(_message.Message):
     page_share: float
     request_id: str
     trace_id: str
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., density: _Optional[_Union[DensityReport, _Mapping]] = ..., session: _Optional[_Union[Session, _Mapping]] = ..., page_share: _Optional[float] = ..., request_id: _Optional[str] = ..., trace_id: _Optional[str] = ...) -> None: ...
+    recomputed_tokens: int
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., density: _Optional[_Union[DensityReport, _Mapping]] = ..., session: _Optional[_Union[Session, _Mapping]] = ..., page_share: _Optional[float] = ..., request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("progress", "token", "finish")
@@ -345,7 +349,7 @@ class Profile(_message.Message):
     def __init__(self, model: _Optional[str] = ..., levels: _Optional[_Iterable[_Union[ProfileLevel, _Mapping]]] = ..., figures: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address", "full_layers", "delta_layers", "page_budget", "recency", "profile")
+    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address", "full_layers", "delta_layers", "page_budget", "recency", "profile", "recompute_blocks")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +371,7 @@ class GetServerInfoResponse(_message.Message):
     PAGE_BUDGET_FIELD_NUMBER: _ClassVar[int]
     RECENCY_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     max_positions: int
@@ -388,4 +393,5 @@ class GetServerInfoResponse(_message.Message):
     page_budget: int
     recency: int
     profile: Profile
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., full_layers: _Optional[_Iterable[int]] = ..., delta_layers: _Optional[_Iterable[int]] = ..., page_budget: _Optional[int] = ..., recency: _Optional[int] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ...) -> None: ...
+    recompute_blocks: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., full_layers: _Optional[_Iterable[int]] = ..., delta_layers: _Optional[_Iterable[int]] = ..., page_budget: _Optional[int] = ..., recency: _Optional[int] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ..., recompute_blocks: _Optional[int] = ...) -> None: ...

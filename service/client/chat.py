@@ -16,7 +16,7 @@ from ..errors import DeltafrontError, NotFound
 from ..request.answers import PrefillFinished
 from . import terminal
 from .client import DeltafrontClient
-from .terminal import ADDRESS, Address, Bearer, Method, Options, Tls, err
+from .terminal import ADDRESS, Address, Bearer, Method, Options, Recompute, Tls, err
 
 _Message = dict[str, str]
 
@@ -31,6 +31,7 @@ def chat_command(
     option: Options = [],  # noqa: B006
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    recompute: Recompute = None,
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the document.")] = None,
 ) -> None:
     """Talk with the model; questions from standard input, one a line. Ctrl-C stops an answer, Ctrl-D ends."""
@@ -39,9 +40,9 @@ def chat_command(
     opening = [_said("system", system)] if system else []
     document = None if file is None else terminal.read_text(file)
     reading = {"method": method, "options": terminal.read_options(option)}
-    sampling = {"max_tokens": max_tokens, "temperature": temperature}
+    answering = {"max_tokens": max_tokens, "temperature": temperature, "recompute_blocks": recompute}
     with terminal.calling(address, token, tls) as client:
-        talk = Conversation(client, opening, document, reading, sampling, keep)
+        talk = Conversation(client, opening, document, reading, answering, keep)
         talk.read()
         try:
             while (question := _question()) is not None:
@@ -52,8 +53,8 @@ def chat_command(
 
 
 class Conversation:
-    """What was said, and the session of the document. opening, document: what comes first; reading, sampling:
-    the client's options for reading a prompt and for answering."""
+    """What was said, and the session of the document. opening, document: what comes first; reading,
+    answering: the client's options for reading a prompt and for answering."""
 
     def __init__(
         self,
@@ -61,14 +62,14 @@ class Conversation:
         opening: list[_Message],
         document: str | None,
         reading: dict[str, Any],
-        sampling: dict[str, Any],
+        answering: dict[str, Any],
         keep: float | None,
     ) -> None:
         self._client = client
         self._opening = opening if document is None else [*opening, _said("user", document)]
         self._has_document = document is not None
         self._reading = reading
-        self._sampling = sampling
+        self._answering = answering
         self._keep = keep
         self._session: str | None = None
         self._turns: list[_Message] = []
@@ -102,7 +103,7 @@ class Conversation:
             source: dict[str, Any] = {"prompt": [*self._opening, *turns], **self._reading}
         else:
             source = {"session_id": self._session, "append": turns}
-        text, finish = terminal.stream_answer(self._client, {**source, **self._sampling}, quiet=False)
+        text, finish = terminal.stream_answer(self._client, {**source, **self._answering}, quiet=False)
         usage, wait = finish.usage, finish.timings.ttft_seconds
         read = usage.prompt_tokens - usage.cached_tokens
         err.print(

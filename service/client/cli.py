@@ -30,6 +30,7 @@ from .terminal import (
     Bearer,
     Method,
     Options,
+    Recompute,
     Tls,
     as_json,
     calling,
@@ -139,6 +140,7 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
     stop: Annotated[list[str], typer.Option(help="The answer ends before it.")] = [],  # noqa: B006
     page_selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",
+    recompute: Recompute = None,
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")] = None,
     timeout: Timeout = None,
     timings: ShowTimings = False,
@@ -163,6 +165,7 @@ def generate(
         "seed": seed,
         "stop": stop,
         "page_selection": page_selection,
+        "recompute_blocks": recompute,
         "session_ttl_s": keep,
         "timeout_s": timeout,
     }
@@ -176,7 +179,10 @@ def generate(
     if timings:
         usage = finish.usage
         show_timings(err, finish.timings)
-        err.print(f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session")
+        err.print(
+            f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session, "
+            f"{finish.recomputed_tokens} computed again"
+        )
 
 
 @sessions.command()

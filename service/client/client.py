@@ -127,11 +127,14 @@ class DeltafrontClient:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         page_selection: str = "",
+        recompute_blocks: int | None = None,
         session_ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
     ) -> Iterator[Progress | Token | GenerateFinished]:
-        """Answer a prompt, or a session plus `append`."""
+        """Answer a prompt, or a session plus `append`. recompute_blocks: of what was read with a sparse
+        method, so many blocks of 128 tokens are computed again with dense attention, those that the question
+        looks at most; None: the server's default."""
         if page_selection not in list(PageSelection):
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
         request = GenerateRequest(
@@ -142,6 +145,7 @@ class DeltafrontClient:
             options=options or {},
             sampling=Wishes(temperature, top_p, top_k, seed, tuple(stop), max_tokens, ignore_eos),
             page_selection=PageSelection(page_selection),
+            recompute_blocks=recompute_blocks,
             session_ttl_s=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,

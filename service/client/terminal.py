@@ -38,6 +38,10 @@ Bearer = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer tok
 Tls = Annotated[bool, typer.Option("--tls", help="The address speaks TLS.")]
 Method = Annotated[str, typer.Option(help="Attention method; see `deltafront info`.")]
 Options = Annotated[list[str], typer.Option("--option", help="NAME=VALUE, an option of the method.")]
+Recompute = Annotated[
+    int | None,
+    typer.Option(help="Blocks of 128 tokens that are read again with dense attention, for the question."),
+]
 ADDRESS = "127.0.0.1:9000"
 
 err = Console(stderr=True)
@@ -170,6 +174,7 @@ def show_info(console: Console, info: ServerInfo) -> None:
     table.add_row("decode", f"{info.decode_workers} worker(s)")
     table.add_row("decode pages", f"{info.decode_pages_free} of {info.decode_pages_total} free")
     table.add_row("page selection", _page_selection(info))
+    table.add_row("recompute", f"{info.recompute_blocks} blocks of 128 tokens")
     table.add_row("metrics", f"http://{info.metrics_address}/metrics")
     console.print(table)
     methods = Table("attention method", "options", "source")

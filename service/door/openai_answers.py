@@ -111,7 +111,7 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-_REPORTED = ("session", "timings", "density", "page_share", "trace_id")
+_REPORTED = ("session", "timings", "density", "page_share", "recomputed_tokens", "trace_id")
 
 
 def _report(finish: GenerateFinished) -> Json:

@@ -89,6 +89,7 @@ class _Fields(_Strict):
     session_id: str | None = None
     session_ttl_s: float | None = None
     page_selection: Literal["", "full", "delta"] = ""
+    recompute_blocks: int | None = None
     top_k: int = 0
     ignore_eos: bool = False
     timeout_s: Annotated[float, Field(gt=0)] | None = None
@@ -166,6 +167,7 @@ def _asked(
             ignore_eos=fields.ignore_eos,
         ),
         page_selection=PageSelection(fields.page_selection),
+        recompute_blocks=fields.recompute_blocks,
         session_ttl_s=fields.session_ttl_s,
         deadline=None if fields.timeout_s is None else time.time() + fields.timeout_s,
         request_id=request_id,

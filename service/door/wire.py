@@ -68,6 +68,7 @@ def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
         append=_prompt(request.append),
         sampling=pb.SamplingOptions(**vars(request.sampling)),
         page_selection=_PAGE_SELECTIONS[request.page_selection],
+        recompute_blocks=request.recompute_blocks,
         answered_ids=request.answered_ids,
     )
 
@@ -82,6 +83,7 @@ def read_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
         append=_read_prompt(message.append) if message.HasField("append") else None,
         sampling=_read_sampling(message.sampling),
         page_selection=selection,
+        recompute_blocks=message.recompute_blocks if message.HasField("recompute_blocks") else None,
         answered_ids=message.answered_ids,
     )
 
@@ -204,6 +206,7 @@ def generate_response(event: RequestEvent) -> pb.GenerateResponse:
             page_share=event.page_share,
             request_id=event.request_id,
             trace_id=event.trace_id,
+            recomputed_tokens=event.recomputed_tokens,
         )
         return pb.GenerateResponse(finish=finish)
     raise TypeError(f"{type(event).__name__} does not answer a Generate")
@@ -228,6 +231,7 @@ def read_generate_response(message: pb.GenerateResponse) -> Progress | Token | G
         page_share=finish.page_share,
         request_id=finish.request_id,
         trace_id=finish.trace_id,
+        recomputed_tokens=finish.recomputed_tokens,
     )
 
 

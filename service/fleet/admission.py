@@ -33,14 +33,16 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Need:
-    """read_tokens to prefill, answer_tokens at most to generate; seconds until the deadline, if any."""
+    """read_tokens to prefill, answer_tokens at most to generate; seconds until the deadline, if any.
+    recompute_tokens: room beside, for what is computed again."""
 
     read_tokens: int
     answer_tokens: int = 0
     seconds_left: float | None = None
+    recompute_tokens: int = 0
 
     def pages(self, page_tokens: int) -> int:
-        return -(-(self.read_tokens + self.answer_tokens) // page_tokens)
+        return -(-(self.read_tokens + self.answer_tokens + self.recompute_tokens) // page_tokens)
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,11 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
     room = _page_tokens(workers)
     able = [g for g in staying(groups) if need.read_tokens <= g.pages_total * room]
     if not fitting or not able:
+        again = f", with {need.recompute_tokens} computed again," if need.recompute_tokens else ""
         return Rejected(
             Reason.TOO_LARGE,
-            f"{need.read_tokens} prompt tokens and {need.answer_tokens} of answer are more than any worker "
-            "can hold: shorten them, or raise cache_tokens in the server's configuration",
+            f"{need.read_tokens} prompt tokens and {need.answer_tokens} of answer{again} are more than any "
+            "worker can hold: shorten them, or raise cache_tokens in the server's configuration",
         )
     judged = [(g, _too_late(need, g)) for g in sorted(able, key=_order)]
     in_time = [g for g, late in judged if late is None]

@@ -50,7 +50,8 @@ class PrefillFinished:
 class GenerateFinished:
     """Generate's result. reason: stop, stop_string or length. text: what was held back. density: of no
     method (empty name) when a session made reading a prompt unnecessary. page_share: pages attended over
-    pages held by sparse layers; 1 when nothing was left out. trace_id: as of a Prefill."""
+    pages held by sparse layers; 1 when nothing was left out. trace_id: as of a Prefill. recomputed_tokens: of
+    the prompt or session, with dense attention, in all attempts."""
 
     reason: FinishReason
     text: str
@@ -61,6 +62,7 @@ class GenerateFinished:
     page_share: float
     request_id: str
     trace_id: str = ""
+    recomputed_tokens: int = 0
 
 
 RequestEvent = Progress | Token | PrefillFinished | GenerateFinished
@@ -97,7 +99,8 @@ class ProfileInfo:
 @dataclass(frozen=True)
 class ServerInfo:
     """The model, its limits and methods; from prefill_groups to page_tokens the workers of this moment; then
-    the layers and pages of page selection, and the model's profile, if there is one."""
+    the layers and pages of page selection, the model's profile, if there is one, and how many blocks are
+    computed again for a request that does not say."""
 
     version: str
     model: str
@@ -120,6 +123,7 @@ class ServerInfo:
     page_budget: int = 0
     recency: int = 0
     profile: ProfileInfo | None = None
+    recompute_blocks: int = 0
 
 
 def timings_of(clock: TtftClock, report: PrefillReport | None) -> Timings:

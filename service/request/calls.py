@@ -50,12 +50,14 @@ class PrefillRequest:
 @dataclass(frozen=True)
 class GenerateRequest(PrefillRequest):
     """Unchecked: a prompt or a session_id. append: follows either. answered_ids: little-endian uint32, what
-    of this answer arrived before a connection was lost; the rest is asked for."""
+    of this answer arrived before a connection was lost; the rest is asked for. recompute_blocks: None for the
+    server's default."""
 
     session_id: str | None = None
     append: Prompt | None = None
     sampling: Wishes = field(default_factory=Wishes)
     page_selection: PageSelection = PageSelection.DEFAULT
+    recompute_blocks: int | None = None
     answered_ids: bytes = field(default=b"", repr=False)
 
 
@@ -87,6 +89,7 @@ class GenerateCall:
     sampling: Sampling
     stop: tuple[str, ...]
     page_selection: PageSelection
+    recompute_blocks: int
     keep_ttl_s: float
     deadline: float | None
     answered: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from ...workers.messages.methods import MethodError, MethodSpec, reads_whole_pro
 from ...workers.messages.requests import PageSelection, Sampling
 from ...workers.model.levels import amounts_for
 from ...workers.model.profile import Profile
-from ...workers.settings import PrefillConfig
+from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument
 from .calls import GenerateCall, GenerateRequest, PrefillCall, PrefillRequest, Prompt, Wishes
 
@@ -45,6 +45,7 @@ class Limits:
     max_ttl_s: float
     delta_layers: bool
     """Whether any are configured, so that decode can select pages."""
+    default_recompute_blocks: int
 
 
 def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> PrefillCall:
@@ -74,6 +75,7 @@ def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Gener
         sampling=_sampling(request.sampling, limits),
         stop=_stop(request.sampling.stop),
         page_selection=_page_selection(request.page_selection, limits),
+        recompute_blocks=_recompute_blocks(request.recompute_blocks, limits),
         keep_ttl_s=0.0 if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
         deadline=_deadline(request.deadline),
         answered=_answered(request, limits),
@@ -172,6 +174,16 @@ def _page_selection(selection: PageSelection, limits: Limits) -> PageSelection:
     if selection is PageSelection.DELTA and not limits.delta_layers:
         raise InvalidArgument("page_selection", "this server has no delta layers configured: use full")
     return selection
+
+
+def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
+    if blocks is None:
+        return limits.default_recompute_blocks
+    if not 0 <= blocks <= MAX_RECOMPUTE_BLOCKS:
+        raise InvalidArgument(
+            "recompute_blocks", f"{blocks} must be between 0 (none) and {MAX_RECOMPUTE_BLOCKS}"
+        )
+    return blocks
 
 
 def _sampling(wishes: Wishes, limits: Limits) -> Sampling:

@@ -18,7 +18,8 @@ from ...workers.messages.events import (
     Token,
     Usage,
 )
-from ...workers.messages.requests import GenerateJob, Refused, Reserve
+from ...workers.messages.methods import is_exact
+from ...workers.messages.requests import ID_BYTES, GenerateJob, Refused, Reserve
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
@@ -28,7 +29,7 @@ from .callers import Share
 from .calls import GenerateCall
 from .detokenize import Match
 from .placement import place, refusal, reserve
-from .plan import ID_BYTES, Plan, plan_answer
+from .plan import Plan, plan_answer
 from .prefix import chain_of, find, links_of
 from .reading import Reading
 from .streamed import Streamed
@@ -85,9 +86,12 @@ class Generation:
             raise
 
     def _plan(self) -> Plan:
-        keep = self._call.keep_ttl_s > 0
-        wanted, positions = self._call.sampling.max_tokens, self._resources.positions
-        return plan_answer(self._prompt, self._append, wanted, positions, self._streamed.ids, keep)
+        """Only the worker of a session knows whether that was read exactly."""
+        call, positions = self._call, self._resources.positions
+        wanted, keep = call.sampling.max_tokens, call.keep_ttl_s > 0
+        plan = plan_answer(self._prompt, self._append, wanted, positions, self._streamed.ids, keep)
+        exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
+        return replace(plan, recompute_blocks=0 if exact else call.recompute_blocks)
 
     async def _answer_prompt(self) -> None:
         plan, call = self._plan(), self._call
@@ -114,6 +118,7 @@ class Generation:
         found = await find(resources.fleet, resources.settings, call.owner, plan.all_ids, self._chain)
         if found is None:
             return False
+        plan = replace(plan, recompute_blocks=call.recompute_blocks)  # its worker knows how it was read
         await self._share.take(plan.read_tokens - found.tokens + plan.answer_tokens)
         with Attempt(resources.fleet, self._share) as attempt:
             wish = found.reservation(self._reservation(attempt, plan))
@@ -156,6 +161,7 @@ class Generation:
             deadline=call.deadline,
             door=self._resources.door,
             append_tokens=plan.answered_tokens,
+            recompute_blocks=plan.recompute_blocks,
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
@@ -173,6 +179,9 @@ class Generation:
             deadline=call.deadline,
             chain=links_of(self._chain, plan.keep_tokens),
             trace=call.trace,
+            recompute_blocks=plan.recompute_blocks,
+            prompt_ids=plan.inexact_ids(call.method) if call.session_id is None else b"",
+            answered_tokens=len(self._streamed.ids),
         )
 
     async def _decode(self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob) -> None:
@@ -266,6 +275,7 @@ class Generation:
             session=None if self._session is None else self._session[1],
             page_share=sum(one.pages_attended for one in self._decoded) / held if held else 1.0,
             request_id=self._call.request_id,
+            recomputed_tokens=sum(one.recomputed_tokens for one in self._decoded),
         )
         self._emit(finished)
 

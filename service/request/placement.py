@@ -75,7 +75,7 @@ async def admitted(resources: Resources, plan: Plan, deadline: float | None) -> 
 async def _judged(resources: Resources, plan: Plan, deadline: float | None) -> admission.Decision:
     view = await resources.fleet.ready(resources.settings.worker_wait_s)
     left = None if deadline is None else deadline - time.time()
-    need = admission.Need(plan.read_tokens, plan.answer_tokens, left)
+    need = admission.Need(plan.read_tokens, plan.answer_tokens, left, plan.recompute_tokens)
     return admission.admit(need, tuple(view.groups.values()), tuple(view.workers.values()))
 
 

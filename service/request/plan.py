@@ -12,21 +12,23 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact
+from ...workers.messages.requests import ID_BYTES, recompute_pages
 from ..errors import TooLong
-
-ID_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Plan:
     """read_ids: little-endian uint32, what has to be read (appended tokens alone, for a session).
     max_tokens: what may still be generated. keep_tokens: 0 when no session is to be made. answered_ids: of
-    the answer, what has been streamed; they follow a prompt's read_ids (a session's have them)."""
+    the answer, what has been streamed; they follow a prompt's read_ids (a session's have them).
+    recompute_blocks: to be computed again before the first token."""
 
     read_ids: bytes
     max_tokens: int
     keep_tokens: int = 0
     answered_ids: bytes = b""
+    recompute_blocks: int = 0
 
     @property
     def read_tokens(self) -> int:
@@ -45,6 +47,15 @@ class Plan:
     def answer_tokens(self) -> int:
         """Of the answer, at most."""
         return self.answered_tokens + self.max_tokens
+
+    @property
+    def recompute_tokens(self) -> int:
+        """Of a prompt: room for what is computed again, which is not written over what was there."""
+        return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.read_tokens, appended=False)
+
+    def inexact_ids(self, method: MethodSpec) -> bytes:
+        """The prompt, where the method makes other K/V of it than exact attention would."""
+        return b"" if is_exact(method, self.read_tokens) else self.read_ids
 
 
 def plan_answer(

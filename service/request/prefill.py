@@ -70,7 +70,7 @@ class Prefilling:
             placed = await place(self._resources, attempt, plan, wish, clock.lap)
             reading = Reading(self._resources, attempt, placed, plan, call, self._progress, self._replays)
             report, worker = await reading.run(), placed.worker
-            kept = await self._keep(worker, self._order(attempt))
+            kept = await self._keep(worker, self._order(attempt, plan))
             if isinstance(kept, Refused) and kept.reason is not RefusalReason.DEADLINE:
                 raise WorkerFailed(worker.name, kept.message)
             if isinstance(kept, Refused):
@@ -83,9 +83,10 @@ class Prefilling:
         usage, timings = Usage(plan.read_tokens), timings_of(clock, report)
         self._emit(PrefillFinished(kept.session, usage, timings, density_of(report), call.request_id))
 
-    def _order(self, attempt: Attempt) -> KeepSession:
-        call = self._call
-        return KeepSession(attempt.request_id, call.ttl_s, call.deadline, self._chain, call.trace)
+    def _order(self, attempt: Attempt, plan: Plan) -> KeepSession:
+        call, chain = self._call, self._chain
+        ids = plan.inexact_ids(call.method)
+        return KeepSession(attempt.request_id, call.ttl_s, call.deadline, chain, call.trace, ids)
 
     async def _from_prefix(self, plan: Plan) -> bool:
         """Continue from a session that holds the prompt's beginning, and keep the whole. False if there is

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 
 from ...workers.messages.events import LINK_BYTES, Prefix
 from ...workers.messages.methods import PAGE_TOKENS, MethodSpec
-from ...workers.messages.requests import GenerateJob, Reserve
+from ...workers.messages.requests import ID_BYTES, GenerateJob, Reserve
 from ...workers.roles import DecodeWorker
 from ..config import DoorConfig
 from ..errors import WorkerError, WorkerLost
 from ..fleet.known import staying
 from ..fleet.view import Fleet
-from .plan import ID_BYTES
 
 PAGE_BYTES = PAGE_TOKENS * ID_BYTES
 _LEAST_TOKENS = 128
@@ -44,8 +43,9 @@ class FoundPrefix:
         )
 
     def job(self, whole: GenerateJob, ids: bytes) -> GenerateJob:
-        """ids: the whole prompt, and what has been answered."""
-        return replace(whole, append_ids=ids[self.tokens * ID_BYTES :], session_id=self.session_id)
+        """ids: the whole prompt, and what has been answered. The session has those of its own."""
+        rest = ids[self.tokens * ID_BYTES :]
+        return replace(whole, append_ids=rest, session_id=self.session_id, prompt_ids=b"")
 
 
 def chain_of(ids: bytes, owner: str, model: str, method: MethodSpec) -> bytes:

@@ -98,5 +98,6 @@ def decode_parts(report: DecodeReport) -> dict[str, float]:
         "handoff_exposed": report.handoff_exposed,
         "decode_wait": report.decode_wait,
         "append_prefill": report.append_prefill,
+        "recompute": report.recompute,
         "first_step": report.first_step,
     }

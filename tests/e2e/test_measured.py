@@ -130,7 +130,8 @@ def test_a_callers_trace_goes_through_every_process(
     by_id = {span.id: span for span in spans}
     (root,) = [span for span in spans if span.parent == CALLER]
     above = {"queue": "prefill", "chunk": "prefill", "stage": "chunk"}
-    above |= dict.fromkeys(("handoff_exposed", "decode_wait", "append_prefill", "first_step"), "decode")
+    here = ("handoff_exposed", "decode_wait", "append_prefill", "recompute", "first_step")
+    above |= dict.fromkeys(here, "decode")
     for span in spans:
         assert span is root or by_id[span.parent].name == above.get(span.name, root.name), span
     once = [span.name for span in spans if span.name != "stage"]

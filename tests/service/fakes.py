@@ -30,6 +30,7 @@ from deltafront.workers.messages.events import (
     SessionKept,
     Token,
 )
+from deltafront.workers.messages.methods import BLOCK
 from deltafront.workers.messages.requests import (
     DecodeFailed,
     GenerateJob,
@@ -41,6 +42,7 @@ from deltafront.workers.messages.requests import (
     Reserve,
     Reserved,
     Wish,
+    recompute_pages,
 )
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
 
@@ -58,9 +60,11 @@ def pages(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def needed(order: Reserve) -> int:
-    """Pages."""
-    return pages(order.prompt_tokens + order.append_tokens + order.max_tokens)
+def needed(order: Reserve, before: int = 0) -> int:
+    """Pages. before: tokens of an inexact session that it builds on."""
+    again = before if order.session_id is not None else order.prompt_tokens
+    own = recompute_pages(order.recompute_blocks, again, appended=order.session_id is not None)
+    return pages(order.prompt_tokens + order.append_tokens + order.max_tokens) + own
 
 
 def batched(chain: bytes) -> list[bytes]:
@@ -194,10 +198,14 @@ class FakeGroup(Pausing):
 
 @dataclass
 class _Request:
+    """inexact: its prompt was read with a method that is not exact."""
+
     order: Reserve
+    pages: int
     ids: bytes = b""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
+    inexact: bool = False
 
 
 class FakeDecode(Pausing):
@@ -227,6 +235,8 @@ class FakeDecode(Pausing):
         self._requests: dict[str, _Request] = {}
         self._sessions: dict[str, tuple[str, bytes, float]] = {}
         self._chains: dict[str, bytes] = {}
+        self._inexact: set[str] = set()
+        """Sessions."""
         self._serial = 0
 
     async def deliver(self, request_id: str, ids: bytes) -> None:
@@ -236,22 +246,24 @@ class FakeDecode(Pausing):
 
     def used(self) -> int:
         self._sessions = {k: v for k, v in self._sessions.items() if v[2] > time.time()}
-        running = sum(needed(one.order) for one in self._requests.values())
+        running = sum(one.pages for one in self._requests.values())
         return running + sum(pages(len(ids) // 4) for _owner, ids, _expires in self._sessions.values())
 
     async def reserve(self, reserve: Reserve) -> Reserved | Refused:
         self.orders.append(reserve)
         if self.busy:
             return self.busy.pop(0)
-        need, free, before = needed(reserve), self.total - self.used(), 0
+        free, before, inexact = self.total - self.used(), 0, False
         if reserve.session_id is not None:
             session = self._sessions.get(reserve.session_id)
             if session is None or session[0] != reserve.owner:
                 return Refused(RefusalReason.NO_SESSION, "no such session")
             before = reserve.prefix_tokens or len(session[1]) // 4
+            inexact = reserve.session_id in self._inexact
+        need = needed(reserve, before * inexact)
         if need > free:
             return Refused(RefusalReason.PAGES, f"{need} pages needed, {free} free", need, free)
-        self._requests[reserve.request_id] = _Request(reserve)
+        self._requests[reserve.request_id] = _Request(reserve, need, inexact=inexact)
         return Reserved(need, before)
 
     async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
@@ -264,11 +276,15 @@ class FakeDecode(Pausing):
             await request.arrived.wait()
             assert len(job.append_ids) == 4 * request.order.append_tokens
             ids = request.ids + job.append_ids
+            self._read(request, job.prompt_ids)
         else:
+            assert not job.prompt_ids, "the session has its own"
             held = self._sessions[job.session_id][1]
             prefix = request.order.prefix_tokens
             ids = (held[: 4 * prefix] if prefix else held) + job.append_ids
             request.ids = ids
+        assert job.recompute_blocks == request.order.recompute_blocks
+        assert len(job.append_ids) >= 4 * job.answered_tokens
         failing = self.fail_after.pop(0) if self.fail_after else None
         reason, count, message = FinishReason.LENGTH, 0, ""
         while count < job.sampling.max_tokens:
@@ -300,11 +316,23 @@ class FakeDecode(Pausing):
             handoff_seconds=0.001,
             steps=count,
             own_steps=count / 4,
+            recomputed_tokens=_recomputed(request, job),
         )
         yield FinishEvent(job.request_id, reason, count, report, message)
 
+    def _read(self, request: _Request, prompt_ids: bytes) -> None:
+        assert prompt_ids in (b"", request.ids)
+        request.inexact = bool(prompt_ids)
+
     def _first(self, request: _Request, job: GenerateJob) -> FirstTokenTimings:
-        report = DecodeReport(decode_wait=0.0001, first_step=0.0002, handoff_seconds=0.001)
+        again = _recomputed(request, job)
+        report = DecodeReport(
+            decode_wait=0.0001,
+            recompute=1e-6 * again,
+            first_step=0.0002,
+            handoff_seconds=0.001,
+            recomputed_tokens=again,
+        )
         if not job.keep_tokens:
             return FirstTokenTimings(job.request_id, report)
         session = self._keep(request, job.keep_tokens, job.keep_ttl_s, job.chain)
@@ -316,12 +344,15 @@ class FakeDecode(Pausing):
         expires = time.time() + ttl_s
         self._sessions[session_id] = (request.order.owner, request.ids[: 4 * tokens], expires)
         self._chains[session_id] = chain[: tokens // PAGE * LINK_BYTES]
+        if request.inexact:
+            self._inexact.add(session_id)
         return Session(session_id, expires, tokens)
 
     async def keep(self, keep: KeepSession) -> SessionKept | Refused:
         self.kept.append(keep)
         request = self._requests[keep.request_id]
         await request.arrived.wait()
+        self._read(request, keep.prompt_ids)
         tokens = len(request.ids) // 4
         session = self._keep(request, tokens, keep.ttl_s, keep.chain)
         self._requests.pop(keep.request_id, None)
@@ -374,6 +405,11 @@ class FakeDecode(Pausing):
             yield OwnerUse(owner, door, len(mine), tokens)
         for owner, ids, _expires in self._sessions.values():
             yield OwnerUse(owner, "", 0, len(ids) // 4)
+
+
+def _recomputed(request: _Request, job: GenerateJob) -> int:
+    """Tokens, where there are as many blocks."""
+    return BLOCK * job.recompute_blocks if request.inexact else 0
 
 
 class GroupProcess(FakeGroup):

@@ -83,6 +83,11 @@ BAD: dict[str, tuple[pb.GenerateRequest, str]] = {
     "long stop": (sampled(stop=["é" * 129]), "sampling.stop[0]"),
     "unknown selection": (generate(page_selection=9), "page_selection: 9"),
     "no delta here": (generate(page_selection=pb.PAGE_SELECTION_DELTA), "page_selection: this server"),
+    "negative blocks": (
+        generate(recompute_blocks=-1),
+        "recompute_blocks: -1 must be between 0 (none) and 64",
+    ),
+    "too many blocks": (generate(recompute_blocks=65), "recompute_blocks: 65 must be"),
     "no ttl": (timed("session_ttl", seconds=0, nanos=0), "session_ttl"),
     "negative ttl": (timed("session_ttl", seconds=-1), "session_ttl"),
     "endless ttl": (timed("session_ttl", seconds=10**9), "session_ttl"),

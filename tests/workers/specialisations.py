@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import random
 import sys
-from array import array
 from unittest import mock
 
 import numpy as np
 from fake_gpu import DEVICE, fake_gpu
 
-from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.workers.decode.page_selection import plan_layers
+from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.rows import Row
 from deltafront.workers.decode.runner import DecodeRunner, warm_up
 from deltafront.workers.kv.pages.pool import pages_for
@@ -82,7 +82,8 @@ def decode_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tupl
         start = min(length, ROOM - config.append_chunk_tokens - 1)
         tokens = randomly.randint(1, config.append_chunk_tokens)
         held = tuple(range(pages_for(start + tokens + 1)))
-        runner.append(held, start, array("I", [0] * tokens), last=True)
+        looked = runner.append(held, Read(start, [0] * tokens, looks=3), last=True)
+        runner.recompute(held, looked.blocks, [0] * BLOCK * len(looked.blocks))
         sampling = [Sampling(temperature=float(randomly.randint(0, 1))) for _ in range(number % 6 + 1)]
         rows = [
             Row(100 * number + place, held, start + tokens, 0, one, bool(randomly.randint(0, 1)))

@@ -37,7 +37,7 @@ from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
 from .page_selection import PageSelectionError, plan_layers
-from .requests import DecodeEvent, DecodeRequest, DecodeRequests, appended_ids
+from .requests import DecodeEvent, DecodeRequest, DecodeRequests, appended_ids, prompt_ids
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
 
@@ -260,7 +260,13 @@ class DecodeEngine:
             request.close(FinishReason.NO_KV, request.lost)
             return
         try:
-            request.append_ids = appended_ids(request.order, job, self._model.vocab)
+            append_ids = appended_ids(request.order, job, self._model.vocab)
+            if not 0 <= job.recompute_blocks <= request.order.recompute_blocks:
+                reserved = request.order.recompute_blocks
+                raise ValueError(f"recompute_blocks {job.recompute_blocks}, but {reserved} were reserved")
+            known = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
+            request.known_ids.frombytes(known or request.holding.session_ids)
+            request.plan_reads(append_ids, self._config.append_chunk_tokens)
             request.selects_pages = self._plan.selects_pages(job.page_selection, self._config.page_selection)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
@@ -280,7 +286,13 @@ class DecodeEngine:
         if job is not None and job.keep_tokens > 0:
             owner = request.order.owner
             kept = self._pages.keep(
-                request.holding, job.keep_tokens, owner, job.keep_ttl_s, self._wall(), job.chain
+                request.holding,
+                job.keep_tokens,
+                owner,
+                job.keep_ttl_s,
+                self._wall(),
+                job.chain,
+                request.known_ids.tobytes(),
             )
             request.kept, session = kept, kept.told
         request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
@@ -313,7 +325,10 @@ class DecodeEngine:
             expired = reason is FinishReason.DEADLINE
             return Refused(RefusalReason.DEADLINE, message) if expired else missing
         tokens, owner = request.order.prompt_tokens, request.order.owner
-        session = self._pages.hand_over(request.holding, tokens, owner, job.ttl_s, self._wall(), job.chain)
+        ids = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
+        session = self._pages.hand_over(
+            request.holding, tokens, owner, job.ttl_s, self._wall(), job.chain, ids
+        )
         request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(job.request_id, session.told, report)

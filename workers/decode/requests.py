@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +18,17 @@ import numpy as np
 
 from ..kv.arrival import KVArrival
 from ..kv.pages.holding import Holding, Reservations
-from ..kv.pages.pool import PAGE_TOKENS, PagePool
+from ..kv.pages.pool import PAGE_TOKENS, PagePool, pages_for
 from ..kv.pages.sessions import KeptSession, SessionsTable
 from ..kv.pages.waiting import OVERDUE_LOOKS, HoldTime, ReserveQueue, seconds_until_room
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Token
+from ..messages.methods import BLOCK
 from ..messages.requests import GenerateJob, RefusalReason, Refused, Reserve, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
 from ..model.config import ModelConfig
 from ..settings import DecodeConfig
 from ..tracing import NO_SPAN, Span
+from .reads import Recompute, Step, plan_reads
 from .rows import Row
 
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
@@ -37,7 +39,8 @@ class Times:
     """Moments of a request (seconds of one monotonic clock; None: not yet) and what it moved and read.
 
     complete: the last page was here. ready: nothing was missing any more. taken: the scheduler took it.
-    read: its logits were there (appended tokens are read in between). first: the first token was sampled.
+    looked: what it appends has been read, and blocks have been named that are to be computed again. read: its
+    logits were there (appended tokens are read in between). first: the first token was sampled.
     """
 
     job: float | None = None
@@ -45,6 +48,7 @@ class Times:
     complete: float | None = None
     ready: float | None = None
     taken: float | None = None
+    looked: float | None = None
     read: float | None = None
     first: float | None = None
     handoff_bytes: int = 0
@@ -53,6 +57,7 @@ class Times:
     pages_held: int = 0
     steps: int = 0
     own_steps: float = 0.0
+    recomputed_tokens: int = 0
 
     def stepped(self, pages_attended: int, pages_held: int, batch: int) -> None:
         """A decode step that computed so many requests."""
@@ -68,7 +73,8 @@ class Times:
         return {
             "handoff_exposed": (began, self.complete),
             "decode_wait": (self.ready, self.taken),
-            "append_prefill": (self.taken, self.read),
+            "append_prefill": (self.taken, self.read if self.looked is None else self.looked),
+            "recompute": (self.looked, self.read),
             "first_step": (self.read, self.first),
         }
 
@@ -79,6 +85,7 @@ class Times:
             handoff_exposed=seconds["handoff_exposed"],
             decode_wait=seconds["decode_wait"],
             append_prefill=seconds["append_prefill"],
+            recompute=seconds["recompute"],
             first_step=seconds["first_step"],
             handoff_bytes=self.handoff_bytes,
             handoff_seconds=self.handoff_seconds,
@@ -86,6 +93,7 @@ class Times:
             pages_held=self.pages_held,
             steps=self.steps,
             own_steps=self.own_steps,
+            recomputed_tokens=self.recomputed_tokens,
         )
 
 
@@ -118,7 +126,12 @@ class DecodeRequest:
     """Why some of its K/V did not arrive; then it has to be resumed before anybody waits for it."""
     job: GenerateJob | None = None
     deadline: float | None = None
-    append_ids: array[int] = field(default_factory=lambda: array("I"))
+    reads: deque[Step] = field(default_factory=deque)
+    """What is still to be read before its first token."""
+    known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
+    """Of all tokens before the answer, where blocks of them may be computed again."""
+    blocks: Sequence[int] = ()
+    """Those that are to be."""
     selects_pages: bool = False
     logits: Any = None
     token: int = 0
@@ -140,15 +153,31 @@ class DecodeRequest:
         """Tokens before the answer, a session's included."""
         return self.holding.session_tokens + self.order.prompt_tokens
 
-    @property
-    def appended(self) -> int:
-        """How many of the appended tokens have been read; all of them behind a session or a prompt's K/V."""
-        received = self.order.prompt_tokens if self.order.session_id is None else 0
-        return self.length - self.holding.session_tokens - received
+    def plan_reads(self, append_ids: array[int], chunk: int) -> None:
+        """What is to be read once all is there; see `reads`. Raises ValueError."""
+        assert self.job is not None
+        answered, asked = self.job.answered_tokens, self.order.session_id is not None
+        if not 0 <= answered <= len(append_ids) - asked:
+            raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
+        blocks = self.job.recompute_blocks
+        self.reads.extend(plan_reads(self.length, self.known_ids, append_ids, answered, chunk, blocks))
+        if self.known_ids:
+            self.known_ids += append_ids[: len(append_ids) - answered]
 
-    @property
-    def appending(self) -> bool:
-        return self.appended < len(self.append_ids)
+    def prepare(self, step: Step) -> None:
+        """What it is about to write over, and others may share, it writes to pages of its own."""
+        size, there = PAGE_TOKENS, self.holding.session_tokens or self.order.prompt_tokens
+        if isinstance(step, Recompute):
+            pages = BLOCK // size
+            self.holding.divert([b * pages + page for b in self.blocks for page in range(pages)])
+        elif step.looks and step.start < there:
+            self.holding.divert(range(step.start // size, pages_for(there)))
+
+    def ids_of_blocks(self) -> array[int]:
+        ids = array("I")
+        for block in self.blocks:
+            ids += self.known_ids[block * BLOCK : (block + 1) * BLOCK]
+        return ids
 
     @property
     def ready(self) -> bool:
@@ -222,6 +251,15 @@ class DecodeRequest:
         )
 
 
+def prompt_ids(order: Reserve, packed: bytes, vocab: int) -> bytes:
+    """A prompt's ids as they came with its job, checked: all of them, or none. Raises ValueError."""
+    ids = np.frombuffer(packed, dtype="<u4")
+    if len(ids) not in (0, order.prompt_tokens) or (len(ids) and order.session_id is not None):
+        raise ValueError(f"the ids of {len(ids)} tokens came with a prompt of {order.prompt_tokens}")
+    _check_ids(ids, vocab)
+    return packed
+
+
 def appended_ids(order: Reserve, job: GenerateJob, vocab: int) -> array[int]:
     """The job's appended token ids, checked against what was reserved. Raises ValueError, in plain words."""
     new_tokens = job.sampling.max_tokens
@@ -235,9 +273,14 @@ def appended_ids(order: Reserve, job: GenerateJob, vocab: int) -> array[int]:
         raise ValueError("a session can only be continued with at least one appended token")
     if len(ids) != expected:
         raise ValueError(f"{len(ids)} appended tokens, but {expected} were reserved")
+    _check_ids(ids, vocab)
+    return array("I", ids.tolist())
+
+
+def _check_ids(ids: np.ndarray[Any, Any], vocab: int) -> None:
+    """Raises ValueError."""
     if len(ids) and int(ids.max()) >= vocab:
         raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab}")
-    return array("I", ids.tolist())
 
 
 class DecodeRequests:
@@ -315,7 +358,7 @@ class DecodeRequests:
             renewed=began,
             length=holding.session_tokens + expected,
         )
-        return Reserved(len(holding.table) + len(holding.spare), holding.session_tokens)
+        return Reserved(holding.pages, holding.session_tokens)
 
     def _pages_came_back(self) -> None:
         """Not in the middle of whatever gave them back."""
@@ -330,8 +373,7 @@ class DecodeRequests:
         now, free = self._clock(), self.pages.pool.free
         holders = self.pages.sessions.leases(self._wall())
         for request in self:
-            own = len(request.holding.table) + len(request.holding.spare)
-            own -= request.holding.session_tokens // PAGE_TOKENS
+            own = request.holding.pages - request.holding.session_tokens // PAGE_TOKENS
             holders.append((self._holds.left(now - request.reserved), own))
         return seconds_until_room(pages, free, holders, ahead, hold)
 

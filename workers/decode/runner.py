@@ -10,7 +10,6 @@ heads, D head dimension, S tokens so far, C hidden size, V vocabulary, B = 1.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from ...kernels.build import build
+from ...kernels.constants import BLOCK
 from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.layers.rope import KVRows
 from ...kernels.layers.sampling import sample
@@ -28,11 +28,15 @@ from ..kv.pages.holding import PageCopy
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..messages.requests import Sampling
 from ..model.decoder import LayerStack
+from ..model.recompute import Looks, recompute, rows_of_blocks
 from .page_selection import BatchRows, LayerPlan, StepAttention
+from .reads import Read
 from .rows import Batch, BatchShape, Row, StepRows, sampling_rows
 
 _RAGGED = 77
 """Tokens of a warm-up's appended text: no multiple of anything that a kernel might be specialised for."""
+_AGAIN = 2
+"""Blocks that a warm-up computes again: what is compiled does not depend on how many."""
 _ROOM = 64
 """Rows that pinned memory is asked for at least: memory of one size is used again, another size is slow."""
 
@@ -45,6 +49,15 @@ class Chosen:
     logprob: float
     pages_attended: int = 0
     pages_held: int = 0
+
+
+@dataclass(frozen=True)
+class Appended:
+    """logits_V: of the last token that was read, if they were asked for. blocks: those that were looked at
+    most, ascending."""
+
+    logits_V: torch.Tensor | None = None
+    blocks: Sequence[int] = ()
 
 
 class Launched:
@@ -147,30 +160,60 @@ class DecodeRunner:
         return Launched(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
 
     @torch.inference_mode()
-    def append(
-        self, pages: Sequence[int], start: int, ids: array[int], last: bool, copy: PageCopy | None = None
-    ) -> torch.Tensor | None:
-        """Read tokens start .. start+len-1 over the K/V before them; logits_V of the last one if `last`.
-        copy: pages to be copied before that."""
-        cache, device, tokens = self.cache, self.stack.device, len(ids)
+    def append(self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None) -> Appended:
+        """Read the step's tokens over the K/V before them; the last one's logits if `last`. copy: pages to be
+        copied before that."""
+        cache, device, start, tokens = self.cache, self.stack.device, step.start, len(step.ids)
         if copy is not None:
             self.cache.copy_page(*copy)
         table_N = torch.tensor(pages, dtype=torch.int64, device=device)
-        ids_T = torch.tensor(ids, dtype=torch.int64, device=device)
-        positions_T = torch.arange(start, start + tokens, device=device)
+        ids_T = torch.tensor(step.ids, dtype=torch.int64, device=device)
+        positions_T = torch.arange(start, step.end, device=device)
         rows_T = cache.rows_of(table_N, start, tokens)
+        looks = Looks(start) if step.looks else None
 
         def keep(layer: int) -> KVRows:
             return KVRows(*cache.rows(layer), rows_T)
 
         def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-            return self._attend_densely(q_THD, *cache.gather(layer, table_N, start + tokens), start)
+            k_GSD, v_GSD = cache.gather(layer, table_N, step.end)
+            if looks is not None:
+                looks.add(q_THD, k_GSD)
+            return self._attend_densely(q_THD, k_GSD, v_GSD, start)
 
         hidden_TC = self.stack.forward_stored(self.stack.embed(ids_T), positions_T, keep, attend)
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
-        if device.type == "cuda":  # its pages may be given away once this returns
-            torch.cuda.current_stream(device).synchronize()
-        return logits_V
+        blocks = () if looks is None else looks.most(step.looks)
+        self._wait()
+        return Appended(logits_V, blocks)
+
+    @torch.inference_mode()
+    def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> Appended:
+        """Compute these blocks (whole ones, ascending) again, with dense attention; ids: their tokens."""
+        if not blocks:
+            return Appended()
+        cache, device, per_block = self.cache, self.stack.device, BLOCK // PAGE_TOKENS
+        table_N = torch.tensor(pages, dtype=torch.int64, device=device)
+        ids_P = torch.tensor(ids, dtype=torch.int64, device=device)
+        positions_P = rows_of_blocks(blocks, device)
+        rows_P = table_N[positions_P // PAGE_TOKENS] * PAGE_TOKENS + positions_P % PAGE_TOKENS
+        before_N = table_N[: blocks[-1] * per_block]
+        seen_N = torch.cat([before_N, *(table_N[b * per_block : (b + 1) * per_block] for b in blocks)])
+
+        def keep(layer: int) -> KVRows:
+            return KVRows(*cache.rows(layer), rows_P)
+
+        def seen(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return cache.gather(layer, seen_N, len(seen_N) * PAGE_TOKENS)
+
+        recompute(self.stack, ids_P, blocks, keep, seen)
+        self._wait()
+        return Appended(blocks=blocks)
+
+    def _wait(self) -> None:
+        """Pages of what was computed may be given away after this."""
+        if self.stack.device.type == "cuda":
+            torch.cuda.current_stream(self.stack.device).synchronize()
 
     def _attend_densely(
         self, q_THD: torch.Tensor, k_GSD: torch.Tensor, v_GSD: torch.Tensor, start: int
@@ -237,7 +280,9 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     longest = tokens - _RAGGED - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):
         pages = (runner.scratch_page,) * pages_for(length + _RAGGED + 2)
-        logits_V = runner.append(pages, length, array("I", [0] * _RAGGED), last=True)
+        looked = runner.append(pages, Read(length, [0] * _RAGGED, looks=_AGAIN), last=True)
+        runner.recompute(pages, looked.blocks, [0] * BLOCK * len(looked.blocks))
+        logits_V = looked.logits_V
         for batch in batches:
             rows = []
             for selects, sampling in zip(batch[: runner.max_batch], (Sampling(), sampled), strict=False):

@@ -1,15 +1,14 @@
 """Continuous batching: which request is computed next, and what its result means.
 
 Runs on the event loop's thread; only tensor work goes to the compute thread. One turn is: admit, sample
-first tokens, read one chunk of appended tokens, one decode step of everything that runs. Cancelling takes
-effect between these.
+first tokens, one step of what one request has to read, one decode step of everything that runs. Cancelling
+takes effect between these.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -18,9 +17,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..messages.events import FinishReason, Token
+from ..messages.methods import BLOCK
 from ..settings import DecodeConfig
+from .reads import Recompute, Step
 from .requests import DecodeRequest
-from .runner import Chosen, DecodeRunner, Launched
+from .runner import Appended, Chosen, DecodeRunner, Launched
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
@@ -39,7 +40,7 @@ class _Flight:
 class DecodeScheduler:
     """Takes ready requests in order of readiness, at most `config.max_batch` at once.
 
-    Appended tokens of several requests are read in chunks, in turn. eos_ids end an answer. before_first is
+    What several requests have to read, they read in turn. eos_ids end an answer. before_first is
     called once per request, just before its first Token. clock: seconds, for reports.
     """
 
@@ -100,7 +101,7 @@ class DecodeScheduler:
                 await self._sample_first(firsts)
                 self.drop_ended()
             if self._appending:
-                await self._append()
+                await self._read()
             self.drop_ended()
             if self._running or self._flight:
                 await self._decode()
@@ -113,7 +114,7 @@ class DecodeScheduler:
         while self._waiting and self.running + len(firsts) < self._config.max_batch:
             request = self._waiting.popleft()
             request.times.taken = self._clock()
-            if request.appending:
+            if request.reads:
                 self._appending.append(request)
             else:
                 request.times.read = request.times.taken
@@ -134,26 +135,35 @@ class DecodeScheduler:
                 self._running.append(request)
                 self._deliver(request, choice)
 
-    async def _append(self) -> None:
-        """One chunk of the next request's; its first token if that was the last one."""
+    async def _read(self) -> None:
+        """One step of the next request's; its first token if that was the last one."""
         request = self._appending.popleft()
-        done = request.appended
-        ids: array[int] = request.append_ids[done : done + self._config.append_chunk_tokens]
-        last = done + len(ids) == len(request.append_ids)
-        pages, start = request.holding.table, request.length
-        copy = request.holding.copy_in if done == 0 else None
         self._appending.append(request)
-        outcome = await self._computed(
-            "appended tokens", [request], lambda: (self._runner.append(pages, start, ids, last, copy),)
-        )
+        step, last = request.reads[0], len(request.reads) == 1
+        request.prepare(step)
+        outcome = await self._computed("appended tokens", [request], self._work(request, step, last))
         if outcome is None or request.ended is not None:
             return
-        request.length += len(ids)
+        request.reads.popleft()
+        if isinstance(step, Recompute):
+            request.times.recomputed_tokens += BLOCK * len(request.blocks)
+            return
+        request.length = max(request.length, step.end)
+        if step.looks:
+            request.blocks, request.times.looked = outcome.blocks, self._clock()
         if last:
             self._appending.remove(request)
-            request.logits = outcome[0]
+            request.logits = outcome.logits_V
             request.times.read = self._clock()
             await self._sample_first([request])
+
+    def _work(self, request: DecodeRequest, step: Step, last: bool) -> Callable[[], Appended]:
+        pages = request.holding.table
+        if isinstance(step, Recompute):
+            ids, blocks = request.ids_of_blocks(), request.blocks
+            return lambda: self._runner.recompute(pages, blocks, ids)
+        copy = request.holding.copy_in if step.start == request.holding.session_tokens else None
+        return lambda: self._runner.append(pages, step, last, copy)
 
     async def _decode(self) -> None:
         """Deliver one step's tokens. Where the device computes by itself, the next step is launched before

@@ -141,15 +141,17 @@ class DecodeReport:
     """Decode's share of TTFT and its page use.
 
     handoff_exposed: from the job's arrival (or the logits' arrival, whichever is later) until the last page
-    was here. decode_wait: until the scheduler took it. append_prefill: reading appended tokens.
-    first_step: sampling the first token. pages_attended, pages_held: summed over sparse layers and steps.
-    steps: decode steps that it was computed in. own_steps: those, each divided by the requests that it
-    computed, so that the worker's steps are the sum over its requests.
+    was here. decode_wait: until the scheduler took it. append_prefill: reading appended tokens. recompute:
+    computing blocks again that the question looks at, and the question over them. first_step: sampling the
+    first token. pages_attended, pages_held: summed over sparse layers and steps. steps: decode steps that it
+    was computed in. own_steps: those, each divided by the requests that it computed, so that the worker's
+    steps are the sum over its requests. recomputed_tokens: of those blocks.
     """
 
     handoff_exposed: float = 0.0
     decode_wait: float = 0.0
     append_prefill: float = 0.0
+    recompute: float = 0.0
     first_step: float = 0.0
     handoff_bytes: int = 0
     handoff_seconds: float = 0.0
@@ -157,6 +159,7 @@ class DecodeReport:
     pages_held: int = 0
     steps: int = 0
     own_steps: float = 0.0
+    recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,15 @@ here."""
 from __future__ import annotations
 
 from ...kernels.constants import BLOCK, PAGE_TOKENS
-from ...kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, reads_whole_prompts, resume_step
+from ...kernels.methods import (
+    PRESETS,
+    MethodError,
+    MethodSpec,
+    is_exact,
+    method_spec,
+    reads_whole_prompts,
+    resume_step,
+)
 from ...kernels.methods import load as load_methods
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "PRESETS",
     "MethodError",
     "MethodSpec",
+    "is_exact",
     "load_methods",
     "method_spec",
     "reads_whole_prompts",

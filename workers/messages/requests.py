@@ -6,7 +6,13 @@ import zlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .methods import MethodSpec
+from .methods import BLOCK, PAGE_TOKENS, MethodSpec
+
+ID_BYTES = 4
+"""Of a token id, wherever ids are packed: little-endian uint32."""
+TAIL_TOKENS = 128
+"""Of a prompt that nothing is appended to, so many tokens count as its question, and up to a block more, so
+that what stands before them is whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Reserve:
     door: who asks.
     prefix_tokens: build on so many tokens of the session alone (whole pages); 0: on all of them.
     append_tokens: so many more come with the GenerateJob and follow a prompt whose K/V a prefill group sends.
+    recompute_blocks: pages for so many blocks of BLOCK tokens besides, as the GenerateJob will say.
     """
 
     request_id: str
@@ -58,6 +65,16 @@ class Reserve:
     door: str = ""
     prefix_tokens: int = 0
     append_tokens: int = 0
+    recompute_blocks: int = 0
+
+
+def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
+    """Pages that a request takes to compute so many blocks of the first `tokens` tokens again: since others
+    may share what is there, they are written elsewhere, and so is the tail of a prompt without anything
+    appended, which is read again."""
+    most = min(blocks, max(0, tokens // BLOCK - 1))
+    tail = 0 if appended else TAIL_TOKENS + BLOCK
+    return (most * BLOCK + tail) // PAGE_TOKENS if most else 0
 
 
 class RefusalReason(StrEnum):
@@ -140,6 +157,10 @@ class GenerateJob:
 
     keep_tokens: if positive, the first
     keep_tokens of prompt K/V become a session of ttl seconds when the first token is out, found by `chain`.
+    recompute_blocks: of what was read with a method that is not exact, how many blocks are computed again
+    before the first token: those that the question looks at most. prompt_ids: all of such a prompt, without
+    which nothing of it or of a session made of it can be; empty for a prompt that was read exactly.
+    answered_tokens: the last so many of append_ids are of the answer.
     """
 
     request_id: str
@@ -152,17 +173,22 @@ class GenerateJob:
     deadline: float | None = None
     chain: bytes = field(repr=False, default=b"")
     trace: str = ""
+    recompute_blocks: int = 0
+    prompt_ids: bytes = field(repr=False, default=b"")
+    answered_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class KeepSession:
-    """Turn a finished prefill into a session, found by `chain`; waits until the last page has been pulled."""
+    """Turn a finished prefill into a session, found by `chain`; waits until the last page has been pulled.
+    prompt_ids: as in `GenerateJob`."""
 
     request_id: str
     ttl_s: float
     deadline: float | None = None
     chain: bytes = field(repr=False, default=b"")
     trace: str = ""
+    prompt_ids: bytes = field(repr=False, default=b"")
 
 
 class PrefillFailed(Exception):

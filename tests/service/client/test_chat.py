@@ -43,6 +43,12 @@ def test_a_document_is_read_once_and_asked_often(house: House, document: Path) -
     nothing_left(house)
 
 
+def test_what_is_computed_again_is_asked_for_with_every_question(house: House, document: Path) -> None:
+    done = chat(house, document, "--recompute", 2, questions="who?\nwhy?\n")
+    assert done.exit_code == 0, done.output
+    assert [job.recompute_blocks for job in house.decode.jobs] == [2, 2]
+
+
 def test_without_a_document_the_conversation_is_the_prompt(house: House) -> None:
     done = chat(house, "--system", "be brief", questions="who?\nwhy?\n")
     first = says("[s:be brief][u:who?][a:")

@@ -34,6 +34,14 @@ def test_generate_streams_the_answer(house: House, document: Path) -> None:
     assert "Time to first token" in done.stderr
 
 
+def test_what_is_computed_again_is_asked_for_and_told(house: House, document: Path) -> None:
+    sparse = ("--method", "streaming", "--option", "min_tokens=0", "--recompute", 1, "--timings")
+    done = run("generate", document, "-q", "why?", *sparse, "--address", house.address)
+    assert done.exit_code == 0, done.output
+    assert house.decode.jobs[-1].recompute_blocks == 1
+    assert "128 computed again" in " ".join(done.stderr.split())
+
+
 def test_prefill_then_ask_then_release(house: House, document: Path) -> None:
     done = run("prefill", "-", "--address", house.address, "--keep", 30, stdin=document.read_text())
     assert done.exit_code == 0, done.output

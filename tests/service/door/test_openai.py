@@ -142,18 +142,26 @@ def test_sampling_options_reach_the_worker(house: House, api: openai.OpenAI) -> 
 
 
 def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> None:
-    extra = {"method": "xattention", "options": {"tau": 0.75}, "page_selection": "full", "timeout_s": 600}
+    extra = {
+        "method": "xattention",
+        "options": {"tau": 0.75, "min_tokens": 0},
+        "page_selection": "full",
+        "recompute_blocks": 2,
+        "timeout_s": 600,
+    }
     done = complete(api, LONG, extra_body=extra)
     job = house.group.jobs[-1]
     assert job.method.name == "xattention"
     assert dict(job.method.options)["tau"] == 0.75
     assert job.deadline is not None
     assert house.decode.jobs[-1].page_selection == "full"
+    assert house.decode.jobs[-1].recompute_blocks == 2
     *_, last = complete(api, LONG, extra_body=extra, stream=True)
     for report in (done.deltafront, last.deltafront):
         assert sum(report["timings"]["parts"].values()) == pytest.approx(report["timings"]["ttft_seconds"])
         assert (report["density"]["method"], report["density"]["mean"]) == ("xattention", 0.75)
         assert (report["page_share"], report["session"]) == (0.5, None)
+        assert report["recomputed_tokens"] == 256
 
 
 def test_sessions(house: House, api: openai.OpenAI) -> None:

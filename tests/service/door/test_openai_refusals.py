@@ -76,6 +76,8 @@ BAD: dict[str, dict[str, Any]] = {
     "session_ttl_s ": {"session_ttl_s": 10**9, "messages": [*HI, *HI]},
     "page_selection": {"page_selection": "some"},
     "page_selection ": {"page_selection": "delta"},
+    "recompute_blocks": {"recompute_blocks": 65},
+    "recompute_blocks ": {"recompute_blocks": "many"},
     "timeout_s": {"timeout_s": 0},
     "sesion_id": {"sesion_id": "d0.x"},
 }

@@ -61,6 +61,7 @@ requests = st.builds(
     append=maybe(prompts),
     sampling=wishes,
     page_selection=st.sampled_from(PageSelection),
+    recompute_blocks=maybe(small),
 ).filter(lambda request: request.prompt is None or request.session_id is None)
 
 sessions = st.builds(Session, texts, moments, counts)
@@ -93,7 +94,19 @@ def test_prefill_answers(event: Progress | PrefillFinished) -> None:
 @given(
     progress
     | tokens
-    | st.builds(GenerateFinished, sent, texts, usages, timings, densities, maybe(sessions), numbers, texts)
+    | st.builds(
+        GenerateFinished,
+        sent,
+        texts,
+        usages,
+        timings,
+        densities,
+        maybe(sessions),
+        numbers,
+        texts,
+        texts,
+        counts,
+    )
 )
 def test_generate_answers(event: Progress | Token | GenerateFinished) -> None:
     assert wire.read_generate_response(_sent(wire.generate_response(event))) == event
@@ -107,7 +120,10 @@ profiles = st.builds(
 )
 
 
-@given(st.builds(ServerInfo, *facts, *(counts,) * 4, small, lists, lists, small, small, st.none() | profiles))
+selection = (lists, lists, small, small)
+
+
+@given(st.builds(ServerInfo, *facts, *(counts,) * 4, small, *selection, st.none() | profiles, small))
 def test_server_info(info: ServerInfo) -> None:
     assert wire.read_server_info(_sent(wire.server_info(info))) == info
 

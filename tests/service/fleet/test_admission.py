@@ -39,7 +39,11 @@ def worker(draw: st.DrawFn, name: str = "d") -> DecodeStats:
 groups = st.integers(1, 4).flatmap(lambda n: st.tuples(*(group(f"g{i}") for i in range(n))))
 workers = st.integers(1, 4).flatmap(lambda n: st.tuples(*(worker(f"d{i}") for i in range(n))))
 needs = st.builds(
-    Need, st.integers(1, 500), st.integers(0, 300), st.one_of(st.none(), st.floats(0.001, 100.0))
+    Need,
+    st.integers(1, 500),
+    st.integers(0, 300),
+    st.one_of(st.none(), st.floats(0.001, 100.0)),
+    st.integers(0, 200),
 )
 
 
@@ -49,7 +53,7 @@ def brute(need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]) -
     for g in gs:
         for w in ws:
             pages = 0
-            while pages * w.page_tokens < need.read_tokens + need.answer_tokens:
+            while pages * w.page_tokens < need.read_tokens + need.answer_tokens + need.recompute_tokens:
                 pages += 1
             holds = pages <= w.pages_total and need.read_tokens <= g.pages_total * w.page_tokens
             seconds = (

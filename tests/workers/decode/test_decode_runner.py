@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deltafront.workers.decode.page_selection import plan_layers
+from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.rows import BatchShape, Row, StepRows
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.messages.requests import Sampling
@@ -48,7 +49,7 @@ class Request:
         self.seed, self.left = seed, chance.randrange(5, 30)
         self.pages = tuple(free.pop() for _ in range(-(-(tokens + 30) // 16)))
         ids = array("I", [chance.randrange(198) for _ in range(tokens)])
-        logits_V = runner.append(self.pages, 0, ids, last=True)
+        logits_V = runner.append(self.pages, Read(0, ids), last=True).logits_V
         self.row = Row(seed, self.pages, tokens, 0, chance.choice(SAMPLINGS), chance.random() < 0.5)
         (chosen,) = runner.first_tokens([logits_V], [self.row])
         self.row = replace(self.row, token=chosen.token)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.rows import Row
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.messages.requests import Sampling
@@ -17,19 +18,25 @@ async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one
     bench: Any, monkeypatch: pytest.MonkeyPatch, delta_layers: tuple[int, ...]
 ) -> None:
     steps: list[list[tuple[int, bool, float]]] = []
-    appended: list[tuple[int, int]] = []
-    decode, append = DecodeRunner.decode, DecodeRunner.append
+    appended: list[int] = []
+    again: list[int] = []
+    decode, append, recompute = DecodeRunner.decode, DecodeRunner.append, DecodeRunner.recompute
 
     def noting(self: DecodeRunner, rows: Sequence[Row]) -> Any:
         steps.append([(row.length, row.selects_pages, row.sampling.temperature) for row in rows])
         return decode(self, rows)
 
-    def noting_append(self: DecodeRunner, pages: Any, start: int, ids: Any, last: bool) -> Any:
-        appended.append((start, len(ids)))
-        return append(self, pages, start, ids, last)
+    def noting_append(self: DecodeRunner, pages: Any, step: Read, last: bool) -> Any:
+        appended.append(step.start)
+        return append(self, pages, step, last)
+
+    def noting_recompute(self: DecodeRunner, pages: Any, blocks: Any, ids: Any) -> Any:
+        again.append(len(blocks))
+        return recompute(self, pages, blocks, ids)
 
     monkeypatch.setattr(DecodeRunner, "decode", noting)
     monkeypatch.setattr(DecodeRunner, "append", noting_append)
+    monkeypatch.setattr(DecodeRunner, "recompute", noting_recompute)
     how = {
         "page_selection": "delta" if delta_layers else "full",
         "delta_layers": delta_layers,
@@ -39,7 +46,8 @@ async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one
         "cache_tokens": 1024,
     }
     warm = await bench(warm_up=True, **how)
-    assert [start for start, _ in appended] == [100, 1024 - 79]
+    assert appended == [100, 1024 - 79]
+    assert again == [0, 2]
     assert {length for step in steps for length, _, _ in step} == {177, 1022}
     wanted = {(True,), (False,), (True, False)} if delta_layers else {(False,), (False, False)}
     assert {tuple(selects for _, selects, _ in step) for step in steps} == wanted

@@ -2,17 +2,18 @@
 
 Pure accounting over a PagePool, used from one thread (the event loop's). A request holds one reference on
 every page of its table and of the session it builds on; the pages that it shares with the session are full,
-so it never writes to them, and the session's last, partly filled page is copied for it.
+so it never writes to them, and the session's last, partly filled page is copied for it. What it computes
+again it writes to pages of its own, and others keep those that it had there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...messages.requests import RefusalReason, Refused, Reserve
+from ...messages.requests import ID_BYTES, RefusalReason, Refused, Reserve, recompute_pages
 from .pool import OutOfPages, PagePool, pages_for
 from .sessions import KeptSession, SessionsTable
 
@@ -26,7 +27,9 @@ class Holding:
 
     session_tokens: tokens of K/V that are there from the start. copy_in: the session's partly filled page
     and the table's, to be copied before anything is computed. copy_out: the table's page and the spare, to
-    be copied once the prompt is complete and before it is kept. on_free: called once, when all is given back.
+    be copied once the prompt is complete and before it is kept. session_ids: of those tokens, little-endian
+    uint32; empty where nobody needs them. own: pages that `divert` puts into the table. on_free: called once,
+    when all is given back.
 
     Ending a request and freeing its pages are two things: a step that is being computed, or K/V that is
     being written or copied, still touches the pages, and a page given away too early means wrong output for
@@ -40,12 +43,36 @@ class Holding:
     spare: tuple[int, ...] = ()
     copy_in: PageCopy | None = None
     copy_out: PageCopy | None = None
+    session_ids: bytes = field(repr=False, default=b"")
+    own: tuple[int, ...] = ()
     on_free: Callable[[], None] = lambda: None
     freed: asyncio.Event = field(default_factory=asyncio.Event)
+    _aside: tuple[int, ...] = ()
+    """Pages that were in the table before others were put in their place."""
     _ended: bool = False
     _holders: int = 0
     _let_go: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when nobody holds it any more."""
+
+    def __post_init__(self) -> None:
+        self.taken = self.table
+        """The table as it was at first: what can be kept."""
+
+    @property
+    def pages(self) -> int:
+        """How many it holds, those of its session included."""
+        return len(self.table) + len(self.spare) + len(self.own) + len(self._aside)
+
+    def divert(self, places: Sequence[int]) -> None:
+        """Put pages of its own at these places of the table. Those that were there are not written to any
+        more, and are given back with the others. Raises ValueError if there are too few."""
+        if len(places) > len(self.own):
+            raise ValueError(f"{len(places)} places of the table, but {len(self.own)} pages of its own")
+        table, used = list(self.table), self.own[: len(places)]
+        for place, page in zip(places, used, strict=True):
+            self._aside += (table[place],)
+            table[place] = page
+        self.table, self.own = tuple(table), self.own[len(places) :]
 
     @contextmanager
     def hold(self) -> Iterator[tuple[int, ...] | None]:
@@ -76,8 +103,9 @@ class Holding:
         """The one place where a request's pages are given back."""
         if self._ended and self._holders == 0 and not self.freed.is_set():
             source = () if self.copy_in is None else self.copy_in[:1]
-            self.pool.release((*self.table, *self.spare, *source))
-            self.table, self.spare, self.copy_in, self.copy_out = (), (), None, None
+            self.pool.release((*self.table, *self.spare, *self.own, *self._aside, *source))
+            self.table, self.spare, self.own, self._aside = (), (), (), ()
+            self.copy_in = self.copy_out = None
             self.freed.set()
             self.on_free()
 
@@ -127,20 +155,27 @@ class Reservations:
         shared = () if session is None else session.pages[: before // size]
         spare = 1 if order.keep_tokens % size else 0
         fresh = pages_for(total, size) - len(shared)
+        own = 0
+        if session is None or session.ids:
+            there, appended = before or order.prompt_tokens, session is not None
+            own = recompute_pages(order.recompute_blocks, there, appended=appended)
         # A session's own partly filled page stays occupied beside the copy of it.
-        least = pages_for(total, size) + spare + (1 if before % size else 0)
+        least = pages_for(total, size) + spare + own + (1 if before % size else 0)
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
             return Refused(RefusalReason.TOO_LARGE, message, least, self.pool.free)
         if behind:
             message = f"{behind} reservations wait for KV pages already"
-            return Refused(RefusalReason.PAGES, message, fresh + spare, self.pool.free)
+            return Refused(RefusalReason.PAGES, message, fresh + spare + own, self.pool.free)
         try:
-            taken = self.pool.allocate(fresh + spare)
+            taken = self.pool.allocate(fresh + spare + own)
         except OutOfPages as error:
             return Refused(RefusalReason.PAGES, str(error), error.needed, error.free)
         self.pool.share(shared)
-        holding = Holding(self.pool, shared + taken[:fresh], before, taken[fresh:])
+        table, spares = shared + taken[:fresh], taken[fresh : fresh + spare]
+        holding = Holding(self.pool, table, before, spares, own=taken[fresh + spare :])
+        if session is not None:
+            holding.session_ids = session.ids[: before * ID_BYTES]
         if session is not None and before % size:
             holding.copy_in = (session.pages[-1], taken[0])
             self.pool.share(session.pages[-1:])
@@ -152,28 +187,42 @@ class Reservations:
         full, rest = divmod(tokens, self.pool.page_tokens)
         if rest:
             holding.spare = holding.spare or self.pool.allocate(1)
-            holding.copy_out = (holding.table[full], holding.spare[0])
+            holding.copy_out = (holding.taken[full], holding.spare[0])
 
     def keep(
-        self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float, chain: bytes = b""
+        self,
+        holding: Holding,
+        tokens: int,
+        owner: str,
+        ttl_s: float,
+        now: float,
+        chain: bytes = b"",
+        ids: bytes = b"",
     ) -> KeptSession:
         """A session of the first `tokens` tokens of a request that goes on, prepared and copied: full pages
         are shared, and the copy changes hands."""
-        shared = holding.table[: tokens // self.pool.page_tokens]
+        shared = holding.taken[: tokens // self.pool.page_tokens]
         copied = () if holding.copy_out is None else holding.copy_out[1:]
-        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain)
+        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain, ids)
         self.pool.share(shared)
         if copied:
             holding.spare, holding.copy_out = (), None
         return session
 
     def hand_over(
-        self, holding: Holding, tokens: int, owner: str, ttl_s: float, now: float, chain: bytes = b""
+        self,
+        holding: Holding,
+        tokens: int,
+        owner: str,
+        ttl_s: float,
+        now: float,
+        chain: bytes = b"",
+        ids: bytes = b"",
     ) -> KeptSession:
         """A session of the first `tokens` tokens of a request that ends here."""
         pages = holding.table[: pages_for(tokens, self.pool.page_tokens)]
         self.pool.share(pages)
-        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain)
+        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain, ids)
 
 
 def _check_counts(order: Reserve) -> None:

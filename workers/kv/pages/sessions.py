@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from ...messages.events import LINK_BYTES, Prefix, Session
+from ...messages.requests import ID_BYTES
 from .pool import PagePool, pages_for
 
 
 @dataclass(frozen=True)
 class KeptSession:
-    """`tokens` tokens of K/V in `pages`, usable by `owner` until `expires`."""
+    """`tokens` tokens of K/V in `pages`, usable by `owner` until `expires`. ids: theirs, little-endian
+    uint32, where blocks of them may be computed again; else empty."""
 
     session_id: str
     owner: str
@@ -24,6 +26,7 @@ class KeptSession:
     tokens: int
     expires: float
     chain: bytes = b""
+    ids: bytes = field(repr=False, default=b"")
 
     @property
     def told(self) -> Session:
@@ -53,19 +56,33 @@ class SessionsTable:
         return len(self._sessions)
 
     def adopt(
-        self, owner: str, pages: tuple[int, ...], tokens: int, ttl_s: float, now: float, chain: bytes = b""
+        self,
+        owner: str,
+        pages: tuple[int, ...],
+        tokens: int,
+        ttl_s: float,
+        now: float,
+        chain: bytes = b"",
+        ids: bytes = b"",
     ) -> KeptSession:
         """Make a session of pages whose references the caller hands over (exactly pages_for(tokens)).
 
         ttl_s is capped by the configured maximum; 0 or less asks for that maximum. chain: links of its full
-        pages; empty where nobody is to find it by what it holds.
+        pages; empty where nobody is to find it by what it holds. ids: of these tokens and any behind them.
         """
         if tokens < 1 or len(pages) != pages_for(tokens, self._pool.page_tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
         lease = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
-        session = KeptSession(f"{self._worker}.{self._token()}", owner, pages, tokens, now + lease)
-        full = tokens // self._pool.page_tokens
-        session = replace(session, chain=chain[: full * LINK_BYTES])
+        links = tokens // self._pool.page_tokens * LINK_BYTES
+        session = KeptSession(
+            f"{self._worker}.{self._token()}",
+            owner,
+            pages,
+            tokens,
+            now + lease,
+            chain[:links],
+            ids[: tokens * ID_BYTES],
+        )
         self._sessions[session.session_id] = session
         return session
 

@@ -1,0 +1,99 @@
+"""Results of processes that each took a share of the documents (--shard I/N), as those of one process.
+
+    python -m deltafront.benchmarks.accuracy.merge A.json B.json … --result FILE \
+        --gate 'dpxa recompute 8:exact>=0.985'
+
+All N of them, in any order. Prints the table, writes the JSON named by --result; ends with 1 when a --gate is
+missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deltafront.benchmarks.accuracy.front import front_table, with_front
+from deltafront.benchmarks.accuracy.report import (
+    BASELINE,
+    Gate,
+    Outcome,
+    missed,
+    parse_gate,
+    rows,
+    table,
+)
+
+Origin = Mapping[str, Any]
+"""What a result says of where it comes from: hardware, commit, dtype."""
+
+
+def conclude(outcomes: Sequence[Outcome], origin: Origin, gates: Sequence[Gate], result: Path | None) -> int:
+    """Prints and writes what came out; 1 when a gate is missed."""
+    found = with_front(rows(outcomes, BASELINE))
+    print(table(found))
+    if front := front_table(found):
+        print(f"\n{front}")
+    if result:
+        _write(result, {**origin, "rows": found})
+    reasons = missed(gates, found)
+    for reason in reasons:
+        print(f"gate missed: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
+
+
+def write_shard(outcomes: Sequence[Outcome], shard: tuple[int, int], origin: Origin, result: Path) -> None:
+    """What one of several processes found; shard: which one, of how many."""
+    _write(result, {**origin, "shard": shard, "outcomes": [asdict(outcome) for outcome in outcomes]})
+
+
+def merged(paths: Sequence[Path]) -> tuple[list[Outcome], Origin]:
+    """The outcomes in the order in which one process has them. Raises ValueError for files that are not all
+    the shards of one run."""
+    shards = [json.loads(path.read_text()) for path in paths]
+    if sorted(one["shard"] for one in shards) != [[i, len(shards)] for i in range(len(shards))]:
+        raise ValueError(f"not each shard once: {[one['shard'] for one in shards]}")
+    shards.sort(key=lambda one: one["shard"])
+    origins = [{key: one[key] for key in one if key not in ("shard", "outcomes")} for one in shards]
+    if any(origin != origins[0] for origin in origins):
+        raise ValueError(f"shards of different runs: {origins}")
+    outcomes = [_outcome(given) for one in shards for given in one["outcomes"]]
+    # The first shard has a document of every length and task, in their order; sorting is stable.
+    return sorted(outcomes, key=_index), origins[0]
+
+
+def _outcome(given: Mapping[str, Any]) -> Outcome:
+    answers = {about: (logp, exact) for about, (logp, exact) in given["answers"].items()}
+    return Outcome(**{**given, "answers": answers})
+
+
+def _index(outcome: Outcome) -> int:
+    """Of the document, among those of its length and task: its name's end."""
+    return int(outcome.document.rpartition("-")[2])
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m deltafront.benchmarks.accuracy.merge",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shards", type=Path, nargs="+", metavar="FILE", help="--result of each process")
+    parser.add_argument("--gate", nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…")
+    parser.add_argument("--result", type=Path)
+    arguments = parser.parse_args()
+    gates = [parse_gate(given) for given in arguments.gate]
+    return conclude(*merged(arguments.shards), gates, arguments.result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Blocks that are computed again for a question: what a decode worker is asked, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from deltafront.service.client import DeltafrontClient, PrefillFinished
+from deltafront.service.client import losses as client_losses
+from deltafront.service.errors import Overloaded
+from deltafront.service.request import attempt
+from deltafront.workers.messages.requests import recompute_pages
+
+from .fakes import needed, pages
+from .inprocess import House, settings
+from .test_faults import counter
+from .test_requests import collect, expected, ids, nothing_left
+
+PROMPT = "p" * 700
+SPARSE: dict[str, Any] = {"method": "streaming", "options": {"min_tokens": 0}}
+EXACT: dict[str, dict[str, Any]] = {"dense": {"method": "dense"}, "short": {"method": "streaming"}}
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(client_losses, "_FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def session(client: DeltafrontClient) -> Iterator[str]:
+    """Of PROMPT, read with a sparse method."""
+    *_, made = client.prefill(PROMPT, **SPARSE)
+    assert isinstance(made, PrefillFinished)
+    yield made.session.session_id
+    client.release(made.session.session_id)
+
+
+def test_a_sparse_prompts_ids_go_with_its_job(house: House, client: DeltafrontClient) -> None:
+    asked = client.generate(PROMPT, append="why?", max_tokens=5, recompute_blocks=3, **SPARSE)
+    text, _, finish, _ = collect(asked)
+    assert text == expected(ids(PROMPT + "why?"), 5)
+    (order,), (job,) = house.decode.orders, house.decode.jobs
+    assert order.recompute_blocks == job.recompute_blocks == 3
+    assert (job.prompt_ids, job.answered_tokens) == (ids(PROMPT + "why?"), 0)
+    assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 3 * 128
+    assert finish.timings.parts["recompute"] == pytest.approx(3 * 128e-6)
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_of_a_prompt_that_is_read_exactly_nothing_is_computed_again(
+    house: House, client: DeltafrontClient, kind: str
+) -> None:
+    _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=5, recompute_blocks=3, **EXACT[kind]))
+    (order,), (job,) = house.decode.orders, house.decode.jobs
+    assert (order.recompute_blocks, job.recompute_blocks, job.prompt_ids) == (0, 0, b"")
+    assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 0
+
+
+@pytest.mark.parametrize(("asked", "blocks"), [(None, 2), (0, 0), (4, 4)])
+def test_a_request_that_does_not_say_gets_the_default(
+    make_house: Callable[..., House], model: Path, asked: int | None, blocks: int
+) -> None:
+    """Where nothing is computed again the ids go all the same: a session may be made of the prompt."""
+    config = settings(model)
+    config = config.model_copy(update={"decode": replace(config.decode, recompute_blocks=2)})
+    house = make_house(config)
+    with DeltafrontClient(house.address) as client:
+        collect(client.generate(PROMPT, max_tokens=2, recompute_blocks=asked, **SPARSE))
+        assert client.info().recompute_blocks == 2
+    assert [order.recompute_blocks for order in house.decode.orders] == [blocks]
+    assert [(job.recompute_blocks, job.prompt_ids) for job in house.decode.jobs] == [(blocks, ids(PROMPT))]
+
+
+def test_as_many_as_may_be(house: House, client: DeltafrontClient) -> None:
+    collect(client.generate(PROMPT, max_tokens=2, recompute_blocks=64, **SPARSE))
+    assert house.decode.jobs[-1].recompute_blocks == 64
+
+
+# --- sessions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sparse", *EXACT])
+def test_a_session_gets_the_ids_of_a_sparse_prompt(house: House, client: DeltafrontClient, kind: str) -> None:
+    """What is asked of it goes to its worker as it is: only that one knows how it was read."""
+    *_, made = client.prefill(PROMPT, **EXACT.get(kind, SPARSE))
+    assert isinstance(made, PrefillFinished)
+    assert [keep.prompt_ids for keep in house.decode.kept] == [ids(PROMPT) if kind == "sparse" else b""]
+    asked = client.generate(session_id=made.session.session_id, append="q", max_tokens=3, recompute_blocks=2)
+    text, _, finish, _ = collect(asked)
+    assert text == expected(ids(PROMPT + "q"), 3)
+    (job,) = house.decode.jobs
+    assert house.decode.orders[-1].recompute_blocks == job.recompute_blocks == 2
+    assert job.prompt_ids == b""
+    assert finish.recomputed_tokens == (256 if kind == "sparse" else 0)
+    client.release(made.session.session_id)
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("options", [SPARSE, {"method": "streaming"}], ids=["sparse", "short"])
+def test_a_prompt_that_continues_from_a_session_is_like_a_question_to_it(
+    make_house: Callable[..., House], options: dict[str, Any]
+) -> None:
+    """Also one that is short enough to be read exactly: the session may be longer."""
+    house = make_house()
+    document = "d" * 5000
+    with DeltafrontClient(house.address) as client:
+        *_, made = client.prefill(document, **options)
+        house.decode.fail_after = [3]
+        asked = client.generate(document[:900] + "why?", max_tokens=8, recompute_blocks=2, **options)
+        text, _, finish, _ = collect(asked)
+        assert text == expected(ids(document[:900] + "why?"), 8)
+        assert finish.usage.cached_tokens > 0 and len(house.group.jobs) == 1
+        assert [order.recompute_blocks for order in house.decode.orders[1:]] == [2, 2]
+        said = [(job.recompute_blocks, job.prompt_ids, job.answered_tokens) for job in house.decode.jobs]
+        assert said == [(2, b"", 0), (2, b"", 3)]
+        client.release(made.session.session_id)  # type: ignore[union-attr]
+    nothing_left(house)
+
+
+def test_a_session_that_continues_from_another_computes_nothing_again(
+    house: House, client: DeltafrontClient, session: str
+) -> None:
+    *_, made = client.prefill(PROMPT + "and on", **SPARSE)
+    assert isinstance(made, PrefillFinished) and made.usage.cached_tokens > 0
+    (job,) = house.decode.jobs
+    assert (job.recompute_blocks, job.prompt_ids) == (0, b"")
+    client.release(made.session.session_id)
+
+
+# --- what died ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_answered_is_told_apart_when_a_worker_fails(house: House, client: DeltafrontClient) -> None:
+    house.decode.fail_after = [4]
+    text, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9, recompute_blocks=1, **SPARSE))
+    assert text == expected(ids(PROMPT), 9)
+    assert [job.answered_tokens for job in house.decode.jobs] == [0, 4]
+    assert [job.prompt_ids for job in house.decode.jobs] == [ids(PROMPT)] * 2
+    assert [order.recompute_blocks for order in house.decode.orders] == [1, 1]
+    assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 2 * 128
+
+
+def test_what_was_answered_is_told_apart_when_a_door_dies(house: House, client: DeltafrontClient) -> None:
+    house.losses = [(6 + 5, grpc.StatusCode.UNAVAILABLE)]  # after the events of reading, and five tokens
+    text, *_ = collect(client.generate(PROMPT, max_tokens=9, recompute_blocks=1, **SPARSE))
+    assert text == expected(ids(PROMPT), 9)
+    assert [job.answered_tokens for job in house.decode.jobs] == [0, 5]
+
+
+def test_a_sessions_answer_is_told_apart_from_the_question(
+    house: House, client: DeltafrontClient, session: str
+) -> None:
+    house.decode.fail_after = [4]
+    collect(client.generate(session_id=session, append="why?", max_tokens=9, recompute_blocks=1))
+    assert [job.answered_tokens for job in house.decode.jobs] == [0, 4]
+    assert [len(job.append_ids) // 4 for job in house.decode.jobs] == [4, 8]
+
+
+# --- room --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_is_computed_again_takes_room(house: House, client: DeltafrontClient, missing: int) -> None:
+    """Refused before anything is read or reserved, or has exactly what it takes."""
+    house.decode.total = pages(701 + 4) + recompute_pages(4, 701, appended=False) - missing
+    house.loop.run(house.fleet.refresh())
+    asked = client.generate(PROMPT, max_tokens=4, recompute_blocks=4, **SPARSE)
+    if missing:
+        with pytest.raises(Overloaded, match=r"4 of answer, with \d+ computed again, are more"):
+            list(asked)
+        assert not house.decode.orders and not house.group.jobs
+    else:
+        assert collect(asked)[0] == expected(ids(PROMPT), 4)
+        assert needed(house.decode.orders[-1]) == house.decode.total
+    nothing_left(house)

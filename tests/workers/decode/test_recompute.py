@@ -1,0 +1,238 @@
+"""Blocks of a sparsely read prompt computed again before the first token, on a tiny Llama: with all of them,
+answers are a dense reading's; who shares the prompt keeps it as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
+from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling, recompute_pages
+from tests.workers.conftest import Answer, Bench, Prefilled
+
+NEW = 12
+GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
+TOKENS = 5 * BLOCK
+ALL = TOKENS // BLOCK - 1
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return [random.Random(f"{seed} {place}").randrange(198) for place in range(count)]
+
+
+DOCUMENT = tokens(TOKENS, 1)
+QUESTION = tokens(30, 2)
+
+
+def packed(ids: list[int]) -> bytes:
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+@torch.inference_mode()
+def read_sparsely(bench: Bench, ids: list[int]) -> Prefilled:
+    """Each row sees its own block: so block 0 is exact, and no other is."""
+    kv: list[tuple[np.ndarray, np.ndarray]] = []
+    place_T = torch.arange(len(ids))
+    block_T = place_T // BLOCK
+    seen_TS = (place_T[:, None] >= place_T) & (block_T[:, None] == block_T)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        kv.append((k.numpy().copy(), v.numpy().copy()))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    stack = bench.stack
+    hidden_TC = stack.forward(stack.embed(torch.tensor(ids)), place_T, attend)
+    return Prefilled(kv, stack.logits(hidden_TC[-1:])[0].numpy())
+
+
+class Sparse:
+    """A bench whose prompts are read sparsely, and what a dense reading answers."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self._read = bench.prefill
+
+    async def dense(self, ids: list[int]) -> list[int]:
+        self.bench.prefill = self._read  # type: ignore[method-assign]
+        name = f"dense {len(ids)} {ids[-1]}"
+        return (await self.bench.ask(name, ids, GREEDY)).ids
+
+    async def reserve_and_deliver(self, name: str, ids: list[int], blocks: int, **more: Any) -> None:
+        self.bench.prefill = lambda ids: read_sparsely(self.bench, ids)  # type: ignore[method-assign]
+        await self.bench.reserve(name, len(ids), NEW, recompute_blocks=blocks, **more)
+        await self.bench.deliver(name, ids)
+
+    async def ask(self, name: str, ids: list[int], blocks: int, keep_tokens: int = 0) -> Answer:
+        await self.reserve_and_deliver(name, ids, blocks, keep_tokens=keep_tokens)
+        job = GenerateJob(
+            name, GREEDY, keep_tokens=keep_tokens, recompute_blocks=blocks, prompt_ids=packed(ids)
+        )
+        return await self.bench.collect(job)
+
+    async def keep(self, ids: list[int], prompt_ids: bytes) -> str:
+        await self.reserve_and_deliver("kept", ids, 0)
+        kept = await self.bench.engine.keep(KeepSession("kept", 60.0, prompt_ids=prompt_ids))
+        return str(kept.session.session_id)
+
+    async def question(self, name: str, session: str, blocks: int, answered: tuple[int, ...] = ()) -> Answer:
+        ids, left = [*QUESTION, *answered], NEW - len(answered)
+        await self.bench.reserve(name, len(ids), left, session_id=session, recompute_blocks=blocks)
+        job = GenerateJob(
+            name,
+            Sampling(max_tokens=left, ignore_eos=True),
+            packed(ids),
+            session,
+            recompute_blocks=blocks,
+            answered_tokens=len(answered),
+        )
+        return await self.bench.collect(job)
+
+
+@pytest.fixture
+async def sparse(bench: Any) -> Sparse:
+    return Sparse(await bench())
+
+
+@pytest.mark.parametrize("length", [TOKENS, TOKENS + 1, TOKENS + 127, TOKENS - 1])
+async def test_a_prompt_with_all_its_blocks_computed_again_is_answered_as_if_read_densely(
+    sparse: Sparse, length: int
+) -> None:
+    prompt = tokens(length, 1)
+    want = await sparse.dense(prompt)
+    plain = await sparse.ask("plain", prompt, 0)
+    again = await sparse.ask("again", prompt, 8)
+    assert plain.ids != want, "the sparse reading should lose something"
+    assert again.ids == want
+    assert plain.finish.report.recomputed_tokens == plain.finish.report.recompute == 0
+    tail = (length - 128) // BLOCK
+    assert again.finish.report.recomputed_tokens == BLOCK * (tail - 1)
+    assert again.finish.report.recompute > 0
+
+
+async def test_a_session_s_question_is_answered_as_if_read_densely_and_the_session_stays_as_it_was(
+    sparse: Sparse,
+) -> None:
+    want = await sparse.dense(DOCUMENT + QUESTION)
+    session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
+    held = sparse.bench.used
+    before = await sparse.question("before", session, 0)
+    assert before.ids != want
+    both = await asyncio.gather(*(sparse.question(f"again{i}", session, 8) for i in range(2)))
+    assert [answer.ids for answer in both] == [want, want]
+    assert both[0].finish.report.recomputed_tokens == BLOCK * ALL
+    after = await sparse.question("after", session, 0)
+    assert after.ids == before.ids
+    assert sparse.bench.used == held
+    assert await sparse.bench.engine.release_session(session, "me")
+    assert sparse.bench.used == 0
+
+
+@pytest.mark.parametrize("length", [TOKENS, TOKENS - 5])
+async def test_what_is_kept_of_a_prompt_that_is_answered_is_what_was_read(
+    sparse: Sparse, length: int
+) -> None:
+    """And it can be computed again for the next question."""
+    part = DOCUMENT[:length]
+    reference = await sparse.question("reference", await sparse.keep(part, packed(part)), 0)
+    answer = await sparse.ask("answered", DOCUMENT, 8, keep_tokens=length)
+    assert answer.ids == await sparse.dense(DOCUMENT)
+    session = answer.first.session.session_id
+    assert (await sparse.question("as read", session, 0)).ids == reference.ids
+    again = await sparse.question("again", session, 8)
+    assert again.finish.report.recomputed_tokens == BLOCK * (length // BLOCK - 1)
+    if length == TOKENS:
+        assert again.ids == await sparse.dense(DOCUMENT + QUESTION)
+
+
+async def test_fewer_blocks_are_those_that_the_question_looks_at_most(sparse: Sparse) -> None:
+    session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
+    seen: list[tuple[int, ...]] = []
+    runner = sparse.bench.engine._runner
+    plain = runner.recompute
+
+    def noting(pages: Any, blocks: Any, ids: Any) -> Any:
+        assert list(ids) == [DOCUMENT[b * BLOCK + place] for b in blocks for place in range(BLOCK)]
+        seen.append(tuple(blocks))
+        return plain(pages, blocks, ids)
+
+    runner.recompute = noting
+    answers = [await sparse.question(f"q{count}", session, count) for count in (1, 2, 3)]
+    assert [len(blocks) for blocks in seen] == [1, 2, 3]
+    assert set(seen[0]) < set(seen[1]) < set(seen[2])
+    assert [one.finish.report.recomputed_tokens for one in answers] == [BLOCK, 2 * BLOCK, 3 * BLOCK]
+
+
+async def test_an_answer_goes_on_after_a_death_as_it_would_have(sparse: Sparse) -> None:
+    """What has been answered already is no part of the question: the same blocks are computed again."""
+    session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
+    whole = await sparse.question("whole", session, 2)
+    rest = await sparse.question("rest", session, 2, answered=tuple(whole.ids[:7]))
+    assert rest.ids == whole.ids[7:]
+    prompt = await sparse.ask("prompt", DOCUMENT, 2)
+    await sparse.reserve_and_deliver("resumed", DOCUMENT, 2, append_tokens=5)
+    job = GenerateJob(
+        "resumed",
+        Sampling(max_tokens=NEW - 5, ignore_eos=True),
+        packed(prompt.ids[:5]),
+        recompute_blocks=2,
+        prompt_ids=packed(DOCUMENT),
+        answered_tokens=5,
+    )
+    assert (await sparse.bench.collect(job)).ids == prompt.ids[5:]
+
+
+async def test_a_session_of_a_prompt_that_was_read_exactly_has_nothing_to_compute_again(
+    sparse: Sparse,
+) -> None:
+    session = await sparse.keep(DOCUMENT, b"")
+    held = sparse.bench.used
+    before = await sparse.question("before", session, 0)
+    order = Reserve("asked", "me", len(QUESTION), NEW, session_id=session, recompute_blocks=8)
+    reserved = await sparse.bench.engine.reserve(order)
+    assert reserved.pages == (TOKENS + len(QUESTION) + NEW + PAGE_TOKENS - 1) // PAGE_TOKENS
+    await sparse.bench.engine.cancel("asked")
+    answer = await sparse.question("asked again", session, 8)
+    assert answer.ids == before.ids
+    assert answer.finish.report.recomputed_tokens == 0
+    assert sparse.bench.used == held
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"prompt_ids": packed(DOCUMENT[1:])}, "the ids of 639 tokens came with a prompt of 640"),
+        ({"prompt_ids": packed([999] * TOKENS)}, "token id 999 is outside the vocabulary of 199"),
+        ({"recompute_blocks": 3}, "recompute_blocks 3, but 2 were reserved"),
+        ({"answered_tokens": 1}, "answered_tokens 1 is not within 0 appended tokens"),
+    ],
+)
+async def test_what_cannot_be_is_refused_plainly(sparse: Sparse, wrong: dict[str, Any], why: str) -> None:
+    await sparse.reserve_and_deliver("wrong", DOCUMENT, 2)
+    given = {"recompute_blocks": 2, "prompt_ids": packed(DOCUMENT), **wrong}
+    answer = await sparse.bench.collect(GenerateJob("wrong", GREEDY, **given))
+    assert answer.finish.reason is FinishReason.FAILED
+    assert why in answer.finish.message
+
+
+@pytest.mark.parametrize(
+    ("blocks", "of", "appended", "pages"),
+    [
+        (0, 9999, False, 0),
+        (4, 128, False, 0),
+        (4, 255, True, 0),
+        (4, 256, True, 8),
+        (4, 700, True, 32),
+        (9, 700, True, 32),
+        (1, 700, False, 8 + 16),
+    ],
+)
+def test_pages_for_it(blocks: int, of: int, appended: bool, pages: int) -> None:
+    assert recompute_pages(blocks, of, appended=appended) == pages

@@ -1,0 +1,170 @@
+"""Blocks that a question looks at, and computing them again, against plain loops and dense reading."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.layers.rope import KVRows
+from deltafront.workers.model.decoder import LayerStack, load_model
+from deltafront.workers.model.recompute import (
+    QUESTION_ROWS,
+    Looks,
+    attention_by_block,
+    recompute,
+    rows_of_blocks,
+)
+from deltafront.workers.settings import ModelSpec
+from tests.workers.tiny_model import make_tiny_model
+
+TOKENS = 5 * BLOCK
+
+
+@pytest.mark.parametrize("keys", [3 * BLOCK, 3 * BLOCK + 17])
+def test_attention_by_block_is_the_largest_share_of_any_row_and_head(keys: int) -> None:
+    torch.manual_seed(keys)
+    q_THD, k_GSD = 3 * torch.randn(5, 4, 16), torch.randn(2, keys, 16)
+    want = torch.zeros(-(-keys // BLOCK))
+    for row in range(5):
+        for head in range(4):
+            share_S = (k_GSD[head // 2] @ q_THD[row, head] / 4).softmax(0)
+            for block in range(len(want)):
+                want[block] = max(want[block], share_S[block * BLOCK : (block + 1) * BLOCK].sum())
+    torch.testing.assert_close(attention_by_block(q_THD, k_GSD), want)
+
+
+def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_never_among_them() -> None:
+    torch.manual_seed(0)
+    looks = Looks(4 * BLOCK + 5)
+    key_GSD = torch.zeros(1, 4 * BLOCK + 9, 16)
+    for place, channel in ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4)):
+        key_GSD[0, place * BLOCK, channel] = 1.0
+    rows_THD = torch.zeros(QUESTION_ROWS + 1, 1, 16)
+    rows_THD[0, 0, 2] = 900.0  # too early in the question to count
+    rows_THD[1, 0, 3] = 100.0
+    rows_THD[2, 0, 0] = 900.0
+    rows_THD[3, 0, 4] = 900.0  # a block that is not whole
+    looks.add(rows_THD, key_GSD)
+    assert looks.most(1) == [3]
+    other_THD = torch.zeros(2, 1, 16)
+    other_THD[1, 0, 1] = 200.0
+    looks.add(other_THD, key_GSD)
+    assert looks.most(1) == [1]
+    assert looks.most(2) == [1, 3]
+    assert looks.most(9) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK, 2 * BLOCK - 1])
+def test_without_a_whole_block_behind_the_first_there_is_nothing_to_choose(tokens: int) -> None:
+    looks = Looks(tokens)
+    looks.add(torch.randn(3, 2, 16), torch.randn(1, tokens + 3, 16))
+    assert looks.most(4) == []
+
+
+class _Store:
+    """Keys and values of one document, in memory as `recompute` wants them."""
+
+    def __init__(self, stack: LayerStack, ids_T: torch.Tensor) -> None:
+        config, shape = stack.config, (len(ids_T), stack.config.kv_heads, stack.config.head_dim)
+        self.stack, self.ids_T = stack, ids_T
+        self.k_LTGD = torch.zeros(config.layers, *shape)
+        self.v_LTGD = torch.zeros(config.layers, *shape)
+
+    def read(self, window: int) -> None:
+        """Densely, but each row sees only the last `window` tokens."""
+
+        def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+            self.k_LTGD[layer], self.v_LTGD[layer] = k_TGD, v_TGD
+            return _attend(q_THD, k_TGD, v_TGD, torch.arange(len(q_THD)), window)
+
+        positions_T = torch.arange(len(self.ids_T))
+        self.stack.forward(self.stack.embed(self.ids_T), positions_T, attend)
+
+    def recompute(self, blocks: list[int]) -> None:
+        rows_P = rows_of_blocks(blocks, "cpu")
+
+        def keep(layer: int) -> KVRows:
+            return KVRows(self.k_LTGD[layer], self.v_LTGD[layer], rows_P)
+
+        def seen(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            both = (self.k_LTGD[layer], self.v_LTGD[layer])
+            k, v = (torch.cat([x[: blocks[-1] * BLOCK], x[rows_P]]).transpose(0, 1) for x in both)
+            return k, v
+
+        recompute(self.stack, self.ids_T[rows_P], blocks, keep, seen)
+
+    def by_loops(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `recompute` should leave, token by token's attention in full."""
+        k_LTGD, v_LTGD = self.k_LTGD.clone(), self.v_LTGD.clone()
+        rows_P = rows_of_blocks(blocks, "cpu")
+
+        def attend(layer: int, q_PHD: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor) -> torch.Tensor:
+            k_LTGD[layer, rows_P], v_LTGD[layer, rows_P] = k_PGD, v_PGD
+            return _attend(q_PHD, k_LTGD[layer], v_LTGD[layer], rows_P, len(self.ids_T))
+
+        self.stack.forward(self.stack.embed(self.ids_T[rows_P]), rows_P, attend)
+        return k_LTGD, v_LTGD
+
+
+def _attend(
+    q_PHD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, positions_P: torch.Tensor, window: int
+) -> torch.Tensor:
+    out_PHD = torch.empty_like(q_PHD)
+    group = q_PHD.shape[1] // k_TGD.shape[1]
+    for row, position in enumerate(positions_P.tolist()):
+        span = slice(max(0, position + 1 - window), position + 1)
+        for head in range(q_PHD.shape[1]):
+            share_S = (k_TGD[span, head // group] @ q_PHD[row, head] * q_PHD.shape[2] ** -0.5).softmax(0)
+            out_PHD[row, head] = share_S @ v_TGD[span, head // group]
+    return out_PHD
+
+
+@pytest.fixture(scope="module")
+def read_in_windows(tmp_path_factory: pytest.TempPathFactory) -> _Store:
+    directory = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    stack = load_model(ModelSpec(str(directory), dtype="float32"), "cpu")
+    ids_T = torch.randint(stack.config.vocab, (TOKENS,), generator=torch.Generator().manual_seed(3))
+    store = _Store(stack, ids_T)
+    store.read(window=40)
+    return store
+
+
+def _copy(store: _Store) -> _Store:
+    made = _Store(store.stack, store.ids_T)
+    made.k_LTGD, made.v_LTGD = store.k_LTGD.clone(), store.v_LTGD.clone()
+    return made
+
+
+@pytest.mark.parametrize("blocks", [[1], [2, 4], [1, 2, 3]])
+def test_computed_again_they_are_what_loops_say_and_the_others_stay(
+    read_in_windows: _Store, blocks: list[int]
+) -> None:
+    store = _copy(read_in_windows)
+    want = store.by_loops(blocks)
+    store.recompute(blocks)
+    for got, expected in zip((store.k_LTGD, store.v_LTGD), want, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+    changed = (store.k_LTGD != read_in_windows.k_LTGD).any(-1).any(-1)
+    assert not changed[0].any(), "the first layer's keys depend on tokens alone"
+    rows_P = rows_of_blocks(blocks, "cpu")
+    assert changed[1:, rows_P].any(0).all()
+    changed[:, rows_P] = False
+    assert not changed.any()
+
+
+def test_what_was_read_densely_is_the_same_after_it(read_in_windows: _Store) -> None:
+    store = _copy(read_in_windows)
+    store.read(window=TOKENS)
+    before = store.k_LTGD.clone(), store.v_LTGD.clone()
+    store.recompute([1, 3, 4])
+    for got, expected in zip((store.k_LTGD, store.v_LTGD), before, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_all_blocks_are_a_dense_reading(read_in_windows: _Store) -> None:
+    store, dense = _copy(read_in_windows), _copy(read_in_windows)
+    dense.read(window=TOKENS)
+    store.recompute([0, 1, 2, 3, 4])
+    for got, expected in ((store.k_LTGD, dense.k_LTGD), (store.v_LTGD, dense.v_LTGD)):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)

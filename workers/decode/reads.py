@@ -1,0 +1,64 @@
+"""What a decode worker reads of a request before its first token, in which order; pure.
+
+What is appended to a session, or to a prompt, is read in chunks over the K/V before it. Where that K/V comes
+from sparse prefill, the end of the question says which blocks it looks at most; these are computed again,
+and then that end of the question over them. A prompt without anything appended ends with its question: its
+last tokens are read again, and then count as that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...kernels.constants import BLOCK
+from ..messages.requests import TAIL_TOKENS
+
+
+@dataclass(frozen=True)
+class Read:
+    """Tokens `start` and on, over the K/V before them. looks: how many blocks before them are to be named, of
+    those that they look at most; 0: none."""
+
+    start: int
+    ids: Sequence[int]
+    looks: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Compute the blocks again that the step before has named."""
+
+
+Step = Read | Recompute
+
+
+def plan_reads(
+    there: int, known_ids: Sequence[int], append_ids: array[int], answered: int, chunk: int, blocks: int
+) -> list[Step]:
+    """there: tokens whose K/V is there. known_ids: theirs, or none where they need not be computed again.
+    append_ids: what follows them, of which the last `answered` are of the answer. chunk: tokens of one read,
+    at most; a prompt's tail is one, however long. blocks: how many to compute again."""
+    asked = len(append_ids) - answered
+    answer = _chunks(there + asked, append_ids[asked:], chunk)
+    if not blocks or not known_ids:
+        return [*_chunks(there, append_ids[:asked], chunk), *answer]
+    before, tail = asked - min(asked, chunk), tail_start(there)
+    end = Read(there + before, append_ids[before:asked]) if asked else Read(tail, known_ids[tail:])
+    first = _chunks(there, append_ids[:before], chunk)
+    return [*first, replace(end, looks=blocks), Recompute(), end, *answer]
+
+
+def tail_start(tokens: int) -> int:
+    """Where a prompt's question begins: where a block does."""
+    return max(0, tokens - TAIL_TOKENS) // BLOCK * BLOCK
+
+
+def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
+    for at in range(0, len(ids), chunk):
+        yield Read(start + at, ids[at : at + chunk])
