@@ -143,9 +143,14 @@ def read_in_windows(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     return store
 
 
-def _close(store: _Store) -> dict[str, float]:
-    """In 16 bits what differs by rounding in one layer is carried on through the next ones."""
-    return dict.fromkeys(("atol", "rtol"), 1e-3 if store.stack.dtype == torch.float32 else 6e-2)
+def _worst_row(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest relative error of a key or value vector of one head."""
+    return float(((got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).max())
+
+
+def _rounding(store: _Store) -> float:
+    """What rounding in one layer makes of all that follow it."""
+    return 1e-3 if store.stack.dtype == torch.float32 else 5e-2
 
 
 def _copy(store: _Store) -> _Store:
@@ -162,7 +167,7 @@ def test_computed_again_they_are_what_loops_say_and_the_others_stay(
     want = store.by_loops(blocks)
     store.recompute(blocks)
     for got, expected in zip((store.k_LTGD, store.v_LTGD), want, strict=True):
-        torch.testing.assert_close(got, expected, **_close(store))
+        assert _worst_row(got, expected) < _rounding(store)
     changed = (store.k_LTGD != read_in_windows.k_LTGD).any(-1).any(-1)
     assert not changed[0].any(), "the first layer's keys depend on tokens alone"
     rows_P = rows_of_blocks(blocks, "cpu")
@@ -177,7 +182,7 @@ def test_what_was_read_densely_is_the_same_after_it(read_in_windows: _Store) -> 
     before = store.k_LTGD.clone(), store.v_LTGD.clone()
     store.recompute([1, 3, 4])
     for got, expected in zip((store.k_LTGD, store.v_LTGD), before, strict=True):
-        torch.testing.assert_close(got, expected, **_close(store))
+        assert _worst_row(got, expected) < _rounding(store)
 
 
 def test_all_blocks_are_a_dense_reading(read_in_windows: _Store) -> None:
@@ -185,4 +190,4 @@ def test_all_blocks_are_a_dense_reading(read_in_windows: _Store) -> None:
     dense.read(window=TOKENS)
     store.recompute([0, 1, 2, 3, 4])
     for got, expected in ((store.k_LTGD, dense.k_LTGD), (store.v_LTGD, dense.v_LTGD)):
-        torch.testing.assert_close(got, expected, **_close(store))
+        assert _worst_row(got, expected) < _rounding(store)
