@@ -180,9 +180,15 @@ class Generation:
             chain=links_of(self._chain, plan.keep_tokens),
             trace=call.trace,
             recompute_blocks=plan.recompute_blocks,
-            prompt_ids=plan.inexact_ids(call.method) if call.session_id is None else b"",
+            prompt_ids=self._prompt_ids(plan),
             answered_tokens=len(self._streamed.ids),
         )
+
+    def _prompt_ids(self, plan: Plan) -> bytes:
+        """Of a prompt whose blocks are computed again, now or for questions to the session made of it."""
+        call = self._call
+        needed = call.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
+        return plan.inexact_ids(call.method) if needed else b""
 
     async def _decode(self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob) -> None:
         stream = worker.generate(job)

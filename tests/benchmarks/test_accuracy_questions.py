@@ -212,7 +212,7 @@ def test_a_density_is_read_with_the_profiles_amounts(tmp_path: Path) -> None:
             for one in (method.format(0.2), method.format(0.5), "dense")
         )
     assert some < more < dense == 1.0
-    with pytest.raises(MethodError, match=r"density = 0.3: the model's profile has"):
-        profiled.read(ids(600, 2), method.format(0.3), 256)
+    with pytest.raises(MethodError, match=r"density = 0.6: the model's profile has"):
+        profiled.read(ids(600, 2), method.format(0.6), 256)
     with pytest.raises(MethodError, match="the model has no profile"):
         Reader(stack, 1024).read(ids(600, 2), method.format(0.2), 256)

@@ -67,15 +67,18 @@ def test_of_a_prompt_that_is_read_exactly_nothing_is_computed_again(
 def test_a_request_that_does_not_say_gets_the_default(
     make_house: Callable[..., House], model: Path, asked: int | None, blocks: int
 ) -> None:
-    """Where nothing is computed again the ids go all the same: a session may be made of the prompt."""
+    """Where nothing is computed again the ids go only for a session that is made of the prompt."""
     config = settings(model)
     config = config.model_copy(update={"decode": replace(config.decode, recompute_blocks=2)})
     house = make_house(config)
     with DeltafrontClient(house.address) as client:
         collect(client.generate(PROMPT, max_tokens=2, recompute_blocks=asked, **SPARSE))
+        kept = client.generate(PROMPT, max_tokens=2, recompute_blocks=0, session_ttl_s=9, **SPARSE)
+        client.release(collect(kept)[2].session.session_id)
         assert client.info().recompute_blocks == 2
-    assert [order.recompute_blocks for order in house.decode.orders] == [blocks]
-    assert [(job.recompute_blocks, job.prompt_ids) for job in house.decode.jobs] == [(blocks, ids(PROMPT))]
+    assert [order.recompute_blocks for order in house.decode.orders] == [blocks, 0]
+    said = [(job.recompute_blocks, job.prompt_ids) for job in house.decode.jobs]
+    assert said == [(blocks, ids(PROMPT) if blocks else b""), (0, ids(PROMPT))]
 
 
 def test_as_many_as_may_be(house: House, client: DeltafrontClient) -> None:

@@ -37,7 +37,8 @@ from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
 from .page_selection import PageSelectionError, plan_layers
-from .requests import DecodeEvent, DecodeRequest, DecodeRequests, appended_ids, prompt_ids
+from .reads import appended_ids, prompt_ids
+from .requests import DecodeEvent, DecodeRequest, DecodeRequests
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from ...kernels.constants import BLOCK
-from ..messages.requests import TAIL_TOKENS
+from ..messages.requests import TAIL_TOKENS, GenerateJob, Reserve
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,35 @@ def tail_start(tokens: int) -> int:
 def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
     for at in range(0, len(ids), chunk):
         yield Read(start + at, ids[at : at + chunk])
+
+
+def prompt_ids(order: Reserve, packed: bytes, vocab: int) -> bytes:
+    """A prompt's ids as they came with its job, checked: all of them, or none. Raises ValueError."""
+    ids = np.frombuffer(packed, dtype="<u4")
+    if len(ids) not in (0, order.prompt_tokens) or (len(ids) and order.session_id is not None):
+        raise ValueError(f"the ids of {len(ids)} tokens came with a prompt of {order.prompt_tokens}")
+    _check_ids(ids, vocab)
+    return packed
+
+
+def appended_ids(order: Reserve, job: GenerateJob, vocab: int) -> array[int]:
+    """The job's appended token ids, checked against what was reserved. Raises ValueError, in plain words."""
+    new_tokens = job.sampling.max_tokens
+    if not 1 <= new_tokens <= order.max_tokens:
+        raise ValueError(f"max_tokens {new_tokens} must be 1 .. {order.max_tokens}, which was reserved")
+    if job.session_id != order.session_id:
+        raise ValueError(f"the reservation is for session {order.session_id}, not {job.session_id}")
+    ids = np.frombuffer(job.append_ids, dtype="<u4")
+    expected = order.append_tokens if order.session_id is None else order.prompt_tokens
+    if len(ids) == 0 and order.session_id is not None:
+        raise ValueError("a session can only be continued with at least one appended token")
+    if len(ids) != expected:
+        raise ValueError(f"{len(ids)} appended tokens, but {expected} were reserved")
+    _check_ids(ids, vocab)
+    return array("I", ids.tolist())
+
+
+def _check_ids(ids: np.ndarray[Any, Any], vocab: int) -> None:
+    """Raises ValueError."""
+    if len(ids) and int(ids.max()) >= vocab:
+        raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab}")

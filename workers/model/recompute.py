@@ -26,6 +26,8 @@ from .decoder import LayerStack
 
 QUESTION_ROWS = 64
 """Of a question so many rows are looked at, the last ones."""
+KEYS_AT_ONCE = 1 << 17
+"""Of a longer document so many keys are looked at after each other: it takes memory."""
 
 
 class Looks:
@@ -53,16 +55,21 @@ class Looks:
 
 def attention_by_block(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
     """mass_M (float32): the largest share of a row's attention in one head that lies on each block of keys,
-    all of which every row sees. One key/value head after the other, since this takes memory."""
-    groups, keys, dim = k_GSD.shape
+    all of which every row sees."""
+    groups, _, dim = k_GSD.shape
     q_TGJD = (q_THD * dim**-0.5).reshape(len(q_THD), groups, -1, dim)
     q_GXD = q_TGJD.transpose(0, 1).flatten(1, 2)
     masses_GM = []
     for q_XD, k_SD in zip(q_GXD.to(k_GSD.dtype), k_GSD, strict=True):
-        logits_XS = F.pad((q_XD @ k_SD.T).float(), (0, -keys % BLOCK), value=float("-inf"))
-        lse_XM = logits_XS.view(len(q_XD), -1, BLOCK).logsumexp(-1)
+        parts = [_lse_by_block(q_XD, part_SD) for part_SD in k_SD.split(KEYS_AT_ONCE)]
+        lse_XM = torch.cat(parts, dim=1)
         masses_GM.append((lse_XM - lse_XM.logsumexp(-1, keepdim=True)).amax(0))
     return torch.stack(masses_GM).amax(0).exp()
+
+
+def _lse_by_block(q_XD: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
+    logits_XS = F.pad((q_XD @ k_SD.T).float(), (0, -len(k_SD) % BLOCK), value=float("-inf"))
+    return logits_XS.view(len(q_XD), -1, BLOCK).logsumexp(-1)
 
 
 def rows_of_blocks(blocks: Sequence[int], device: torch.device | str) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.layers.rope import KVRows
+from deltafront.workers.model import recompute as recomputing
 from deltafront.workers.model.decoder import LayerStack, load_model
 from deltafront.workers.model.recompute import (
     QUESTION_ROWS,
@@ -22,7 +23,11 @@ TOKENS = 5 * BLOCK
 
 
 @pytest.mark.parametrize("keys", [3 * BLOCK, 3 * BLOCK + 17])
-def test_attention_by_block_is_the_largest_share_of_any_row_and_head(keys: int) -> None:
+@pytest.mark.parametrize("at_once", [recomputing.KEYS_AT_ONCE, BLOCK])
+def test_attention_by_block_is_the_largest_share_of_any_row_and_head(
+    keys: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recomputing, "KEYS_AT_ONCE", at_once)
     torch.manual_seed(keys)
     q_THD, k_GSD = 3 * torch.randn(5, 4, 16), torch.randn(2, keys, 16)
     want = torch.zeros(-(-keys // BLOCK))
