@@ -94,6 +94,34 @@ def test_needles_are_found_and_delta_decodes_like_full(
         assert 0.0 < result.density.mean < 0.95
 
 
+def test_a_sparse_prompt_with_all_its_blocks_computed_again_is_answered_as_a_dense_one(
+    wire: Wire, haystack: Haystack
+) -> None:
+    def answer(name: str, blocks: int, **options: float) -> Answer:
+        return wire.generate(
+            pb.GenerateRequest(
+                prompt=text(haystack.text),
+                append=text(haystack.needles[0].question),
+                attention=method(name, **options),
+                sampling=pb.SamplingOptions(max_tokens=40, ignore_eos=True),
+                page_selection=pb.PAGE_SELECTION_FULL,
+                recompute_blocks=blocks,
+            ),
+            timeout=600,
+        )
+
+    sparsely = {"min_tokens": 0, "sink": 128, "window": 128}
+    dense, plain = answer("dense", 64), answer("streaming", 0, **sparsely)
+    again = answer("streaming", 64, **sparsely)
+    assert haystack.needles[0].answered_by(dense.text)
+    assert plain.token_ids != dense.token_ids
+    assert again.token_ids == dense.token_ids
+    before_tail = (again.finish.usage.prompt_tokens - 128) // 128
+    assert again.finish.recomputed_tokens == 128 * (before_tail - 1)
+    assert {part.name: part.seconds for part in again.finish.timings.parts}["recompute"] > 0
+    assert dense.finish.recomputed_tokens == plain.finish.recomputed_tokens == 0
+
+
 def test_a_second_question_does_not_read_again(
     wire: Wire, haystack: Haystack, sizes: Sizes, table: Table
 ) -> None:
@@ -126,7 +154,7 @@ def test_a_second_question_does_not_read_again(
 
 def test_seeded_sampling_repeats_and_stop_strings_end_it(wire: Wire) -> None:
     def run(seed: int) -> Answer:
-        sampling = pb.SamplingOptions(temperature=0.9, top_p=0.95, seed=seed, max_tokens=24, ignore_eos=True)
+        sampling = pb.SamplingOptions(temperature=0.9, top_p=0.95, seed=seed, max_tokens=40, ignore_eos=True)
         return wire.generate(pb.GenerateRequest(prompt=text("The whale rose and"), sampling=sampling))
 
     first, again, other = run(3), run(3), run(4)
@@ -134,7 +162,7 @@ def test_seeded_sampling_repeats_and_stop_strings_end_it(wire: Wire) -> None:
     assert first.token_ids != other.token_ids
     stop = first.text[len(first.text) // 2 :][:4]
     sampling = pb.SamplingOptions(
-        temperature=0.9, top_p=0.95, seed=3, max_tokens=24, ignore_eos=True, stop=[stop]
+        temperature=0.9, top_p=0.95, seed=3, max_tokens=40, ignore_eos=True, stop=[stop]
     )
     stopped = wire.generate(pb.GenerateRequest(prompt=text("The whale rose and"), sampling=sampling))
     assert stopped.finish.reason == pb.FINISH_REASON_STOP_STRING

@@ -21,12 +21,13 @@ from ..messages.requests import TAIL_TOKENS, GenerateJob, Reserve
 
 @dataclass(frozen=True)
 class Read:
-    """Tokens `start` and on, over the K/V before them. looks: how many blocks before them are to be named, of
-    those that they look at most; 0: none."""
+    """Tokens `start` and on, over the K/V before them. looks: how many blocks are to be named, of those that
+    they look at most among the first `among` tokens; 0: none."""
 
     start: int
     ids: Sequence[int]
     looks: int = 0
+    among: int = 0
 
     @property
     def end(self) -> int:
@@ -54,7 +55,8 @@ def plan_reads(
     before, tail = asked - min(asked, chunk), tail_start(there)
     end = Read(there + before, append_ids[before:asked]) if asked else Read(tail, known_ids[tail:])
     first = _chunks(there, append_ids[:before], chunk)
-    return [*first, replace(end, looks=blocks), Recompute(), end, *answer]
+    looking = replace(end, looks=blocks, among=min(there, end.start))  # what follows was read densely
+    return [*first, looking, Recompute(), end, *answer]
 
 
 def tail_start(tokens: int) -> int:

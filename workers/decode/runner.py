@@ -170,7 +170,7 @@ class DecodeRunner:
         ids_T = torch.tensor(step.ids, dtype=torch.int64, device=device)
         positions_T = torch.arange(start, step.end, device=device)
         rows_T = cache.rows_of(table_N, start, tokens)
-        looks = Looks(start) if step.looks else None
+        looks = Looks(step.among) if step.looks else None
 
         def keep(layer: int) -> KVRows:
             return KVRows(*cache.rows(layer), rows_T)
@@ -280,7 +280,7 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     longest = tokens - _RAGGED - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):
         pages = (runner.scratch_page,) * pages_for(length + _RAGGED + 2)
-        looked = runner.append(pages, Read(length, [0] * _RAGGED, looks=_AGAIN), last=True)
+        looked = runner.append(pages, Read(length, [0] * _RAGGED, looks=_AGAIN, among=length), last=True)
         runner.recompute(pages, looked.blocks, [0] * BLOCK * len(looked.blocks))
         logits_V = looked.logits_V
         for batch in batches:

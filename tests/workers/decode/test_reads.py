@@ -38,6 +38,7 @@ def test_every_token_is_read_where_it_stands_and_the_question_s_end_twice(
     looking, once_more = steps[again - 1], steps[again + 1]
     assert isinstance(looking, Read) and isinstance(once_more, Read)
     assert looking.looks == blocks and once_more == Read(looking.start, looking.ids)
+    assert looking.among == (there if asked else tail_start(there))
     assert [read.looks for read in reads if read is not looking] == [0] * (len(reads) - 1)
     assert looking.end == there + asked, "the answer is no part of the question"
     assert not asked or len(looking.ids) == min(asked, 48), "as much of it as one read may have"

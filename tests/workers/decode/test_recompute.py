@@ -170,6 +170,19 @@ async def test_fewer_blocks_are_those_that_the_question_looks_at_most(sparse: Sp
     assert [one.finish.report.recomputed_tokens for one in answers] == [BLOCK, 2 * BLOCK, 3 * BLOCK]
 
 
+async def test_of_a_long_question_to_a_short_session_nothing_that_was_appended_is_computed_again(
+    sparse: Sparse,
+) -> None:
+    """It was read densely, and there are no pages for it."""
+    session = await sparse.keep(DOCUMENT[:300], packed(DOCUMENT[:300]))
+    ids = tokens(400, 5)
+    await sparse.bench.reserve("long", len(ids), NEW, session_id=session, recompute_blocks=8)
+    job = GenerateJob("long", GREEDY, packed(ids), session, recompute_blocks=8)
+    answer = await sparse.bench.collect(job)
+    assert answer.finish.reason is FinishReason.LENGTH
+    assert answer.finish.report.recomputed_tokens == BLOCK
+
+
 async def test_an_answer_goes_on_after_a_death_as_it_would_have(sparse: Sparse) -> None:
     """What has been answered already is no part of the question: the same blocks are computed again."""
     session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
