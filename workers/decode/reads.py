@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.constants import BLOCK
-from ..messages.requests import TAIL_TOKENS, GenerateJob, Reserve
+from ..messages.requests import TAIL_TOKENS, GenerateJob, Reserve, recompute_pages
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def plan_reads(
     at most; a prompt's tail is one, however long. blocks: how many to compute again."""
     asked = len(append_ids) - answered
     answer = _chunks(there + asked, append_ids[asked:], chunk)
-    if not blocks or not known_ids:
+    if not known_ids or not recompute_pages(blocks, there, appended=asked > 0):
         return [*_chunks(there, append_ids[:asked], chunk), *answer]
     before, tail = asked - min(asked, chunk), tail_start(there)
     end = Read(there + before, append_ids[before:asked]) if asked else Read(tail, known_ids[tail:])

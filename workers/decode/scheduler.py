@@ -140,7 +140,11 @@ class DecodeScheduler:
         request = self._appending.popleft()
         self._appending.append(request)
         step, last = request.reads[0], len(request.reads) == 1
-        request.prepare(step)
+        try:
+            request.prepare(step)
+        except ValueError as error:
+            self._fail("appended tokens", [request], error)
+            return
         outcome = await self._computed("appended tokens", [request], self._work(request, step, last))
         if outcome is None or request.ended is not None:
             return

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
+from deltafront.workers.kv.pages import holding
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling, recompute_pages
 from tests.workers.conftest import Answer, Bench, Prefilled
@@ -168,6 +169,32 @@ async def test_fewer_blocks_are_those_that_the_question_looks_at_most(sparse: Sp
     assert [len(blocks) for blocks in seen] == [1, 2, 3]
     assert set(seen[0]) < set(seen[1]) < set(seen[2])
     assert [one.finish.report.recomputed_tokens for one in answers] == [BLOCK, 2 * BLOCK, 3 * BLOCK]
+
+
+@pytest.mark.parametrize("length", [1, 100, 128, 255, 256, 257, 383, 384])
+async def test_a_prompt_too_short_for_it_is_answered_all_the_same(sparse: Sparse, length: int) -> None:
+    """Its tail is read densely where that is not all of it; the worker goes on."""
+    prompt = tokens(length, 6)
+    answer = await sparse.ask("short", prompt, 8)
+    assert answer.finish.reason is FinishReason.LENGTH
+    assert answer.finish.report.recomputed_tokens == BLOCK * max(0, (length - 128) // BLOCK - 1)
+    if length >= 2 * BLOCK:
+        assert answer.ids == await sparse.dense(prompt)
+    session = await sparse.keep(prompt, packed(prompt))
+    asked = await sparse.question("question", session, 8)
+    assert asked.finish.report.recomputed_tokens == BLOCK * max(0, length // BLOCK - 1)
+    assert not sparse.bench.engine.fault
+
+
+async def test_pages_that_are_missing_fail_their_request_alone(
+    sparse: Sparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(holding, "recompute_pages", lambda *_, **__: 3)
+        answer = await sparse.ask("missing", DOCUMENT, 8)
+    assert answer.finish.reason is FinishReason.FAILED
+    assert "places of the table, but 3 pages of its own" in answer.finish.message
+    assert (await sparse.ask("next", DOCUMENT, 8)).ids == await sparse.dense(DOCUMENT)
 
 
 async def test_of_a_long_question_to_a_short_session_nothing_that_was_appended_is_computed_again(
