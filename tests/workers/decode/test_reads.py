@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,35 +18,33 @@ def ids(count: int, first: int = 0) -> array[int]:
 
 
 @pytest.mark.parametrize("there", [1, 127, 128, 255, 256, 257, 383, 384, 1000])
-@pytest.mark.parametrize("asked", [0, 1, 47, 48, 49, 200])
-@pytest.mark.parametrize("answered", [0, 1, 60])
 @pytest.mark.parametrize("blocks", [0, 3])
-def test_every_token_is_read_where_it_stands_and_the_question_s_end_twice(
-    there: int, asked: int, answered: int, blocks: int
-) -> None:
-    every = ids(there + asked + answered)
-    steps = plan_reads(there, every[:there], every[there:], answered, 48, blocks)
-    reads = [step for step in steps if isinstance(step, Read)]
-    assert all(list(read.ids) == list(every[read.start : read.end]) for read in reads)
-    tail = TAIL_TOKENS + BLOCK - 1
-    assert all(0 < len(read.ids) <= (48 if asked or read.start >= there else tail) for read in reads)
-    if not blocks or there < 2 * BLOCK:  # of fewer there is none behind the first
-        assert [place for read in reads for place in range(read.start, read.end)] == list(
-            range(there, len(every))
-        )
-        assert len(reads) == len(steps)
-        return
-    again = steps.index(Recompute())
-    looking, once_more = steps[again - 1], steps[again + 1]
-    assert isinstance(looking, Read) and isinstance(once_more, Read)
-    assert looking.looks == blocks and once_more == Read(looking.start, looking.ids)
-    assert looking.among == (there if asked else tail_start(there))
-    assert [read.looks for read in reads if read is not looking] == [0] * (len(reads) - 1)
-    assert looking.end == there + asked, "the answer is no part of the question"
-    assert not asked or len(looking.ids) == min(asked, 48), "as much of it as one read may have"
-    first = there if asked else tail_start(there)
-    once = [place for read in (*reads[:again], *reads[again + 1 :]) for place in range(read.start, read.end)]
-    assert once == list(range(first, len(every)))
+def test_every_token_is_read_where_it_stands_and_the_question_s_end_twice(there: int, blocks: int) -> None:
+    for asked, answered in itertools.product((0, 1, 47, 48, 49, 200), (0, 1, 60)):
+        every = ids(there + asked + answered)
+        steps = plan_reads(there, every[:there], every[there:], answered, 48, blocks)
+        reads = [step for step in steps if isinstance(step, Read)]
+        assert all(list(read.ids) == list(every[read.start : read.end]) for read in reads)
+        tail = TAIL_TOKENS + BLOCK - 1
+        assert all(0 < len(read.ids) <= (48 if asked or read.start >= there else tail) for read in reads)
+        if not blocks or there < 2 * BLOCK:  # of fewer there is none behind the first
+            assert places(reads) == list(range(there, len(every)))
+            assert len(reads) == len(steps)
+            continue
+        again = steps.index(Recompute())
+        looking, once_more = steps[again - 1], steps[again + 1]
+        assert isinstance(looking, Read) and isinstance(once_more, Read)
+        assert looking.looks == blocks and once_more == Read(looking.start, looking.ids)
+        assert looking.among == (there if asked else tail_start(there))
+        assert [read.looks for read in reads if read is not looking] == [0] * (len(reads) - 1)
+        assert looking.end == there + asked, "the answer is no part of the question"
+        assert not asked or len(looking.ids) == min(asked, 48), "as much of it as one read may have"
+        first = there if asked else tail_start(there)
+        assert places([*reads[:again], *reads[again + 1 :]]) == list(range(first, len(every)))
+
+
+def places(reads: Sequence[Read]) -> list[int]:
+    return [place for read in reads for place in range(read.start, read.end)]
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 129, 255, 256, 300, 384, 4097])
