@@ -261,6 +261,9 @@ class FakeDecode(Pausing):
             before = reserve.prefix_tokens or len(session[1]) // 4
             inexact = reserve.session_id in self._inexact
         need = needed(reserve, before * inexact)
+        if need > self.total:  # also where a door has not heard yet how many there are
+            message = f"{need} pages needed, {self.total} in all"
+            return Refused(RefusalReason.TOO_LARGE, message, need, free)
         if need > free:
             return Refused(RefusalReason.PAGES, f"{need} pages needed, {free} free", need, free)
         self._requests[reserve.request_id] = _Request(reserve, need, inexact=inexact)
