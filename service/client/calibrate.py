@@ -10,13 +10,13 @@ import json as json_format
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ...kernels.methods import MethodError, MethodSpec, method_spec
 from ...workers.calibration.probes import Document, Text, haystack, needles
-from ...workers.model.config import ModelError
+from ...workers.model.config import ModelError, read_config
 from ...workers.model.digest import model_digest
 from ...workers.model.profile import DecodePages, MethodLevels, Profile, ProfiledModel, ProfiledText
 from ...workers.model.store import model_directory
@@ -26,6 +26,9 @@ from .terminal import err, fail, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from ...workers.calibration.pages import Calibration
+    from ...workers.model.decoder import LayerStack
 
 ANSWER_ROOM = 128
 """Tokens kept free for each question with its answer, so that the whole has the length asked for."""
@@ -59,6 +62,12 @@ def calibrate_command(
     allocation: Annotated[
         str, typer.Option(help="Of levels' tiles to heads: marginal, or threshold as in XAttention's paper.")
     ] = "marginal",
+    answers: Annotated[
+        float, typer.Option(min=0, help="What answers count beside the text's tail, for levels.")
+    ] = 2.0,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep what --profile has; only make these levels, no Δ-layers.")
+    ] = False,
     rope_theta: Annotated[float | None, typer.Option(help="As in the configuration file.")] = None,
     positions: Annotated[int | None, typer.Option(help="max_position_embeddings, likewise.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -67,61 +76,99 @@ def calibrate_command(
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
-    from ...workers.calibration.pages import calibrate, shortest_text
+    from ...workers.calibration.pages import shortest_text
     from ...workers.messages.methods import PAGE_TOKENS
     from ...workers.model.decoder import load_model
 
-    if profile is not None and not profile.parent.is_dir():
-        fail(f"--profile {profile}: there is no directory {profile.parent}")  # before the work, not after
-    if density and (profile is None or not length):
-        fail("--density needs --length and --profile: levels are kept in a profile")
-    if allocation not in ("marginal", "threshold"):
-        fail(f"--allocation {allocation}: must be marginal or threshold")
+    _refuse(profile, density, length, allocation, add)
     try:
         directory = model_directory(model)
         kind = cast(Dtype, dtype)  # checked when it loads
         spec = ModelSpec(str(directory), adapter, kind, rope_theta, positions)
+        kept = _kept(spec, profile) if add and profile is not None else None
         asked = _method(method, option)
         contents = [read_text(file) for file in text]
         made = _Documents(_tokenizer(directory), dict(zip(text, contents, strict=True)), questions)
         most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
-        read = made.for_pages(most, least)
+        read = [] if add else made.for_pages(most, least)
         probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
         stack = load_model(spec, device)
-        err.print(f"Reading {len(read)} texts of up to {max(len(one.ids) for one in read)} tokens …")
-        count = layers if dense_layers is None else 1  # the search finds out how many
-        found = calibrate(stack, read, count, budget=budget, recency=recency, full_layers=full_layer)
-        selection = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
-        if dense_layers is not None:
-            from ...workers.calibration.page_search import refine
-
-            kept = {"budget": budget, "recency": recency}
-            found = refine(stack, read, found, dense_layers, **kept, full_layers=full_layer, told=err.print)
-        chosen = {"delta_layers": found.delta_layers, **selection}
-        levels: tuple[MethodLevels, ...] = ()
+        pages: dict[str, Any] = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
+        found = None if add else _delta_layers(stack, read, pages, layers, dense_layers)
+        levels: MethodLevels | None = None
         if density:
-            from ...workers.calibration.levels import Allocation, method_levels
+            from ...workers.calibration.levels import ANSWER_WEIGHT, Allocation, method_levels
 
             how = cast(Allocation, allocation)  # checked above
-            levels = (method_levels(stack, probes, asked, density, lambda what: err.print(f"{what} …"), how),)
+            weight = ANSWER_WEIGHT if answers is None else answers
+            levels = method_levels(stack, probes, asked, density, _tell, how, weight)
         if profile is not None:
-            longest = max(found.tokens[0], *length, 0)
-            own = ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec))
+            longest = max([*length, 0 if found is None else found.tokens[0]])
             texts = tuple(ProfiledText.of(content, longest) for content in contents)
-            pages = DecodePages.model_validate({**chosen, "page_budget": serving_budget or budget})
-            figures = {"allocation": allocation} if levels else {}
-            whole = Profile(format=1, model=own, texts=texts, prefill=levels, decode=pages, figures=figures)
+            if found is None:
+                assert kept is not None and levels is not None  # --add
+                whole = kept.plus(levels, texts)
+            else:
+                own = ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec))
+                served = pages | {"delta_layers": found.delta_layers, "page_budget": serving_budget or budget}
+                decode = DecodePages.model_validate(served)
+                figures = {} if levels is None else {"allocation": allocation}
+                prefill = () if levels is None else (levels,)
+                whole = Profile(
+                    format=1, model=own, texts=texts, prefill=prefill, decode=decode, figures=figures
+                )
             whole.write(profile)
     except (ModelError, MethodError, ValueError) as error:
         fail(str(error))
+    if found is None:
+        return
     if json:
-        print(
-            json_format.dumps(
-                {**chosen, "tokens": found.tokens, "losses": found.losses, "divergence": found.divergence}
-            )
-        )
+        chosen = {"delta_layers": found.delta_layers, **pages}
+        losses = {"tokens": found.tokens, "losses": found.losses, "divergence": found.divergence}
+        print(json_format.dumps({**chosen, **losses}))
     else:
         print(f"delta_layers: {list(found.delta_layers)}")
+
+
+def _refuse(
+    profile: Path | None, density: list[float], length: list[int], allocation: str, add: bool
+) -> None:
+    """Options that contradict each other, before the work and not after."""
+    if profile is not None and not profile.parent.is_dir():
+        fail(f"--profile {profile}: there is no directory {profile.parent}")
+    if density and (profile is None or not length):
+        fail("--density needs --length and --profile: levels are kept in a profile")
+    if allocation not in ("marginal", "threshold"):
+        fail(f"--allocation {allocation}: must be marginal or threshold")
+    if add and (not density or allocation != "marginal"):
+        fail("--add needs --density, and marginal allocation: it adds levels to what --profile has")
+
+
+def _kept(spec: ModelSpec, file: Path) -> Profile:
+    """The profile that levels are added to. Raises ModelError unless it is this model's."""
+    profile = Profile.read(file)
+    profile.check(read_config(Path(spec.path), spec.overrides), model_digest(spec))
+    return profile
+
+
+def _delta_layers(
+    stack: LayerStack, read: list[Document], pages: dict[str, Any], layers: int, dense_layers: int | None
+) -> Calibration:
+    """As the command's options say; pages: budget, recency and full layers, as a profile names them."""
+    from ...workers.calibration.page_search import refine
+    from ...workers.calibration.pages import calibrate
+
+    _tell(f"Reading {len(read)} texts of up to {max(len(one.ids) for one in read)} tokens")
+    budget, recency, full_layers = pages["page_budget"], pages["recency"], pages["full_layers"]
+    sizes = {"budget": budget, "recency": recency, "full_layers": full_layers}
+    if dense_layers is None:
+        return calibrate(stack, read, layers, **sizes)
+    first = calibrate(stack, read, 1, **sizes)  # the search finds out how many
+    return refine(stack, read, first, dense_layers, **sizes, told=err.print)
+
+
+def _tell(what: str) -> None:
+    err.print(f"{what} …")
 
 
 class _Documents:

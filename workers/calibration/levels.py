@@ -30,7 +30,7 @@ COSTED_AT = 0.5
 """The quota at which a layer's cost is measured: about that of a mean density of 8% at 128K."""
 
 ANSWER_WEIGHT = 2.0
-"""What the divergence at the tokens of answers counts beside that of the tail."""
+"""What the divergence at the tokens of answers counts beside that of the tail, if nothing else is said."""
 
 GROWTH = 0.4
 """Shorter prompts get a larger share of their tiles: a level of density d, made for the longest documents,
@@ -46,11 +46,13 @@ def method_levels(
     densities: Sequence[float],
     told: Told = lambda _what: None,
     allocation: Allocation = "marginal",
+    answer_weight: float = ANSWER_WEIGHT,
 ) -> MethodLevels:
     """Levels of these densities for each length of document. Every document is read densely once for each of
     the model's layers, and once more; `told` is called with what is being done.
 
-    probes: length in tokens → documents of that length. Raises ValueError for a method that ranks no tiles by
+    probes: length in tokens → documents of that length. answer_weight: what the divergence at the tokens of
+    answers counts beside that of the tail. Raises ValueError for a method that ranks no tiles by
     a score, and for a density that sink and window alone exceed.
     """
     if not issubclass(registered(method).form, ScoredOptions) or method.correction:
@@ -68,9 +70,9 @@ def method_levels(
         for density in densities:
             share = min(1.0, density * (max(probes) / tokens) ** GROWTH)
             told(f"{tokens} tokens: amounts for a density of {share:.3f}")
-            amounts = head_amounts(found, costs, share, allocation)
+            amounts = head_amounts(found, costs, share, allocation, answer_weight)
             really = realised(stack, documents, costed, amounts)
-            amounts = head_amounts(found, costs, share * min(1.0, share / really), allocation)
+            amounts = head_amounts(found, costs, share * min(1.0, share / really), allocation, answer_weight)
             levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=amounts))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
 
@@ -109,6 +111,7 @@ def head_amounts(
     costs: Sequence[LayerCosts],
     share: float,
     allocation: Allocation = "marginal",
+    answer_weight: float = ANSWER_WEIGHT,
 ) -> tuple[tuple[float, ...], ...]:
     """The quota of each layer and head so that the mean density over documents is at most `share` and the
     predictions change least: a head's error counts as much as its layer's errors together cost, in the tail
@@ -124,7 +127,7 @@ def head_amounts(
         return error_LHI * weight_L[:, None, None]
 
     loss_LHI = loss([one.error_LHI for one in found], [one.tail_L for one in costs])
-    loss_LHI += ANSWER_WEIGHT * loss([one.fact_error_LHI for one in found], [one.answer_L for one in costs])
+    loss_LHI += answer_weight * loss([one.fact_error_LHI for one in found], [one.answer_L for one in costs])
     layers, heads, _ = loss_LHI.shape
     density_HI, loss_HI = density_LHI.flatten(0, 1), loss_LHI.flatten(0, 1)
     if allocation == "threshold":

@@ -123,6 +123,21 @@ class Profile(_Section):
         except OSError as error:
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
+    def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
+        """With these levels too, in place of those of the same method, options, density and length; texts:
+        what they were made on."""
+        replaced = {(level.density, level.tokens) for level in made.levels}
+        prefill, levels = [], list(made.levels)
+        for one in self.prefill:
+            if (one.method, one.options) == (made.method, made.options):
+                levels += [level for level in one.levels if (level.density, level.tokens) not in replaced]
+            else:
+                prefill.append(one)
+        levels.sort(key=lambda level: (level.tokens, level.density))
+        merged = made.model_copy(update={"levels": tuple(levels)})
+        new = tuple(text for text in texts if text not in self.texts)
+        return self.model_copy(update={"prefill": (*prefill, merged), "texts": (*self.texts, *new)})
+
     def check(self, config: ModelConfig, digest: str) -> None:
         """Raises ProfileError, naming the key, unless it was made for the model of this shape and digest, and
         for methods as they are here."""

@@ -148,6 +148,39 @@ def test_layers_are_searched_by_what_answers_lose(model: Path, tmp_path: Path) -
     assert failed.exit_code == 1 and "needs questions" in failed.stderr
 
 
+def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
+    (tmp_path / "two.txt").write_text(PROSE[::-1])
+    path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "block_pool")
+    pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
+    levels = ("--length", 600, "--profile", path)
+    assert run(model, *one, *pages, *levels, "--density", 0.8, "--density", 0.9).exit_code == 0
+    first = load_profile(ModelSpec(str(model), profile=str(path)))
+    assert first is not None
+    both = (*one, "--text", tmp_path / "two.txt")
+    done = run(model, *both, *levels, "--length", 400, "--density", 0.9, "--questions", 0, "--add")
+    assert done.exit_code == 0 and done.stdout == "", done.output
+    again = load_profile(ModelSpec(str(model), profile=str(path)))
+    assert again is not None and again.decode == first.decode and again.figures == first.figures
+    (found,) = again.prefill
+    assert [(level.density, level.tokens) for level in found.levels] == [(0.9, 400), (0.8, 600), (0.9, 600)]
+    assert found.levels[1] == first.prefill[0].levels[0] and found.levels[2] != first.prefill[0].levels[1]
+    assert [text.sha256 for text in again.texts][:1] == [text.sha256 for text in first.texts]
+    other = run(model, *one, *levels, "--density", 0.9, "--option", "sink=200", "--add")
+    assert other.exit_code == 0, other.output
+    grown = load_profile(ModelSpec(str(model), profile=str(path)))
+    assert grown is not None and grown.prefill[0] == found
+    assert [level.density for level in grown.prefill[1].levels] == [0.9]
+    stranger = run(model, *one, *levels, "--density", 0.9, "--rope-theta", 2e4, "--add")
+    assert stranger.exit_code == 1 and "model.digest: it was made for" in stranger.stderr
+    without = run(model, *one, "--profile", path, "--add")
+    assert without.exit_code == 1 and "--add needs --density" in without.stderr
+    nothing = run(
+        model, *one, "--length", 600, "--density", 0.9, "--profile", tmp_path / "none.json", "--add"
+    )
+    assert nothing.exit_code == 1 and "none.json cannot be read" in nothing.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

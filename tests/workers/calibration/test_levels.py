@@ -80,6 +80,8 @@ def test_errors_at_facts_count_as_much_as_answers_cost() -> None:
     assert one > other
     ((one, other),) = head_amounts([curves], [costs([1.0], [1.0])], 0.6)
     assert one < other
+    ((one, other),) = head_amounts([curves], [costs([1.0], [1.0])], 0.6, answer_weight=0.1)
+    assert one > other
 
 
 def test_a_layer_that_loses_nothing_keeps_its_least() -> None:
