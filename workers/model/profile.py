@@ -126,17 +126,13 @@ class Profile(_Section):
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
         """With these levels too, in place of those of the same method, options, density and length; texts:
         what they were made on."""
-        replaced = {(level.density, level.tokens) for level in made.levels}
-        prefill, levels = [], list(made.levels)
-        for one in self.prefill:
-            if (one.method, one.options) == (made.method, made.options):
-                levels += [level for level in one.levels if (level.density, level.tokens) not in replaced]
-            else:
-                prefill.append(one)
-        levels.sort(key=lambda level: (level.tokens, level.density))
-        merged = made.model_copy(update={"levels": tuple(levels)})
+        families = {(one.method, *sorted(one.options.items())): one for one in self.prefill}
+        key = (made.method, *sorted(made.options.items()))
+        had = families[key].levels if key in families else ()
+        of = {(level.tokens, level.density): level for level in (*had, *made.levels)}
+        families[key] = made.model_copy(update={"levels": tuple(of[at] for at in sorted(of))})
         new = tuple(text for text in texts if text not in self.texts)
-        return self.model_copy(update={"prefill": (*prefill, merged), "texts": (*self.texts, *new)})
+        return self.model_copy(update={"prefill": (*families.values(),), "texts": (*self.texts, *new)})
 
     def check(self, config: ModelConfig, digest: str) -> None:
         """Raises ProfileError, naming the key, unless it was made for the model of this shape and digest, and
