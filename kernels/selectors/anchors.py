@@ -33,7 +33,7 @@ class AnchorsOptions(ScoredOptions):
     window: int = window(512)
     cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
     q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
-    k_anchors: int = option(32, 8, 32, "key anchors per block", (8, 16, 32))
+    k_anchors: int = option(32, 8, 64, "key anchors per block", (8, 16, 32, 64))
     largest: bool = option(False, 0, 1, "score a tile by the query anchor that needs it most")
 
 

@@ -131,6 +131,7 @@ def _case(
 COMPILE_CASES = [
     _case(128, 8, 32, torch.float8_e4m3fn),
     _case(128, 32, 8, torch.float8_e4m3fn),
+    _case(128, 32, 64, torch.float8_e4m3fn),
     _case(64, 8, 32, torch.float8_e4m3fn),
     _case(128, 8, 32),
     _case(64, 64, 128, torch.float16),

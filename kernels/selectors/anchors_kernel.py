@@ -220,5 +220,6 @@ COMPILE_CASES = [
     (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
     (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": True}),
     (_score_kernel, _SCORE, {"D": 64, **_OURS, "DIAGONAL": False}),
+    (_score_kernel, _SCORE, {"D": 128, **_OURS, "Q_SLOTS": 32, "K_SLOTS": 64, "DIAGONAL": False}),
 ]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -252,6 +252,7 @@ COMPILE_CASES = [
     (_orbit_kernel, _ORBIT, {"Z": 32}),
     (_fill_kernel, _FILL, {"D": 128, **_KEYS}),
     (_fill_kernel, {**_FILL, "vector_ptr": "*fp8e4nv"}, {"D": 128, **_KEYS, "MEAN": False}),
+    (_fill_kernel, _FILL, {"D": 128, **_KEYS, "CAP": 64, "SLOTS": 64}),
     (_fill_kernel, _FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False, "MERGE": True}),
 ]
 """What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

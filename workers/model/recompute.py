@@ -45,11 +45,14 @@ class Looks:
 
     def most(self, count: int) -> list[int]:
         """The `count` whole blocks with the most, ascending; fewer where there are not so many. Never the
-        first one, of which every row saw all that there is."""
+        first one, of which every row saw all that there is. The last one only with all others: heads that
+        look at what is near give it most of what they have, whatever is asked."""
         whole = self._tokens // BLOCK
         if self._mass_M is None or whole < 2:
             return []
-        best = self._mass_M[1:whole].topk(min(count, whole - 1)).indices
+        mass_M = self._mass_M[1:whole].clone()
+        mass_M[-1] = -1.0
+        best = mass_M.topk(min(count, whole - 1)).indices
         return sorted(1 + block for block in best.tolist())
 
 

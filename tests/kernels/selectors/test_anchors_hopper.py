@@ -19,7 +19,7 @@ def tile_of(descriptor: object, place: list[int]) -> torch.Tensor:
     return whole[tuple(slice(at, at + size) for at, size in zip(place, box, strict=True))]
 
 
-@pytest.mark.parametrize("slots", [4, 8, 32, 128])
+@pytest.mark.parametrize("slots", [4, 8, 32, 64, 128])
 def test_a_tile_arrives_with_its_quarters_interleaved(slots: int) -> None:
     number = torch.arange(LANES * 3 * 128, dtype=torch.float32).view(2, 2, 3 * 128 // slots, slots)
     vector = number[..., None].expand(*number.shape, DIM).half().contiguous()

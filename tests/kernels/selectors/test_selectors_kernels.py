@@ -47,6 +47,7 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "naive": lambda: NaiveSelector(NaiveOptions(tau=0.8, stride=16)),
     "block_pool": lambda: BlockPoolSelector(POOLED),
     "anchors": lambda: AnchorsSelector(ANCHORS),
+    "anchors_finest": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=32, k_anchors=64, cos=0.85)),
     "anchors_merged": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=8), **MERGED),
     "anchors_thesis": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=128, k_anchors=128), **THESIS),
     "anchors_largest": lambda: AnchorsSelector(LARGEST),

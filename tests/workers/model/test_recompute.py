@@ -41,9 +41,9 @@ def test_attention_by_block_is_the_largest_share_of_any_row_and_head(
 
 def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_never_among_them() -> None:
     torch.manual_seed(0)
-    looks = Looks(4 * BLOCK + 5)
-    key_GSD = torch.zeros(1, 4 * BLOCK + 9, 16)
-    for place, channel in ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4)):
+    looks = Looks(5 * BLOCK + 5)
+    key_GSD = torch.zeros(1, 5 * BLOCK + 9, 16)
+    for place, channel in ((0, 0), (1, 1), (2, 2), (3, 3), (5, 4)):
         key_GSD[0, place * BLOCK, channel] = 1.0
     rows_THD = torch.zeros(QUESTION_ROWS + 1, 1, 16)
     rows_THD[0, 0, 2] = 900.0  # too early in the question to count
@@ -57,7 +57,20 @@ def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_
     looks.add(other_THD, key_GSD)
     assert looks.most(1) == [1]
     assert looks.most(2) == [1, 3]
-    assert looks.most(9) == [1, 2, 3]
+    assert looks.most(9) == [1, 2, 3, 4]
+
+
+def test_the_last_whole_block_comes_after_all_others() -> None:
+    """Heads that look at what is near give it most, whatever is asked."""
+    looks = Looks(4 * BLOCK + 5)
+    key_GSD = torch.zeros(1, 4 * BLOCK + 9, 16)
+    for place in range(4):
+        key_GSD[0, place * BLOCK, place] = 1.0
+    rows_THD = torch.zeros(2, 1, 16)
+    rows_THD[0, 0, 3] = 900.0
+    rows_THD[1, 0, 2] = 50.0
+    looks.add(rows_THD, key_GSD)
+    assert [looks.most(count) for count in range(1, 5)] == [[2], [1, 2], [1, 2, 3], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK, 2 * BLOCK - 1])
