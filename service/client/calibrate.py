@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ...kernels.methods import MethodError, MethodSpec, method_spec
-from ...workers.calibration.probes import Document, Text, haystack, needles
-from ...workers.model.config import ModelError, read_config
+from ...workers.calibration.probes import ANSWER_WEIGHT, Document, Text, haystack, needles
+from ...workers.model.config import ModelError
 from ...workers.model.digest import model_digest
-from ...workers.model.profile import DecodePages, MethodLevels, Profile, ProfiledModel, ProfiledText
+from ...workers.model.profile import DecodePages, Profile, ProfiledModel, ProfiledText, load_profile
 from ...workers.model.store import model_directory
 from ...workers.settings import Dtype, ModelSpec
 from ..wiring import shown_name
@@ -27,14 +27,18 @@ from .terminal import err, fail, read_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from ...workers.calibration.levels import Allocation
     from ...workers.calibration.pages import Calibration
     from ...workers.model.decoder import LayerStack
 
 ANSWER_ROOM = 128
 """Tokens kept free for each question with its answer, so that the whole has the length asked for."""
+OF_PAGES = "layers", "dense_layers", "budget", "serving_budget", "recency", "full_layer", "tokens", "json"
+"""Options of Δ-layers, which --add does not choose."""
 
 
 def calibrate_command(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Directory, .gguf file, hub id or embedded name.")],
     text: Annotated[list[str], typer.Option(help="A text of real prose; give it once for each.")],
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory.")] = None,
@@ -64,7 +68,7 @@ def calibrate_command(
     ] = "marginal",
     answers: Annotated[
         float, typer.Option(min=0, help="What answers count beside the text's tail, for levels.")
-    ] = 2.0,
+    ] = ANSWER_WEIGHT,
     add: Annotated[
         bool, typer.Option("--add", help="Keep what --profile has; only make these levels, no Δ-layers.")
     ] = False,
@@ -80,58 +84,49 @@ def calibrate_command(
     from ...workers.messages.methods import PAGE_TOKENS
     from ...workers.model.decoder import load_model
 
-    _refuse(profile, density, length, allocation, add)
+    _refuse(context, profile, density, length, allocation)
     try:
         directory = model_directory(model)
         kind = cast(Dtype, dtype)  # checked when it loads
-        spec = ModelSpec(str(directory), adapter, kind, rope_theta, positions)
-        kept = _kept(spec, profile) if add and profile is not None else None
+        spec = ModelSpec(
+            str(directory), adapter, kind, rope_theta, positions, profile=str(profile) if add else None
+        )
+        whole = load_profile(spec)
         asked = _method(method, option)
-        contents = [read_text(file) for file in text]
-        made = _Documents(_tokenizer(directory), dict(zip(text, contents, strict=True)), questions)
+        made = _Documents(_tokenizer(directory), {file: read_text(file) for file in text}, questions)
         most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
         read = [] if add else made.for_pages(most, least)
         probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
         stack = load_model(spec, device)
         pages: dict[str, Any] = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
         found = None if add else _delta_layers(stack, read, pages, layers, dense_layers)
-        levels: MethodLevels | None = None
-        if density:
-            from ...workers.calibration.levels import ANSWER_WEIGHT, Allocation, method_levels
+        texts = made.profiled(max([*length, 0 if found is None else found.tokens[0]]))
+        if whole is None and found is not None:
+            decode = pages | {"delta_layers": found.delta_layers, "page_budget": serving_budget or budget}
+            whole = Profile(
+                format=1,
+                model=ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec)),
+                texts=texts,
+                prefill=(),
+                decode=DecodePages.model_validate(decode),
+                figures={"allocation": allocation} if density else {},
+            )
+        if density and whole is not None:
+            from ...workers.calibration.levels import method_levels
 
-            how = cast(Allocation, allocation)  # checked above
-            weight = ANSWER_WEIGHT if answers is None else answers
-            levels = method_levels(stack, probes, asked, density, _tell, how, weight)
-        if profile is not None:
-            longest = max([*length, 0 if found is None else found.tokens[0]])
-            texts = tuple(ProfiledText.of(content, longest) for content in contents)
-            if found is None:
-                assert kept is not None and levels is not None  # --add
-                whole = kept.plus(levels, texts)
-            else:
-                own = ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec))
-                served = pages | {"delta_layers": found.delta_layers, "page_budget": serving_budget or budget}
-                decode = DecodePages.model_validate(served)
-                figures = {} if levels is None else {"allocation": allocation}
-                prefill = () if levels is None else (levels,)
-                whole = Profile(
-                    format=1, model=own, texts=texts, prefill=prefill, decode=decode, figures=figures
-                )
+            how = cast("Allocation", allocation)  # checked above
+            levels = method_levels(stack, probes, asked, density, _tell, how, answers)
+            whole = whole.plus(levels, texts)
+        if profile is not None and whole is not None:
             whole.write(profile)
     except (ModelError, MethodError, ValueError) as error:
         fail(str(error))
-    if found is None:
-        return
-    if json:
-        chosen = {"delta_layers": found.delta_layers, **pages}
-        losses = {"tokens": found.tokens, "losses": found.losses, "divergence": found.divergence}
-        print(json_format.dumps({**chosen, **losses}))
-    else:
-        print(f"delta_layers: {list(found.delta_layers)}")
+    if found is not None:
+        _show(found, pages, json)
 
 
 def _refuse(
-    profile: Path | None, density: list[float], length: list[int], allocation: str, add: bool
+    context: typer.Context, profile: Path | None, density: list[float], length: list[int], allocation: str
 ) -> None:
     """Options that contradict each other, before the work and not after."""
     if profile is not None and not profile.parent.is_dir():
@@ -140,15 +135,23 @@ def _refuse(
         fail("--density needs --length and --profile: levels are kept in a profile")
     if allocation not in ("marginal", "threshold"):
         fail(f"--allocation {allocation}: must be marginal or threshold")
-    if add and (not density or allocation != "marginal"):
-        fail("--add needs --density, and marginal allocation: it adds levels to what --profile has")
+    if not context.params["add"]:
+        return
+    if not density:
+        fail("--add needs --density: it adds levels to what --profile has")
+    for name in (*OF_PAGES, "allocation"):  # which the profile's figures name
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            fail(f"--add makes levels and nothing else: leave out --{name.replace('_', '-')}")
 
 
-def _kept(spec: ModelSpec, file: Path) -> Profile:
-    """The profile that levels are added to. Raises ModelError unless it is this model's."""
-    profile = Profile.read(file)
-    profile.check(read_config(Path(spec.path), spec.overrides), model_digest(spec))
-    return profile
+def _show(found: Calibration, pages: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        chosen = {"delta_layers": found.delta_layers, **pages}
+        losses = {"tokens": found.tokens, "losses": found.losses, "divergence": found.divergence}
+        print(json_format.dumps({**chosen, **losses}))
+    else:
+        print(f"delta_layers: {list(found.delta_layers)}")
 
 
 def _delta_layers(
@@ -201,6 +204,10 @@ class _Documents:
             needles(random.Random(number), room, self._questions, text)
             for number, text in enumerate(self._texts.values())
         ]
+
+    def profiled(self, tokens: int) -> tuple[ProfiledText, ...]:
+        """As a profile names them. tokens: read of each, at most."""
+        return tuple(ProfiledText.of(content, tokens) for content in self._contents.values())
 
     def _ids(self, file: str, most: int, least: int) -> list[int]:
         ids: list[int] = self._tokenizer.encode(self._contents[file]).ids[:most]

@@ -19,7 +19,7 @@ from ..model.profile import Level, MethodLevels, shaping_options
 from .allocation import allocate
 from .curves import Curves, curves
 from .dense_pass import embedded, read_densely, state_spec
-from .probes import Document
+from .probes import ANSWER_WEIGHT, Document
 from .sensitivity import LayerCosts, layer_costs
 from .thresholds import adjusted_quotas
 
@@ -28,9 +28,6 @@ Allocation = Literal["marginal", "threshold"]
 
 COSTED_AT = 0.5
 """The quota at which a layer's cost is measured: about that of a mean density of 8% at 128K."""
-
-ANSWER_WEIGHT = 2.0
-"""What the divergence at the tokens of answers counts beside that of the tail, if nothing else is said."""
 
 GROWTH = 0.4
 """Shorter prompts get a larger share of their tiles: a level of density d, made for the longest documents,
@@ -52,8 +49,8 @@ def method_levels(
     the model's layers, and once more; `told` is called with what is being done.
 
     probes: length in tokens → documents of that length. answer_weight: what the divergence at the tokens of
-    answers counts beside that of the tail. Raises ValueError for a method that ranks no tiles by
-    a score, and for a density that sink and window alone exceed.
+    answers counts beside that of the tail. Raises ValueError for a method that ranks no tiles by a score, and
+    for a density that sink and window alone exceed.
     """
     if not issubclass(registered(method).form, ScoredOptions) or method.correction:
         raise ValueError(f"{method.name} has no amounts to calibrate: it ranks no tiles by a score")

@@ -15,6 +15,8 @@ from . import needles as hay
 
 EncodeAll = Callable[[Sequence[str]], list[list[int]]]
 """The token ids of each text, without special tokens."""
+ANSWER_WEIGHT = 2.0
+"""What the divergence at the tokens of answers counts beside that of the tail, if nothing else is said."""
 
 
 @dataclass(frozen=True)

@@ -175,10 +175,13 @@ def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_pat
     assert stranger.exit_code == 1 and "model.digest: it was made for" in stranger.stderr
     without = run(model, *one, "--profile", path, "--add")
     assert without.exit_code == 1 and "--add needs --density" in without.stderr
+    for given in (("--budget", 6), ("--allocation", "threshold"), ("--json",)):
+        idle = run(model, *one, *levels, "--density", 0.9, "--add", *given)
+        assert idle.exit_code == 1 and f"leave out {given[0]}" in idle.stderr
     nothing = run(
         model, *one, "--length", 600, "--density", 0.9, "--profile", tmp_path / "none.json", "--add"
     )
-    assert nothing.exit_code == 1 and "none.json cannot be read" in nothing.stderr
+    assert nothing.exit_code == 1 and "none.json': `deltafront calibrate" in nothing.stderr
 
 
 @pytest.mark.parametrize(
