@@ -173,7 +173,7 @@ def headline(kernels: Result, long_context: Result, held_out: Result, engine_of_
     )
     sources += f" Kernels: {_source(kernels)}."
     sources += f" 135M: {_source(long_context)}."
-    sources += f" Answers: {_source(held_out)}, with recomputed blocks 3c7fe4a. Medians."
+    sources += f" Answers: {_source(held_out)}, with recomputed blocks 29886a8. Medians."
     return markdown(("what", "ours", "against", "faster"), rows) + f"\n\n{sources}"
 
 
