@@ -24,6 +24,8 @@ from .harness import BenchConfig, Case, Timed
 REQUESTS = 4
 RECENCY = 8
 BUDGETS = (64, 256)
+PROFILED = 672
+"""The page budget of the profile in deploy/models."""
 
 
 def cases(config: BenchConfig) -> list[Case]:
@@ -37,7 +39,8 @@ def cases(config: BenchConfig) -> list[Case]:
         Case("flashinfer_decode", config.tokens, partial(full, "flashinfer"), check, unavailable=missing),
         Case("paged_decode", config.tokens, partial(full, "plain"), check, over="flashinfer_decode"),
         Case("paged_decode_scores", config.tokens, partial(full, "scores"), check, over="flashinfer_decode"),
-        Case("page_selection", config.tokens, partial(_selection, config), check),
+        Case("page_selection", config.tokens, partial(_selection, config, BUDGETS[0]), check),
+        Case(f"page_selection_{PROFILED}_pages", config.tokens, partial(_selection, config, PROFILED), check),
     ]
     for budget in BUDGETS:
         theirs, ours = f"flashinfer_decode_{budget}_pages", f"paged_decode_{budget}_pages"
@@ -120,14 +123,14 @@ def _flashinfer(x: PagedInput) -> Callable[[], object]:
     return decode.run_plain
 
 
-def _selection(config: BenchConfig) -> Timed:
+def _selection(config: BenchConfig, budget: int) -> Timed:
     x = _input(config, [config.tokens] * REQUESTS)
     _, _, score_RP = paged_attention_scored(*_arguments(x), scale=x.scale)
 
     def run() -> object:
-        return select_pages(score_RP, x.lengths_R, budget=BUDGETS[0], recency=RECENCY)
+        return select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
 
-    note = f"{REQUESTS} requests, {score_RP.shape[1]} pages, budget {BUDGETS[0]}, recency {RECENCY}"
+    note = f"{REQUESTS} requests, {score_RP.shape[1]} pages, budget {budget}, recency {RECENCY}"
     return _captured(run, note)
 
 
@@ -163,7 +166,7 @@ def _check(config: BenchConfig) -> None:
         assert_rows_close(sparse_RHD, cpu.paged_attention_sparse(SelectedPages(exact, *chosen))[0])
     wide_RP = torch.rand(REQUESTS, config.tokens // PAGE_TOKENS, device=config.device)
     lengths_R = torch.full((REQUESTS,), config.tokens, dtype=torch.int32, device=config.device)
-    for budget in BUDGETS:
+    for budget in (*BUDGETS, PROFILED):
         found = select_pages(wide_RP, lengths_R, budget=budget, recency=RECENCY)
         expected = cpu.select_pages(wide_RP, lengths_R, budget=budget, recency=RECENCY)
         if not (torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])):

@@ -15,9 +15,10 @@ its answer densely.
 question is asked by itself, over the document in which the N blocks that it looks at most have been computed
 again with dense attention. Its density counts these tiles, a question's mean; its time them and finding the
 blocks, a question's median, which stands beside it. The document's tail is the method's own.
---decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, how many
-are as full decode's, and as `density` the share of full decode's pages read, all layers counted; with several
-a table says which are on the Pareto front of share, exact answers and log-probability.
+--decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, and by
+full decode; how many are as full decode's, as `density` the share of its pages read, all layers counted, and
+the time of page selection and attention in all layers of a step of all questions. A table says which are on
+the Pareto front of share, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
 
@@ -243,8 +244,9 @@ def _decoded(
     reader: Reader, made: _Made, questions: Sequence[Question], selections: Sequence[str]
 ) -> Iterator[Outcome]:
     decoder = AnswerDecoder(reader, questions)
-    for selection in selections:
-        decoded = decoder.decode(parse_selection(selection, reader.stack.config.layers))
+    plans = {one: parse_selection(one, reader.stack.config.layers) for one in selections}
+    for selection, plan in {"full": None, **plans}.items():
+        decoded = decoder.decode(plan)
         yield Outcome(
             case=f"decode {selection}",
             task=made.task,
@@ -253,6 +255,7 @@ def _decoded(
             density=decoded.share,
             answers=by_subject(questions, decoded.answers),
             agree=sum(decoded.agrees) / len(decoded.agrees),
+            ms=decoded.milliseconds,
         )
 
 

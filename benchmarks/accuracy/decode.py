@@ -9,6 +9,7 @@ Shape suffixes as in `questions` and `workers.decode.page_selection`; R = Q rows
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,17 +22,31 @@ from deltafront.workers.calibration.probes import Question
 from deltafront.workers.decode.page_selection import BatchRows, LayerPlan, StepAttention, plan_layers
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
+from deltafront.workers.prefill.phases import PhaseTimer, phase_timer
 from deltafront.workers.settings import DecodeConfig
 
 
 @dataclass(frozen=True)
 class Decoded:
     """answers: with the right tokens given. agrees: whether the tokens decoded greedily, as many as the right
-    answer has, are those of full decode. share: of full decode's pages read, all layers counted."""
+    answer has, are those of full decode. share: of full decode's pages read, all layers counted.
+    milliseconds: of choosing pages and of attention in all layers of a step of all rows, the median; device
+    time on a GPU, wall-clock time on a CPU."""
 
     answers: list[Answered]
     agrees: list[bool]
     share: float
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """logp_AR: of the right token after each step; best_AR: the likeliest."""
+
+    logp_AR: torch.Tensor
+    best_AR: torch.Tensor
+    share: float
+    milliseconds: float
 
 
 def parse_selection(given: str, layers: int) -> LayerPlan:
@@ -70,8 +85,8 @@ class AnswerDecoder:
         if rest:
             for page in own_RP[:, 0].tolist():
                 self._cache.copy_page(whole, page)
-        self._full = self._ask_all()
-        self._greedy = self._decode(None, forced=False)[1]
+        self._first = self._ask_all()
+        self._greedy = self._decode(None, forced=False)
 
     def _ask_all(self) -> list[Answered]:
         """The first tokens, and the questions' keys and values into their pages. The answers' rows are
@@ -98,47 +113,50 @@ class AnswerDecoder:
         self._cache.write_rows(layer, pages_T, slots_T, k_RLGD.flatten(0, 1), v_RLGD.flatten(0, 1))
 
     @torch.inference_mode()
-    def decode(self, plan: LayerPlan) -> Decoded:
-        """Answers by this page selection."""
-        logp_AR, best_AR, share = self._decode(plan, forced=True)
-        greedy_AR = self._decode(plan, forced=False)[1]
+    def decode(self, plan: LayerPlan | None) -> Decoded:
+        """Answers by this page selection; None: with every page."""
+        forced = self._decode(plan, forced=True)
+        greedy = self._greedy if plan is None else self._decode(plan, forced=False)
         answers, agrees = [], []
-        for row, (question, full) in enumerate(zip(self._questions, self._full, strict=True)):
+        for row, (question, first) in enumerate(zip(self._questions, self._first, strict=True)):
             steps = len(question.gold) - 1
-            exact = [full.first, *best_AR[:steps, row].tolist()] == list(question.gold)
-            logp = float(logp_AR[:steps, row].sum()) + full.first_logp
-            answers.append(Answered(logp, exact, full.first, full.first_logp))
-            agrees.append(torch.equal(greedy_AR[:steps, row], self._greedy[:steps, row]))
-        return Decoded(answers, agrees, share)
+            exact = [first.first, *forced.best_AR[:steps, row].tolist()] == list(question.gold)
+            logp = float(forced.logp_AR[:steps, row].sum()) + first.first_logp
+            answers.append(Answered(logp, exact, first.first, first.first_logp))
+            agrees.append(torch.equal(greedy.best_AR[:steps, row], self._greedy.best_AR[:steps, row]))
+        return Decoded(answers, agrees, forced.share, forced.milliseconds)
 
     @torch.inference_mode()
-    def _decode(self, plan: LayerPlan | None, *, forced: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """logp_AR of the right token and best_AR, the likeliest, after each step; the share of pages read.
-
-        plan: None is full decode. forced: each step is given the right token, not the likeliest.
-        """
+    def _decode(self, plan: LayerPlan | None, *, forced: bool) -> _Steps:
+        """plan: None is full decode. forced: each step is given the right token, not the likeliest."""
         stack, questions = self._reader.stack, self._questions
         device, steps = stack.device, max(len(q.gold) for q in questions) - 1
         gold_RA = torch.tensor([padded(q.gold, steps + 1) for q in questions], device=device)
         prompt_R = torch.tensor([len(q.prompt) for q in questions], device=device)
-        ids_R = gold_RA[:, 0] if forced else torch.tensor([a.first for a in self._full], device=device)
+        ids_R = gold_RA[:, 0] if forced else torch.tensor([a.first for a in self._first], device=device)
         roles = plan or plan_layers(DecodeConfig(full_layers=(), page_selection="full"), stack.config.layers)
-        logps, bests, read, held = [], [], 0, 0
+        logps, bests, spent, read, held = [], [], list[float](), 0, 0
         for step in range(steps):
             positions_R = self._reader.length + prompt_R + step
             attention = self._step(roles, plan is not None, positions_R)
-            hidden_RC = self._forward(ids_R, positions_R, attention)
+            timer = phase_timer(device)
+            hidden_RC = self._forward(ids_R, positions_R, attention, timer)
             logp_R, best_R = predicted(stack, hidden_RC, gold_RA[:, step + 1])
             logps.append(logp_R)
             bests.append(best_R)
+            spent.append(1e3 * sum(timer.seconds().values()))
             ids_R = gold_RA[:, step + 1] if forced else best_R.to(device)
             for position in positions_R.tolist():
                 attended, could = roles.pages_read(position + 1, plan is not None)
                 every = stack.config.layers * pages_for(position + 1)
                 read, held = read + every - could + attended, held + every
         none_AR = torch.zeros(0, len(questions))
-        share = read / held if held else 1.0
-        return torch.stack(logps) if logps else none_AR, torch.stack(bests) if bests else none_AR, share
+        return _Steps(
+            torch.stack(logps) if logps else none_AR,
+            torch.stack(bests) if bests else none_AR,
+            read / held if held else 1.0,
+            statistics.median(spent) if spent else 0.0,
+        )
 
     def _step(self, plan: LayerPlan, selects: bool, positions_R: torch.Tensor) -> StepAttention:
         lengths_R = (positions_R + 1).to(torch.int32)
@@ -146,11 +164,12 @@ class AnswerDecoder:
         return StepAttention(plan, rows, self._reader.stack.config.head_dim**-0.5)
 
     def _forward(
-        self, ids_R: torch.Tensor, positions_R: torch.Tensor, attention: StepAttention
+        self, ids_R: torch.Tensor, positions_R: torch.Tensor, attention: StepAttention, timer: PhaseTimer
     ) -> torch.Tensor:
         def attend(layer: int, q_RHD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
             self._write(layer, self._table_RP, positions_R[:, None], k_RGD[:, None], v_RGD[:, None])
-            return attention.attend(layer, q_RHD, *self._cache.layer(layer))
+            with timer.phase("attention"):
+                return attention.attend(layer, q_RHD, *self._cache.layer(layer))
 
         stack = self._reader.stack
         return stack.forward(stack.embed(ids_R), positions_R, attend)

@@ -147,11 +147,12 @@ def decoder(reader: Reader, asked: list[Question]) -> AnswerDecoder:
     return AnswerDecoder(reader, asked)
 
 
+@pytest.mark.parametrize("given", ["1,3:999:8", None])
 def test_every_page_selected_is_full_decode(
-    reader: Reader, decoder: AnswerDecoder, asked: list[Question]
+    reader: Reader, decoder: AnswerDecoder, asked: list[Question], given: str | None
 ) -> None:
-    decoded = decoder.decode(parse_selection("1,3:999:8", 5))
-    assert decoded.share == pytest.approx(1.0)
+    decoded = decoder.decode(parse_selection(given, 5) if given else None)
+    assert decoded.share == pytest.approx(1.0) and decoded.milliseconds > 0
     assert all(decoded.agrees)
     for answer, full in zip(decoded.answers, ask(reader, asked), strict=True):
         assert answer.exact == full.exact
