@@ -103,5 +103,5 @@ def check(device: torch.device) -> None:
         assert_rows_close(attend(x), expected_BHTD)
 
 
-register("fa2", Fa2Options, None, lambda _options: Peer(fa2), source="SDPA, FlashAttention-2")
-register("cudnn", CudnnOptions, None, lambda _options: Peer(cudnn), source="SDPA, cuDNN")
+register("fa2", Fa2Options, None, lambda _options: Peer(fa2), source="SDPA, FlashAttention-2", from_keys=True)
+register("cudnn", CudnnOptions, None, lambda _options: Peer(cudnn), source="SDPA, cuDNN", from_keys=True)

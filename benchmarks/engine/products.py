@@ -15,7 +15,8 @@ from deltafront.workers.model.config import ModelConfig
 def products_s(
     shape: ModelConfig, tokens: int, chunk: int, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> float:
-    """Median seconds of all layers' products for a prompt cut into chunks, with nothing between them.
+    """Median seconds of all layers' products for a prompt cut into chunks, with nothing between them; of the
+    last layer only the first product, but for the last chunk, as a stage has it.
 
     One layer's weights serve all: they are several times what L2 holds. Random numbers, since a GPU
     multiplies zeros faster.
@@ -29,9 +30,10 @@ def products_s(
     }
 
     def prompt() -> None:
-        for rows in sizes:
-            for _ in range(shape.layers):
-                for weight_OI in weights:
+        for number, rows in enumerate(sizes, 1):
+            for layer in range(1, shape.layers + 1):
+                short = layer == shape.layers and number < len(sizes)
+                for weight_OI in weights[:1] if short else weights:
                     F.linear(inputs[rows, weight_OI.shape[1]], weight_OI)
 
     _timed(prompt, device)

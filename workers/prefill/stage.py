@@ -28,7 +28,7 @@ from ..kv.cache import PagedKVCache
 from ..kv.fetch import NoSource, Source, from_host, pieces
 from ..kv.handoff import HandoffError, Sender
 from ..kv.pages.pool import first_of_run, pages_for
-from ..messages.methods import load_methods
+from ..messages.methods import load_methods, resume_step
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
 from ..model.decoder import LayerStack, Stream, load_model
 from ..model.levels import amounts_for
@@ -49,10 +49,11 @@ _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, t
 @dataclass
 class _Prompt:
     """An open request: its pages here, the first of them if they are one run, and what its method remembers
-    of each layer."""
+    of each layer, where it has seen all queries so far."""
 
     request: OpenRequest
     method: Attention
+    spec: StateSpec
     states: dict[int, Any]
     pages_N: torch.Tensor
     first_page: int | None
@@ -130,7 +131,7 @@ class PrefillStage:
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
         pages_N = self._to_device(np.array(request.pages, dtype=np.int64))
-        prompt = _Prompt(request, method, states, pages_N, first_of_run(request.pages))
+        prompt = _Prompt(request, method, spec, states, pages_N, first_of_run(request.pages))
         self._open[request.request_id] = prompt
         try:
             self._bring_back(request)
@@ -225,12 +226,25 @@ class PrefillStage:
                 k_GSD, v_GSD = self._seen(prompt, layer, end)
             with phase("handoff"):  # before attention, so that K/V travels meanwhile
                 work.handoff_bytes += self._announce(prompt.request, layer, command.start, k_GSD, v_GSD)
+            if self._ends_with_keys(layer, prompt, command):
+                with phase("projection"):
+                    work.finite = _finite(k_GSD[:, command.start :]) & _finite(v_GSD[:, command.start :])
+                prompt.states.pop(layer, None)
+                break
             out_THD = self._attend(prompt, layer, work, q_THD, k_GSD, v_GSD)
             with phase("projection"):
                 stack.add_attention(layer, stream, out_THD)
                 stack.feed_forward(layer, stream)
         with phase("projection"):
             return stream.total()
+
+    def _ends_with_keys(self, layer: int, prompt: _Prompt, command: ChunkCommand) -> bool:
+        """Whether the model's last layer has done what is wanted of it: behind its K/V, only logits go on
+        from there. The method must be able to begin behind the chunk, since it has not seen its queries."""
+        if layer != self.stack.config.layers - 1 or (command.last and command.wants_logits):
+            return False
+        step = resume_step(prompt.request.method)
+        return step > 0 and (command.start + command.tokens) % step == 0
 
     def _embed(self, command: ChunkCommand) -> torch.Tensor:
         ids_T = np.frombuffer(command.token_ids, dtype="<u4").astype(np.int64)
@@ -288,6 +302,8 @@ class PrefillStage:
             prompt_tokens=prompt.request.prompt_tokens,
         )
         work.timer.layer = layer
+        if layer not in prompt.states:
+            prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
         out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], work.timer.phase)
         work.timer.layer = None
         work.coverage.append((layer, coverage))
@@ -301,7 +317,8 @@ class PrefillStage:
         """
         command, phase = work.command, work.timer.phase
         with phase("projection"):
-            work.finite = torch.isfinite(hidden_TC).all()
+            finite = _finite(hidden_TC)
+            work.finite = finite if work.finite is None else finite & work.finite
             if self._last and command.last and command.wants_logits:
                 work.logits_V = self.stack.logits(hidden_TC[-1:])[0]
         with phase("handoff"):
@@ -346,6 +363,10 @@ class PrefillStage:
         prompt = self._open.pop(request_id, None)
         if prompt is not None:
             self._abandoned.discard(prompt.request.serial)
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(x).all()
 
 
 def load_stage(

@@ -44,6 +44,7 @@ from ..tiny_model import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, make_tiny_model, ran
 
 DENSE = method_spec("dense")
 SPARSE = method_spec("xattention+delta", {"min_tokens": 0, "tau": 0.8})
+ANCHORS = method_spec("dpxa", {"min_tokens": 0, "tau": 0.8})
 
 
 class Collector:
@@ -115,7 +116,8 @@ async def test_logits_and_kv_equal_the_whole_prompt(
             assert_rows_close(got, wanted)
     assert [density.layer for density in report.density] == list(range(LAYERS))
     if method is DENSE:
-        assert all(density.computed == density.causal == 4 * 10 for density in report.density)
+        assert all(density.computed == density.causal == 4 * 10 for density in report.density[:-1])
+        assert report.density[-1].computed == report.density[-1].causal == 4 * 4, "the last chunk's block"
     attention = sum(phases["attention"] for phases in report.stages)
     assert sum(layer.attention for layer in report.density) == pytest.approx(attention)
     assert all(layer.attention > 0 for layer in report.density), "each has its own"
@@ -123,6 +125,24 @@ async def test_logits_and_kv_equal_the_whole_prompt(
     assert sum(report.critical.values()) == pytest.approx(report.wall, abs=1e-9)
     assert {"projection", "attention", "kv_gather", "handoff"} <= set(report.critical)
     assert ("activation_wait" in report.critical) == (stages > 1)
+
+
+@pytest.mark.parametrize(("step", "blocks"), [(0, 1 + 2 + 3 + 4), (256, 1 + 3 + 4), (128, 4)])
+@pytest.mark.parametrize("method", [DENSE, SPARSE, ANCHORS], ids=lambda m: m.name)
+async def test_of_the_last_layer_earlier_chunks_are_keys_and_values_alone(
+    model: ModelSpec, method: MethodSpec, step: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the method can begin behind them, at multiples of `step`; nothing that is read is another."""
+    monkeypatch.setattr(prefill_stage, "resume_step", lambda _spec: step)
+    ids, sink = random_ids(500), Collector()
+    async with pipeline(model, sink, stages=2, chunk_tokens=128) as controller:
+        report = await prefill(controller, "r", ids, method)
+    logits_V, kv = whole_prompt(Path(model.path), ids, method)
+    assert_rows_close(torch.from_numpy(sink.logits["r"])[None], logits_V[None])
+    for layer in range(LAYERS):
+        for got, wanted in zip(await sink.joined("r", layer), kv[layer], strict=True):
+            assert_rows_close(got, wanted)
+    assert [density.causal for density in report.density] == [4 * 10] * (LAYERS - 1) + [4 * blocks]
 
 
 async def test_prompts_that_share_the_stages_do_not_disturb_each_other(model: ModelSpec) -> None:
