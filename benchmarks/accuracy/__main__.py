@@ -17,8 +17,8 @@ again with dense attention. Its density counts these tiles, a question's mean; i
 blocks, a question's median, which stands beside it. The document's tail is the method's own.
 --decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, and by
 full decode; how many are as full decode's, as `density` the share of its pages read, all layers counted, and
-the time of page selection and attention in all layers of a step of all questions. A table says which are on
-the Pareto front of share, exact answers and log-probability.
+the time of page selection and attention in all layers of a step of all questions; KL of the answers' tokens.
+A table says which are on the Pareto front of time, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
 
@@ -256,6 +256,7 @@ def _decoded(
             answers=by_subject(questions, decoded.answers),
             agree=sum(decoded.agrees) / len(decoded.agrees),
             ms=decoded.milliseconds,
+            kl=decoded.kl,
         )
 
 

@@ -19,6 +19,7 @@ from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
 from deltafront.benchmarks.reader import Reader
 from deltafront.workers.calibration.probes import Question
+from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.page_selection import BatchRows, LayerPlan, StepAttention, plan_layers
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
@@ -28,12 +29,14 @@ from deltafront.workers.settings import DecodeConfig
 
 @dataclass(frozen=True)
 class Decoded:
-    """answers: with the right tokens given. agrees: whether the tokens decoded greedily, as many as the right
-    answer has, are those of full decode. share: of full decode's pages read, all layers counted.
+    """answers: with the right tokens given. kl: KL(full decode | this) of the distributions of their tokens
+    but the first, the mean of all. agrees: whether the tokens decoded greedily, as many as the right answer
+    has, are those of full decode. share: of full decode's pages read, all layers counted.
     milliseconds: of choosing pages and of attention in all layers of a step of all rows, the median; device
     time on a GPU, wall-clock time on a CPU."""
 
     answers: list[Answered]
+    kl: float
     agrees: list[bool]
     share: float
     milliseconds: float
@@ -41,8 +44,9 @@ class Decoded:
 
 @dataclass(frozen=True)
 class _Steps:
-    """logp_AR: of the right token after each step; best_AR: the likeliest."""
+    """hidden_ARC: after each step; logp_AR: of the right token; best_AR: the likeliest."""
 
+    hidden_ARC: torch.Tensor
     logp_AR: torch.Tensor
     best_AR: torch.Tensor
     share: float
@@ -61,7 +65,8 @@ def parse_selection(given: str, layers: int) -> LayerPlan:
 
 
 class AnswerDecoder:
-    """The document that `reader` holds and the questions, read; decodes with any number of selections."""
+    """The document that `reader` holds and the questions, read; decodes with any number of selections. Some
+    answer must have more than one token, since the first comes with the question."""
 
     @torch.inference_mode()
     def __init__(self, reader: Reader, questions: Sequence[Question]) -> None:
@@ -86,6 +91,7 @@ class AnswerDecoder:
             for page in own_RP[:, 0].tolist():
                 self._cache.copy_page(whole, page)
         self._first = self._ask_all()
+        self._full = self._decode(None, forced=True)
         self._greedy = self._decode(None, forced=False)
 
     def _ask_all(self) -> list[Answered]:
@@ -115,16 +121,25 @@ class AnswerDecoder:
     @torch.inference_mode()
     def decode(self, plan: LayerPlan | None) -> Decoded:
         """Answers by this page selection; None: with every page."""
-        forced = self._decode(plan, forced=True)
+        forced = self._full if plan is None else self._decode(plan, forced=True)
         greedy = self._greedy if plan is None else self._decode(plan, forced=False)
         answers, agrees = [], []
+        kl_T = divergence(
+            self._reader.stack, *(x.hidden_ARC[self._answered_AR] for x in (self._full, forced))
+        )
         for row, (question, first) in enumerate(zip(self._questions, self._first, strict=True)):
             steps = len(question.gold) - 1
             exact = [first.first, *forced.best_AR[:steps, row].tolist()] == list(question.gold)
             logp = float(forced.logp_AR[:steps, row].sum()) + first.first_logp
             answers.append(Answered(logp, exact, first.first, first.first_logp))
             agrees.append(torch.equal(greedy.best_AR[:steps, row], self._greedy.best_AR[:steps, row]))
-        return Decoded(answers, agrees, forced.share, forced.milliseconds)
+        return Decoded(answers, float(kl_T.mean()), agrees, forced.share, forced.milliseconds)
+
+    @property
+    def _answered_AR(self) -> torch.Tensor:
+        """Which steps are of a row's answer: rows step on until the longest is done."""
+        steps_R = torch.tensor([len(question.gold) - 1 for question in self._questions])
+        return (torch.arange(int(steps_R.max()))[:, None] < steps_R).to(self._reader.stack.device)
 
     @torch.inference_mode()
     def _decode(self, plan: LayerPlan | None, *, forced: bool) -> _Steps:
@@ -135,13 +150,14 @@ class AnswerDecoder:
         prompt_R = torch.tensor([len(q.prompt) for q in questions], device=device)
         ids_R = gold_RA[:, 0] if forced else torch.tensor([a.first for a in self._first], device=device)
         roles = plan or plan_layers(DecodeConfig(full_layers=(), page_selection="full"), stack.config.layers)
-        logps, bests, spent, read, held = [], [], list[float](), 0, 0
+        hiddens, logps, bests, spent, read, held = [], [], [], list[float](), 0, 0
         for step in range(steps):
             positions_R = self._reader.length + prompt_R + step
             attention = self._step(roles, plan is not None, positions_R)
             timer = phase_timer(device)
             hidden_RC = self._forward(ids_R, positions_R, attention, timer)
             logp_R, best_R = predicted(stack, hidden_RC, gold_RA[:, step + 1])
+            hiddens.append(hidden_RC)
             logps.append(logp_R)
             bests.append(best_R)
             spent.append(1e3 * sum(timer.seconds().values()))
@@ -150,13 +166,8 @@ class AnswerDecoder:
                 attended, could = roles.pages_read(position + 1, plan is not None)
                 every = stack.config.layers * pages_for(position + 1)
                 read, held = read + every - could + attended, held + every
-        none_AR = torch.zeros(0, len(questions))
-        return _Steps(
-            torch.stack(logps) if logps else none_AR,
-            torch.stack(bests) if bests else none_AR,
-            read / held if held else 1.0,
-            statistics.median(spent) if spent else 0.0,
-        )
+        share, milliseconds = read / held, statistics.median(spent)
+        return _Steps(torch.stack(hiddens), torch.stack(logps), torch.stack(bests), share, milliseconds)
 
     def _step(self, plan: LayerPlan, selects: bool, positions_R: torch.Tensor) -> StepAttention:
         lengths_R = (positions_R + 1).to(torch.int32)

@@ -12,9 +12,8 @@ DECODE = "decode "
 
 def with_front(found: Sequence[Row]) -> list[Row]:
     """The rows; those of page selections that answered questions say with `front` whether they are on the
-    Pareto front of their length and task: no other reads at most as large a share of full decode's pages (all
-    layers counted, so of its K/V bytes), has as many exact answers and as high a log-probability of the right
-    ones, and is better in one of the three."""
+    Pareto front of their length and task: no other takes at most as long a step, has as many exact answers
+    and as high a log-probability of the right ones, and is better in one of the three."""
     return [{**row, "front": not _beaten(row, found)} if _selects(row) else row for row in found]
 
 
@@ -23,15 +22,18 @@ def front_table(found: Sequence[Row]) -> str:
     rows = [row for row in with_front(found) if _selects(row)]
     if not rows:
         return ""
-    lines = ["| tokens | task | page selection | share of K/V | exact of full's | logp − full's | front |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for row in sorted(rows, key=lambda row: (row["tokens"], row["task"], row["density"])):
+    lines = [
+        "| tokens | task | page selection | share of K/V | ms | exact of full's | logp − full's | front |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in sorted(rows, key=lambda row: (row["tokens"], row["task"], row["ms"])):
         exact = figure(row, "exact")
         cells = (
             f"{row['tokens']}",
             row["task"],
             f"`{row['case'].removeprefix(DECODE)}`",
             f"{row['density']:.3f}",
+            f"{row['ms']:.1f}",
             f"{row['exact']} of {row['exact_dense']}" + ("" if exact is None else f", {exact:.3f}"),
             f"{row['logp_difference']:+.3f}",
             "yes" if row["front"] else "",
@@ -59,4 +61,4 @@ def _same_documents(one: Row, other: Row) -> bool:
 
 def _merits(row: Row) -> tuple[float, float, float]:
     """More is better."""
-    return -row["density"], row["exact"], row["logp_difference"]
+    return -row["ms"], row["exact"], row["logp_difference"]
