@@ -173,7 +173,7 @@ def headline(kernels: Result, long_context: Result, held_out: Result, engine_of_
     )
     sources += f" Kernels: {_source(kernels)}."
     sources += f" 135M: {_source(long_context)}."
-    sources += f" Answers: {_source(held_out)}, with recomputed blocks 29886a8. Medians."
+    sources += f" Answers: {held_out['gpu']}, the commits beside them in docs/figures.md. Medians."
     return markdown(("what", "ours", "against", "faster"), rows) + f"\n\n{sources}"
 
 
@@ -218,19 +218,21 @@ def _answers(result: Result) -> list[tuple[str, str, str, str]]:
     """What `dpxa` and DELTA keep of dense's answers, the longest documents."""
     longest = max(row["tokens"] for row in result["rows"])
     by_case = {row["case"]: row for row in result["rows"] if row["tokens"] == longest}
-    cases = "dpxa_alone", "xattention_equal_time", "dpxa_default", "dpxa_default_alone", "delta_default"
-    ours, other, again, alone, delta = (by_case[case] for case in cases)
+    cases = "dpxa_alone", "xattention_equal_time", "dpxa_default", "dpxa_default_alone"
+    ours, other, again, alone = (by_case[case] for case in cases)
+    delta, full = by_case["delta_default"], by_case["delta_full"]
     kept, without, decoded = (f"{row['exact'] / row['exact_dense']:.3f}" for row in (again, alone, delta))
     rival = f"(XAttention's scores, {other['density']:.3f}, {other['ms']:.0f} ms)"
     read = f"`dpxa` at {ours['density']:.3f} of the tiles, {ours['ms']:.0f} ms"
-    whole = f"`dpxa` with recomputed blocks, {again['density']:.3f} of the tiles"
-    least = f"(without them, {alone['density']:.3f})"
+    whole = f"`dpxa` with recomputed blocks, {again['density']:.3f} of the tiles, {again['ms']:.0f} ms"
+    least = f"(without them, {alone['density']:.3f}, {alone['ms']:.0f} ms)"
+    pages = f"DELTA decode at {delta['density']:.2f} of the pages, {delta['ms']:.0f} ms a step of 100"
     logp = f"{again['logp_difference']:+.2f}", f"{alone['logp_difference']:+.2f} {least}"
     return [
         (f"KL to dense's predictions, {read}", f"{ours['kl']:.3f}", f"{other['kl']:.3f} {rival}", ""),
         (f"Exact answers of dense's {again['exact_dense']} kept, {whole}", kept, f"{without} {least}", ""),
         ("Log-probability of right answers less dense's, the same", *logp, ""),
-        (f"Exact answers kept, DELTA decode at {delta['density']:.2f} of the pages", decoded, "1 (all)", ""),
+        (f"Exact answers kept, {pages}", decoded, f"1 (all, {full['ms']:.0f} ms)", ""),
     ]
 
 
@@ -282,7 +284,8 @@ def levels(result: Result) -> str:
 def served(result: Result) -> str:
     """Answers through gRPC; lost and won against the first row."""
     header = (
-        "case", "method", "decode", "tokens", "density", "pages", "exact", "lost, won; p", "same answers",
+        "case", "method", "decode", "tokens", "density", "pages", "first token, s", "exact", "lost, won; p",
+        "same answers",
     )  # fmt: skip
     rows = [
         [
@@ -292,6 +295,7 @@ def served(result: Result) -> str:
             row["tokens"],
             f"{row['density']:.3f}",
             f"{row['page_share']:.3f}",
+            f"{row['ttft_s']:.1f}",
             f"{row['exact']} of {row['questions']}",
             f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}",
             row["same"],
