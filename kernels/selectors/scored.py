@@ -27,7 +27,7 @@ def tau(default: float = 0.9) -> float:
 
 
 def outside(default: bool = False) -> bool:
-    return option(default, 0, 1, "count tau over the mass outside sink and window")
+    return option(default, 0, 1, "count tau, or relative, outside sink and window")
 
 
 def window(default: int = 1) -> int:
@@ -41,23 +41,27 @@ class ScoredOptions:
 
     density: the mean share of causal tiles for which the model's profile was calibrated. Its amounts, one for
     each layer and head, then take the place of tau; they count outside sink and window. share: of each row's
-    causal tiles, sink and window among them, the highest-scoring, in place of tau. Raises KernelInputError
-    for both.
+    causal tiles, sink and window among them, the highest-scoring, in place of tau. relative: tiles that score
+    at least this part of the row's largest, in place of tau (FlashPrefill). Raises KernelInputError for more
+    than one of the three.
     """
 
     tau: float = tau()
     outside: bool = outside()
     density: float = option(0.0, 0.0, 1.0, "a level of the model's profile, in place of tau; 0: none")
     share: float = option(0.0, 0.0, 1.0, "of each row's causal tiles to keep, in place of tau; 0: by tau")
+    relative: float = option(
+        0.0, 0.0, 1.0, "of the row's largest score, what a tile needs to be kept, in place of tau; 0: by tau"
+    )
     sink: int = option(1, 1, 1 << 20, "tokens at the start that every query attends to")
     window: int = window()
     min_tokens: int = min_tokens()
 
     def __post_init__(self) -> None:
-        if self.share > 0 and self.density > 0:
-            raise KernelInputError(
-                f"share = {self.share} and density = {self.density} exclude each other: one must be 0"
-            )
+        amounts = {"share": self.share, "relative": self.relative, "density": self.density}
+        given = [f"{name} = {amount}" for name, amount in amounts.items() if amount > 0]
+        if len(given) > 1:
+            raise KernelInputError(f"{' and '.join(given)} exclude each other: all but one must be 0")
 
     @property
     def rule(self) -> Rule:
@@ -65,6 +69,8 @@ class ScoredOptions:
         sink_blocks, window_blocks = -(-self.sink // BLOCK), 1 - (1 - self.window) // BLOCK
         if self.share > 0:
             return Rule("top_k", self.share, sink_blocks, window_blocks)
+        if self.relative > 0:
+            return Rule("max_relative", self.relative, sink_blocks, window_blocks, self.outside)
         outside = self.outside or self.density > 0
         return Rule("cumulative", self.tau, sink_blocks, window_blocks, outside)
 

@@ -96,7 +96,7 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
             "xattention",
             {"gamma": 4},
             "method_options.gamma",
-            "it takes: tau, outside, density, share, sink, window, min_tokens, stride",
+            "it takes: tau, outside, density, share, relative, sink, window, min_tokens, stride",
         ),
         ("xattention", {"stride": 5}, "method_options.stride", r"= 5 is not one of \(4, 8, 16\)"),
         ("xattention", {"stride": 4.5}, "method_options.stride", "is not a whole number"),

@@ -26,7 +26,7 @@ from .config import ModelConfig, ModelError, read_config
 from .digest import model_digest
 from .store import model_directory, profile_file
 
-_OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
+_OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "relative", "min_tokens"})
 """Options that a level stands for, or that decide whether the method is used at all; others shape scores."""
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
