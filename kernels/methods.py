@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from .constants import BLOCK
 from .correction import CorrectionOptions
-from .interface import Executor, Selector
+from .interface import Executor, KernelInputError, Selector
 from .options import Option, Value, options_of
 
 O = TypeVar("O")  # noqa: E741
@@ -210,6 +210,10 @@ def method_spec(name: str, options: Mapping[str, Value] | None = None) -> Method
             raise MethodError(f"method_options.{key}", f"{name} has no option {key!r}; it takes: {takes}")
         given[key] = _checked(f"method_options.{key}", value, known[key])
     filled = {key: given.get(key, option.default) for key, option in known.items()}
+    try:
+        preset.form(**{key: filled[key] for key in preset.options})
+    except KernelInputError as error:
+        raise MethodError("method_options", str(error)) from None
     return MethodSpec(name, preset.module, bool(plus), tuple(sorted(filled.items())))
 
 

@@ -103,6 +103,7 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
         ("xattention", {"tau": 1.5}, "method_options.tau", "= 1.5 is outside 0.01 .. 1.0"),
         ("xattention", {"tau": float("nan")}, "method_options.tau", "is outside"),
         ("dense+delta", {"gamma": 0}, "method_options.gamma", "= 0 is outside 1 .. 4096"),
+        ("dpxa", {"share": 0.1, "relative": 0.2}, "method_options", "share = 0.1 and relative = 0.2 exclude"),
     ],
 )
 def test_what_no_method_takes_is_refused(
