@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -20,10 +21,13 @@ from deltafront.benchmarks.accuracy.questions import (
     attend_appended,
     by_subject,
 )
-from deltafront.benchmarks.reader import Reader
+from deltafront.benchmarks.reader import Reader, parse_method
+from deltafront.benchmarks.tables import RESULTS, ROOT
 from deltafront.kernels.methods import MethodError
+from deltafront.service.config import load
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
+from deltafront.workers.decode.page_selection import plan_layers
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
 
@@ -174,6 +178,19 @@ def test_few_pages_are_a_smaller_share(reader: Reader, decoder: AnswerDecoder, a
 def test_refused_page_selections(given: str) -> None:
     with pytest.raises(ValueError):
         parse_selection(given, 5)
+
+
+def test_what_gpu_yaml_serves_is_what_was_measured() -> None:
+    """Its defaults, with those of the shipped profile."""
+    config, layers = load(ROOT / "deploy" / "config" / "gpu.yaml"), 30
+    rows = json.loads((RESULTS / "accuracy_h200.json").read_text())["rows"]
+    measured = {row["case"]: row["method"] for row in rows}
+    method, _, blocks = measured["dpxa_default"].partition(" recompute ")
+    assert config.prefill.method(config.door.default_method) == parse_method(method)
+    assert config.decode.recompute_blocks == int(blocks)
+    selection = measured["delta_default"].removeprefix("decode ")
+    assert plan_layers(config.decode, layers) == parse_selection(selection, layers)
+    assert config.decode.page_selection == "delta"
 
 
 def test_reading_gives_density_and_the_tail_across_chunks(reader: Reader) -> None:
