@@ -76,7 +76,7 @@ def test_every_method_reads_once_and_cases_are_paired_with_the_first() -> None:
     assert (pages["exact"], pages["page_share"], pages["p"]) == (2, 0.5, 0.125)
     assert pages["ratio_95"] == [0.3333, 0.3333]
     table = served({"hardware": "here", "rows": [dense, sparse, pages]})
-    assert "| pages | `dpxa:tau=0.5` | delta | 40 | 0.250 | 0.500 | 2 of 6 | 4, 0; 0.12 | 2 |" in table
+    assert "| pages | `dpxa:tau=0.5` | delta | 40 | 0.250 | 0.500 | 2.0 | 2 of 6 | 4, 0; 0.12 | 2 |" in table
 
 
 @pytest.mark.parametrize("given", ["dpxa", "a=", "=dpxa", "a=dpxa@some", "a=@full"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.tiles import tiles_read
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.prefill.in_process import run_in_process
