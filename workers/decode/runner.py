@@ -279,22 +279,22 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
     if runner.asynchronous:
         runner.capture()
-    key = 0
-    longest = tokens - _RAGGED - 2  # two steps follow
+    key, few, ragged = 0, min(_FEW, tokens // 2), min(_RAGGED, tokens // 2)
+    longest = tokens - ragged - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):
-        pages = (runner.scratch_page,) * pages_for(length + _RAGGED + 2)
-        runner.append(pages, Read(length, [0] * _FEW), last=True)
-        looked = runner.append(pages, Read(length, [0] * _RAGGED, looks=_AGAIN, among=length), last=True)
+        pages = (runner.scratch_page,) * pages_for(length + ragged + 2)
+        runner.append(pages, Read(length, [0] * few), last=True)
+        looked = runner.append(pages, Read(length, [0] * ragged, looks=_AGAIN, among=length), last=True)
         runner.recompute(pages, looked.blocks, [0] * BLOCK * len(looked.blocks))
         logits_V = looked.logits_V
         for batch in batches:
             rows = []
             for selects, sampling in zip(batch[: runner.max_batch], (Sampling(), sampled), strict=False):
                 key -= 1  # requests count upwards
-                rows.append(Row(key, pages, length + _RAGGED, 0, sampling, selects))
+                rows.append(Row(key, pages, length + ragged, 0, sampling, selects))
             runner.decode(rows)
             runner.decode(rows)
         for sampling in (Sampling(), Sampling(temperature=1.0), sampled):
-            row = Row(0, pages, length + _RAGGED, 0, sampling, False)
+            row = Row(0, pages, length + ragged, 0, sampling, False)
             for count in runner.batch_sizes:  # by which torch chooses its kernels
                 runner.first_tokens([logits_V] * count, [row] * count)

@@ -57,3 +57,10 @@ async def test_a_warm_decode_worker_has_run_every_path_and_answers_as_a_cold_one
     answers = [await one.ask("a", ids, Sampling(max_tokens=12)) for one in (warm, cold)]
     assert answers[0].ids == answers[1].ids
     assert answers[0].finish.reason is answers[1].finish.reason
+
+
+@pytest.mark.parametrize("room", [16, 64, 208])
+async def test_a_worker_with_little_room_warms_up_too(bench: Any, room: int) -> None:
+    warm = await bench(warm_up=True, page_selection="full", cache_tokens=room)
+    answer = await warm.ask("a", [1, 2, 3], Sampling(max_tokens=4, ignore_eos=True))
+    assert len(answer.ids) == 4
