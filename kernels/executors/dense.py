@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 ROWS = 512
 """Rows per step on the CPU: each step sees no more keys than its last row may."""
-FEW_ROWS = 128
-"""Up to so many, `few_attend` is faster: it splits the keys over the GPU, where a program of ours reads all
-keys of a tile of rows."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +66,6 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor
         )
         parts.append(part.to(x.q_BHTD.dtype))
     return torch.cat(parts, dim=2)
-
-
-def few_attend(x: AttentionInput) -> torch.Tensor:
-    """See `cpu_attend`; by FlashAttention-2 where PyTorch has it for the input."""
-    from torch.nn.attention.bias import causal_lower_right
-    from torch.nn.functional import scaled_dot_product_attention
-
-    mask = causal_lower_right(x.q_BHTD.shape[2], x.k_BGSD.shape[2])
-    return scaled_dot_product_attention(
-        x.q_BHTD, x.k_BGSD, x.v_BGSD, attn_mask=mask, scale=x.scale, enable_gqa=True
-    )
 
 
 def kernel_attend(x: AttentionInput) -> torch.Tensor:

@@ -19,7 +19,6 @@ import torch
 
 from ...kernels.build import build
 from ...kernels.constants import BLOCK
-from ...kernels.executors.dense import FEW_ROWS, few_attend
 from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.layers.rope import KVRows
 from ...kernels.layers.sampling import sample
@@ -34,8 +33,8 @@ from .page_selection import BatchRows, LayerPlan, StepAttention
 from .reads import Read
 from .rows import Batch, BatchShape, Row, StepRows, sampling_rows
 
-_FEW, _RAGGED = 77, FEW_ROWS + 77
-"""Tokens of a warm-up's appended texts: no multiple of anything that a kernel might be specialised for."""
+_RAGGED = 77
+"""Tokens of a warm-up's appended text: no multiple of anything that a kernel might be specialised for."""
 _AGAIN = 2
 """Blocks that a warm-up computes again: what is compiled does not depend on how many."""
 _ROOM = 64
@@ -221,8 +220,6 @@ class DecodeRunner:
     ) -> torch.Tensor:
         q_BHTD = q_THD.transpose(0, 1)[None].to(k_GSD.dtype)
         x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start)
-        if len(q_THD) <= FEW_ROWS:
-            return few_attend(x)[0].transpose(0, 1).to(q_THD.dtype)
         config = self.stack.config
         keys = k_GSD.shape[1]
         spec = StateSpec(1, config.q_heads, config.kv_heads, config.head_dim, keys, k_GSD.device, k_GSD.dtype)
@@ -279,11 +276,10 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
     if runner.asynchronous:
         runner.capture()
-    key, few, ragged = 0, min(_FEW, tokens // 2), min(_RAGGED, tokens // 2)
+    key, ragged = 0, min(_RAGGED, tokens // 2)
     longest = tokens - ragged - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):
         pages = (runner.scratch_page,) * pages_for(length + ragged + 2)
-        runner.append(pages, Read(length, [0] * few), last=True)
         looked = runner.append(pages, Read(length, [0] * ragged, looks=_AGAIN, among=length), last=True)
         runner.recompute(pages, looked.blocks, [0] * BLOCK * len(looked.blocks))
         logits_V = looked.logits_V

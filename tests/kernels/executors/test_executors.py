@@ -125,19 +125,6 @@ def test_a_row_may_see_nothing_of_its_first_tile(start: int, head_dim: int) -> N
     assert_rows_close(found, reference_attention(whole)[:, :, start:])
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("start", "rows"), [(0, 1), (0, 37), (299, 1), (255, 16), (256, 128), (301, 77)])
-def test_few_rows_equal_the_oracle(start: int, rows: int, head_dim: int, dtype: torch.dtype) -> None:
-    """As PyTorch attends on the device; keys as a cache has them, head behind head for each token."""
-    heads = {"q_heads": 4, "kv_heads": 2, "head_dim": head_dim}
-    whole = random_input(start + rows, **heads, dtype=dtype, device=DEVICE)
-    kv = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (whole.k_BGSD, whole.v_BGSD))
-    x = AttentionInput.of(whole.q_BHTD[:, :, start:], *kv, q_start=start)
-    assert_rows_close(dense.few_attend(x), reference_attention(whole)[:, :, start:], dtype=dtype)
-
-
 @pytest.mark.parametrize("counts", [True, False])
 def test_packing_repeats_means(counts: bool) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
