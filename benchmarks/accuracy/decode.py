@@ -65,11 +65,13 @@ def parse_selection(given: str, layers: int) -> LayerPlan:
 
 
 class AnswerDecoder:
-    """The document that `reader` holds and the questions, read; decodes with any number of selections. Some
-    answer must have more than one token, since the first comes with the question."""
+    """The document that `reader` holds and the questions, read; decodes with any number of selections. Raises
+    ValueError where no answer has a second token: the first comes with the question."""
 
     @torch.inference_mode()
     def __init__(self, reader: Reader, questions: Sequence[Question]) -> None:
+        if all(len(question.gold) < 2 for question in questions):
+            raise ValueError("nothing to decode: every right answer is one token")
         self._reader = reader
         self._questions = questions
         config, stack = reader.stack.config, reader.stack

@@ -23,9 +23,9 @@ def front_table(found: Sequence[Row]) -> str:
     if not rows:
         return ""
     lines = [
-        "| tokens | task | page selection | share of K/V | ms | exact of full's | logp − full's | front |"
+        "| tokens | task | page selection | share of K/V | ms | exact of full's | logp − full's | front |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
     for row in sorted(rows, key=lambda row: (row["tokens"], row["task"], row["ms"])):
         exact = figure(row, "exact")
         cells = (

@@ -21,6 +21,7 @@ from deltafront.benchmarks.accuracy.questions import (
     attend_appended,
     by_subject,
 )
+from deltafront.benchmarks.cases_decode import PROFILED
 from deltafront.benchmarks.reader import Reader, parse_method
 from deltafront.benchmarks.tables import RESULTS, ROOT
 from deltafront.kernels.methods import MethodError
@@ -163,6 +164,11 @@ def test_every_page_selected_is_full_decode(
         assert answer.logp == pytest.approx(full.logp, abs=1e-4)
 
 
+def test_answers_of_one_token_leave_nothing_to_decode(reader: Reader) -> None:
+    with pytest.raises(ValueError, match="every right answer is one token"):
+        AnswerDecoder(reader, [Question("a", (1, 2), (3,))])
+
+
 def test_few_pages_are_a_smaller_share(reader: Reader, decoder: AnswerDecoder, asked: list[Question]) -> None:
     few = decoder.decode(parse_selection("1,3:4:2", 5))
     # Layers 0, 1 and 3 read all of 26 to 28 pages, layers 2 and 4 four of them.
@@ -191,6 +197,7 @@ def test_what_gpu_yaml_serves_is_what_was_measured() -> None:
     selection = measured["delta_default"].removeprefix("decode ")
     assert plan_layers(config.decode, layers) == parse_selection(selection, layers)
     assert config.decode.page_selection == "delta"
+    assert config.decode.page_budget == PROFILED, "page selection is timed with another budget"
 
 
 def test_reading_gives_density_and_the_tail_across_chunks(reader: Reader) -> None:
