@@ -132,7 +132,7 @@ class Profile(_Section):
         of = {(level.tokens, level.density): level for level in (*had, *made.levels)}
         families[key] = made.model_copy(update={"levels": tuple(of[at] for at in sorted(of))})
         new = tuple(text for text in texts if text not in self.texts)
-        return self.model_copy(update={"prefill": (*families.values(),), "texts": (*self.texts, *new)})
+        return self.model_copy(update={"prefill": tuple(families.values()), "texts": (*self.texts, *new)})
 
     def check(self, config: ModelConfig, digest: str) -> None:
         """Raises ProfileError, naming the key, unless it was made for the model of this shape and digest, and

@@ -100,6 +100,15 @@ async def prefill(controller: PrefillController, name: str, ids: bytes, method: 
     return events[-1].report
 
 
+async def assert_whole(sink: Collector, name: str, model: ModelSpec, ids: bytes, method: MethodSpec) -> None:
+    """Logits and every layer's K/V are those of the prompt in one go."""
+    logits_V, kv = whole_prompt(Path(model.path), ids, method)
+    assert_rows_close(torch.from_numpy(sink.logits[name])[None], logits_V[None])
+    for layer in range(LAYERS):
+        for got, wanted in zip(await sink.joined(name, layer), kv[layer], strict=True):
+            assert_rows_close(got, wanted)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [128, 384])
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
@@ -109,11 +118,7 @@ async def test_logits_and_kv_equal_the_whole_prompt(
     ids, sink = random_ids(500), Collector()
     async with pipeline(model, sink, stages=stages, chunk_tokens=chunk) as controller:
         report = await prefill(controller, "r", ids, method)
-    logits_V, kv = whole_prompt(Path(model.path), ids, method)
-    assert_rows_close(torch.from_numpy(sink.logits["r"])[None], logits_V[None])
-    for layer in range(LAYERS):
-        for got, wanted in zip(await sink.joined("r", layer), kv[layer], strict=True):
-            assert_rows_close(got, wanted)
+    await assert_whole(sink, "r", model, ids, method)
     assert [density.layer for density in report.density] == list(range(LAYERS))
     if method is DENSE:
         assert all(density.computed == density.causal == 4 * 10 for density in report.density[:-1])
@@ -137,11 +142,7 @@ async def test_of_the_last_layer_earlier_chunks_are_keys_and_values_alone(
     ids, sink = random_ids(500), Collector()
     async with pipeline(model, sink, stages=2, chunk_tokens=128) as controller:
         report = await prefill(controller, "r", ids, method)
-    logits_V, kv = whole_prompt(Path(model.path), ids, method)
-    assert_rows_close(torch.from_numpy(sink.logits["r"])[None], logits_V[None])
-    for layer in range(LAYERS):
-        for got, wanted in zip(await sink.joined("r", layer), kv[layer], strict=True):
-            assert_rows_close(got, wanted)
+    await assert_whole(sink, "r", model, ids, method)
     assert [density.causal for density in report.density] == [4 * 10] * (LAYERS - 1) + [4 * blocks]
 
 
