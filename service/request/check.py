@@ -27,6 +27,8 @@ _MAX_STOP_BYTES = 256
 _MAX_REQUEST_ID = 128
 _MAX_TOP_K = 1 << 20
 _MAX_ROLE = 64
+_UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau"), "relative": ("tau",)}
+"""Options that another one, above 0, takes the place of (`kernels.selectors.scored.ScoredOptions`)."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,13 @@ def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSp
         raise InvalidArgument(
             "attention.name", f"{spec.name} needs the whole prompt at once and is not served"
         )
-    if spec.values.get("density") and (idle := sorted({"tau", "outside"} & options.keys())):
-        density = spec.values["density"]
-        raise InvalidArgument(
-            f"attention.options.{idle[0]}", f"counts for nothing at density = {density}: give density = 0 too"
-        )
+    for rule, unread in _UNREAD.items():
+        amount = spec.values.get(rule)
+        if amount and (idle := [name for name in unread if name in options]):
+            raise InvalidArgument(
+                f"attention.options.{idle[0]}",
+                f"counts for nothing at {rule} = {amount}: give {rule} = 0 too",
+            )
     return spec
 
 
