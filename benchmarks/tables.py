@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..service.client import size
+from . import headline as headlines
 from . import overlays
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,109 +132,13 @@ def service_overhead(result: Result) -> str:
     return markdown(header, rows) + memory + provenance(result)
 
 
-TOKENS = 131_072
-HEADLINES = (
-    ("Dense attention, one layer", "dense", "sdpa_cudnn", "SDPA, cuDNN"),
-    ("Block-sparse attention, 8.5% of the tiles", "block_sparse_0.085", "dense", "our dense"),
-    ("Delta-KV attention, half of the keys", "delta_kv_50", "dense", "our dense"),
-    ("Choosing tiles with DPXA", "dpxa_selection", "xattention_s8_selection", "our XAttention, stride 8"),
-    ("Decode step over all pages, 4 requests", "paged_decode", "flashinfer_decode", "FlashInfer"),
-    (
-        "Decode step over 64 selected pages, 4 requests",
-        "paged_decode_64_pages",
-        "flashinfer_decode_64_pages",
-        "FlashInfer",
-    ),
-)
-"""What it is, our case, the case it is compared with, and what that is; all at TOKENS tokens."""
-
-
-LONGEST = "ttft_dpxa", 524_288
-"""Case and tokens that several GPUs are shown with."""
-
-
-def headline(kernels: Result, long_context: Result, held_out: Result, engine_of_8b: Result) -> str:
-    """The service with an 8B model, a line for each kernel of HEADLINES, then what a small model answers."""
-    ms = {row["case"]: row["ms"] for row in kernels["rows"] if row["tokens"] == TOKENS}
-    rows = _of_8b(engine_of_8b)
-    rows += [
-        (what, f"{ms[ours]:.3g} ms", f"{ms[other]:.3g} ms ({name})", f"{ms[other] / ms[ours]:.2f} ×")
-        for what, ours, other, name in HEADLINES
-    ]
-    served = {row["method"]: row for row in long_context["rows"]}
-    ours, other = served["dpxa"], served["dense"]
-    times = [row["ttft_s"] for row in (ours, other)]
-    ttft = f"Time to first token through gRPC, {ours['tokens']} tokens of a novel, `dpxa`"
-    rows.append((ttft, f"{times[0]} s", f"{times[1]} s (`dense`)", f"{times[1] / times[0]:.2f} ×"))
-    exact = f"Exact answers of {ours['asked']} on that novel, `dpxa` and DELTA decode"
-    rows.append((exact, ours["exact_delta_decode"], f"{other['exact_full_decode']} (`dense`, all pages)", ""))
-    rows += _answers(held_out)
+def headline(kernels: Result, held_out: Result, engine_of_8b: Result) -> str:
     sources = (
         f"8B: one {engine_of_8b['gpu']}, commit {engine_of_8b['commit']} and older ones (docs/figures.md)."
+        f" Kernels: {_source(kernels)}."
+        f" Answers: {held_out['gpu']}, the commits beside them in docs/figures.md. Medians."
     )
-    sources += f" Kernels: {_source(kernels)}."
-    sources += f" 135M: {_source(long_context)}."
-    sources += f" Answers: {held_out['gpu']}, the commits beside them in docs/figures.md. Medians."
-    return markdown(("what", "ours", "against", "faster"), rows) + f"\n\n{sources}"
-
-
-def _of_8b(result: Result) -> list[tuple[str, str, str, str]]:
-    """Times through gRPC on one GPU, decode beside prefill; and of the longest prompt on several."""
-    of = {row["case"]: row for row in result["rows"] if row["tokens"] == TOKENS and row["gpus"] == 1}
-    density = f"`dpxa` at {of['ttft_dpxa']['density']} of the tiles"
-    pairs = (
-        (f"8B: first token, {density}", "ttft_dpxa", "ttft_fa2_stack", "the same with FlashAttention-2"),
-        ("8B: the same with FP8 weights and activations", "ttft_dpxa_fp8", "ttft_dpxa", "bfloat16"),
-        ("8B: a token, 256 selected pages", "token_delta", "token_full", "all pages"),
-        ("8B: a token of four requests at once", "batch4_token_delta", "batch4_token_full", "all pages"),
-    )
-    compared = [(what, of[ours], of[other], name) for what, ours, other, name in pairs]
-    longest = {row["gpus"]: row for row in result["rows"] if (row["case"], row["tokens"]) == LONGEST}
-    many = longest[max(longest)]
-    at = f"{LONGEST[1]} tokens, `dpxa` at {many['density']}"
-    compared.append(
-        (f"8B: first token, {at}, {many['gpus']} GPUs as stages", many, _alone(many, result), "one GPU")
-    )
-    return [
-        (
-            what,
-            f"{ours['value']:.3g} {ours['unit']}",
-            f"{other['value']:.3g} {other['unit']} ({name})",
-            f"{other['value'] / ours['value']:.2f} ×",
-        )
-        for what, ours, other, name in compared
-    ]
-
-
-def _alone(several: Mapping[str, Any], result: Result) -> dict[str, Any]:
-    """One GPU's time in the run that these several GPUs' row is of, by their efficiency."""
-    name, at = several["case"].replace("ttft", "efficiency"), (several["tokens"], several["gpus"])
-    (efficiency,) = (
-        row for row in result["rows"] if row["case"] == name and (row["tokens"], row["gpus"]) == at
-    )
-    return {**several, "value": efficiency["value"] * several["gpus"] * several["value"]}
-
-
-def _answers(result: Result) -> list[tuple[str, str, str, str]]:
-    """What `dpxa` and DELTA keep of dense's answers, the longest documents."""
-    longest = max(row["tokens"] for row in result["rows"])
-    by_case = {row["case"]: row for row in result["rows"] if row["tokens"] == longest}
-    cases = "dpxa_alone", "xattention_equal_time", "dpxa_default", "dpxa_default_alone"
-    ours, other, again, alone = (by_case[case] for case in cases)
-    delta, full = by_case["delta_default"], by_case["delta_full"]
-    kept, without, decoded = (f"{row['exact'] / row['exact_dense']:.3f}" for row in (again, alone, delta))
-    rival = f"(XAttention's scores, {other['density']:.3f}, {other['ms']:.0f} ms)"
-    read = f"`dpxa` at {ours['density']:.3f} of the tiles, {ours['ms']:.0f} ms"
-    whole = f"`dpxa` with recomputed blocks, {again['density']:.3f} of the tiles, {again['ms']:.0f} ms"
-    least = f"(without them, {alone['density']:.3f}, {alone['ms']:.0f} ms)"
-    pages = f"DELTA decode at {delta['density']:.2f} of the pages, {delta['ms']:.0f} ms a step of 100"
-    logp = f"{again['logp_difference']:+.2f}", f"{alone['logp_difference']:+.2f} {least}"
-    return [
-        (f"KL to dense's predictions, {read}", f"{ours['kl']:.3f}", f"{other['kl']:.3f} {rival}", ""),
-        (f"Exact answers of dense's {again['exact_dense']} kept, {whole}", kept, f"{without} {least}", ""),
-        ("Log-probability of right answers less dense's, the same", *logp, ""),
-        (f"Exact answers kept, {pages}", decoded, f"1 (all, {full['ms']:.0f} ms)", ""),
-    ]
+    return markdown(headlines.HEADER, headlines.lines(kernels, held_out, engine_of_8b)) + f"\n\n{sources}"
 
 
 def accuracy(result: Result) -> str:
@@ -355,7 +260,7 @@ def sizing() -> str:
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "headline": (headline, ("kernels_h200", "long_context_h200", "accuracy_h200", "engine_h200")),
+    "headline": (headline, ("kernels_h200", "accuracy_h200", "engine_h200")),
     "kernels_h200": (kernels, ("kernels_h200",)),
     "recall_h200": (recall, ("recall_h200",)),
     "recall_prose_h200": (recall, ("recall_prose_h200",)),
