@@ -134,6 +134,7 @@ class Run:
         made = {**one}
         if setup is not None:
             made = {**one, "case": f"{one['case']}{self.mark}", "decode_gpu": setup.decode_gpu}
+            made["chunk"] = setup.chunk_tokens
         print(made, flush=True)
         merge_into(self.given.result, [made], self.gpu, self.commit)
 

@@ -68,8 +68,8 @@ def first_token(
 
 
 def ttft_row(case: str, results: Sequence[GenerateFinished], gpus: int) -> Row:
-    """The median of several runs, with the parts and the density of that run."""
-    middle = sorted(results, key=lambda one: one.timings.ttft_seconds)[(len(results) - 1) // 2]
+    """The median of several runs, of two in the middle the longer, with the parts and density of that run."""
+    middle = sorted(results, key=lambda one: one.timings.ttft_seconds)[len(results) // 2]
     made = row(
         case,
         round(middle.timings.ttft_seconds, 4),

@@ -2,9 +2,10 @@
 
 A stage announces where in its cache a chunk's K/V lies once that is computed, so nobody ever waits on
 another process's events (a stream that does hangs for good if the process dies first). Copy engines do the
-rest. The stage gives a request's pages away when the decode worker has answered all announcements, or has
-died, or the time it was given is over; the worker looks at the same clock (one host, one clock) and takes
-nothing that it read later than that.
+rest where the worker's pages follow one another; into scattered ones a kernel writes. The stage gives a
+request's pages away when the decode worker has answered all announcements, or has died, or the time it was
+given is over; the worker looks at the same clock (one host, one clock) and takes nothing that it read later
+than that.
 
 Shape suffixes: L layers of a stage, P pages, S slots of a page, T tokens of a chunk, G key/value heads,
 D head dimension.
