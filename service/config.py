@@ -137,9 +137,9 @@ class ServiceConfig(BaseModel):
                 load_methods(module)
             except MethodError as error:
                 yield f"prefill.method_modules: {error}"
-        for name, key in self._named_methods.items():
+        for key, name, options in self._named_methods:
             try:
-                spec = self.prefill.method(name)
+                spec = self.prefill.method(name, options)
             except MethodError as error:
                 yield f"{key}: {error}"
             else:
@@ -150,11 +150,15 @@ class ServiceConfig(BaseModel):
                 yield f"prefill.method_options.{name}: name the method; `+delta` takes the same"
 
     @property
-    def _named_methods(self) -> dict[str, str]:
-        """Method → the key that names it."""
-        named = dict.fromkeys(self.prefill.warm_up, "prefill.warm_up")
-        named[self.door.default_method] = "door.default_method"
-        return named | {name: f"prefill.method_options.{name}" for name in self.prefill.method_options}
+    def _named_methods(self) -> Iterator[tuple[str, str, Mapping[str, float]]]:
+        """Keys, the methods that they name, and options beside this service's own; each method once."""
+        for name in (named := self.prefill.method_options):
+            yield f"prefill.method_options.{name}", name, {}
+        if self.door.default_method not in named:
+            yield "door.default_method", self.door.default_method, {}
+        for name, options in self.prefill.warmed_up:
+            if options or name not in (*named, self.door.default_method):
+                yield "prefill.warm_up", name, options
 
     def _bounds(self) -> Iterator[str]:
         """Of what Serve may choose."""
@@ -227,9 +231,9 @@ class ServiceConfig(BaseModel):
             model.split(self.prefill.stages)
         except ModelError as error:
             problems.append(f"prefill.stages: {error}")
-        for name, key in self._named_methods.items():
+        for key, name, options in self._named_methods:
             try:
-                amounts_for(profile, self.prefill.method(name))
+                amounts_for(profile, self.prefill.method(name, options))
             except MethodError as error:
                 problems.append(f"{key}: {error}")
         if problems:

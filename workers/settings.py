@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from ..kernels.constants import BLOCK, PAGE_TOKENS
 from ..kernels.methods import MethodSpec, method_spec
@@ -40,6 +40,14 @@ Labels = Mapping[
     Annotated[str, Field(pattern=rf"^([a-z0-9.-]+/)?{_NAME}$")], Annotated[str, Field(pattern=rf"^{_NAME}$")]
 ]
 """Labels that a Ray node must have, key to value, written as Kubernetes writes labels."""
+
+MethodOptions = Mapping[str, Mapping[str, float]]
+"""Methods' names, and options of each."""
+WarmedUp = Annotated[
+    Annotated[str, Tag("name")] | Annotated[MethodOptions, Tag("options")],
+    Discriminator(lambda given: "name" if isinstance(given, str) else "options"),
+]
+"""A method's name, or methods with options."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +120,22 @@ class PrefillConfig:
     """A stage that lives is replaced once a chunk has taken this long, compiling its kernels included."""
     method_modules: tuple[str, ...] = ()
     """Modules outside the package that register attention methods when they are imported."""
-    method_options: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    method_options: MethodOptions = field(default_factory=dict)
     """Defaults of a method's options for this service, where they are not to be the method's own:
     `{dpxa: {density: 0.08}}`."""
-    warm_up: tuple[str, ...] = ()
-    """Methods that every stage runs once before it takes requests: a GPU compiles at first use."""
+    warm_up: tuple[WarmedUp, ...] = ()
+    """Methods that every stage runs once before it takes requests: a GPU compiles at first use. Some options
+    are compiled in: who asks for `{q_anchors: 32}` waits for no compiler where `{dpxa: {q_anchors: 32}}` is
+    among these."""
     kernel_cache: Directory | None = None
     """Where what was compiled is kept for the next start. None: where Triton keeps it (TRITON_CACHE_DIR, else
     the user's home)."""
+
+    @property
+    def warmed_up(self) -> list[tuple[str, Mapping[str, float]]]:
+        """`warm_up` as names and options."""
+        given = ({one: {}} if isinstance(one, str) else one for one in self.warm_up)
+        return [pair for one in given for pair in one.items()]
 
     def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
         """A method with these options and this service's defaults. Raises MethodError naming the field."""

@@ -34,6 +34,14 @@ def test_values_reach_the_workers_as_their_own_types() -> None:
     assert config.with_model(path="n").model.path == "n"
 
 
+def test_methods_are_warmed_up_by_name_and_with_options() -> None:
+    given = ["dense", {"dpxa": {"q_anchors": 16}, "xattention": {"stride": 16}}, "dpxa"]
+    config = parse(content("prefill", warm_up=given))
+    many = [("dpxa", {"q_anchors": 16}), ("xattention", {"stride": 16})]
+    assert config.prefill.warmed_up == [("dense", {}), *many, ("dpxa", {})]
+    assert parse(config.model_dump(mode="json")) == config, "it must survive the way through Serve"
+
+
 def content(section: str = "", **values: Any) -> dict[str, Any]:
     base: dict[str, Any] = {"model": {"path": "m"}, "decode": {"page_selection": "full"}}
     return {**base, section: {**base.get(section, {}), **values}} if section else base
@@ -49,6 +57,12 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         ("prefill", {"stages": 0}, "prefill.stages = 0: must be greater than or equal to 1"),
         ("prefill", {"warm_up": ["dense", "dpax"]}, "prefill.warm_up: unknown attention method 'dpax'"),
         ("prefill", {"warm_up": ["flex+delta"]}, "prefill.warm_up: flex+delta reads whole prompts only"),
+        ("prefill", {"warm_up": [{"dpxa": {"anchors": 8}}]}, "prefill.warm_up: dpxa has no option 'anchors'"),
+        (
+            "prefill",
+            {"warm_up": [{"dpxa": 8}]},
+            "prefill.warm_up.0.options.dpxa = 8: must be a valid",
+        ),
         ("prefill", {"stages": "many"}, "prefill.stages = 'many'"),
         ("prefill", {"cache_tokens": 100}, "prefill.cache_tokens = 100: must be a multiple of 16"),
         (

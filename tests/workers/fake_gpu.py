@@ -8,10 +8,11 @@ in its interpreter.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -29,6 +30,20 @@ _device_of = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
+class FakeGpu:
+    """reads: where the host waited for a number of the GPU's, by function, file and line."""
+
+    reads: ClassVar[list[str]] = []
+
+    @classmethod
+    def note(cls, what: str) -> None:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and "deltafront" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        where = frame.f_code.co_filename.rpartition("deltafront/")[2]
+        cls.reads.append(f"{what} at {where}:{frame.f_lineno}")
+
+
 class _Tensors(TorchFunctionMode):
     """What is made on the GPU is made on torch's `meta` device, and says that it is on the GPU."""
 
@@ -41,10 +56,16 @@ class _Tensors(TorchFunctionMode):
         if func == torch.Tensor.pin_memory:
             return args[0]
         if func == torch.Tensor.copy_ and _on_gpu(args[1]) and not _on_gpu(args[0]):
+            if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+                FakeGpu.note("copy_")
             return args[0].copy_(_read(args[1]))
         if func == torch.Tensor.to and _on_gpu(args[0]) and "cpu" in map(str, args[1:]):
+            if not kwargs.get("non_blocking"):
+                FakeGpu.note("to")
             return _read(args[0])
         if args and func in _TOLD and _on_gpu(args[0]):
+            if func in _READS:
+                FakeGpu.note(func.__name__)
             return _TOLD[func](args[0])
         return func(*args, **kwargs)
 
@@ -62,6 +83,7 @@ _TOLD = {
     torch.Tensor.tolist: lambda x: _read(x).tolist(),
 }
 """What a tensor on the GPU says of itself."""
+_READS = (torch.Tensor.__bool__, torch.Tensor.tolist)
 
 
 def _on_gpu(one: Any) -> bool:

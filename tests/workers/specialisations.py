@@ -1,8 +1,8 @@
 """Which kernels a stage or a decode worker would compile after its warm-up. See test_specialisations.py.
 
-Run as a script, without TRITON_INTERPRET: `specialisations.py DIRECTORY NAME …`. A name is a method's, one
-behind a `-` (which is then not warmed up), or `decode` for a decode worker's appended text and steps. Prints
-a JSON object for each: {"name": …, "warm_up": how many, "missing": {kernel: [key …]}}.
+Run as a script, without TRITON_INTERPRET: `specialisations.py DIRECTORY CASE …`, each case the fields of
+`Case` as JSON. Prints a JSON object for each: {"name": …, "warm_up": how many, "missing": {kernel: [key …]},
+"waits": [what the host read of the GPU while it launched a chunk], "noticed": [the same of one known read]}.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import numpy as np
-from fake_gpu import DEVICE, fake_gpu
+import torch
+from fake_gpu import DEVICE, FakeGpu, fake_gpu
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.workers.decode.page_selection import plan_layers
@@ -23,12 +27,31 @@ from deltafront.workers.decode.runner import DecodeRunner, warm_up
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.stages import ChunkCommand, OpenRequest
+from deltafront.workers.model.config import ModelConfig, read_config
 from deltafront.workers.model.decoder import load_model
+from deltafront.workers.model.profile import Level, MethodLevels, Profile, ProfiledModel, shaping_options
+from deltafront.workers.prefill.activations import Activations
 from deltafront.workers.prefill.stage import PrefillStage, load_stage
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
 CHUNK, ROOM = 16_384, 262_144
 PROMPTS = 16
+DENSITY = 0.1
+"""That the profile has a level of, for `dpxa`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is read: prompts by a method, by stage `stage` of `stages`; or, where no method is named, a decode
+    worker's appended text and steps. warm_up: as in the configuration."""
+
+    name: str
+    method: str = ""
+    options: Mapping[str, float] = field(default_factory=dict)
+    warm_up: Sequence[Any] = ()
+    stage: int = 0
+    stages: int = 1
+    quantisation: Any = None
 
 
 def lengths(randomly: random.Random) -> list[int]:
@@ -37,35 +60,72 @@ def lengths(randomly: random.Random) -> list[int]:
     return near + [int(2 ** randomly.uniform(5, 18)) for _ in range(PROMPTS - len(near))]
 
 
-def read(stage: PrefillStage, config: PrefillConfig, name: str, tokens: int, scattered: bool) -> None:
-    """A prompt, as its group's controller has it read; scattered: on pages that do not follow one another."""
+def read(stage: PrefillStage, config: PrefillConfig, case: Case, tokens: int, scattered: bool) -> set[str]:
+    """A prompt, as its group's controller has it read; scattered: on pages that do not follow one another.
+    What the host read of the GPU before a chunk was launched."""
     pages = range(pages_for(tokens))
-    order = OpenRequest("r", tuple(reversed(pages) if scattered else pages), tokens, config.method(name), "d")
-    stage.open(order)
+    method = config.method(case.method, case.options)
+    stage.open(OpenRequest("r", tuple(reversed(pages) if scattered else pages), tokens, method, "d"))
+    waits = set[str]()
     for start in range(0, tokens, CHUNK):
         count = min(CHUNK, tokens - start)
         ids = np.zeros(count, dtype="<u4").tobytes()
         last = start + count == tokens
-        stage.run_chunk(ChunkCommand("r", start, count, last=last, wants_logits=last, token_ids=ids))()
+        FakeGpu.reads.clear()
+        end = stage.run_chunk(ChunkCommand("r", start, count, last=last, wants_logits=last, token_ids=ids))
+        waits |= {*FakeGpu.reads}
+        end()
     stage.close("r")
+    return waits
+
+
+class _Neighbours:
+    """Hidden states from a stage before, and nobody behind."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        self._hidden, self._dtype = hidden, dtype
+
+    def receive(self, tokens: int) -> torch.Tensor:
+        return torch.zeros(tokens, self._hidden, dtype=self._dtype, device=DEVICE)
+
+    def send(self, hidden_TC: torch.Tensor) -> None:
+        pass
+
+    close = abort = lambda self: None
+
+
+def profile_of(model: ModelConfig) -> Profile:
+    heads = ((0.5,) * model.q_heads,) * model.layers
+    level = Level(density=DENSITY, tokens=ROOM, share=DENSITY, amounts=heads)
+    options = shaping_options(PrefillConfig().method("dpxa"))
+    family = MethodLevels(method="dpxa", options=options, levels=(level,))
+    return Profile(format=1, model=ProfiledModel(name="", digest="0" * 64), texts=(), prefill=(family,))
 
 
 def stage_after_warm_up(
-    directory: str, name: str, warm_up: tuple[str, ...], seen: set[tuple[str, str]]
-) -> set[tuple[str, str]]:
-    """What reading prompts adds to what the warm-up of a stage has seen."""
+    directory: str, case: Case, seen: set[tuple[str, str]]
+) -> tuple[set[tuple[str, str]], set[str]]:
+    """What reading prompts adds to what the warm-up of a stage has seen, and what the host waited for."""
     config = PrefillConfig(
-        stages=1, chunk_tokens=CHUNK, cache_tokens=ROOM, device=str(DEVICE), warm_up=warm_up
+        stages=case.stages,
+        chunk_tokens=CHUNK,
+        cache_tokens=ROOM,
+        device=str(DEVICE),
+        warm_up=tuple(case.warm_up),
     )
+    spec = ModelSpec(directory, quantisation=case.quantisation)
+    model = read_config(directory)
+    neighbours: Activations = _Neighbours(model.hidden, torch.bfloat16)
     sender = mock.MagicMock()
     sender.announce.return_value = 0
     sender.holds.return_value = False
-    stage = load_stage(ModelSpec(directory), config, 0, None, lambda _cache: sender)
-    warm = set(seen)
+    with mock.patch("deltafront.workers.prefill.stage.load_profile", return_value=profile_of(model)):
+        stage = load_stage(spec, config, case.stage, neighbours, lambda _cache: sender)
+    warm, waits = set(seen), set[str]()
     randomly = random.Random(5)
     for number, tokens in enumerate(lengths(randomly)):
-        read(stage, config, name, tokens, scattered=number % 3 == 2)
-    return seen - warm
+        waits |= read(stage, config, case, tokens, scattered=number % 3 == 2)
+    return seen - warm, waits
 
 
 def decode_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tuple[str, str]]:
@@ -94,18 +154,22 @@ def decode_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tupl
 
 
 def main() -> None:
-    directory, *names = sys.argv[1:]
-    for name in names:
-        method = name.removeprefix("-")
+    directory, *cases = sys.argv[1:]
+    for case in (Case(**json.loads(given)) for given in cases):
+        waits = set[str]()
         with fake_gpu() as seen:
-            if name == "decode":
-                new = decode_after_warm_up(directory, seen)
+            if case.method:
+                new, waits = stage_after_warm_up(directory, case, seen)
             else:
-                new = stage_after_warm_up(directory, method, (name,) * (method == name), seen)
+                new = decode_after_warm_up(directory, seen)
+            FakeGpu.reads.clear()
+            torch.ones(1, device=DEVICE).tolist()
         missing: dict[str, list[str]] = {}
         for kernel, key in sorted(new):
             missing.setdefault(kernel, []).append(key)
-        print(json.dumps({"name": name, "warm_up": len(seen) - len(new), "missing": missing}), flush=True)
+        found = {"warm_up": len(seen) - len(new), "missing": missing}
+        found |= {"waits": sorted(waits), "noticed": FakeGpu.reads}
+        print(json.dumps({"name": case.name, **found}), flush=True)
 
 
 if __name__ == "__main__":

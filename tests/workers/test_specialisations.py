@@ -25,17 +25,33 @@ METHODS = ("dense", "dpxa", "dpxa+delta", "xattention", "delta_xattention", "del
 SHAPE = replace(
     SHAPES["8b"], layers=3, hidden=256, intermediate=256, vocab=512, positions=262_144
 )  # heads as they are: they decide how work is divided
+SHORTER = {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128}
+"""Options that README names for prompts of 32,768 tokens."""
+WARM: dict[str, dict[str, Any]] = {
+    **{name: {"method": name, "warm_up": [name]} for name in METHODS},
+    "decode": {},
+    "options": {"method": "dpxa", "options": SHORTER, "warm_up": ["dpxa", {"dpxa": SHORTER}]},
+    "a level": {"method": "dpxa", "options": {"density": 0.1}, "warm_up": ["dpxa"]},
+    "8 bits": {"method": "dpxa", "warm_up": ["dpxa"], "quantisation": "fp8"},
+    "first stage": {"method": "dpxa", "warm_up": ["dpxa"], "stages": 2},
+    "last stage": {"method": "dpxa", "warm_up": ["dpxa"], "stage": 1, "stages": 2},
+}
+COLD: dict[str, dict[str, Any]] = {
+    "cold": {"method": "dpxa"},
+    "other options": {"method": "dpxa", "options": SHORTER, "warm_up": ["dpxa"]},
+}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the script tells of each name."""
+    """What the script tells of each case."""
     directory = tmp_path_factory.mktemp("model")
     write_model(directory, SHAPE, torch.device("cpu"))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("specialisations.py")
+    cases = [json.dumps({"name": name, **case}) for name, case in {**COLD, **WARM}.items()]
     run = subprocess.run(
-        [sys.executable, str(script), str(directory), "-dpxa", "decode", *METHODS],
+        [sys.executable, str(script), str(directory), *cases],
         env=environment,
         capture_output=True,
         text=True,
@@ -47,12 +63,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_without_a_warm_up_kernels_are_missing(found: dict[str, Any]) -> None:
     """So the others would fail if they could."""
-    missing = found["-dpxa"]["missing"]
+    missing = found["cold"]["missing"]
     assert {"hopper_kernel", "_rule_kernel", "anchors_hopper_kernel", "_fill_kernel"} <= missing.keys()
     assert len(missing["_rule_kernel"]) >= 5, "one for each class of length"
 
 
-@pytest.mark.parametrize("name", [*METHODS, "decode"])
+def test_options_that_are_compiled_in_need_a_warm_up_of_their_own(found: dict[str, Any]) -> None:
+    assert "anchors_hopper_kernel" in found["other options"]["missing"]
+
+
+@pytest.mark.parametrize("name", WARM)
 def test_nothing_is_compiled_after_the_warm_up(found: dict[str, Any], name: str) -> None:
     assert found[name]["warm_up"] > 0
     assert found[name]["missing"] == {}
+
+
+@pytest.mark.parametrize("name", [name for name, case in WARM.items() if case])
+def test_the_host_waits_for_nothing_while_it_launches_a_chunk(found: dict[str, Any], name: str) -> None:
+    assert found[name]["waits"] == []
+    (noticed,) = found[name]["noticed"]
+    assert noticed.startswith("tolist at ")

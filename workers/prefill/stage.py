@@ -387,10 +387,9 @@ def load_stage(
     profile = load_profile(model)
     stack = load_model(model, config.device, stage, config.stages, tell)
     shape, pages = stack.config, pages_for(config.cache_tokens)
-    methods = [config.method(name) for name in config.warm_up]
+    methods = [config.method(name, options) for name, options in config.warmed_up]
     longest = min(config.cache_tokens, shape.positions)
-    warm_up(stack, methods, config.chunk_tokens, profile, longest)
-    tell(f"warmed up {', '.join(config.warm_up) or 'nothing'}")
+    warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
     ends = activations or NoActivations()
     return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source, tracer)

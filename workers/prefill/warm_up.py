@@ -22,6 +22,7 @@ from ...kernels.methods import MethodSpec
 from ..model.decoder import LayerStack
 from ..model.levels import amounts_for
 from ..model.profile import Profile
+from ..progress import Tell, silent
 
 _RAGGED = 77
 """Tokens of a ragged chunk: no multiple of anything that a kernel might be specialised for."""
@@ -34,12 +35,14 @@ def warm_up(
     chunk_tokens: int,
     profile: Profile | None = None,
     longest: int = 0,
+    tell: Tell = silent,
 ) -> None:
     """Read a few prompts with each method, in chunks as requests are; on a GPU also meet all lengths up to
-    `longest` (0: only those prompts). Only the first layer attends; all layers run the same kernels. Raises
-    MethodError for a density that the profile does not have."""
+    `longest` (0: only those prompts). Only the first layer attends; all layers run the same kernels. tell: of
+    progress. Raises MethodError for a density that the profile does not have."""
     on_gpu = stack.device.type == "cuda"
-    for spec in methods:
+    for number, spec in enumerate(methods, start=1):
+        tell(f"warming up {spec.name}, {number} of {len(methods)}")
         method, shortest = build(spec, amounts_for(profile, spec)), int(spec.values.get("min_tokens", 0))
         for tokens in prompt_lengths(shortest, chunk_tokens):
             whole, rest = divmod(tokens, chunk_tokens)
