@@ -75,13 +75,15 @@ class TokenFile:
     def _read(self) -> tuple[tuple[Caller, ...], list[str]]:
         """The callers, and what is wrong with lines that name none."""
         callers, wrong = [], []
-        for number, text in enumerate(self._path.read_text(encoding="utf-8").splitlines(), 1):
-            line = text.strip()
-            if line and not line.startswith("#"):
-                try:
+        for number, raw in enumerate(self._path.read_bytes().splitlines(), 1):
+            try:
+                line = raw.decode("utf-8").strip()
+                if line and not line.startswith("#"):
                     callers.append(_caller(line, self._usual))
-                except ValueError as error:
-                    wrong.append(f"line {number}: {error}")
+            except UnicodeDecodeError:
+                wrong.append(f"line {number}: it is not UTF-8")
+            except ValueError as error:
+                wrong.append(f"line {number}: {error}")
         return tuple(callers), wrong
 
 

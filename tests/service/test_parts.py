@@ -216,6 +216,18 @@ def test_a_tokens_line_may_say_more(tmp_path: Path, caplog: pytest.LogCaptureFix
         TokenFile(path, Allowance())
 
 
+def test_a_tokens_line_that_is_no_utf_8_shuts_nobody_else_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alpha\n")
+    tokens = TokenFile(path, Allowance())
+    path.write_bytes(b"alpha\nbeta name=J\xfcrgen\n")
+    assert tokens.caller("alpha") is not None
+    assert tokens.caller("beta") is None
+    assert "line 2: it is not UTF-8" in caplog.text
+
+
 # --- metrics ---------------------------------------------------------------------------------------------
 
 
