@@ -112,10 +112,11 @@ class Generation:
             await self._decode(attempt, placed.worker, self._job(attempt, plan))
 
     async def _answer_prefix(self, plan: Plan) -> bool:
-        """Continue from a session that holds the prompt's beginning. False if there is none, or no more: then
-        the prompt is read like any other."""
+        """Continue from a session that holds the prompt's beginning, of which a token at least is left to be
+        read, whatever has been answered. False if there is none, or no more: then the prompt is read like any
+        other."""
         call, resources = self._call, self._resources
-        found = await find(resources.fleet, resources.settings, call.owner, plan.all_ids, self._chain)
+        found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
         if found is None:
             return False
         plan = replace(plan, recompute_blocks=call.recompute_blocks)  # its worker knows how it was read

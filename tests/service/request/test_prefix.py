@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
+from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, losses
 from deltafront.service.fleet.sessions import worker_of
+from deltafront.service.request import attempt
 from deltafront.service.request.plan import packed
 from deltafront.service.request.prefix import chain_of, links_of, worth_it
 from deltafront.workers.kv.pages.sessions import shared_links
@@ -221,3 +223,26 @@ def test_nothing_is_continued_on_a_worker_that_drains(house: House, client: Delt
     for session in (made.session, read.session):
         client.release(session.session_id)
     nothing_left(house)
+
+
+@pytest.mark.parametrize("tokens", [703, 704])
+@pytest.mark.parametrize("dies", ["worker", "door"])
+def test_an_answer_goes_on_where_a_session_holds_its_whole_prompt(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch, tokens: int, dies: str
+) -> None:
+    """704 tokens are whole pages: of them the last is read again, before what was answered."""
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(losses, "_FIRST_PAUSE_S", 0.01)
+    prompt = "p" * (tokens - 1)
+    *_, made = client.prefill(prompt)
+    assert isinstance(made, PrefillFinished)
+    if dies == "worker":
+        house.decode.fail_after = [3]
+    else:
+        house.losses = [(3, grpc.StatusCode.UNAVAILABLE)]
+    text, *_ = collect(client.generate(prompt, max_tokens=9))
+    assert text == expected(ids(prompt), 9)
+    job = house.decode.jobs[-1]
+    assert (job.session_id, job.answered_tokens) == (made.session.session_id, 3)
+    assert len(job.append_ids) // 4 == 3 + (15 if tokens == 703 else 16)
+    client.release(made.session.session_id)
