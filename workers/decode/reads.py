@@ -43,16 +43,25 @@ Step = Read | Recompute
 
 
 def plan_reads(
-    there: int, known_ids: Sequence[int], append_ids: array[int], answered: int, chunk: int, blocks: int
+    there: int,
+    known_ids: Sequence[int],
+    append_ids: array[int],
+    answered: int,
+    chunk: int,
+    blocks: int,
+    keep: int = 0,
 ) -> list[Step]:
     """there: tokens whose K/V is there. known_ids: theirs, or none where they need not be computed again.
     append_ids: what follows them, of which the last `answered` are of the answer. chunk: tokens of one read,
-    at most; a prompt's tail is one, however long. blocks: how many to compute again."""
+    at most; a prompt's tail is one, however long. blocks: how many to compute again; none where all that is
+    appended is kept. keep: tokens, from the first, of which a session is to be made. What of them is appended
+    is read once, so that no session depends on the question that was asked when it was made."""
     asked = len(append_ids) - answered
     answer = _chunks(there + asked, append_ids[asked:], chunk)
-    if not known_ids or not recompute_pages(blocks, there, appended=asked > 0):
+    before, tail = max(asked - min(asked, chunk), keep - there), tail_start(there)
+    kept_whole = 0 < asked <= before
+    if not known_ids or kept_whole or not recompute_pages(blocks, there, appended=asked > 0):
         return [*_chunks(there, append_ids[:asked], chunk), *answer]
-    before, tail = asked - min(asked, chunk), tail_start(there)
     end = Read(there + before, append_ids[before:asked]) if asked else Read(tail, known_ids[tail:])
     first = _chunks(there, append_ids[:before], chunk)
     looking = replace(end, looks=blocks, among=min(there, end.start))  # what follows was read densely

@@ -57,3 +57,23 @@ def test_a_prompt_s_tail_begins_with_a_block_and_has_enough_tokens(tokens: int) 
 def test_without_known_ids_nothing_is_computed_again() -> None:
     assert plan_reads(500, (), ids(5), 0, 48, 4) == [Read(500, ids(5))]
     assert plan_reads(500, (), array("I"), 0, 48, 4) == []
+
+
+@pytest.mark.parametrize("keep", [0, 500, 530, 560, 599])
+@pytest.mark.parametrize("answered", [0, 7])
+def test_what_is_kept_is_read_once_and_before_anything_is_computed_again(keep: int, answered: int) -> None:
+    every = ids(600 + answered)
+    steps = plan_reads(500, every[:500], every[500:], answered, 48, 3, keep)
+    again = steps.index(Recompute())
+    first, second = (
+        [step for step in part if isinstance(step, Read)] for part in (steps[:again], steps[again:])
+    )
+    assert places(first) == list(range(500, 600))
+    assert min(places(second)) == max(600 - 48, keep) == first[-1].start
+    assert places(second) == list(range(first[-1].start, 600 + answered))
+
+
+def test_where_all_that_is_appended_is_kept_nothing_is_computed_again() -> None:
+    every = ids(600)
+    plain = plan_reads(500, every[:500], every[500:], 0, 48, 0)
+    assert plan_reads(500, every[:500], every[500:], 0, 48, 3, keep=600) == plain

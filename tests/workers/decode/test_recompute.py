@@ -153,6 +153,32 @@ async def test_what_is_kept_of_a_prompt_that_is_answered_is_what_was_read(
         assert again.ids == await sparse.dense(DOCUMENT + QUESTION)
 
 
+@pytest.mark.parametrize("blocks", [0, 1])
+async def test_what_is_kept_behind_a_session_does_not_depend_on_the_question(
+    sparse: Sparse, blocks: int
+) -> None:
+    """A prompt that continues from a session, is kept, and has a question appended."""
+    run, base, kept = sparse.bench, await sparse.keep(DOCUMENT, packed(DOCUMENT)), len(DOCUMENT) + 64
+    found = []
+    for number in range(3):
+        name, ids = f"asked{number}", [*tokens(64, 9), *tokens(20, 50 + number)]
+        more = {"session_id": base, "prefix_tokens": len(DOCUMENT), "keep_tokens": kept}
+        await run.reserve(name, len(ids), NEW, recompute_blocks=blocks, **more)
+        job = GenerateJob(
+            name, GREEDY, packed(ids), base, keep_tokens=kept, keep_ttl_s=60.0, recompute_blocks=blocks
+        )
+        answer = await run.collect(job)
+        assert answer.finish.report.recomputed_tokens == BLOCK * blocks
+        session = run.engine._pages.sessions._sessions[answer.first.session.session_id]
+        cache = run.engine._runner.cache
+        sides = [
+            cache.read(layer, session.pages, len(DOCUMENT), kept - len(DOCUMENT)) for layer in cache.layers
+        ]
+        found.append([side.clone() for pair in sides for side in pair])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
 async def test_fewer_blocks_are_those_that_the_question_looks_at_most(sparse: Sparse) -> None:
     session = await sparse.keep(DOCUMENT, packed(DOCUMENT))
     seen: list[tuple[int, ...]] = []
