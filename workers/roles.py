@@ -121,9 +121,10 @@ class DecodeWorker(Leased, KVTaker, Protocol):
 
     async def reserve(self, order: Reserve) -> Reserved | Refused: ...
 
-    async def resume(self, request_id: str, points: Sequence[int]) -> int:
+    async def resume(self, request_id: str, points: Sequence[int], reading: int) -> int:
         """Who read this prompt is gone: the last of these points, in tokens, before which all K/V is here; 0
-        if none is. What came of later tokens is forgotten, its pages stay reserved. Raises DecodeFailed for
+        if none is. What came of later tokens is forgotten, its pages stay reserved, and from now on only what
+        comes of this reading is taken (`PrefillJob`). Raises DecodeFailed for
         a request that is not there, or is past being read."""
 
     def generate(self, job: GenerateJob) -> AsyncIterator[GenerateEvent]:

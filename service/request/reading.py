@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from ...workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, added_up
 from ...workers.messages.methods import resume_step
@@ -92,7 +93,7 @@ class Reading:
         points = [done for done in self._reached if self._step and done % self._step == 0]
         read = max(self._reached, default=0)
         try:
-            start = await self._placed.worker.resume(self._job.request_id, points)
+            start = await self._placed.worker.resume(self._job.request_id, points, self._job.reading + 1)
         except WorkerError:
             self._resources.metrics.read_again(read)
             raise
@@ -101,7 +102,7 @@ class Reading:
         self._replays.read(self._reached[start].own if start > self._job.start else None, lost=True)
         await self._replays.after(error)
         self._reached = {done: reached for done, reached in self._reached.items() if done <= start}
-        self._job = replace(self._job, start=start)
+        self._job = replace(self._job, start=start, reading=self._job.reading + 1)
 
     def _charge(self, group: str) -> None:
         tokens = self._plan.read_tokens - self._job.start
@@ -153,14 +154,16 @@ class Reading:
 
 
 def together(before: PrefillReport, after: PrefillReport) -> PrefillReport:
-    """One report of two groups that have read parts of one prompt, one after the other."""
+    """One report of two groups that have read parts of one prompt, one after the other; they may have other
+    numbers of stages."""
     weights = [sum(layer.causal for layer in report.density) for report in (before, after)]
     sampled = before.sampled_share * weights[0] + after.sampled_share * weights[1]
+    by_stage = zip_longest(before.stages, after.stages, fillvalue=dict[str, float]())
     return PrefillReport(
         queue=before.queue + after.queue,
         wall=before.wall + after.wall,
         critical=_sums(before.critical, after.critical),
-        stages=tuple(_sums(*both) for both in zip(before.stages, after.stages, strict=True)),
+        stages=tuple(_sums(one, other) for one, other in by_stage),
         density=added_up((*before.density, *after.density)),
         method=after.method,
         sampled_share=sampled / sum(weights) if sum(weights) else 0.0,

@@ -94,7 +94,7 @@ class Pausing:
 
 
 class FakeGroup(Pausing):
-    """`Group`. deliver(decode_worker, request_id, ids) hands the prompt over, as K/V would be.
+    """`Group`. deliver(decode_worker, request_id, ids, reading) hands the prompt over, as K/V would be.
 
     fail_after: raise `failure` after so many chunks (once per entry). busy: what to refuse the next jobs
     with, once per entry. full_with: what its queue says, which then looks full.
@@ -103,7 +103,7 @@ class FakeGroup(Pausing):
     def __init__(
         self,
         name: str,
-        deliver: Callable[[str, str, bytes], Any],
+        deliver: Callable[[str, str, bytes, int], Any],
         total: int = 4096,
         speed: Speed | None = None,
     ) -> None:
@@ -147,7 +147,7 @@ class FakeGroup(Pausing):
                 done = min(begin + self.chunk_tokens, job.tokens)
                 self.chunks_read.append(done)
                 yield ChunkRead(done, job.tokens, self._report(job, done, time.monotonic() - started))
-            delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids)
+            delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids, job.reading)
             if delivered is not None:
                 await delivered
         finally:
@@ -206,6 +206,7 @@ class _Request:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
     inexact: bool = False
+    reading: int = 0
 
 
 class FakeDecode(Pausing):
@@ -239,10 +240,11 @@ class FakeDecode(Pausing):
         """Sessions."""
         self._serial = 0
 
-    async def deliver(self, request_id: str, ids: bytes) -> None:
-        if request_id in self._requests:
-            self._requests[request_id].ids = ids
-            self._requests[request_id].arrived.set()
+    async def deliver(self, request_id: str, ids: bytes, reading: int) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and request.reading == reading:
+            request.ids = ids
+            request.arrived.set()
 
     def used(self) -> int:
         self._sessions = {k: v for k, v in self._sessions.items() if v[2] > time.time()}
@@ -287,7 +289,8 @@ class FakeDecode(Pausing):
             ids = (held[: 4 * prefix] if prefix else held) + job.append_ids
             request.ids = ids
         assert job.recompute_blocks == request.order.recompute_blocks
-        assert len(job.append_ids) >= 4 * job.answered_tokens
+        asked = len(job.append_ids) // 4 - job.answered_tokens
+        assert asked >= (job.session_id is not None), "of what follows a session a token is to be read"
         failing = self.fail_after.pop(0) if self.fail_after else None
         reason, count, message = FinishReason.LENGTH, 0, ""
         while count < job.sampling.max_tokens:
@@ -370,9 +373,10 @@ class FakeDecode(Pausing):
         best = max(mine, key=links, default=None)
         return Prefix(best, PAGE * links(best)) if best is not None and links(best) else None
 
-    async def resume(self, request_id: str, points: Sequence[int]) -> int:
+    async def resume(self, request_id: str, points: Sequence[int], reading: int) -> int:
         if request_id not in self._requests:
             raise DecodeFailed(f"request {request_id} is not being read here")
+        self._requests[request_id].reading = reading
         here = [point for point in points if self.arrived is None or point <= self.arrived]
         self.resumed.append(max(here, default=0))
         return self.resumed[-1]
@@ -440,7 +444,7 @@ class DecodeProcess(FakeDecode):
         return getattr(self, attribute)
 
 
-def _deliver(worker: str, request_id: str, ids: bytes) -> Any:
+def _deliver(worker: str, request_id: str, ids: bytes, reading: int) -> Any:
     import ray
 
-    return ray.get_actor(worker, namespace=NAMESPACE).deliver.remote(request_id, ids)
+    return ray.get_actor(worker, namespace=NAMESPACE).deliver.remote(request_id, ids, reading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Progress
 from deltafront.service.request import attempt, reading
 from deltafront.workers.messages.events import LayerDensity, PrefillReport
-from deltafront.workers.messages.requests import RefusalReason, Refused
+from deltafront.workers.messages.requests import PrefillJob, RefusalReason, Refused
 
 from .fakes import FakeGroup
 from .inprocess import House
@@ -70,6 +71,7 @@ def test_the_account_is_that_of_a_prompt_read_once(
     assert counter(house, "deltafront_request_prompt_tokens_sum") == TOTAL
     assert counter(house, "deltafront_request_prefill_time_seconds_count") == 1
     assert [job.start for job in house.group.jobs] == [128 * sum(deaths[:n]) for n in range(len(deaths) + 1)]
+    assert [job.reading for job in house.group.jobs] == list(range(len(deaths) + 1))
     nothing_left(house)
 
 
@@ -115,6 +117,23 @@ def test_a_group_that_was_out_of_reach_and_still_has_the_request_lets_go_of_it(
     assert house.group.cancelled == [house.group.jobs[0].request_id]
     assert [job.start for job in house.group.jobs] == [0, 512, 512]
     nothing_left(house)
+
+
+def test_the_next_group_may_have_other_stages(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While their number is being changed."""
+    _, spare = dying_and_spare(house, 3)
+    report = spare._report
+
+    def twice(job: PrefillJob, done: int, wall: float) -> PrefillReport:
+        made = report(job, done, wall)
+        return replace(made, stages=made.stages * 2)
+
+    monkeypatch.setattr(spare, "_report", twice)
+    text, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9))
+    assert text == expected(ids(PROMPT), 9)
+    assert len(finish.timings.stages) == 2 * len(report(spare.jobs[0], 128, 1.0).stages)
 
 
 def test_a_prefill_is_resumed_too(house: House, client: DeltafrontClient) -> None:

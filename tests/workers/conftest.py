@@ -128,7 +128,9 @@ class Bench:
         hidden = self.stack.forward(self.stack.embed(torch.tensor(ids)), torch.arange(len(ids)), attend)
         return Prefilled(kv, self.stack.logits(hidden[-1:])[0].numpy())
 
-    def pieces(self, request_id: str, prompt: Prefilled, chunk: int = 32) -> list[KVAnnouncement]:
+    def pieces(
+        self, request_id: str, prompt: Prefilled, chunk: int = 32, reading: int = 0
+    ) -> list[KVAnnouncement]:
         """The announcements of a prompt, chunk by chunk and layer by layer."""
         total = len(prompt.kv[0][0])
         return [
@@ -138,6 +140,7 @@ class Bench:
                 start,
                 min(chunk, total - start),
                 tuple(np.ascontiguousarray(x[start : start + chunk]) for x in prompt.kv[layer]),
+                reading=reading,
             )
             for start in range(0, total, chunk)
             for layer in range(len(prompt.kv))

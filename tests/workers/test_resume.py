@@ -70,8 +70,8 @@ async def group(directory: Path, line: Line, stages: int = 2) -> AsyncIterator[P
         await made.stop()
 
 
-def job_of(name: str, method: MethodSpec, start: int = 0) -> PrefillJob:
-    return PrefillJob(name, IDS, method, "decode:test", start=start)
+def job_of(name: str, method: MethodSpec, start: int = 0, reading: int = 0) -> PrefillJob:
+    return PrefillJob(name, IDS, method, "decode:test", start=start, reading=reading)
 
 
 async def read(controller: PrefillController, job: PrefillJob, until: int = TOKENS) -> list[Any]:
@@ -106,9 +106,9 @@ async def test_a_resumed_prompt_is_the_same_to_the_bit(
         await read(controller, job_of("whole", method))
         first = await read(controller, job_of("resumed", method), until=4 * CHUNK)
     points = [event.tokens_done for event in first if isinstance(event, ChunkRead)]
-    assert await run.engine.resume("resumed", points) == 4 * CHUNK
+    assert await run.engine.resume("resumed", points, 1) == 4 * CHUNK
     async with group(tiny_llama, line, stages=3) as other:
-        events = await read(other, job_of("resumed", method, start=4 * CHUNK))
+        events = await read(other, job_of("resumed", method, start=4 * CHUNK, reading=1))
     assert [event.tokens_done for event in events[:-1]] == [5 * CHUNK, TOKENS]
     assert isinstance(events[-1], PrefillDone)
     assert {one.layer for one in line.fetched} == set(range(LAYERS))
@@ -127,8 +127,8 @@ async def test_the_report_of_what_is_left_counts_only_that(
     await run.reserve("a", TOKENS, 1)
     async with group(tiny_llama, line) as controller:
         first = await read(controller, job_of("a", METHODS[0]), until=4 * CHUNK)
-        assert await run.engine.resume("a", [4 * CHUNK]) == 4 * CHUNK
-        second = await read(controller, job_of("a", METHODS[0], start=4 * CHUNK))
+        assert await run.engine.resume("a", [4 * CHUNK], 1) == 4 * CHUNK
+        second = await read(controller, job_of("a", METHODS[0], start=4 * CHUNK, reading=1))
         whole = await read(controller, job_of("b", METHODS[0]))
     reports = [first[-1].so_far, second[-1].report, whole[-1].report]
     tiles = [sum(layer.causal for layer in report.density) for report in reports]
@@ -146,14 +146,14 @@ async def test_where_no_kv_comes_back_the_request_fails_and_the_group_lives(
     async with group(tiny_llama, line) as controller:
         await read(controller, job_of("a", METHODS[0]), until=4 * CHUNK)
         line.broken = True
-        start = await run.engine.resume("a", [2 * CHUNK, 4 * CHUNK])
+        start = await run.engine.resume("a", [2 * CHUNK, 4 * CHUNK], 1)
         with pytest.raises(PrefillFailed, match="gave no K/V back"):
-            await read(controller, job_of("a", METHODS[0], start=start))
+            await read(controller, job_of("a", METHODS[0], start=start, reading=1))
         assert await controller.stage_pages() == [0, 0]
         line.broken = False
-        start = await run.engine.resume("a", [2 * CHUNK])
+        start = await run.engine.resume("a", [2 * CHUNK], 2)
         assert start == 2 * CHUNK
-        await read(controller, job_of("a", METHODS[0], start=start))
+        await read(controller, job_of("a", METHODS[0], start=start, reading=2))
     assert len((await run.collect(GenerateJob("a", SAMPLING))).ids) == SAMPLING.max_tokens
 
 

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -148,14 +149,15 @@ class DecodeEngine:
         return await self._requests.reserve(order)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """Receive K/V into pages. Ignored for requests that are not here and for exact repetitions.
+        """Receive K/V into pages. Ignored for requests that are not here, for what is of a reading that was
+        given up, and for exact repetitions.
 
         A failed or contradictory announcement is raised, so that the sending stage stops as well:
         HandoffError, and ArrivalError for K/V that the request does not have. No answer is ever computed from
         what is incomplete then: the request fails, unless it is resumed before anybody waits for its K/V.
         """
         request = self._requests.live(announcement.request_id)
-        if request is None:
+        if request is None or announcement.reading != request.reading:
             return
         began, arrival = self._clock(), request.arrival
         start, tokens, first = announcement.start, announcement.tokens, announcement.layer
@@ -164,7 +166,9 @@ class DecodeEngine:
             new = [layer for layer in layers if arrival.claim(layer, start, tokens)]
             if not new:
                 return
-            receiving = asyncio.create_task(self._receiver.receive(announcement, new, request.holding.hold))
+            receiving = asyncio.create_task(
+                self._receiver.receive(announcement, new, partial(request.hold, arrival))
+            )
             self._receiving.add(receiving)
             receiving.add_done_callback(self._receiving.discard)
             moved = await asyncio.shield(receiving)  # a caller that gives up must not stop a write half way
@@ -172,21 +176,21 @@ class DecodeEngine:
             if arrival is request.arrival:  # else it belongs to a reading that was given up
                 request.not_arrived(error)
             raise
-        if moved:
+        if moved and arrival is request.arrival:
             request.times.handoff_bytes += moved
             request.times.handoff_seconds += self._clock() - began
             for layer in new:
                 arrival.written(layer, start, tokens)
-            if request.arrival.complete and request.ended is None:
+            if arrival.complete and request.ended is None:
                 request.times.complete = self._clock()
                 request.settled.set()
                 self._submit_if_ready(request)
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """Ignored for requests that are not here and for repetitions. Raises ArrivalError for logits that
-        the request cannot use."""
+        """Ignored for requests that are not here, readings that were given up and repetitions. Raises
+        ArrivalError for logits that the request cannot use."""
         request = self._requests.live(message.request_id)
-        if request is None or request.times.logits is not None:
+        if request is None or message.reading != request.reading or request.times.logits is not None:
             return
         logits_V = np.asarray(message.logits, dtype=np.float32)
         if request.order.session_id is not None or logits_V.shape != (self._model.vocab,):
@@ -197,13 +201,13 @@ class DecodeEngine:
         request.times.logits = self._clock()
         self._submit_if_ready(request)
 
-    async def resume(self, request_id: str, points: Sequence[int]) -> int:
-        """See `DecodeWorker.resume`. What is being written ends first: it must not come after, and in place
-        of, what is read again."""
+    async def resume(self, request_id: str, points: Sequence[int], reading: int) -> int:
+        """See `DecodeWorker.resume`. What is being written ends first, and what is still on its way then is
+        not written: neither may come after, and in place of, what is read again."""
         await self._being_read(request_id).holding.let_go()
         request = self._being_read(request_id)  # unless it has ended meanwhile
         tokens = request.arrival.resume_point(points)
-        request.resume(tokens, self._clock())
+        request.resume(tokens, reading, self._clock())
         return tokens
 
     def _being_read(self, request_id: str) -> DecodeRequest:
@@ -301,13 +305,14 @@ class DecodeEngine:
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
         """Turn a prefilled request into a session once all its K/V is here.
 
-        Raises HandoffFailed if it cannot come any more; Refused for an unknown or cancelled request and for
-        a passed deadline.
+        Raises HandoffFailed if it cannot come any more, and ValueError for ids that are not the prompt's;
+        Refused for an unknown or cancelled request and for a passed deadline.
         """
         request = self._requests.find(job.request_id)
         missing = Refused(RefusalReason.NO_SESSION, f"request {job.request_id} is not reserved here")
         if request is None or request.job is not None or request.order.session_id is not None:
             return missing
+        ids = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
         request.renewed, request.deadline = self._clock(), job.deadline
         request.times.job = self._clock()
         request.span = self._tracer.begin("keep", job.trace, self._clock, request.times.job)
@@ -326,7 +331,6 @@ class DecodeEngine:
             expired = reason is FinishReason.DEADLINE
             return Refused(RefusalReason.DEADLINE, message) if expired else missing
         tokens, owner = request.order.prompt_tokens, request.order.owner
-        ids = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
         session = self._pages.hand_over(
             request.holding, tokens, owner, job.ttl_s, self._wall(), job.chain, ids
         )

@@ -11,6 +11,7 @@ import itertools
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +121,8 @@ class DecodeRequest:
     events: asyncio.Queue[DecodeEvent] = field(default_factory=asyncio.Queue)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the prompt's K/V is complete, when it will not be, and when the request ends."""
+    reading: int = 0
+    """As in `PrefillJob`."""
     lost: str = ""
     """Why some of its K/V did not arrive; then it has to be resumed before anybody waits for it."""
     job: GenerateJob | None = None
@@ -157,8 +160,8 @@ class DecodeRequest:
         answered, asked = self.job.answered_tokens, self.order.session_id is not None
         if not 0 <= answered <= len(append_ids) - asked:
             raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
-        blocks = self.job.recompute_blocks
-        self.reads.extend(plan_reads(self.length, self.known_ids, append_ids, answered, chunk, blocks))
+        blocks, keep = self.job.recompute_blocks, self.job.keep_tokens
+        self.reads.extend(plan_reads(self.length, self.known_ids, append_ids, answered, chunk, blocks, keep))
         if self.known_ids:
             self.known_ids += append_ids[: len(append_ids) - answered]
 
@@ -207,9 +210,15 @@ class DecodeRequest:
         if self.job is not None:
             self.close(FinishReason.NO_KV, self.lost)
 
-    def resume(self, tokens: int, now: float) -> None:
-        """All but the first `tokens` tokens of K/V are to come once more, and the logits."""
-        self.arrival = self.arrival.until(tokens)
+    @contextmanager
+    def hold(self, arrival: KVArrival) -> Iterator[Sequence[int] | None]:
+        """The page table for what comes of this arrival; None where the request has ended, or has another."""
+        with self.holding.hold() as pages:
+            yield pages if arrival is self.arrival else None
+
+    def resume(self, tokens: int, reading: int, now: float) -> None:
+        """All but the first `tokens` tokens of K/V are to come once more, and the logits, by this reading."""
+        self.arrival, self.reading = self.arrival.until(tokens), reading
         self.lost, self.logits, self.renewed = "", None, now
         self.times.logits = self.times.complete = None
         if self.ended is None:
@@ -339,6 +348,8 @@ class DecodeRequests:
         now, free = self._clock(), self.pages.pool.free
         holders = self.pages.sessions.leases(self._wall())
         for request in self:
+            if request.holding.freed.is_set():
+                continue
             own = request.holding.pages - request.holding.session_tokens // PAGE_TOKENS
             holders.append((self._holds.left(now - request.reserved), own))
         return seconds_until_room(pages, free, holders, ahead, hold)

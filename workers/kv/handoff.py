@@ -37,17 +37,21 @@ class Sender(Protocol):
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
         pages: Sequence[int] = (),
+        reading: int = 0,
     ) -> int:
         """Start handing over one layer's chunk; returns its bytes. k and v lie in the stage's pages: nobody
         writes to them before what `end_chunk` of the prompt's last chunk gives has returned, or the request
-        is over. pages: the request's in the cache. Raises HandoffError for tensors that are no K/V."""
+        is over. pages: the request's in the cache. reading: as in `PrefillJob`. Raises HandoffError for
+        tensors that are no K/V."""
 
     def end_chunk(self, request_id: str) -> Callable[[], None]:
         """Nothing more of this chunk comes. What it returns is called once the device has computed the
         chunk: it returns when all of it is on its way, and raises HandoffError if anything of this request
         is known to have failed."""
 
-    def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
+    def first_logits(
+        self, request_id: str, decode_worker: str, logits_V: torch.Tensor, reading: int = 0
+    ) -> None:
         """Send the prompt's last logits, float32, on the host."""
 
     def forget(self, request_id: str) -> None:

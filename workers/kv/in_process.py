@@ -46,18 +46,22 @@ class InProcessSender:
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
         pages: Sequence[int] = (),
+        reading: int = 0,
     ) -> int:
         check_kv(k_TGD, v_TGD)
         payload = DeviceKV(k_TGD.clone(), v_TGD.clone(), _now(k_TGD.device))
+        tokens = k_TGD.shape[0]
         try:
-            self._sink.announce(KVAnnouncement(request_id, layer, start, k_TGD.shape[0], payload))
+            self._sink.announce(KVAnnouncement(request_id, layer, start, tokens, payload, reading=reading))
         except Exception as error:
             self._failed.setdefault(request_id, f"{decode_worker} did not take K/V: {error}")
         return k_TGD.nbytes + v_TGD.nbytes
 
-    def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
+    def first_logits(
+        self, request_id: str, decode_worker: str, logits_V: torch.Tensor, reading: int = 0
+    ) -> None:
         try:
-            self._sink.first_logits(FirstLogits(request_id, logits_V.numpy()))
+            self._sink.first_logits(FirstLogits(request_id, logits_V.numpy(), reading))
         except Exception as error:
             self._failed.setdefault(request_id, f"{decode_worker} did not take logits: {error}")
 

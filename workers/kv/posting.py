@@ -71,6 +71,7 @@ class _Part:
     bytes: int
     kept: Any
     ready: Any
+    reading: int
 
     def continues(self, other: _Part) -> bool:
         """True if this is the next layer of the same chunk."""
@@ -107,11 +108,12 @@ class PostingSender:
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
         pages: Sequence[int] = (),
+        reading: int = 0,
     ) -> int:
         check_kv(k_TGD, v_TGD)
         kept, ready = self._packer.keep(start, k_TGD, v_TGD, pages)
         size = 2 * k_TGD.numel() * k_TGD.element_size()
-        part = _Part(decode_worker, request_id, layer, start, k_TGD.shape[0], size, kept, ready)
+        part = _Part(decode_worker, request_id, layer, start, k_TGD.shape[0], size, kept, ready, reading)
         self._in_order(request_id, self._add, part)
         return size
 
@@ -121,8 +123,10 @@ class PostingSender:
         self._posting[request_id] = [work for work in mine if not work.done()]
         return partial(self._settle, request_id, mine)
 
-    def first_logits(self, request_id: str, decode_worker: str, logits_V: torch.Tensor) -> None:
-        self._post.logits(decode_worker, FirstLogits(request_id, logits_V.numpy()))
+    def first_logits(
+        self, request_id: str, decode_worker: str, logits_V: torch.Tensor, reading: int = 0
+    ) -> None:
+        self._post.logits(decode_worker, FirstLogits(request_id, logits_V.numpy(), reading))
 
     def holds(self, request_id: str) -> bool:
         posting = self._posting.get(request_id, [])
@@ -170,7 +174,13 @@ class PostingSender:
         try:
             payload = self._packer.payload(first.request_id, [part.kept for part in parts])
             announcement = KVAnnouncement(
-                first.request_id, first.layer, first.start, first.tokens, payload, len(parts)
+                first.request_id,
+                first.layer,
+                first.start,
+                first.tokens,
+                payload,
+                len(parts),
+                first.reading,
             )
             self._post.kv(first.decode_worker, announcement)
         finally:

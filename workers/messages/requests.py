@@ -130,7 +130,8 @@ class Wish:
 class PrefillJob:
     """What a prefill group needs. token_ids: little-endian uint32. decode_worker: the actor name that
     reserved pages for request_id; K/V is announced to it. start: so many tokens are to be brought from
-    there instead of computed, a multiple of BLOCK; another group has. trace: the W3C `traceparent` that spans
+    there instead of computed, a multiple of BLOCK; another group has. reading: how often the request has been
+    resumed; what comes of a reading before the last is not taken. trace: the W3C `traceparent` that spans
     of the work belong under; empty if nobody records it, in every message that has one."""
 
     request_id: str
@@ -140,6 +141,7 @@ class PrefillJob:
     deadline: float | None = None
     wants_logits: bool = True
     start: int = 0
+    reading: int = 0
     trace: str = ""
 
     @property

@@ -23,7 +23,7 @@ class OpenRequest:
     """First command of a request on every stage: its pages there and whom its K/V is announced to.
 
     serial: unique in the group for ever, unlike the request's id; what `abandon` names. start: tokens whose
-    K/V is to be brought from the decode worker."""
+    K/V is to be brought from the decode worker. reading: as in `PrefillJob`."""
 
     request_id: str
     pages: tuple[int, ...]
@@ -32,6 +32,7 @@ class OpenRequest:
     decode_worker: str
     serial: int = 0
     start: int = 0
+    reading: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class ChunkReport:
 class KVAnnouncement:
     """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be pulled.
 
-    payload: what the transport's two ends agreed on, opaque to everybody else."""
+    payload: what the transport's two ends agreed on, opaque to everybody else. reading: as in
+    `PrefillJob`."""
 
     request_id: str
     layer: int
@@ -74,6 +76,7 @@ class KVAnnouncement:
     tokens: int
     payload: Any = field(repr=False)
     layers: int = 1
+    reading: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ class HostKV:
 
 @dataclass(frozen=True)
 class FirstLogits:
-    """Logits of the prompt's last position, float32 [V] (numpy), from the last stage."""
+    """Logits of the prompt's last position, float32 [V] (numpy), from the last stage. reading: as in
+    `PrefillJob`."""
 
     request_id: str
     logits: Any = field(repr=False)
+    reading: int = 0

@@ -67,6 +67,7 @@ class Request:
             job.decode_worker,
             self.serial,
             job.start,
+            job.reading,
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:

@@ -171,7 +171,7 @@ class PrefillStage:
             sent = self._finish(work, hidden_TC)
         except _REQUEST_ERRORS as error:
             raise self._failure(work, error) from error
-        return partial(self._report, work, sent, self._open[command.request_id].request.decode_worker)
+        return partial(self._report, work, sent, self._open[command.request_id].request)
 
     def close(self, request_id: str) -> bool:
         """Forget a request; nothing of it may run here afterwards. Unknown ids are fine. Whether its pages
@@ -281,7 +281,14 @@ class PrefillStage:
         """Hand over what is in the prompt's pages from `start` on; its bytes."""
         k_TGD, v_TGD = k_GSD[:, start:].transpose(0, 1), v_GSD[:, start:].transpose(0, 1)
         return self._sender.announce(
-            request.request_id, request.decode_worker, layer, start, k_TGD, v_TGD, request.pages
+            request.request_id,
+            request.decode_worker,
+            layer,
+            start,
+            k_TGD,
+            v_TGD,
+            request.pages,
+            request.reading,
         )
 
     def _attend(
@@ -326,7 +333,7 @@ class PrefillStage:
         work.seal()
         return sent
 
-    def _report(self, work: ChunkWork, sent: Callable[[], None], decode_worker: str) -> ChunkReport:
+    def _report(self, work: ChunkWork, sent: Callable[[], None], of: OpenRequest) -> ChunkReport:
         """The chunk's end, beside the launching of the next. Raises RequestFailed."""
         work.wait()
         after, self._through = self._through, work.through
@@ -334,7 +341,7 @@ class PrefillStage:
             if not bool(work.finite):
                 raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
             if work.logits_V is not None:
-                self._sender.first_logits(work.command.request_id, decode_worker, work.logits_V)
+                self._sender.first_logits(of.request_id, of.decode_worker, work.logits_V, of.reading)
             sent()
         except _REQUEST_ERRORS as error:
             raise self._failure(work, error) from error

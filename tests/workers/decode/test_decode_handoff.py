@@ -109,6 +109,16 @@ async def test_a_failed_pull_fails_keep_too(bench: Any) -> None:
         await keeping
 
 
+async def test_ids_that_are_not_the_prompt_s_are_refused_and_it_can_be_cancelled(bench: Any) -> None:
+    run = await bench()
+    await run.reserve("a", 70, 0)
+    await run.deliver("a", ids_of(70))
+    with pytest.raises(ValueError, match="the ids of 69 tokens came with a prompt of 70"):
+        await run.engine.keep(KeepSession("a", 10.0, prompt_ids=np.zeros(69, "<u4").tobytes()))
+    await run.engine.cancel("a")
+    assert run.used == 0
+
+
 async def test_keep_needs_a_request_and_keeps_to_its_deadline(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)

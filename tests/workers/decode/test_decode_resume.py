@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -63,18 +64,14 @@ async def test_a_prompt_that_is_resumed_answers_as_one_that_was_not(bench: Calla
     run = await bench()
     whole = await run.ask("whole", IDS, SHORT)
     prompt = run.prefill(IDS)
-    pieces = run.pieces("a", prompt)
     await run.reserve("a", len(IDS), 8)
     used = run.used
-    await announce(run, pieces[: 3 * LAYERS + 2])
+    await announce(run, run.pieces("a", prompt)[: 3 * LAYERS + 2])
     await run.engine.first_logits(FirstLogits("a", np.zeros(199, np.float32)))
-    assert await run.engine.resume("a", [32, 64, 96, 128]) == 96
+    assert await run.engine.resume("a", [32, 64, 96, 128], 1) == 96
     assert run.used == used, "its pages stay"
-    wrong = [np.full_like(x, 9.0) for x in pieces[-1].payload]
-    assert wrong[0].shape[0] == len(IDS) - 128
-    await announce(run, pieces[: 3 * LAYERS])
-    await announce(run, pieces[3 * LAYERS :])
-    await run.engine.first_logits(FirstLogits("a", prompt.logits))
+    await announce(run, run.pieces("a", prompt, reading=1))
+    await run.engine.first_logits(FirstLogits("a", prompt.logits, 1))
     answer = await run.collect(GenerateJob("a", SHORT))
     assert answer.ids == whole.ids
     assert run.used == 0
@@ -107,14 +104,13 @@ async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Ca
     async def gone() -> Any:
         raise RuntimeError("the object's owner has died")
 
-    async def half(name: str) -> list[KVAnnouncement]:
+    async def half(name: str) -> None:
         pieces = run.pieces(name, prompt)
         await run.reserve(name, len(IDS), 8)
         await announce(run, pieces[:LAYERS])
         lost = pieces[LAYERS]
         with pytest.raises(HandoffError, match="is lost: RuntimeError: the object's owner has died"):
             await run.engine.announce(KVAnnouncement(name, lost.layer, lost.start, lost.tokens, gone()))
-        return pieces
 
     for name in ("asked", "kept"):
         await half(name)
@@ -123,43 +119,82 @@ async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Ca
     with pytest.raises(DecodeFailed, match="did not arrive"):
         await run.engine.keep(KeepSession("kept", 10.0))
     assert run.used == 0
-    pieces = await half("resumed")
-    assert await run.engine.resume("resumed", [32, 64]) == 32
-    await announce(run, pieces[LAYERS:])
-    await run.engine.first_logits(FirstLogits("resumed", prompt.logits))
+    await half("resumed")
+    assert await run.engine.resume("resumed", [32, 64], 1) == 32
+    await announce(run, run.pieces("resumed", prompt, reading=1)[LAYERS:])
+    await run.engine.first_logits(FirstLogits("resumed", prompt.logits, 1))
     assert len((await run.collect(GenerateJob("resumed", SHORT))).ids) == 8
 
 
-async def test_what_belongs_to_a_reading_that_was_given_up_does_no_harm(bench: Callable[..., Any]) -> None:
-    """An announcement that is still being pulled when the request is resumed, and fails or ends later."""
-    import asyncio
+def wrong(piece: KVAnnouncement) -> KVAnnouncement:
+    """As a group announces it that has failed."""
+    return replace(piece, payload=tuple(np.full_like(x, 9.0) for x in piece.payload))
 
-    run = await bench()
-    prompt, release = run.prefill(IDS), asyncio.Event()
-    pieces = run.pieces("a", prompt)
-    await run.reserve("a", len(IDS), 8)
 
-    async def late(payload: Any) -> Any:
+def pulled_late(run: Any, piece: KVAnnouncement, release: asyncio.Event) -> asyncio.Task[None]:
+    """An announcement whose K/V, None if that is lost, comes once it is released."""
+
+    async def late() -> Any:
         await release.wait()
-        if payload is None:
+        if piece.payload is None:
             raise RuntimeError("its owner has died")
-        return payload
+        return piece.payload
 
-    first, second = pieces[0], pieces[1]
-    pulling = [
-        asyncio.create_task(
-            run.engine.announce(KVAnnouncement("a", one.layer, one.start, one.tokens, late(payload)))
-        )
-        for one, payload in ((first, first.payload), (second, None))
-    ]
+    return asyncio.create_task(run.engine.announce(replace(piece, payload=late())))
+
+
+async def test_what_is_on_its_way_from_a_reading_that_was_given_up_is_not_written(
+    bench: Callable[..., Any],
+) -> None:
+    """An announcement that is still being pulled when the request is resumed, and fails or ends later."""
+    run = await bench()
+    whole = await run.ask("whole", IDS, SHORT)
+    prompt, release = run.prefill(IDS), asyncio.Event()
+    first, second, *_ = run.pieces("a", prompt)
+    await run.reserve("a", len(IDS), 8)
+    late = [pulled_late(run, one, release) for one in (wrong(first), replace(second, payload=None))]
     await asyncio.sleep(0)
-    assert await run.engine.resume("a", [32]) == 0
-    await announce(run, pieces)
+    assert await run.engine.resume("a", [32], 1) == 0
+    await announce(run, run.pieces("a", prompt, reading=1))
     release.set()
-    outcomes = await asyncio.gather(*pulling, return_exceptions=True)
+    outcomes = await asyncio.gather(*late, return_exceptions=True)
     assert outcomes[0] is None and isinstance(outcomes[1], HandoffError)
-    await run.engine.first_logits(FirstLogits("a", prompt.logits))
-    assert len((await run.collect(GenerateJob("a", SHORT))).ids) == 8
+    await run.engine.first_logits(FirstLogits("a", prompt.logits, 1))
+    assert (await run.collect(GenerateJob("a", SHORT))).ids == whole.ids
+
+
+async def test_what_a_reading_that_was_given_up_says_later_is_not_heard(bench: Callable[..., Any]) -> None:
+    run = await bench()
+    whole = await run.ask("whole", IDS, SHORT)
+    prompt = run.prefill(IDS)
+    await run.reserve("a", len(IDS), 8)
+    assert await run.engine.resume("a", [32], 1) == 0
+    assert await run.engine.resume("a", [32], 2) == 0
+    for reading in (0, 1):
+        await run.engine.announce(wrong(run.pieces("a", prompt, reading=reading)[0]))
+        await run.engine.first_logits(FirstLogits("a", np.ones_like(prompt.logits), reading))
+    await announce(run, run.pieces("a", prompt, reading=2))
+    await run.engine.first_logits(FirstLogits("a", prompt.logits, 2))
+    assert (await run.collect(GenerateJob("a", SHORT))).ids == whole.ids
+
+
+async def test_a_late_end_of_a_reading_does_not_start_a_request_twice(bench: Callable[..., Any]) -> None:
+    """It comes while the request reads what is appended to its prompt."""
+    run = await bench(append_chunk_tokens=16)
+    prompt, release = run.prefill(IDS), asyncio.Event()
+    await run.reserve("a", len(IDS), 8, append_tokens=200)
+    late = pulled_late(run, run.pieces("a", prompt)[0], release)
+    await asyncio.sleep(0)
+    assert await run.engine.resume("a", [32], 1) == 0
+    await announce(run, run.pieces("a", prompt, reading=1))
+    await run.engine.first_logits(FirstLogits("a", prompt.logits, 1))
+    said = np.full(200, 5, dtype="<u4").tobytes()
+    answering = asyncio.create_task(run.collect(GenerateJob("a", SHORT, said, answered_tokens=200)))
+    while not run.engine._scheduler._appending:
+        await asyncio.sleep(0)
+    release.set()
+    await late
+    assert len((await answering).ids) == 8 and not run.engine.fault
 
 
 async def test_only_a_prompt_that_is_being_read_can_be_resumed(bench: Callable[..., Any]) -> None:
@@ -171,7 +206,7 @@ async def test_only_a_prompt_that_is_being_read_can_be_resumed(bench: Callable[.
     await run.engine.cancel("ended")
     for name in ("nobody", "more", "ended"):
         with pytest.raises(DecodeFailed, match=f"{name} is not being read"):
-            await run.engine.resume(name, [32])
+            await run.engine.resume(name, [32], 1)
     await run.engine.cancel("more")
 
 

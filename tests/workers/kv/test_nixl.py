@@ -179,8 +179,8 @@ async def test_a_prompt_is_not_read_again_while_old_kv_may_still_come(
     way.fabric.stalled.add(lender._agent.name)
     reading = asyncio.create_task(run.engine.announce(message))
     await until(lambda: way.fabric.under_way == 1)
-    resuming = asyncio.create_task(run.engine.resume("a", [32]))
-    ending = asyncio.create_task(run.engine.resume("b", [32]))
+    resuming = asyncio.create_task(run.engine.resume("a", [32], 1))
+    ending = asyncio.create_task(run.engine.resume("b", [32], 1))
     with pytest.raises(DecodeFailed, match="b is not being read here"):
         await ending
     await asyncio.sleep(0.01)

@@ -60,10 +60,11 @@ async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     sender = sender_to(box)
     kv_TJD = torch.randn(37, 6, 8).to(dtype)
     k, v = kv_TJD[:, :3], kv_TJD[:, 3:]
-    assert sender.announce("r", "decode:x", 4, 128, k, v) == 2 * 37 * 3 * 8 * dtype.itemsize
+    assert sender.announce("r", "decode:x", 4, 128, k, v, reading=2) == 2 * 37 * 3 * 8 * dtype.itemsize
     sender.end_chunk("r")()
     (announced,) = box.announced
     assert (announced.request_id, announced.layer, announced.start, announced.tokens) == ("r", 4, 128, 37)
+    assert announced.reading == 2
     ((got_k, got_v),) = await pull(announced, 3, 8, dtype)
     assert got_k.dtype is dtype
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
@@ -118,8 +119,8 @@ def test_what_is_left_of_a_closed_request_is_not_posted(background: bool) -> Non
 async def test_logits_travel_as_float32() -> None:
     box = Box()
     logits_V = torch.randn(50)
-    sender_to(box).first_logits("r", "decode:x", logits_V)
-    assert box.sent_logits[0].logits.dtype == np.float32
+    sender_to(box).first_logits("r", "decode:x", logits_V, 2)
+    assert box.sent_logits[0].logits.dtype == np.float32 and box.sent_logits[0].reading == 2
     assert np.array_equal(box.sent_logits[0].logits, logits_V.numpy())
 
 
