@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,23 +21,26 @@ def products_s(
     One layer's weights serve all: they are several times what L2 holds. Random numbers, since a GPU
     multiplies zeros faster.
     """
-    sizes = [chunk] * (tokens // chunk) + [tokens % chunk] * (tokens % chunk > 0)
-    weights = [_draw(out, width, device, dtype) for out, width in matrices(shape)]
-    inputs = {
-        (rows, width): _draw(rows, width, device, dtype)
-        for rows in set(sizes)
-        for _, width in matrices(shape)
-    }
+    every = list(products(shape, tokens, chunk))
+    weights = {one[1:]: _draw(*one[1:], device, dtype) for one in set(every)}
+    inputs = {(rows, width): _draw(rows, width, device, dtype) for rows, _, width in set(every)}
 
     def prompt() -> None:
-        for number, rows in enumerate(sizes, 1):
-            for layer in range(1, shape.layers + 1):
-                short = layer == shape.layers and number < len(sizes)
-                for weight_OI in weights[:1] if short else weights:
-                    F.linear(inputs[rows, weight_OI.shape[1]], weight_OI)
+        for rows, out, width in every:
+            F.linear(inputs[rows, width], weights[out, width])
 
     _timed(prompt, device)
     return statistics.median(_timed(prompt, device) for _ in range(repeats))
+
+
+def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int, int, int]]:
+    """Rows, output and input width of each, in the order in which a stage has them."""
+    for start in range(0, tokens, chunk):
+        rows = min(chunk, tokens - start)
+        for layer in range(1, shape.layers + 1):
+            short = layer == shape.layers and start + rows < tokens
+            for out, width in matrices(shape)[:1] if short else matrices(shape):
+                yield rows, out, width
 
 
 def matrices(shape: ModelConfig) -> list[tuple[int, int]]:

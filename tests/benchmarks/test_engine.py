@@ -13,7 +13,7 @@ from deltafront.benchmarks import tables
 from deltafront.benchmarks.engine import measure, peers, rows
 from deltafront.benchmarks.engine.__main__ import Run, parsed
 from deltafront.benchmarks.engine.model import SHAPES, tensors, write_model
-from deltafront.benchmarks.engine.products import matrices, products_s
+from deltafront.benchmarks.engine.products import matrices, products, products_s
 from deltafront.benchmarks.engine.setup import Setup, delta_layers, dpxa_share
 from deltafront.kernels.executors.dense import cpu_attend
 from deltafront.kernels.interface import AttentionInput
@@ -190,6 +190,14 @@ def test_products_are_those_of_a_layer() -> None:
     matrix = sum(out * width for out, width in matrices(SHAPE))
     assert matrix * SHAPE.layers == SHAPE.weights(3, embedding=False, head=False) - 2 * 3 * SHAPE.hidden
     assert products_s(SHAPE, 100, 64, torch.device("cpu"), torch.float32, repeats=1) > 0
+
+
+def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_chunk_alone() -> None:
+    every = list(products(SHAPE, 100, 64))
+    assert [rows for rows, _, _ in every] == [64] * (2 * 4 + 1) + [36] * (3 * 4)
+    assert [one[1:] for one in every[8:13]] == [matrices(SHAPE)[0], *matrices(SHAPE)]
+    sums = sum(rows * out * width for rows, out, width in every)
+    assert sums == 100 * 3 * SHAPE.layer_matrices - 64 * (SHAPE.layer_matrices - SHAPE.qkv_matrices)
 
 
 @pytest.mark.parametrize("start", [0, 384])

@@ -80,9 +80,10 @@ class ModelConfig:
     def split(self, stages: int) -> tuple[range, ...]:
         """Cut the layers into `stages` contiguous ranges so that the slowest stage is as fast as can be.
 
-        Counted in multiplications per prefilled token: every layer costs the same, the first stage copies
-        a row of the embedding, the last one also runs the LM head (once per 512 tokens, since prefill
-        needs the logits of a prompt's last row only). Raises ModelError if a stage would stay empty.
+        Counted in multiplications per prefilled token of a prompt of many chunks: every layer costs the same
+        but the model's last, which ends with queries, keys and values; the first stage copies a row of the
+        embedding, the last one also runs the LM head (once per 512 tokens, since prefill needs the logits of
+        a prompt's last row only). Raises ModelError if a stage would stay empty.
         """
         if not 1 <= stages <= self.layers:
             raise ModelError(
@@ -92,7 +93,7 @@ class ModelConfig:
         cost = [float(layer)] * stages
         counts = [1] * stages
         cost[0] += self.hidden
-        cost[-1] += self.vocab * self.hidden / _SPLIT_TOKENS
+        cost[-1] += self.vocab * self.hidden / _SPLIT_TOKENS - (layer - self.qkv_matrices)
         for _ in range(self.layers - stages):
             stage = min(range(stages), key=cost.__getitem__)
             cost[stage] += layer
@@ -104,6 +105,11 @@ class ModelConfig:
     def layer_matrices(self) -> int:
         """Numbers in a layer's matrices, which is its multiplications per token."""
         return self.hidden * (2 * self.head_dim * (self.q_heads + self.kv_heads) + 3 * self.intermediate)
+
+    @property
+    def qkv_matrices(self) -> int:
+        """Of these numbers those that make queries, keys and values."""
+        return self.hidden * self.head_dim * (self.q_heads + 2 * self.kv_heads)
 
     def weights(self, layers: int, *, embedding: bool = True, head: bool = True) -> int:
         """Numbers in `layers` layers and the ends asked for; tied embeddings once where both are."""

@@ -76,6 +76,11 @@ class LayerStack:
     def has_head(self) -> bool:
         return self._weights.head is not None
 
+    @property
+    def quantised(self) -> bool:
+        """Whether its layers multiply in 8 bits."""
+        return self._weights.layers[0].down.quantised
+
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """hidden_TC of token ids (any integer dtype). Ids must be in range: CUDA cannot report it here."""
         if self._weights.embedding_VC is None:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from ...kernels.constants import BLOCK
 from ..messages.methods import MethodSpec
 
-_FLOPS = 660e12
+_FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
 """Multiply-adds count as two. What products of 8B shapes reach on an H200, with all that is around them."""
 _CHUNK_S, _LAYER_S = 1.5e-3, 100e-6
 """What a chunk costs a stage, and each of its layers, however few its tokens: launches, ends of kernels that
@@ -59,18 +59,20 @@ class ChunkCost:
 @dataclass(frozen=True)
 class LayerWork:
     """A model on GPUs, as far as chunks go. layers: of the whole model. linear, pair: multiply-adds of a
-    layer for each token, and for each pair of query and key."""
+    layer for each token, and for each pair of query and key. quantised: the first are of 8 bits."""
 
     layers: int
     linear: int
     pair: int
+    quantised: bool = False
 
     def chunk_cost(self, method: MethodSpec, stages: int) -> ChunkCost:
         layers = self.layers / stages
-        token_s = 2 * self.linear * layers / _FLOPS
+        rate = _FLOPS_8_BITS if self.quantised else _FLOPS
+        token_s = 2 * self.linear * layers / rate
         dense = method.name.partition("+")[0] == "dense"
         return ChunkCost(
-            pair=(1.0 if dense else _SPARSE) * self.pair / self.linear,
+            pair=(1.0 if dense else _SPARSE) * self.pair / self.linear * rate / _FLOPS,
             fixed=(_CHUNK_S + layers * _LAYER_S) / token_s,
         )
 

@@ -96,8 +96,9 @@ class PrefillStage:
         """What chunks cost here; None on a CPU."""
         if self.stack.device.type != "cuda":
             return None
-        config = self.stack.config
-        return LayerWork(config.layers, config.layer_matrices, 2 * config.q_heads * config.head_dim)
+        config, quantised = self.stack.config, self.stack.quantised
+        pair = 2 * config.q_heads * config.head_dim
+        return LayerWork(config.layers, config.layer_matrices, pair, quantised)
 
     def connect(self, activations: Activations) -> None:
         """Take these ends of the links to the neighbours; before the first chunk."""

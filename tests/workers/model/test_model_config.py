@@ -135,12 +135,14 @@ def shape(layers: int, hidden: int, intermediate: int, vocab: int) -> ModelConfi
 
 
 def slowest(config: ModelConfig, counts: tuple[int, ...]) -> float:
-    """Multiplications per token of the slowest stage, written out: q, k, v and output, gate, up, down."""
-    projections = 2 * config.hidden * 64 + 2 * config.hidden * 32
-    layer = projections + 3 * config.hidden * config.intermediate
+    """Multiplications per token of the slowest stage, written out: q, k, v, then output, gate, up, down,
+    which the last layer leaves out."""
+    qkv = config.hidden * 64 + 2 * config.hidden * 32
+    rest = config.hidden * 64 + 3 * config.hidden * config.intermediate
+    layer = qkv + rest
     ends = [0.0] * len(counts)
     ends[0] += config.hidden
-    ends[-1] += config.vocab * config.hidden / 512
+    ends[-1] += config.vocab * config.hidden / 512 - rest
     return max(count * layer + end for count, end in zip(counts, ends, strict=True))
 
 
@@ -160,6 +162,12 @@ def test_split_is_the_best_of_all(layers: int, vocab: int, stages: int) -> None:
     ]
     best = min(slowest(config, counts) for counts in every)
     assert slowest(config, tuple(len(part) for part in parts)) == best
+
+
+def test_the_last_stage_takes_a_layer_that_is_left_over() -> None:
+    """Its own last one is the lightest."""
+    assert [len(part) for part in shape(28, 64, 128, 1000).split(3)] == [9, 9, 10]
+    assert [len(part) for part in shape(32, 64, 128, 1000).split(4)] == [8, 8, 8, 8]
 
 
 def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,18 @@ def test_chunks_shrink_as_attention_grows() -> None:
     assert all(b <= a for a, b in itertools.pairwise(sizes)) and sizes[-2] < sizes[0] / 2
     sizes = plan_chunks(0, 131_072, 2, 16_384, LLAMA_8B.chunk_cost(SPARSE, 2))
     assert sizes[-2] > sizes[0] / 2, "sparse attention hardly grows"
+
+
+def test_products_in_8_bits_leave_a_chunk_s_fixed_cost_and_attention_as_they_are() -> None:
+    """In seconds: a token's worth takes 660 / 1210 of the time."""
+    eight = replace(LLAMA_8B, quantised=True)
+    for method in (DENSE, SPARSE):
+        plain, quick = LLAMA_8B.chunk_cost(method, 2), eight.chunk_cost(method, 2)
+        assert (quick.pair, quick.fixed) == pytest.approx((plain.pair * 1210 / 660, plain.fixed * 1210 / 660))
+    chunks = [
+        len(plan_chunks(0, 131_072, 2, 16_384, work.chunk_cost(SPARSE, 2))) for work in (LLAMA_8B, eight)
+    ]
+    assert chunks[1] < chunks[0], "longer ones, since each costs as much beside its tokens as before"
 
 
 def test_one_stage_and_small_models_take_the_largest_chunks() -> None:
