@@ -1,0 +1,141 @@
+"""A decode worker that dies in the middle of reading a stage's pages: real processes, Ray's own answers.
+
+A file that both map stands in for a GPU's memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from deltafront.workers.kv.actor_post import ActorPost
+from deltafront.workers.kv.cache import PagedKVCache
+from deltafront.workers.kv.cuda_ipc import CudaIpcLender, CudaIpcReceiver
+from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.kv.posting import PostingSender
+from deltafront.workers.messages.states import NAMESPACE
+
+LAYERS, HEADS, DIM, TOKENS = range(2, 5), 2, 8, 64
+PATIENCE_S = 120.0
+SHAPE = (len(LAYERS), 8, 16, HEADS, DIM)
+"""Of each side of the stage's cache: eight pages, four for each request."""
+
+
+class MappedFiles:
+    """`PeerMemory` for tensors that lie in files."""
+
+    home = "a host"
+
+    def __init__(self, files: dict[int, str]) -> None:
+        self._files = files
+
+    def export(self, x: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+        return self._files[x.data_ptr()], tuple(x.shape)
+
+    def open(self, handle: tuple[str, tuple[int, ...]]) -> torch.Tensor:
+        path, shape = handle
+        return mapped(path, shape)
+
+    def mark(self) -> None:
+        return None
+
+    def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
+        """The stage outlives the test."""
+
+
+def mapped(path: str, shape: tuple[int, ...]) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return torch.from_file(path, shared=True, size=count, dtype=torch.float32).view(shape)
+
+
+def reader_class() -> type:
+    """Of an actor that takes K/V as a decode worker does; made here, so that it travels by value."""
+
+    class Reader:
+        """Writes a first layer's K/V and tells so by a file; goes on once there is another."""
+
+        def __init__(self, begun: str, go: str) -> None:
+            self.cache = PagedKVCache(LAYERS, HEADS, DIM, 4, torch.float32, "cpu")
+            plain = self.cache.write_layers
+
+            def slowly(pages: Any, start: int, parts: dict[int, Any], *rest: Any) -> None:
+                for layer, sides in parts.items():
+                    plain(pages, start, {layer: sides}, *rest)
+                    Path(begun).touch()
+                    while not Path(go).exists():
+                        time.sleep(0.01)
+
+            self.cache.write_layers = slowly  # type: ignore[method-assign]
+            thread = ThreadPoolExecutor(1)
+            self.receiver = CudaIpcReceiver(self.cache, thread, MappedFiles({}))
+
+        async def announce(self, announcement: Any) -> None:
+            @contextmanager
+            def hold() -> Any:
+                yield range(4)
+
+            layers = range(announcement.layer, announcement.layer + announcement.layers)
+            await self.receiver.receive(announcement, layers, hold)
+
+        async def held(self) -> Any:
+            return [self.cache.gather(layer, torch.arange(4), TOKENS) for layer in LAYERS]
+
+    return Reader
+
+
+def until(true: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < PATIENCE_S
+        time.sleep(0.02)
+
+
+def test_a_decode_worker_that_dies_in_mid_read_hurts_its_own_request_alone(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = PagedKVCache(LAYERS, HEADS, DIM, 8, torch.float32, "cpu")
+    files = {}
+    for side in ("k_LPSGD", "v_LPSGD"):
+        path = tmp_path / side
+        path.write_bytes(torch.zeros(SHAPE).numpy().tobytes())
+        setattr(stage, side, mapped(str(path), SHAPE))
+        files[getattr(stage, side).data_ptr()] = str(path)
+    lender = CudaIpcLender(stage, MappedFiles(files), PATIENCE_S)
+    sender = PostingSender(lender, ActorPost(1 << 30, PATIENCE_S), background=False)
+    readers = {}
+    for name in ("dies", "lives"):
+        gates = [str(tmp_path / f"{name}.{gate}") for gate in ("begun", "go")]
+        actor = ray.remote(reader_class()).options(name=f"decode:{name}", namespace=NAMESPACE, num_cpus=0)
+        readers[name] = actor.remote(*gates)
+    made: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {"dies": [], "lives": []}
+    for name, pages in (("dies", range(4)), ("lives", range(4, 8))):
+        for layer in LAYERS:
+            k, v = torch.randn(2, TOKENS, HEADS, DIM)
+            stage.write(layer, torch.tensor(pages), 0, k, v)
+            sender.announce(name, f"decode:{name}", layer, 0, k, v, pages)
+            made[name].append((k, v))
+    ends = {name: sender.end_chunk(name) for name in readers}
+    until(lambda: all((tmp_path / f"{name}.begun").exists() for name in readers))
+    assert sender.holds("dies") and sender.holds("lives"), "both are being read"
+
+    ray.kill(readers["dies"])
+    until(lambda: not sender.holds("dies"))
+    assert sender.holds("lives")
+    with pytest.raises(HandoffError, match="decode:dies did not take K/V"):
+        ends["dies"]()
+    stage.write(LAYERS.start, torch.arange(4), 0, *torch.full((2, TOKENS, HEADS, DIM), torch.nan))
+
+    (tmp_path / "lives.go").touch()
+    until(lambda: not sender.holds("lives"))
+    ends["lives"]()
+    for (k, v), (got_k, got_v) in zip(made["lives"], ray.get(readers["lives"].held.remote()), strict=True):
+        assert torch.equal(got_k.transpose(0, 1), k) and torch.equal(got_v.transpose(0, 1), v)
+    ray.kill(readers["lives"])
