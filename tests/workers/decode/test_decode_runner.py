@@ -16,7 +16,7 @@ import torch
 from deltafront.workers.decode.page_selection import plan_layers
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.rows import BatchShape, Row, StepRows
-from deltafront.workers.decode.runner import DecodeRunner
+from deltafront.workers.decode.runner import Chosen, DecodeRunner
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
@@ -53,11 +53,12 @@ class Request:
         self.row = Row(seed, self.pages, tokens, 0, chance.choice(SAMPLINGS), chance.random() < 0.5)
         (chosen,) = runner.first_tokens([logits_V], [self.row])
         self.row = replace(self.row, token=chosen.token)
-        self.answer = [chosen.token]
+        self.answer, self.logprobs = [chosen.token], [chosen.logprob]
 
-    def take(self, token: int) -> None:
-        self.row = replace(self.row, token=token, length=self.row.length + 1)
-        self.answer.append(token)
+    def take(self, chosen: Chosen) -> None:
+        self.row = replace(self.row, token=chosen.token, length=self.row.length + 1)
+        self.answer.append(chosen.token)
+        self.logprobs.append(chosen.logprob)
         self.left -= 1
 
 
@@ -90,7 +91,7 @@ def churn(runner: DecodeRunner, seed: int, steps: int, after: Callable[[list[int
             every.append(next(r for r in live if r not in every))
         for request, chosen in zip(live, runner.decode([r.row for r in live]), strict=True):
             assert math.isfinite(chosen.logprob)
-            request.take(chosen.token)
+            request.take(chosen)
         after(free)
         for request in [r for r in live if r.left == 0 or chance.random() < 0.05]:
             live.remove(request)
@@ -125,7 +126,7 @@ def test_rows_that_come_and_go_are_answered_as_alone_from_the_same_memory(
     for request in every:
         alone = Request(alone_runner, request.seed, list(range(PAGES)))
         while len(alone.answer) < len(request.answer):
-            alone.take(alone_runner.decode([alone.row])[0].token)
+            alone.take(alone_runner.decode([alone.row])[0])
         assert alone.answer == request.answer
 
 
@@ -141,10 +142,12 @@ def test_graphs_choose_what_eager_steps_choose(tmp_path: Path, dtype: torch.dtyp
     graphs.capture()
     captured = graphs._graphs
     assert captured is not None and len(captured) == 2 * 4, "sizes 1, 2, 4, 5; with and without selection"
-    answers = [
-        [request.answer for request in churn(runner, 0, 256, lambda free: None)] for runner in (graphs, eager)
-    ]
-    assert answers[0] == answers[1]
+    captive, free = (churn(runner, 0, 256, lambda free: None) for runner in (graphs, eager))
+    assert [one.answer for one in captive] == [one.answer for one in free]
+    assert [one.logprobs for one in captive] == [one.logprobs for one in free]
+    for side in ("k_LPSGD", "v_LPSGD"):
+        one, other = (getattr(runner.cache, side)[:, :PAGES].nan_to_num(9.0) for runner in (graphs, eager))
+        assert torch.equal(one, other)
     assert graphs._graphs is captured, "nothing is captured later"
 
 
