@@ -133,13 +133,15 @@ def service_overhead(result: Result) -> str:
     return markdown(header, rows) + memory + provenance(result)
 
 
-def headline(kernels: Result, held_out: Result, engine_of_8b: Result) -> str:
+def headline(kernels: Result, held_out: Result, on_a_cpu: Result, engine_of_8b: Result) -> str:
     sources = (
         f"8B: one {engine_of_8b['gpu']}, commit {engine_of_8b['commit']} and older ones (docs/figures.md)."
         f" Kernels: {_source(kernels)}."
-        f" Answers: {held_out['gpu']}, the commits beside them in docs/figures.md. Medians."
+        f" Answers: {held_out['gpu']}, the commits beside them in docs/figures.md;"
+        f" Δ: {_source(on_a_cpu)}. Medians."
     )
-    return markdown(headlines.HEADER, headlines.lines(kernels, held_out, engine_of_8b)) + f"\n\n{sources}"
+    lines = headlines.lines(kernels, held_out, on_a_cpu, engine_of_8b)
+    return markdown(headlines.HEADER, lines) + f"\n\n{sources}"
 
 
 def accuracy(result: Result) -> str:
@@ -161,6 +163,29 @@ def accuracy(result: Result) -> str:
         for row in result["rows"]
     ]
     return markdown(header, rows) + provenance(result, "")
+
+
+def baselines(result: Result) -> str:
+    """Methods as their papers have them, each beside itself with the Δ correction."""
+    of = {row["case"]: row for row in result["rows"]}
+    header = ("method", "density", "KL", "exact", "logp − dense's")
+    rows = []
+    for case, row in of.items():
+        name, _, options = case.partition(":")
+        corrected = of.get(f"{name}+delta{options and ':'}{options}")
+        if not name.endswith("+delta"):
+            rows.append([f"`{case}`", *_read(row), *(_read(corrected) if corrected else [None] * 4)])
+    again = [f"{name}, with Δ" for name in header[1:]]
+    return markdown((*header, *again), rows) + provenance(result, "")
+
+
+def _read(row: Result) -> list[str]:
+    return [
+        f"{row['density']:.3f}",
+        f"{row['kl']:.3f}",
+        f"{row['exact']} of {row['questions']}",
+        f"{row['logp_difference']:+.3f}",
+    ]
 
 
 def held_out(result: Result) -> str:
@@ -278,7 +303,10 @@ def sizing() -> str:
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "headline": (headline, ("kernels_h200", "accuracy_h200", "engine_h200")),
+    "headline": (
+        headline,
+        ("kernels_h200", "accuracy_h200", "accuracy_baselines_cpu", "engine_h200"),
+    ),
     "kernels_h200": (kernels, ("kernels_h200",)),
     "recall_h200": (recall, ("recall_h200",)),
     "recall_prose_h200": (recall, ("recall_prose_h200",)),
@@ -287,6 +315,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "accuracy_h200": (held_out, ("accuracy_h200",)),
     "accuracy_decode_h200": (held_out_decode, ("accuracy_h200",)),
     "accuracy_runs_h200": (held_out_runs, ("accuracy_h200",)),
+    "accuracy_baselines_cpu": (baselines, ("accuracy_baselines_cpu",)),
     "accuracy_served_cpu": (served, ("accuracy_served_cpu",)),
     "precision_h200": (precision, ("precision_h200",)),
     "engine_h200": (engine, ("engine_h200",)),
