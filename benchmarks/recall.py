@@ -47,7 +47,6 @@ ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
     "block_pool": lambda: BlockPoolSelector(BlockPoolOptions(tau=0.9)),
     "dpxa": lambda: AnchorsSelector(_OURS),
     "dpxa_4x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=4)),
-    "dpxa_8x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=8)),
     "dpxa_means": lambda: AnchorsSelector(
         replace(_OURS, q_anchors=8), q_representative="mean", k_representative="mean"
     ),

@@ -133,14 +133,16 @@ def service_overhead(result: Result) -> str:
     return markdown(header, rows) + memory + provenance(result)
 
 
-def headline(kernels: Result, held_out: Result, on_a_cpu: Result, engine_of_8b: Result) -> str:
+def headline(
+    kernels: Result, held_out: Result, equal_time: Result, on_a_cpu: Result, engine_of_8b: Result
+) -> str:
     sources = (
         f"8B: one {engine_of_8b['gpu']}, commit {engine_of_8b['commit']} and older ones (docs/figures.md)."
         f" Kernels: {_source(kernels)}."
         f" Answers: {held_out['gpu']}, the commits beside them in docs/figures.md;"
         f" Δ: {_source(on_a_cpu)}. Medians."
     )
-    lines = headlines.lines(kernels, held_out, on_a_cpu, engine_of_8b)
+    lines = headlines.lines(kernels, held_out, equal_time, on_a_cpu, engine_of_8b)
     return markdown(headlines.HEADER, lines) + f"\n\n{sources}"
 
 
@@ -203,6 +205,33 @@ def held_out_decode(result: Result) -> str:
 def held_out_runs(result: Result) -> str:
     rows = [[run["commit"], run["documents"], f"`{run['arguments']}`"] for run in result["runs"]]
     return markdown(("commit", "documents, 100 needles each", "arguments"), rows)
+
+
+def equal_time(result: Result) -> str:
+    """What a time of selection and attention buys, the shortest first; answers where they were asked."""
+    header = (
+        "method", "density", "ms", "ms, chunks of 16,384", "KL", "exact", "lost, won; p", "logp − dense's",
+    )  # fmt: skip
+    cells = [
+        [
+            f"`{row['method']}`",
+            f"{row['density']:.3f}",
+            f"{row['ms']:.0f}",
+            f"{row['ms_16384']:.0f}",
+            f"{row['kl']:.3f} ± {row['kl_error']:.3f}",
+            *(
+                (
+                    f"{row['exact']} of {row['questions']}",
+                    f"{row['lost']}, {row['won']}; {row['p']:.2g}",
+                    f"{row['logp_difference']:+.3f} ± {row['logp_error']:.3f}",
+                )
+                if "exact" in row
+                else (None, None, None)
+            ),
+        ]
+        for row in result["rows"]
+    ]
+    return markdown(header, cells) + provenance(result, "")
 
 
 def _paired(rows: Sequence[Result], density: str) -> str:
@@ -305,7 +334,13 @@ def sizing() -> str:
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "headline": (
         headline,
-        ("kernels_h200", "accuracy_h200", "accuracy_baselines_cpu", "engine_h200"),
+        (
+            "kernels_h200",
+            "accuracy_h200",
+            "accuracy_equal_time_h200",
+            "accuracy_baselines_cpu",
+            "engine_h200",
+        ),
     ),
     "kernels_h200": (kernels, ("kernels_h200",)),
     "recall_h200": (recall, ("recall_h200",)),
@@ -313,6 +348,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "long_context_h200": (long_context, ("long_context_h200",)),
     "accuracy_rules_h200": (accuracy, ("accuracy_rules_h200",)),
     "accuracy_h200": (held_out, ("accuracy_h200",)),
+    "accuracy_equal_time_h200": (equal_time, ("accuracy_equal_time_h200",)),
     "accuracy_decode_h200": (held_out_decode, ("accuracy_h200",)),
     "accuracy_runs_h200": (held_out_runs, ("accuracy_h200",)),
     "accuracy_baselines_cpu": (baselines, ("accuracy_baselines_cpu",)),
