@@ -1,10 +1,12 @@
 """Into which chunks a group cuts a prompt: few enough that what each costs beside its tokens stays small, and
 short enough that stages do not wait long for the first or the last. Pure.
 
-Where every stage takes as long for a chunk as the others (`ModelConfig.split`), a prompt takes the sum of its
-chunks' times and (stages - 1) times the longest: a proportionate flow shop. What the tokens cost does not
-depend on how they are cut, so of all cuts the best one has, for its number of chunks, the least longest one.
-Attention makes tokens dearer towards the end, and chunks shorter.
+Stages that take as long for a chunk as each other (`ModelConfig.split`) take for a prompt the sum of its
+chunks' times and (stages - 1) times the longest: a proportionate flow shop, whose best cut has, for its
+number of chunks, the least longest one. Attention makes tokens dearer towards the end, and chunks shorter.
+
+The last stage takes less, for the model's last layer ends with keys and values but for a prompt's last chunk.
+So it keeps up with chunks that grow shorter, and what is waited for at the end is then a short one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from ...kernels.constants import BLOCK
 from ..messages.methods import MethodSpec
@@ -30,15 +33,22 @@ _SPARSE = 0.12
 _REMEMBERED = 64
 _TRIES = 8
 _HALVINGS = 16
+_GROWTHS = (0.86, 0.9, 0.93, 0.96, 1.04)
+"""Times by which a chunk may take longer than the one before, besides 1."""
+_MORE = (1.0, 1.25, 1.6)
+"""Times as many chunks as the best of equal times has, that are tried with these."""
 
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """What a chunk costs a stage, in tokens' worth of its linear layers. pair: for each query and each key at
-    or before it. fixed: whatever its tokens."""
+    """What a chunk costs a stage, in tokens' worth of the linear layers of a mean one. pair: for each query
+    and each key at or before it. fixed: whatever its tokens. stages: what each stage takes of that. end: what
+    the last one takes for a prompt's last chunk."""
 
     pair: float
     fixed: float
+    stages: tuple[float, ...] = (1.0,)
+    end: float = 1.0
 
     def of(self, start: int, tokens: int) -> float:
         """Tokens start .. start+tokens-1."""
@@ -58,22 +68,27 @@ class ChunkCost:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A model on GPUs, as far as chunks go. layers: of the whole model. linear, pair: multiply-adds of a
-    layer for each token, and for each pair of query and key. quantised: the first are of 8 bits."""
+    """A model on GPUs, as far as chunks go. layers: of each stage. linear, pair: multiply-adds of a layer for
+    each token, and for each pair of query and key. ends: those for each token of the model's last layer, but
+    in a prompt's last chunk. quantised: products are of 8 bits."""
 
-    layers: int
+    layers: tuple[int, ...]
     linear: int
     pair: int
+    ends: int
     quantised: bool = False
 
-    def chunk_cost(self, method: MethodSpec, stages: int) -> ChunkCost:
-        layers = self.layers / stages
+    def chunk_cost(self, method: MethodSpec) -> ChunkCost:
+        mean = sum(self.layers) / len(self.layers)
         rate = _FLOPS_8_BITS if self.quantised else _FLOPS
-        token_s = 2 * self.linear * layers / rate
+        token_s = 2 * self.linear * mean / rate
         dense = method.name.partition("+")[0] == "dense"
+        last = self.layers[-1] - 1 + self.ends / self.linear
         return ChunkCost(
             pair=(1.0 if dense else _SPARSE) * self.pair / self.linear * rate / _FLOPS,
-            fixed=(_CHUNK_S + layers * _LAYER_S) / token_s,
+            fixed=(_CHUNK_S + mean * _LAYER_S) / token_s,
+            stages=tuple(count / mean for count in (*self.layers[:-1], last)),
+            end=self.layers[-1] / mean,
         )
 
 
@@ -81,18 +96,18 @@ class ChunkSizes:
     """How a group cuts its prompts. work: None where nothing is known of what chunks cost, as on a CPU: then
     all are `largest`."""
 
-    def __init__(self, stages: int, largest: int, work: LayerWork | None = None) -> None:
-        self._stages, self._largest, self._work = stages, largest, work
+    def __init__(self, largest: int, work: LayerWork | None = None) -> None:
+        self._largest, self._work = largest, work
         self._planned = lru_cache(_REMEMBERED)(self._plan)
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
         """Sizes of the chunks of tokens start .. tokens-1 of a prompt."""
-        if self._work is None or self._stages == 1:
+        if self._work is None:
             return even_chunks(start, tokens, self._largest)
-        return self._planned(self._work.chunk_cost(method, self._stages), start, tokens)
+        return self._planned(self._work.chunk_cost(method), start, tokens)
 
     def _plan(self, cost: ChunkCost, start: int, tokens: int) -> tuple[int, ...]:
-        return plan_chunks(start, tokens, self._stages, self._largest, cost)
+        return plan_chunks(start, tokens, self._largest, cost)
 
 
 def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
@@ -101,49 +116,65 @@ def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
     return (largest,) * whole + (rest,) * (rest > 0)
 
 
-def plan_chunks(start: int, tokens: int, stages: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
+def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
     """Sizes of the chunks of tokens start .. tokens-1 of a prompt: multiples of a block but for the last,
-    none above `largest` (a multiple too), within a percent of the shortest time that there is."""
+    none above `largest` (a multiple too), within a percent of the shortest time that there is where stages
+    take as long as each other, and within three where they do not."""
     best = even_chunks(start, tokens, largest)
-    if stages == 1 or len(best) == 0:
+    if len(cost.stages) == 1 or len(best) == 0:
         return best
-    least = takes(best, start, stages, cost)
-    for count in _counts(start, tokens, stages, len(best), cost):
-        sizes = _shortest(start, tokens, count, largest, cost)
-        time = takes(sizes, start, stages, cost)
+    least, chosen = takes(best, start, cost), len(best)
+    for count in _counts(start, tokens, len(best), cost):
+        sizes = _shortest(start, tokens, count, largest, 1.0, cost)
+        time = takes(sizes, start, cost)
+        if time < least:
+            best, least, chosen = sizes, time, count
+    if len({*cost.stages, cost.end}) == 1:
+        return best
+    for growth, more in product(_GROWTHS, _MORE):
+        sizes = _shortest(start, tokens, round(chosen * more), largest, growth, cost)
+        time = takes(sizes, start, cost)
         if time < least:
             best, least = sizes, time
     return best
 
 
-def takes(sizes: Sequence[int], start: int, stages: int, cost: ChunkCost) -> float:
-    """From the first chunk's start to the last one's end, in `ChunkCost`'s unit."""
-    costs = []
-    for size in sizes:
-        costs.append(cost.of(start, size))
+def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
+    """From the first chunk's start to the last one's end, in `ChunkCost`'s unit: a stage begins with a chunk
+    when it and the one before it are done with theirs."""
+    free = [0.0] * len(cost.stages)
+    for number, size in enumerate(sizes, 1):
+        chunk, there = cost.of(start, size), 0.0
+        of_it = cost.stages if number < len(sizes) else (*cost.stages[:-1], cost.end)
+        for stage, share in enumerate(of_it):
+            there = free[stage] = max(free[stage], there) + share * chunk
         start += size
-    return sum(costs) + (stages - 1) * max(costs)
+    return free[-1]
 
 
-def _counts(start: int, tokens: int, stages: int, fewest: int, cost: ChunkCost) -> list[int]:
+def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
     """Numbers of chunks to try: around that at which a chunk more costs what it saves if chunks could be cut
     anywhere. The time is flat there."""
     bare = cost.of(start, tokens - start) - cost.fixed
-    middle = math.sqrt((stages - 1) * bare / max(cost.fixed, 1e-9))
+    middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.fixed, 1e-9))
     most = -(-(tokens - start) // BLOCK)
     low, high = (min(max(fewest, round(middle * factor)), most) for factor in (0.5, 2.0))
     tried = {round(low + (high - low) * n / (_TRIES - 1)) for n in range(_TRIES)}
     return sorted(tried)
 
 
-def _shortest(start: int, tokens: int, count: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
-    """At most `count` chunks, the longest of which is as short as can be."""
+def _shortest(
+    start: int, tokens: int, count: int, largest: int, growth: float, cost: ChunkCost
+) -> tuple[int, ...]:
+    """At most `count` chunks, each of which takes `growth` times as long as the one before at most, as short
+    as can be."""
     enough = max(cost.of(max(start, tokens - largest), largest), cost.of(start, min(largest, tokens - start)))
     low, high = 0.0, enough
     best = even_chunks(start, tokens, largest)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        sizes = _packed(start, tokens, count, largest, middle, cost)
+        first = middle * max(1.0, growth ** (1 - count))
+        sizes = _packed(start, tokens, count, largest, first, growth, cost)
         if sizes is None:
             low = middle
         else:
@@ -152,9 +183,10 @@ def _shortest(start: int, tokens: int, count: int, largest: int, cost: ChunkCost
 
 
 def _packed(
-    start: int, tokens: int, count: int, largest: int, most: float, cost: ChunkCost
+    start: int, tokens: int, count: int, largest: int, most: float, growth: float, cost: ChunkCost
 ) -> tuple[int, ...] | None:
-    """As few chunks as can be that cost `most` at most; None if these are more than `count`."""
+    """As few chunks as can be of which the first costs `most` at most, and each later one `growth` times as
+    much as the one before may; None if these are more than `count`."""
     sizes: list[int] = []
     while start < tokens:
         left = tokens - start
@@ -166,4 +198,5 @@ def _packed(
             return None
         sizes.append(size)
         start += size
+        most *= growth
     return tuple(sizes)

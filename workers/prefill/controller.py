@@ -68,7 +68,7 @@ class PrefillController:
         self._end_stages = end_stages
         self._clock = clock
         self._tracer = tracer
-        self._sizes = ChunkSizes(len(stages), config.chunk_tokens, work)
+        self._sizes = ChunkSizes(config.chunk_tokens, work)
         self._requests = PrefillRequests(config, len(stages))
         self.failure = ""
         """Why the group is lost; empty while it lives."""

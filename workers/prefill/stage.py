@@ -81,7 +81,7 @@ class PrefillStage:
         self._cache = cache
         self._sender = sender
         self._activations = activations
-        self._stage = stage
+        self._stage, self._stages = stage, stages
         self._last = stage == stages - 1
         self._open: dict[str, _Prompt] = {}
         self._abandoned: set[int] = set()
@@ -98,7 +98,8 @@ class PrefillStage:
             return None
         config, quantised = self.stack.config, self.stack.quantised
         pair = 2 * config.q_heads * config.head_dim
-        return LayerWork(config.layers, config.layer_matrices, pair, quantised)
+        layers = tuple(len(layers) for layers in config.split(self._stages))
+        return LayerWork(layers, config.layer_matrices, pair, config.qkv_matrices, quantised)
 
     def connect(self, activations: Activations) -> None:
         """Take these ends of the links to the neighbours; before the first chunk."""

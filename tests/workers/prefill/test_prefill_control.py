@@ -225,12 +225,12 @@ async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None
 async def test_prompts_are_cut_as_planned_where_it_is_known_what_chunks_cost() -> None:
     config = PrefillConfig(stages=3, chunk_tokens=4096, cache_tokens=65_536)
     fakes = [FakeStage(stage, lambda: 0.001, no_trouble) for stage in range(3)]
-    work = LayerWork(layers=32, linear=218_103_808, pair=8192)
+    work = LayerWork(layers=(11, 11, 10), linear=218_103_808, pair=8192, ends=25_165_824)
     controller = controller_of(fakes, config, work)
     await asyncio.gather(collect(controller, job("a", 30_000)), collect(controller, job("b", 9_000)))
     for name, tokens in (("a", 30_000), ("b", 9_000)):
         starts = [start for kind, one, start in fakes[0].log if (kind, one) == ("chunk", name)]
-        sizes = plan_chunks(0, tokens, 3, 4096, work.chunk_cost(DENSE, 3))
+        sizes = plan_chunks(0, tokens, 4096, work.chunk_cost(DENSE))
         assert starts == [0, *itertools.accumulate(sizes[:-1])] and len(set(sizes)) > 1
     await assert_clean(controller, fakes)
 

@@ -29,7 +29,7 @@ def test_it_is_cut_as_from_its_beginning(start: int, cut: list[int]) -> None:
     assert request.waiting.remaining == 1000 - start
     chunks = []
     while request.unsent:
-        chunks.append(request.next_chunk(Uneven(2, 512)))
+        chunks.append(request.next_chunk(Uneven(512)))
     assert [chunk.tokens for chunk in chunks] == cut
     assert [chunk.start for chunk in chunks] == [start + sum(cut[:n]) for n in range(len(cut))]
     assert [chunk.last for chunk in chunks] == [False] * (len(cut) - 1) + [True]
