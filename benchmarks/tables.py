@@ -12,39 +12,26 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ..service.client import size
 from . import headline as headlines
 from . import overlays
-from .accuracy.front import DECODE
+from .accuracy.tables import (
+    accuracy,
+    baselines,
+    equal_time,
+    held_out,
+    held_out_decode,
+    held_out_runs,
+    served,
+)
+from .markdown import Result, markdown, provenance, source
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "deploy.md")
-
-Result = dict[str, Any]
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join("" if cell is None else str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def _source(result: Result) -> str:
-    """On what, and with which versions, it was measured."""
-    parts = [str(result[key]) for key in ("gpu", "hardware", "machine") if result.get(key)]
-    parts += [f"{key} {result[key]}" for key in ("commit", "torch", "triton") if result.get(key)]
-    return ", ".join(parts)
-
-
-def provenance(result: Result, what: str = "; medians") -> str:
-    text = f" Text: {result['text']}." if result.get("text") else ""
-    note = f" {result['note'][0].upper()}{result['note'][1:]}." if result.get("note") else ""
-    return f"\n\n{_source(result)}{what}.{text}{note}"
 
 
 def kernels(result: Result) -> str:
@@ -138,148 +125,12 @@ def headline(
 ) -> str:
     sources = (
         f"8B: one {engine_of_8b['gpu']}, commit {engine_of_8b['commit']} and older ones (docs/figures.md)."
-        f" Kernels: {_source(kernels)}."
+        f" Kernels: {source(kernels)}."
         f" Answers: {held_out['gpu']}, the commits beside them in docs/figures.md;"
-        f" Δ: {_source(on_a_cpu)}. Medians."
+        f" Δ: {source(on_a_cpu)}. Medians."
     )
     lines = headlines.lines(kernels, held_out, equal_time, on_a_cpu, engine_of_8b)
     return markdown(headlines.HEADER, lines) + f"\n\n{sources}"
-
-
-def accuracy(result: Result) -> str:
-    header = (
-        "case", "tokens", "density", "ms", "KL", "exact", "of dense's", "lost, won", "logp − dense's",
-    )  # fmt: skip
-    rows = [
-        [
-            f"`{row['case']}`",
-            row["tokens"],
-            f"{row['density']:.3f}",
-            f"{row['ms']:.0f}",
-            f"{row['kl']:.3f}",
-            f"{row['exact']} of {row['questions']}",
-            f"{row['exact'] / row['exact_dense']:.3f}",
-            f"{len(row['lost'])}, {len(row['won'])}",
-            f"{row['logp_difference']:+.3f}",
-        ]
-        for row in result["rows"]
-    ]
-    return markdown(header, rows) + provenance(result, "")
-
-
-def baselines(result: Result) -> str:
-    """Methods as their papers have them, each beside itself with the Δ correction."""
-    of = {row["case"]: row for row in result["rows"]}
-    header = ("method", "density", "KL", "exact", "logp − dense's")
-    rows = []
-    for case, row in of.items():
-        name, _, options = case.partition(":")
-        corrected = of.get(f"{name}+delta{options and ':'}{options}")
-        if not name.endswith("+delta"):
-            rows.append([f"`{case}`", *_read(row), *(_read(corrected) if corrected else [None] * 4)])
-    again = [f"{name}, with Δ" for name in header[1:]]
-    return markdown((*header, *again), rows) + provenance(result, "")
-
-
-def _read(row: Result) -> list[str]:
-    return [
-        f"{row['density']:.3f}",
-        f"{row['kl']:.3f}",
-        f"{row['exact']} of {row['questions']}",
-        f"{row['logp_difference']:+.3f}",
-    ]
-
-
-def held_out(result: Result) -> str:
-    """What methods read and what that does to answers, the longest documents first."""
-    rows = [row for row in result["rows"] if not row["method"].startswith(DECODE)]
-    return _paired(rows, "density") + provenance(result, "")
-
-
-def held_out_decode(result: Result) -> str:
-    """The same for page selections, whose density is of full decode's pages."""
-    rows = [row for row in result["rows"] if row["method"].startswith(DECODE)]
-    return _paired(rows, "of the pages")
-
-
-def held_out_runs(result: Result) -> str:
-    rows = [[run["commit"], run["documents"], f"`{run['arguments']}`"] for run in result["runs"]]
-    return markdown(("commit", "documents, 100 needles each", "arguments"), rows)
-
-
-def equal_time(result: Result) -> str:
-    """What a time of selection and attention buys, the shortest first; answers where they were asked."""
-    header = (
-        "method", "density", "ms", "ms, chunks of 16,384", "KL", "exact", "lost, won; p", "logp − dense's",
-    )  # fmt: skip
-    cells = [
-        [
-            f"`{row['method']}`",
-            f"{row['density']:.3f}",
-            f"{row['ms']:.0f}",
-            f"{row['ms_16384']:.0f}",
-            f"{row['kl']:.3f} ± {row['kl_error']:.3f}",
-            *(
-                (
-                    f"{row['exact']} of {row['questions']}",
-                    f"{row['lost']}, {row['won']}; {row['p']:.2g}",
-                    f"{row['logp_difference']:+.3f} ± {row['logp_error']:.3f}",
-                )
-                if "exact" in row
-                else (None, None, None)
-            ),
-        ]
-        for row in result["rows"]
-    ]
-    return markdown(header, cells) + provenance(result, "")
-
-
-def _paired(rows: Sequence[Result], density: str) -> str:
-    header = (
-        "case", "method", "tokens", density, "ms", "KL", "exact", "of dense's", "lost, won; p",
-        "logp − dense's", "commit",
-    )  # fmt: skip
-    cells = [
-        [
-            row["case"],
-            f"`{row['method']}`",
-            row["tokens"],
-            f"{row['density']:.3f}",
-            f"{row['ms']:.0f}" if "ms" in row else None,
-            f"{row['kl']:.3f}" if "kl" in row else None,
-            f"{row['exact']} of {row['questions']}",
-            f"{row['exact'] / row['exact_dense']:.3f}",
-            f"{row['lost']}, {row['won']}; {row['p']:.2g}" if "p" in row else None,
-            f"{row['logp_difference']:+.3f}" + (f" ± {row['logp_error']:.3f}" if "logp_error" in row else ""),
-            row["commit"],
-        ]
-        for row in rows
-    ]
-    return markdown(header, cells)
-
-
-def served(result: Result) -> str:
-    """Answers through gRPC; lost and won against the first row."""
-    header = (
-        "case", "method", "decode", "tokens", "density", "pages", "first token, s", "exact", "lost, won; p",
-        "same answers",
-    )  # fmt: skip
-    rows = [
-        [
-            row["case"],
-            f"`{row['method']}`",
-            row["decode"],
-            row["tokens"],
-            f"{row['density']:.3f}",
-            f"{row['page_share']:.3f}",
-            f"{row['ttft_s']:.1f}",
-            f"{row['exact']} of {row['questions']}",
-            f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}",
-            row["same"],
-        ]
-        for row in result["rows"]
-    ]
-    return markdown(header, rows) + provenance(result, "")
 
 
 def engine(result: Result) -> str:

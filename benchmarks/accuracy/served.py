@@ -27,11 +27,12 @@ from pathlib import Path
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, sign_test
 from deltafront.benchmarks.accuracy.report import Row
+from deltafront.benchmarks.accuracy.tables import served
 from deltafront.benchmarks.accuracy.tasks import TASKS
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.long_context import read
 from deltafront.benchmarks.reader import load_tokenizer
-from deltafront.benchmarks.tables import RESULTS, ROOT, served
+from deltafront.benchmarks.tables import RESULTS, ROOT
 from deltafront.service.client.client import DeltafrontClient, GenerateFinished
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltafront.benchmarks.accuracy.served import Answers, answers, parse_case, rows
-from deltafront.benchmarks.tables import served
+from deltafront.benchmarks.accuracy.tables import served
 from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, Timings
 from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.messages.events import FinishReason, Session, Token, Usage
