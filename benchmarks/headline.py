@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Result = dict[str, Any]
+from .markdown import Result
+
 Line = tuple[str, str, str, str]
 
 HEADER = ("what", "ours", "against", "faster")
