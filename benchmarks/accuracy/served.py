@@ -2,12 +2,13 @@
 
     python -m deltafront.benchmarks.accuracy.served [--config deploy/config/demo.yaml] [--documents 3]
 
-Starts the service of --config. Each document, needles in text, is read once with every prefill method and
-kept as a session; the questions are appended to it as tokens and answered greedily, several at once. A case
+Starts the service of --config. Each document, of --task, is read once with every prefill method and kept as
+a session; the questions are appended to it as tokens and answered greedily, several at once. A case
 NAME=METHOD[@full|delta] is a prefill method with its options and the page selection of decode; the first one
 is what the others are compared with. An answer is exact if its tokens are the right answer's. Prints a line
 for each case and document and a table; writes the JSON named by --result: questions lost and won, the exact
-sign test, and how many answers are the first case's token for token.
+sign test, and how many answers are the first case's token for token. Ends with 1 when a --gate, such as
+`all_defaults:exact>=0.985`, is missed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from pathlib import Path
 
 from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, sign_test
-from deltafront.benchmarks.accuracy.report import Row
+from deltafront.benchmarks.accuracy.report import Row, missed, parse_gate
 from deltafront.benchmarks.accuracy.tables import served
 from deltafront.benchmarks.accuracy.tasks import TASKS
 from deltafront.benchmarks.harness import commit_of
@@ -39,6 +41,7 @@ from deltafront.service.config import load
 from deltafront.workers.calibration.probes import Document, Question, Text
 from deltafront.workers.messages.events import Token
 
+ASKING = [name for name in TASKS if name != "prose"]
 CASES = (
     "dense=dense",
     "dpxa_default=dpxa",
@@ -130,10 +133,10 @@ def _ask(client: DeltafrontClient, session: str, question: Question, selection: 
     raise RuntimeError("Generate ended without a finish event")
 
 
-def rows(found: Sequence[Answers], cases: Sequence[Case]) -> list[Row]:
+def rows(found: Sequence[Answers], cases: Sequence[Case], task: str) -> list[Row]:
     """A row for each case over its documents, paired with the first case."""
     of = {case: [one for one in found if one.case == case] for case in cases}
-    return [_row(case, of[case], of[cases[0]]) for case in cases]
+    return [{"task": task, **_row(case, of[case], of[cases[0]])} for case in cases]
 
 
 def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
@@ -163,7 +166,7 @@ def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
     }
 
 
-def main() -> None:
+def main() -> int:
     arguments = _arguments()
     model = load(arguments.config).model.path
     tokenizer = load_tokenizer(model)
@@ -174,18 +177,22 @@ def main() -> None:
     text, found = Text(arguments.text.read_text(encoding="utf-8"), encode_all), list[Answers]()
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
         for index in range(arguments.documents):
-            rng = random.Random(f"{arguments.seed} needles {arguments.tokens} {index}")
-            document = TASKS["needles"](rng, arguments.tokens, arguments.questions, text)
+            rng = random.Random(f"{arguments.seed} {arguments.task} {arguments.tokens} {index}")
+            document = TASKS[arguments.task](rng, arguments.tokens, arguments.questions, text)
             name = f"{arguments.text.stem}-{index}"
             found += answers(client, name, document, arguments.cases, arguments.at_once)
     result = {
         "hardware": arguments.hardware or f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "commit": commit_of(ROOT),
         "note": arguments.note,
-        "rows": rows(found, arguments.cases),
+        "rows": rows(found, arguments.cases, arguments.task),
     }
     arguments.result.write_text(json.dumps(result, indent=1) + "\n")
     print(served(result))
+    reasons = missed(arguments.gate, result["rows"])
+    for reason in reasons:
+        print(f"gate missed: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -199,9 +206,11 @@ def _arguments() -> argparse.Namespace:
     add("--text", type=Path, default=DEMO_TEXT)
     add("--tokens", type=int, default=8192, help="of a document")
     add("--documents", type=int, default=3)
-    add("--questions", type=int, default=16, help="needles in a document, all asked for")
+    add("--task", choices=ASKING, default="needles", help="what documents are made of")
+    add("--questions", type=int, default=16, help="facts in a document, all asked for")
     add("--cases", type=parse_case, nargs="+", default=[*map(parse_case, CASES)], metavar="NAME=METHOD")
     add("--at-once", type=int, default=8, help="questions under way")
+    add("--gate", type=parse_gate, nargs="+", default=[], metavar="NAME:exact>=NUMBER")
     add("--seed", type=int, default=3)
     add("--result", type=Path, default=RESULTS / "accuracy_served_cpu.json")
     add("--hardware", default="", help="what it ran on, for the record")
@@ -210,4 +219,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

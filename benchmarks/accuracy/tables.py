@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ..markdown import Result, markdown, provenance
-from .front import DECODE
+from .front import DECODE, with_front
 
 
 def accuracy(result: Result) -> str:
@@ -59,9 +60,12 @@ def held_out(result: Result) -> str:
 
 
 def held_out_decode(result: Result) -> str:
-    """The same for page selections, whose density is of full decode's pages."""
+    """The same for page selections, whose density is of full decode's pages; which of them none beats."""
     rows = [row for row in result["rows"] if row["method"].startswith(DECODE)]
-    return _paired(rows, "of the pages")
+    tasks = ("haystack" if row["case"].endswith("_needles") else "needles" for row in rows)
+    alike = [{**row, "case": row["method"], "task": task} for row, task in zip(rows, tasks, strict=True)]
+    front = ["yes" if row["front"] else None for row in with_front(alike)]
+    return _paired(rows, "of the pages", {"front": front})
 
 
 def held_out_runs(result: Result) -> str:
@@ -96,10 +100,13 @@ def equal_time(result: Result) -> str:
     return markdown(header, cells) + provenance(result, "")
 
 
-def _paired(rows: Sequence[Result], density: str) -> str:
+def _paired(
+    rows: Sequence[Result], density: str, more: Mapping[str, Sequence[str | None]] = MappingProxyType({})
+) -> str:
+    """more: columns behind the others, a cell for each row."""
     header = (
         "case", "method", "tokens", density, "ms", "KL", "exact", "of dense's", "lost, won; p",
-        "logp − dense's", "commit",
+        "logp − dense's", "commit", *more,
     )  # fmt: skip
     cells = [
         [
@@ -114,8 +121,9 @@ def _paired(rows: Sequence[Result], density: str) -> str:
             f"{row['lost']}, {row['won']}; {row['p']:.2g}" if "p" in row else None,
             f"{row['logp_difference']:+.3f}" + (f" ± {row['logp_error']:.3f}" if "logp_error" in row else ""),
             row["commit"],
+            *(column[at] for column in more.values()),
         ]
-        for row in rows
+        for at, row in enumerate(rows)
     ]
     return markdown(header, cells)
 

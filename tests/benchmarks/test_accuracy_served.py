@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deltafront.benchmarks.accuracy.report import missed, parse_gate
 from deltafront.benchmarks.accuracy.served import Answers, answers, parse_case, rows
 from deltafront.benchmarks.accuracy.tables import served
 from deltafront.service.request.answers import Density, GenerateFinished, PrefillFinished, Timings
@@ -68,13 +69,15 @@ def test_every_method_reads_once_and_cases_are_paired_with_the_first() -> None:
     for name in ("a", "b"):
         found += answers(client, name, Document([1] * 40, QUESTIONS), CASES, 2)  # type: ignore[arg-type]
     assert client.read == [("dense", {}), ("dpxa", {"tau": 0.5})] * 2 and not client.held
-    dense, sparse, pages = rows(found, CASES)
+    dense, sparse, pages = rows(found, CASES, "needles")
     assert (dense["exact"], dense["same"], dense["lost"], dense["p"]) == (6, 6, [], 1.0)
     assert (sparse["exact"], sparse["exact_dense"], sparse["questions"]) == (4, 6, 6)
     assert sparse["lost"] == ["a question 1", "b question 1"] and sparse["won"] == []
     assert (sparse["p"], sparse["same"], sparse["density"]) == (0.5, 4, 0.25)
     assert (pages["exact"], pages["page_share"], pages["p"]) == (2, 0.5, 0.125)
     assert pages["ratio_95"] == [0.3333, 0.3333]
+    gates = [parse_gate("sparse:exact>=0.6,density<=0.3"), parse_gate("pages:exact>=0.9")]
+    assert missed(gates, [dense, sparse, pages]) == ["pages, needles, 40 tokens: exact is 0.3333, not >= 0.9"]
     table = served({"hardware": "here", "rows": [dense, sparse, pages]})
     assert "| pages | `dpxa:tau=0.5` | delta | 40 | 0.250 | 0.500 | 2.0 | 2 of 6 | 4, 0; 0.12 | 2 |" in table
 

@@ -28,13 +28,14 @@ OWN = [name for name in PRESETS if PRESETS[name].form.__module__.startswith("del
 """Without what other tests have registered from outside the package."""
 METHODS = [name for name in OWN if not reads_whole_prompts(name)]
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
+SCORED = ("xattention", "dpxa", "naive", "block_pool", "delta_xattention")
+"""Those that choose by a score, with any of the rules."""
+OUTSIDE: dict[str, Value] = {"outside": True, "sink": 129, "window": 129}
 FORMS: dict[str, dict[str, Value]] = {
-    **{
-        f"{name} outside": {"outside": True, "sink": 129, "window": 129}
-        for name in ("xattention", "dpxa", "naive", "block_pool", "delta_xattention")
-    },
-    "naive share": {},
-    "xattention relative": {},
+    **{f"{name} outside": OUTSIDE for name in SCORED},
+    **{f"{name} share": {} for name in SCORED},
+    **{f"{name} relative": {"outside": False} for name in SCORED},
+    **{f"{name} relative outside": OUTSIDE for name in SCORED},
     "dpxa largest": {"largest": True},
     "dpxa finer": {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128, "outside": True},
 }
@@ -47,9 +48,10 @@ LEAN: dict[str, dict[str, Value]] = {
     **{name: {"tau": 0.6} for name in ("xattention", "naive", "block_pool")},
     "dpxa": {"tau": 0.6, "outside": False, "window": 1},
     "delta_xattention": {"tau": 0.8, "cos": 0.8},
-    **{name: {"tau": 0.3} for name, form in FORMS.items() if "outside" in form},
-    "naive share": {"share": 0.5},
-    "xattention relative": {"relative": 0.2},
+    **{name: {"tau": 0.3} for name in FORMS if name.endswith(" outside") and "relative" not in name},
+    **{name: {"share": 0.5, "window": 1} for name in FORMS if name.endswith(" share")},
+    **{name: {"relative": 0.2} for name in FORMS if "relative" in name},
+    "dpxa finer": {"tau": 0.3},
 }
 """Options under which each method really skips something in 1,200 tokens."""
 FULL: dict[str, dict[str, Value]] = {
@@ -57,8 +59,8 @@ FULL: dict[str, dict[str, Value]] = {
     "delta_kv": {"cos": 1.0},
     **{name: {"tau": 1.0} for name in ("xattention", "dpxa", "naive", "block_pool")},
     "delta_xattention": {"tau": 1.0, "exact_share": 1.0},
-    "naive share": {"share": 1.0},
-    "xattention relative": {"relative": 1e-9},
+    **{name: {"share": 1.0} for name in FORMS if name.endswith(" share")},
+    **{name: {"relative": 1e-9} for name in FORMS if "relative" in name},
 }
 """Options under which nothing is left out."""
 
@@ -219,7 +221,7 @@ def test_weights_sum_to_one_on_strange_inputs(name: str, kind: str) -> None:
     x = strange(kind)
     ones = run(method_of(name), replace(x, v_BGSD=torch.ones_like(x.v_BGSD)))
     assert_rows_close(ones, torch.ones_like(ones))
-    if (name, kind) == ("xattention relative", "large logits"):
+    if "relative" in name and kind == "large logits":
         return  # `relative` is above 0, so no value of it keeps a tile whose estimate is 0
     assert_rows_close(run(method_of(name, FULL), x), reference(x), factor=5)
 
