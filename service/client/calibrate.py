@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ...kernels.methods import MethodError, MethodSpec, method_spec
-from ...workers.calibration.probes import ANSWER_WEIGHT, Document, Text, haystack, needles
+from ...workers.calibration.probes import (
+    ANSWER_WEIGHT,
+    VALUES,
+    Document,
+    Text,
+    chains,
+    haystack,
+    needles,
+    values,
+)
 from ...workers.model.config import ModelError
 from ...workers.model.digest import model_digest
 from ...workers.model.profile import DecodePages, Profile, ProfiledModel, ProfiledText, load_profile
@@ -187,7 +196,8 @@ class _Documents:
         self._questions = questions
 
     def for_pages(self, most: int, least: int) -> list[Document]:
-        """Of each text, and with questions one more of facts alone: there every page looks like every other.
+        """Of each text, and with questions three more: of facts alone, where every page looks like every
+        other; of several values for one key; and of chains of variables.
 
         Raises ValueError for texts of fewer than `least` tokens.
         """
@@ -195,7 +205,9 @@ class _Documents:
             return [Document(self._ids(file, most, least), []) for file in self._contents]
         first = next(iter(self._texts.values()))
         room = most - self._questions * ANSWER_ROOM
-        return [*self.of(most), haystack(random.Random(0), room, self._questions, first)]
+        few = -(-self._questions // VALUES)
+        more = [(haystack, self._questions), (values, few), (chains, few)]
+        return [*self.of(most), *(kind(random.Random(0), room, count, first) for kind, count in more)]
 
     def of(self, tokens: int) -> list[Document]:
         """Of each text, so that the document with its questions has about so many tokens."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from deltafront.benchmarks.accuracy.tasks import TASKS, VALUES
+from deltafront.benchmarks.accuracy.tasks import TASKS
 from deltafront.workers.calibration import needles as hay
-from deltafront.workers.calibration.probes import Document, Text
+from deltafront.workers.calibration.probes import VALUES, Document, Text
 
 PROSE = "".join(f" Sentence number {i} tells a story, and it ends here." for i in range(300))
 WORDS: dict[str, int] = {}

@@ -144,6 +144,7 @@ def test_layers_are_searched_by_what_answers_lose(model: Path, tmp_path: Path) -
     first, *others = found["delta_layers"]
     assert first + 1 + len(others) == 3 and found["divergence"] > 0
     assert "choices read" in done.stderr
+    assert "Reading 4 texts" in done.stderr, "needles in the text, needles alone, several values, chains"
     failed = run(model, "--text", tmp_path / "one.txt", *options[:-4], "--full-layer", 0, "--dense-layers", 3)
     assert failed.exit_code == 1 and "needs questions" in failed.stderr
 
