@@ -125,7 +125,7 @@ def headline(
 ) -> str:
     sources = (
         f"8B: one {engine_of_8b['gpu']}, commit {engine_of_8b['commit']} and older ones (docs/figures.md)."
-        f" Kernels: {source(kernels)}."
+        f" Kernels: {source(kernels)}, and the commits beside them there."
         f" Answers: {held_out['gpu']}, the commits beside them in docs/figures.md;"
         f" Δ: {source(on_a_cpu)}. Medians."
     )
