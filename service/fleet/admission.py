@@ -3,7 +3,8 @@
 States are up to a second old. So they order the groups and the decode workers, but only a worker's own
 answer says that its queue is full or its pages are taken; what is refused here for room is what no worker
 could ever hold. Predicted time to first token is the group's backlog plus the prompt, at the group's
-recent rate; a group that has not prefilled anything yet predicts nothing, and nobody is refused for time.
+recent rate; a group that has not prefilled anything yet, or not lately, predicts nothing, and nobody is
+refused for time.
 """
 
 from __future__ import annotations
@@ -90,16 +91,16 @@ def admit(need: Need, groups: Sequence[GroupStats], workers: Sequence[DecodeStat
 
 def predicted_ttft(need: Need, group: GroupStats) -> float | None:
     """Seconds until the prompt is read, if it queues behind everything that waits now."""
-    if group.tokens_per_second <= 0:
+    if group.rate <= 0:
         return None
-    return (group.waiting_tokens + need.read_tokens) / group.tokens_per_second
+    return (group.waiting_tokens + need.read_tokens) / group.rate
 
 
 def _too_late(need: Need, group: GroupStats) -> Rejected | None:
     ttft = predicted_ttft(need, group)
     if need.seconds_left is None or ttft is None or ttft <= need.seconds_left:
         return None
-    alone = need.read_tokens / group.tokens_per_second
+    alone = need.read_tokens / group.rate
     if alone > need.seconds_left:
         return Rejected(
             Reason.TOO_SLOW,
@@ -126,7 +127,7 @@ def _preference(need: Need, group: GroupStats, worker: DecodeStats) -> tuple[boo
 
 def _order(group: GroupStats) -> tuple[float, int, int, str]:
     """Shortest wait first; a group that has no rate yet counts as reading one token a second."""
-    rate = group.tokens_per_second
+    rate = group.tokens_per_second  # for an order an old one is better than none
     wait = group.waiting_tokens / rate if rate > 0 else float(group.waiting_tokens)
     return wait, group.waiting_tokens, group.running + group.waiting, group.name
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from .methods import PAGE_TOKENS
 
+RATE_LASTS_S = 60.0
+"""How long a group's rate stands for the next prompt's when nothing is read."""
+
 
 @dataclass(frozen=True)
 class GroupStats:
@@ -14,7 +17,7 @@ class GroupStats:
     unknown). draining: it ends what it has and wants nothing new, as long as there is anybody else.
     compilations: forms of kernels that its stages have made, by phase (`warm_up`, `serving`). pairing:
     `settings.pairing` of its configuration (empty: it goes with all). max_waiting: how
-    many may wait (None: unknown)."""
+    many may wait (None: unknown). idle_s: seconds since it read anything, 0 while it does."""
 
     name: str
     pages_total: int
@@ -28,11 +31,18 @@ class GroupStats:
     compilations: tuple[tuple[str, int], ...] = ()
     pairing: str = ""
     max_waiting: int | None = None
+    idle_s: float = 0.0
 
     @property
     def full(self) -> bool:
         """Whether its queue was, as far as is known."""
         return self.max_waiting is not None and self.waiting >= self.max_waiting
+
+    @property
+    def rate(self) -> float:
+        """tokens_per_second where it is recent enough to refuse by, else 0: only reading corrects a rate, and
+        what a prompt took whose kernels were compiled meanwhile must not keep all others out."""
+        return self.tokens_per_second if self.idle_s < RATE_LASTS_S else 0.0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ..messages.events import LayerDensity, PrefillReport, added_up
 from ..messages.methods import MethodSpec
 from ..messages.stages import ChunkReport
+from ..messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
 
@@ -104,7 +105,7 @@ class Pace:
 
 class Throughput:
     """Tokens a second while there is work, of about the last `_MEMORY_S` seconds of it: times are told from
-    it that are as long."""
+    it that are as long. What was before an idle time of RATE_LASTS_S does not count beside what comes."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -113,10 +114,14 @@ class Throughput:
 
     def chunk(self, tokens: int, sent: float, ended: float) -> None:
         worked = ended - max(sent, self._last)
-        kept = math.exp(-worked / _MEMORY_S)
+        kept = math.exp(-worked / _MEMORY_S) if self.idle(sent) < RATE_LASTS_S else 0.0
         self._tokens = kept * self._tokens + tokens
         self._seconds = kept * self._seconds + worked
         self._last = ended
+
+    def idle(self, now: float) -> float:
+        """Seconds since the last chunk; endless before the first."""
+        return max(0.0, now - self._last)
 
     @property
     def tokens_per_second(self) -> float:

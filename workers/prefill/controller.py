@@ -118,7 +118,7 @@ class PrefillController:
         """Raises PrefillFailed once the group is lost, so that no door sends it anything more."""
         if self.failure:
             raise PrefillFailed(self.failure)
-        return self._requests.stats(self.name)
+        return self._requests.stats(self.name, self._clock())
 
     async def check(self) -> str:
         """`failure`, after asking idle stages whether they live. Busy ones are not asked: that one died or

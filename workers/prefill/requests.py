@@ -110,7 +110,7 @@ class PrefillRequests:
         request.pace = self._pace.chunk(request.job.method.name, command.start, command.tokens, reports)
         request.done = command.start + command.tokens
 
-    def stats(self, name: str) -> GroupStats:
+    def stats(self, name: str, now: float) -> GroupStats:
         live = self._live()
         running = sum(request.opened for request in live)
         return GroupStats(
@@ -122,6 +122,7 @@ class PrefillRequests:
             waiting_tokens=self._unread,
             tokens_per_second=self._throughput.tokens_per_second,
             max_waiting=self._config.max_waiting,
+            idle_s=0.0 if running else self._throughput.idle(now),
         )
 
     @property

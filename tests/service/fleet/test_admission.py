@@ -178,6 +178,17 @@ def test_prediction_needs_a_rate() -> None:
     assert predicted_ttft(Need(100), replace(idle, tokens_per_second=200.0)) == 2.0
 
 
+def test_one_slow_prompt_does_not_keep_all_others_out() -> None:
+    """A group whose kernels were compiled while it read: nobody with a deadline would be let in to correct
+    its rate."""
+    slow = GroupStats("g", 1000, 1000, 0, 0, 0, 100.0)
+    roomy = DecodeStats("d", 1000, 1000, 0, 0, 0)
+    need = Need(6000, 0, 30.0)
+    assert isinstance(admit(need, (replace(slow, idle_s=59.0),), (roomy,)), Rejected)
+    let_in = admit(need, (replace(slow, idle_s=60.0),), (roomy,))
+    assert isinstance(let_in, Admitted) and let_in.ttft_s is None
+
+
 def test_the_time_to_come_back_is_when_the_deadline_could_hold() -> None:
     busy = GroupStats("g", 100, 100, 1, 1, 1000, 100.0)
     roomy = DecodeStats("d", 100, 100, 0, 0, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,3 +66,13 @@ def test_throughput_ignores_idle_time_and_forgets() -> None:
     for k in range(60):
         throughput.chunk(500, sent=2000.0 + 5 * k, ended=2005.0 + 5 * k)
     assert throughput.tokens_per_second == pytest.approx(100.0, rel=0.02)
+
+
+def test_a_rate_from_before_an_idle_minute_does_not_count_beside_a_new_one() -> None:
+    throughput = Throughput()
+    assert throughput.idle(5.0) == math.inf
+    throughput.chunk(500, sent=0.0, ended=60.0)
+    throughput.chunk(500, sent=119.0, ended=120.0)
+    assert throughput.tokens_per_second < 20 and throughput.idle(150.0) == 30.0
+    throughput.chunk(500, sent=180.0, ended=181.0)
+    assert throughput.tokens_per_second == pytest.approx(500.0)
