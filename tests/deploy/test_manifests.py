@@ -103,6 +103,11 @@ def test_doors_are_where_the_service_and_its_ports_say(overlay: str) -> None:
         (route,) = of_kind(rendered("gateway"), kind)
         (backend,) = route["spec"]["rules"][0]["backendRefs"]
         assert (backend["name"], backend["port"]) == ("deltafront", port["port"])
+        (gateway,) = of_kind(rendered("gateway"), "Gateway")
+        listeners = {one["name"]: one["hostname"] for one in gateway["spec"]["listeners"]}
+        (parent,) = route["spec"]["parentRefs"]
+        assert route["spec"]["hostnames"] == [listeners[parent["sectionName"]]]
+        assert len(set(listeners.values())) == 2, "a listener takes one kind of route for a hostname"
     assert group["replicas"] == door.replicas and door.per_node == 1, "every door pod has its door"
     (budget,) = of_kind(objects, "PodDisruptionBudget")
     assert budget["spec"]["minAvailable"] < door.replicas
