@@ -19,7 +19,7 @@ from ...workers.messages.events import (
     Usage,
 )
 from ...workers.messages.methods import is_exact
-from ...workers.messages.requests import ID_BYTES, GenerateJob, Refused, Reserve
+from ...workers.messages.requests import ID_BYTES, GenerateJob, RefusalReason, Refused, Reserve
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
@@ -139,6 +139,9 @@ class Generation:
             worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
             try:
                 answer = await reserve(attempt, worker, self._reservation(attempt, plan))
+                if isinstance(answer, Refused) and answer.reason is RefusalReason.POSITIONS and answer.free:
+                    plan = replace(plan, max_tokens=answer.free)  # as of a prompt, whose length is known here
+                    answer = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(answer, Refused):
                     raise refusal(answer)
                 self._before = self._cached = answer.session_tokens

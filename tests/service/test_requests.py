@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,8 @@ from deltafront.service.client import (
     Progress,
     Token,
 )
-from deltafront.service.errors import NotFound
+from deltafront.service.errors import InvalidArgument, NotFound
+from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import EOS, next_token
 from .inprocess import House, wait_until
@@ -95,6 +97,24 @@ def test_a_session_answers_many_questions(house: House, client: DeltafrontClient
         client.release(result.session.session_id)
     with pytest.raises(NotFound):
         list(client.generate(session_id=result.session.session_id, append="again"))
+    nothing_left(house)
+
+
+def test_an_answer_is_cut_to_what_a_session_leaves_of_the_positions(
+    house: House, client: DeltafrontClient
+) -> None:
+    """As of a prompt; only its worker knows how long a session is."""
+    *_, result = client.prefill("some document", session_ttl_s=60)
+    session = result.session.session_id
+    no = partial(Refused, RefusalReason.POSITIONS, "too much", 1030)
+    house.decode.busy = [no(2)]
+    text, _, finish, _ = collect(client.generate(session_id=session, append="what?", max_tokens=8))
+    assert text == expected(ids("some document") + ids("what?", bos=False), 2)
+    assert (finish.reason, [order.max_tokens for order in house.decode.orders[-2:]]) == ("length", [8, 2])
+    house.decode.busy = [no(0)]
+    with pytest.raises(InvalidArgument, match="too much"):
+        list(client.generate(session_id=session, append="what?", max_tokens=8))
+    client.release(session)
     nothing_left(house)
 
 

@@ -159,7 +159,7 @@ class DecodeEngine:
         request = self._requests.live(announcement.request_id)
         if request is None or announcement.reading != request.reading:
             return
-        began, arrival = self._clock(), request.arrival
+        arrival = request.arrival
         start, tokens, first = announcement.start, announcement.tokens, announcement.layer
         try:
             layers = range(first, first + announcement.layers)
@@ -171,14 +171,14 @@ class DecodeEngine:
             )
             self._receiving.add(receiving)
             receiving.add_done_callback(self._receiving.discard)
-            moved = await asyncio.shield(receiving)  # a caller that gives up must not stop a write half way
+            with request.times.handing_over(self._clock):
+                moved = await asyncio.shield(receiving)  # who gives up must not stop a write half way
         except Exception as error:
             if arrival is request.arrival:  # else it belongs to a reading that was given up
                 request.not_arrived(error)
             raise
         if moved and arrival is request.arrival:
             request.times.handoff_bytes += moved
-            request.times.handoff_seconds += self._clock() - began
             for layer in new:
                 arrival.written(layer, start, tokens)
             if arrival.complete and request.ended is None:

@@ -19,7 +19,7 @@ from ..kv.arrival import KVArrival
 from ..kv.pages.holding import Holding, Reservations
 from ..kv.pages.pool import PAGE_TOKENS, PagePool, pages_for
 from ..kv.pages.sessions import KeptSession, SessionsTable
-from ..kv.pages.waiting import OVERDUE_LOOKS, HoldTime, ReserveQueue, seconds_until_room
+from ..kv.pages.waiting import OVERDUE_LOOKS, HoldTime, ReserveQueue, last_holders, seconds_until_room
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Token
 from ..messages.methods import BLOCK
 from ..messages.requests import GenerateJob, RefusalReason, Refused, Reserve, Reserved
@@ -52,11 +52,27 @@ class Times:
     first: float | None = None
     handoff_bytes: int = 0
     handoff_seconds: float = 0.0
+    """While any of its K/V was under way."""
     pages_attended: int = 0
     pages_held: int = 0
     steps: int = 0
     own_steps: float = 0.0
     recomputed_tokens: int = 0
+    _under_way: int = 0
+    _since: float = 0.0
+
+    @contextmanager
+    def handing_over(self, clock: Callable[[], float]) -> Iterator[None]:
+        """A part of its K/V is under way, beside others perhaps."""
+        if not self._under_way:
+            self._since = clock()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self.handoff_seconds += clock() - self._since
 
     def stepped(self, pages_attended: int, pages_held: int, batch: int) -> None:
         """A decode step that computed so many requests."""
@@ -346,13 +362,16 @@ class DecodeRequests:
         if hold is None:
             return None
         now, free = self._clock(), self.pages.pool.free
-        holders = self.pages.sessions.leases(self._wall())
-        for request in self:
-            if request.holding.freed.is_set():
-                continue
-            own = request.holding.pages - request.holding.session_tokens // PAGE_TOKENS
-            holders.append((self._holds.left(now - request.reserved), own))
-        return seconds_until_room(pages, free, holders, ahead, hold)
+        held = self.pages.sessions.leases(self._wall())
+        held += [
+            (self._holds.left(now - request.reserved), request.holding.every_page)
+            for request in self
+            if not request.holding.freed.is_set()
+        ]
+        return seconds_until_room(pages, free, last_holders(held), ahead, hold)
+
+    def _is_there(self, session: KeptSession) -> bool:
+        return self.pages.sessions.find(session.session_id, session.owner, self._wall()) is not None
 
     @property
     def unended(self) -> int:
@@ -366,7 +385,10 @@ class DecodeRequests:
             if request.ended is None:
                 order = request.order
                 requests[order.owner, order.door] += 1
-                tokens[order.owner, order.door] += order.prompt_tokens + order.max_tokens
+                own = order.prompt_tokens + order.max_tokens
+                if request.kept is not None and self._is_there(request.kept):
+                    own -= request.kept.tokens - request.holding.session_tokens  # its pages are counted below
+                tokens[order.owner, order.door] += max(0, own)
         for owner, held in self.pages.sessions.held():
             tokens[owner, ""] += held
         for (owner, door), held in tokens.items():

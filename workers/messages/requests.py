@@ -97,7 +97,8 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True)
 class Refused:
-    """A worker's no; nothing was taken. retry_after_s: when it may be a yes; None: never, or unknown."""
+    """A worker's no; nothing was taken. needed, free: pages; of positions, tokens in all, and those that are
+    left for an answer. retry_after_s: when it may be a yes; None: never, or unknown."""
 
     reason: RefusalReason
     message: str

@@ -272,6 +272,25 @@ async def test_it_tells_what_each_owner_holds_through_each_door(bench: Any) -> N
     assert (await run.engine.stats()).uses == (OwnerUse("me", "", 0, 30),)
 
 
+async def test_a_prompt_that_is_kept_counts_once(bench: Any) -> None:
+    """While its answer streams its session has the same pages."""
+    run = await bench()
+    ids = ids_of(40)
+    await run.reserve("a", 40, 30, keep_tokens=33, door="one")
+    prompt = run.prefill(ids)
+    for piece in run.pieces("a", prompt):
+        await run.engine.announce(piece)
+    await run.engine.first_logits(FirstLogits("a", prompt.logits))
+    job = GenerateJob("a", Sampling(max_tokens=30, ignore_eos=True), keep_tokens=33, keep_ttl_s=60.0)
+    stream = run.engine.generate(job)
+    first = await anext(stream)
+    assert first.session is not None and first.session.tokens == 33
+    assert set((await run.engine.stats()).uses) == {OwnerUse("me", "", 0, 33), OwnerUse("me", "one", 1, 37)}
+    await run.engine.release_session(first.session.session_id, "me")
+    assert set((await run.engine.stats()).uses) == {OwnerUse("me", "one", 1, 70)}
+    await stream.aclose()
+
+
 async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 40, 400)

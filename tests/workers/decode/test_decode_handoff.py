@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deltafront.workers.decode.requests import Times
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import (
     GenerateJob,
@@ -167,3 +168,20 @@ async def test_the_steps_of_a_worker_are_shared_among_their_requests(bench: Any)
     assert [report.steps for report in reports] == [tokens - 1 for tokens in lengths]
     assert sum(report.steps for report in reports) == sum(batches)
     assert sum(report.own_steps for report in reports) == pytest.approx(len(batches))
+
+
+def test_parts_that_travel_together_take_their_time_once() -> None:
+    now, times = [0.0], Times()
+
+    def clock() -> float:
+        return now[0]
+
+    with times.handing_over(clock):
+        now[0] = 1.0
+        with times.handing_over(clock):
+            now[0] = 3.0
+    now[0] = 10.0
+    with pytest.raises(OSError), times.handing_over(clock):
+        now[0] = 10.5
+        raise OSError
+    assert times.handoff_seconds == 3.5

@@ -10,16 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.workers.kv.pages.waiting import HoldTime, seconds_until_room
+from deltafront.workers.kv.pages.waiting import HoldTime, last_holders, seconds_until_room
 from deltafront.workers.messages.requests import (
     DecodeFailed,
+    GenerateJob,
     RefusalReason,
     Refused,
     Reserve,
     Reserved,
+    Sampling,
 )
 
-from .test_decode_faults import SHORT, Clock, ids_of
+from .test_decode_faults import SHORT, Clock, ids_of, packed
 
 # --- when there is room -----------------------------------------------------------------------------------
 
@@ -48,6 +50,16 @@ def test_room_comes_when_a_clock_that_ticks_says(
         if not line or not ends:
             assert found == (None if line else second)
             return
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 9))), max_size=6))
+def test_a_page_comes_back_with_the_last_who_holds_it(held: list[tuple[int, set[int]]]) -> None:
+    found = dict(last_holders(held))
+    for second in range(6):
+        back = [
+            page for page in range(10) if max((e for e, own in held if page in own), default=-1) == second
+        ]
+        assert found.get(second, 0) == len(back)
 
 
 def test_who_holds_pages_longer_than_others_did_may_do_so_for_a_while() -> None:
@@ -189,3 +201,20 @@ async def test_an_ending_session_makes_room(bench: Any) -> None:
     assert await run.engine.release_session(first.first.session.session_id, "me")
     assert isinstance(await waiting, Reserved)
     await run.engine.cancel("waiting")
+
+
+async def test_pages_that_two_sessions_share_come_back_with_the_second(bench: Any) -> None:
+    wall = Clock()
+    run = await bench(wall=wall, cache_tokens=1024)
+    first = await run.ask("a", ids_of(640), SHORT, keep_tokens=640, keep_ttl_s=5)
+    session = first.first.session.session_id
+    await run.reserve("b", 16, 2, session_id=session, keep_tokens=656)
+    job = GenerateJob(
+        "b", Sampling(max_tokens=2), packed(ids_of(16)), session, keep_tokens=656, keep_ttl_s=600
+    )
+    await run.collect(job)
+    await run.engine.renew(["a", "b"])
+    refused = await run.engine.reserve(order("c", 600, wait=False))
+    assert isinstance(refused, Refused) and refused.retry_after_s == pytest.approx(600)
+    wall.now += 6
+    assert isinstance(await run.engine.reserve(order("d", 600, wait=False)), Refused)

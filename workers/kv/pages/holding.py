@@ -63,6 +63,12 @@ class Holding:
         """How many it holds, those of its session included."""
         return len(self.table) + len(self.spare) + len(self.own) + len(self._aside)
 
+    @property
+    def every_page(self) -> tuple[int, ...]:
+        """These, and the session's page that is still to be copied."""
+        source = () if self.copy_in is None else self.copy_in[:1]
+        return (*self.table, *self.spare, *self.own, *self._aside, *source)
+
     def divert(self, places: Sequence[int]) -> None:
         """Put pages of its own at these places of the table. Those that were there are not written to any
         more, and are given back with the others. Raises ValueError if there are too few."""
@@ -102,8 +108,7 @@ class Holding:
     def _free_if_idle(self) -> None:
         """The one place where a request's pages are given back."""
         if self._ended and self._holders == 0 and not self.freed.is_set():
-            source = () if self.copy_in is None else self.copy_in[:1]
-            self.pool.release((*self.table, *self.spare, *self.own, *self._aside, *source))
+            self.pool.release(self.every_page)
             self.table, self.spare, self.own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
             self.freed.set()
@@ -136,6 +141,8 @@ class Reservations:
                 RefusalReason.POSITIONS,
                 f"{before} session tokens, {order.prompt_tokens} prompt tokens and {order.max_tokens} new "
                 f"tokens exceed the model's {self._positions} positions",
+                total,
+                max(0, self._positions - (total - order.max_tokens)),
             )
         return self._take(order, session, total, behind)
 

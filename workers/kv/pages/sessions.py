@@ -93,9 +93,9 @@ class SessionsTable:
             return None
         return session
 
-    def leases(self, now: float) -> list[tuple[float, int]]:
-        """Seconds that each session's lease has left, and how many pages it holds."""
-        return [(session.expires - now, len(session.pages)) for session in self._sessions.values()]
+    def leases(self, now: float) -> list[tuple[float, tuple[int, ...]]]:
+        """Seconds that each session's lease has left, and the pages that it holds."""
+        return [(session.expires - now, session.pages) for session in self._sessions.values()]
 
     def longest_prefix(self, owner: str, chain: bytes, now: float) -> Prefix | None:
         """The most that one of the owner's sessions holds of a prompt with this chain."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,16 @@ OVERDUE_LOOKS = 5
 come meanwhile are heard only now."""
 Holder = tuple[float, int]
 """Seconds until it is expected to give its pages back, and how many."""
+
+
+def last_holders(held: Iterable[tuple[float, Iterable[int]]]) -> list[Holder]:
+    """Who gives each page back last, and how many those are: a page that several hold comes back with the
+    last of them. Pure."""
+    ends = dict[int, float]()
+    for end, pages in held:
+        for page in pages:
+            ends[page] = max(end, ends.get(page, end))
+    return list(Counter(ends.values()).items())
 
 
 def seconds_until_room(
