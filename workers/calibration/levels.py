@@ -69,9 +69,16 @@ def method_levels(
             told(f"{tokens} tokens: amounts for a density of {share:.3f}")
             amounts = head_amounts(found, costs, share, allocation, answer_weight)
             really = realised(stack, documents, costed, amounts)
-            amounts = head_amounts(found, costs, share * min(1.0, share / really), allocation, answer_weight)
+            aimed = max(share * min(1.0, share / really), least_density(found))
+            amounts = head_amounts(found, costs, min(share, aimed), allocation, answer_weight)
             levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=amounts))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
+
+
+def least_density(found: Sequence[Curves]) -> float:
+    """What sink and window alone take, a mean over heads and documents."""
+    least_LH = torch.stack([one.density_LHI for one in found]).mean(0).amin(-1)
+    return float(least_LH.double().mean()) * (1 + 1e-6)
 
 
 def realised(

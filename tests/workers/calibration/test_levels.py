@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deltafront.kernels.methods import method_spec
+from deltafront.workers.calibration import levels
 from deltafront.workers.calibration.curves import QUOTAS, Curves
 from deltafront.workers.calibration.levels import head_amounts, method_levels
 from deltafront.workers.calibration.probes import Document, Question
@@ -89,6 +90,15 @@ def test_a_layer_that_loses_nothing_keeps_its_least() -> None:
     nothing = torch.zeros(1, 2, len(QUOTAS))
     curves = Curves(density, nothing, nothing, QUOTAS)
     assert head_amounts([curves], [costs([0.0])], 0.7) == ((0.0, 0.0),)
+
+
+def test_a_level_that_reads_more_than_it_should_goes_down_to_sink_and_window_at_most(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sparse activations make the amounts read far more than was allotted."""
+    monkeypatch.setattr(levels, "realised", lambda *_: 1.0)
+    (found,) = method_levels(tiny_stack, {640: [made(1, 640)]}, POOLED, [0.75]).levels
+    assert {amount for row in found.amounts for amount in row} == {QUOTAS[0]}
 
 
 def test_methods_without_amounts_are_refused(tiny_stack: LayerStack) -> None:
