@@ -7,6 +7,7 @@ with DeltafrontClient("127.0.0.1:9000") as client:
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 import uuid
@@ -140,7 +141,7 @@ class DeltafrontClient:
         request = GenerateRequest(
             prompt=None if prompt is None else _prompt(prompt),
             session_id=session_id,
-            append=None if append is None else _prompt(append),
+            append=None if append is None else _prompt(append, "append"),
             method=method,
             options=options or {},
             sampling=Wishes(temperature, top_p, top_k, seed, tuple(stop), max_tokens, ignore_eos),
@@ -238,13 +239,21 @@ class DeltafrontClient:
         return found
 
 
-def _prompt(prompt: PromptLike) -> Prompt:
+def _prompt(prompt: PromptLike, name: str = "prompt") -> Prompt:
+    """Raises InvalidArgument for a list that holds anything but ids or anything but messages. name: of the
+    field."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
-    messages = tuple(one for one in prompt if isinstance(one, Mapping))
+    parts = list(prompt)
+    messages = tuple(one for one in parts if isinstance(one, Mapping))
     if messages:
+        if len(messages) < len(parts):
+            raise InvalidArgument(f"{name}.messages", "holds something else beside messages")
         return Prompt(messages=messages)
-    return Prompt(token_ids=packed([int(one) for one in prompt if isinstance(one, int)]))
+    try:
+        return Prompt(token_ids=packed([operator.index(one) for one in parts]))  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers") from None
 
 
 def _deadline(timeout_s: float | None) -> float | None:
