@@ -125,7 +125,7 @@ class DeltafrontClient:
         top_p: float | None = None,
         top_k: int = 0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         page_selection: str = "",
         recompute_blocks: int | None = None,
@@ -135,16 +135,17 @@ class DeltafrontClient:
     ) -> Iterator[Progress | Token | GenerateFinished]:
         """Answer a prompt, or a session plus `append`. recompute_blocks: of what was read with a sparse
         method, so many blocks of 128 tokens are computed again with dense attention, those that the question
-        looks at most; None: the server's default."""
+        looks at most; None: the server's default. stop: one string or several."""
         if page_selection not in list(PageSelection):
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         request = GenerateRequest(
             prompt=None if prompt is None else _prompt(prompt),
             session_id=session_id,
             append=None if append is None else _prompt(append, "append"),
             method=method,
             options=options or {},
-            sampling=Wishes(temperature, top_p, top_k, seed, tuple(stop), max_tokens, ignore_eos),
+            sampling=Wishes(temperature, top_p, top_k, seed, stops, max_tokens, ignore_eos),
             page_selection=PageSelection(page_selection),
             recompute_blocks=recompute_blocks,
             session_ttl_s=session_ttl_s,

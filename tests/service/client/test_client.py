@@ -38,3 +38,12 @@ def test_nothing_is_left_out_of_a_prompt(client: DeltafrontClient, prompt: Any, 
         list(client.prefill(prompt))
     with pytest.raises(InvalidArgument, match=says.replace("prompt", "append", 1)):
         list(client.generate("a", append=prompt))
+
+
+def test_a_stop_string_may_stand_alone(client: DeltafrontClient) -> None:
+    answer = expected(ids("ABC"), 12)
+    never = answer[5] + answer[4]  # both letters are answered, the string is not
+    assert never not in answer
+    for stop, reason in ((never, "length"), (answer[4:6], "stop_string")):
+        text, _, finish, _ = collect(client.generate("ABC", max_tokens=12, stop=stop))
+        assert (text, finish.reason) == (answer.partition(stop)[0], reason)
