@@ -41,8 +41,8 @@ _CHANNEL = (
     ("grpc.min_reconnect_backoff_ms", 5000),  # in fact how long a connection may take to come about
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
-_NOBODY = ("failed to connect", "name resolution", "dns resolution")
-"""In gRPC's words: nothing listens at the address."""
+_NOBODY = ("failed to connect", "errors resolving", "name resolution", "dns resolution")
+"""In gRPC's words, which differ by its version: nothing listens at the address, or there is none."""
 
 
 class DeltafrontClient:

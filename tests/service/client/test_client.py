@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.service.client import DeltafrontClient, InvalidArgument
+from deltafront.service.client import DeltafrontClient, InvalidArgument, Unavailable
 
 from ..test_requests import collect, expected, ids
 
@@ -47,3 +47,13 @@ def test_a_stop_string_may_stand_alone(client: DeltafrontClient) -> None:
     for stop, reason in ((never, "length"), (answer[4:6], "stop_string")):
         text, _, finish, _ = collect(client.generate("ABC", max_tokens=12, stop=stop))
         assert (text, finish.reason) == (answer.partition(stop)[0], reason)
+
+
+@pytest.mark.parametrize("address", ["localhost:nine", "[::1"])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    """Without a question to a name server: these fail before."""
+    with DeltafrontClient(address, retry_s=0) as client:
+        for call in (client.info, lambda: list(client.prefill("a"))):
+            with pytest.raises(Unavailable, match="cannot be reached") as caught:
+                call()
+            assert type(caught.value) is Unavailable and address in str(caught.value)
