@@ -220,10 +220,12 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
     settings = load(config)
     if model is None:
         return settings
-    # Adapter, rope, profile, name, Δ-layers and method options of the file belong to the file's model.
-    spec = ModelSpec(path=model, adapter=adapter, dtype=settings.model.dtype)
+    # Adapter, rope, profile, name, Δ-layers and options of methods belong to the file's model.
+    of_file = settings.model
+    spec = ModelSpec(path=model, adapter=adapter, dtype=of_file.dtype, quantisation=of_file.quantisation)
     decode = dataclasses.replace(settings.decode, page_selection="full", delta_layers=())
-    prefill = dataclasses.replace(settings.prefill, method_options={})
+    warm_up = tuple(dict.fromkeys(name for name, _ in settings.prefill.warmed_up))
+    prefill = dataclasses.replace(settings.prefill, method_options={}, warm_up=warm_up)
     door = dataclasses.replace(settings.door, model_name="")
     changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
     return settings.model_copy(update=changes)

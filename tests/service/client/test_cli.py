@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from deltafront.service.client.cli import _settings, app
+from deltafront.service.client.size import SHAPES
 from deltafront.workers.settings import ModelSpec
 
 from ..inprocess import House
@@ -101,6 +102,20 @@ def test_another_model_leaves_the_files_model_behind() -> None:
     assert (settings.decode.page_selection, settings.decode.delta_layers) == ("full", ())
     assert settings.door.model_name == ""
     assert _settings(demo, None, None).model.adapter is not None
+
+
+def test_another_model_starts_without_the_files_profile() -> None:
+    """What is warmed up of it names levels of density, which the other model may not have."""
+    settings = _settings(Path(__file__).parents[3] / "deploy" / "config" / "gpu.yaml", "owner/name", None)
+    settings.check_against(SHAPES["8b"], None)
+    assert settings.prefill.warm_up == ("dense", "dpxa")
+
+
+def test_another_model_keeps_the_files_quantisation(tmp_path: Path) -> None:
+    file = tmp_path / "fp8.yaml"
+    gpus = "prefill: {device: cuda}\ndecode: {device: cuda, page_selection: full}\n"
+    file.write_text("model: {path: x, dtype: bfloat16, quantisation: fp8}\n" + gpus)
+    assert _settings(file, "owner/name", None).model.quantisation == "fp8"
 
 
 def test_serve_refuses_a_directory_without_weights(model: Path) -> None:
