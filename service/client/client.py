@@ -160,16 +160,18 @@ class DeltafrontClient:
 
     def release(self, session_id: str) -> None:
         """Free a session's pages now. Raises NotFound."""
+        request = wire.filled(pb.ReleaseSessionRequest, session_id=session_id)
         losses = Losses(self._retry_s, None)
         try:
-            self._ask(self._stub.ReleaseSession, pb.ReleaseSessionRequest(session_id=session_id), losses)
+            self._ask(self._stub.ReleaseSession, request, losses)
         except NotFound:
             if not losses.any:  # otherwise the call that got no answer may have done it
                 raise
 
     def cancel(self, request_id: str) -> int:
         """End the running requests of this id, whoever started them with this token; how many there were."""
-        answer = self._ask(self._stub.CancelRequest, pb.CancelRequestRequest(request_id=request_id))
+        request = wire.filled(pb.CancelRequestRequest, request_id=request_id)
+        answer = self._ask(self._stub.CancelRequest, request)
         return int(answer.requests)
 
     def info(self) -> ServerInfo:
@@ -241,8 +243,8 @@ class DeltafrontClient:
 
 
 def _prompt(prompt: PromptLike, name: str = "prompt") -> Prompt:
-    """Raises InvalidArgument for a list that holds anything but ids or anything but messages. name: of the
-    field."""
+    """Raises InvalidArgument for a list that holds anything but ids or anything but whole messages. name: of
+    the field."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     parts = list(prompt)
@@ -250,11 +252,15 @@ def _prompt(prompt: PromptLike, name: str = "prompt") -> Prompt:
     if messages:
         if len(messages) < len(parts):
             raise InvalidArgument(f"{name}.messages", "holds something else beside messages")
+        for place, message in enumerate(messages):
+            for key in ("role", "content"):
+                if not isinstance(message.get(key), str):
+                    raise InvalidArgument(f"{name}.messages[{place}].{key}", "must be text")
         return Prompt(messages=messages)
     try:
         return Prompt(token_ids=packed([operator.index(one) for one in parts]))  # type: ignore[arg-type]
-    except TypeError as error:
-        raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers") from None
+    except (TypeError, OverflowError) as error:
+        raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers from 0 on") from None
 
 
 def _deadline(timeout_s: float | None) -> float | None:

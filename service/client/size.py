@@ -9,6 +9,7 @@ a flat reserve per process.
 from __future__ import annotations
 
 import json as json_format
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -140,14 +141,17 @@ def sizing(
     stages: int | None = None,
     reserve_gib: float = RESERVE_GIB,
 ) -> Sizing:
-    """Raises ModelError for more stages than layers, ValueError naming what is not positive, or a
-    quantisation that does not go with the dtype."""
+    """Raises ModelError for more stages than layers, ValueError naming what is not positive or not finite, or
+    a quantisation that does not go with the dtype."""
     for key, value in (("tokens", tokens), ("concurrency", concurrency), ("gpu_gib", gpu_gib)):
         if value <= 0:
             raise ValueError(f"{key} = {value}: must be above 0")
     if quantisation is not None and DTYPE_BYTES[dtype] != 2:
         raise ValueError(f"quantisation {quantisation} goes with a dtype of 16 bits, not {dtype}")
-    room = int((gpu_gib - reserve_gib) * GIB)
+    bytes_left = (gpu_gib - reserve_gib) * GIB
+    if not math.isfinite(bytes_left):
+        raise ValueError(f"gpu_gib = {gpu_gib} and reserve_gib = {reserve_gib}: must be finite")
+    room = int(bytes_left)
     size = DTYPE_BYTES[dtype]
     weights = weight_bytes(model, model.layers, dtype, quantisation)
     kv = pages_for(tokens) * PAGE_TOKENS * model.kv_values(model.layers) * size

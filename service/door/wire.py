@@ -2,7 +2,8 @@
 
 `x` makes a message, `read_x` reads one. The door reads requests and makes answers, the Python client the
 other way round. A message from a newer side may hold what this one does not know: an unknown event is
-None, an unknown reason FinishReason.OTHER, and an unknown page selection an InvalidArgument.
+None, an unknown reason FinishReason.OTHER, and an unknown page selection an InvalidArgument. A value that a
+request's message cannot hold is an InvalidArgument that names the field.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ..request.answers import (
 )
 from ..request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
 
+_Message = TypeVar("_Message", bound=Message)
 _M = TypeVar("_M", Duration, Timestamp)
 _MICRO = 1_000_000
 _NANO = 1_000_000_000
@@ -50,8 +52,21 @@ _READ_REASONS = {number: reason for reason, number in _REASONS.items()}
 # --- requests ----------------------------------------------------------------------------------------------
 
 
+def filled(kind: type[_Message], where: str = "", **fields: Any) -> _Message:
+    """A message with these fields; where: what stands before their names in the InvalidArgument that is
+    raised for a value of another kind, a number out of the field's range, or half a character."""
+    message = kind()
+    for name, value in fields.items():
+        try:
+            message.MergeFrom(kind(**{name: value}))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgument(where + name, str(error)) from None
+    return message
+
+
 def prefill_request(request: PrefillRequest) -> pb.PrefillRequest:
-    return pb.PrefillRequest(**_common(request))
+    """Raises InvalidArgument."""
+    return filled(pb.PrefillRequest, **_common(request))
 
 
 def read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
@@ -59,14 +74,15 @@ def read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
 
 
 def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
-    """Raises InvalidArgument for two sources: a message has place for one."""
+    """Raises InvalidArgument, for two sources too: a message has place for one."""
     if request.prompt is not None and request.session_id is not None:
         raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
-    return pb.GenerateRequest(
+    return filled(
+        pb.GenerateRequest,
         **_common(request),
         session_id=request.session_id,
-        append=_prompt(request.append),
-        sampling=pb.SamplingOptions(**vars(request.sampling)),
+        append=_prompt("append", request.append),
+        sampling=filled(pb.SamplingOptions, "sampling.", **vars(request.sampling)),
         page_selection=_PAGE_SELECTIONS[request.page_selection],
         recompute_blocks=request.recompute_blocks,
         answered_ids=request.answered_ids,
@@ -90,10 +106,10 @@ def read_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
 
 def _common(request: PrefillRequest) -> dict[str, Any]:
     return {
-        "prompt": _prompt(request.prompt),
-        "attention": pb.AttentionMethod(name=request.method, options=request.options),
-        "session_ttl": None if request.session_ttl_s is None else _moment(Duration(), request.session_ttl_s),
-        "deadline": None if request.deadline is None else _moment(Timestamp(), request.deadline),
+        "prompt": _prompt("prompt", request.prompt),
+        "attention": filled(pb.AttentionMethod, "attention.", name=request.method, options=request.options),
+        "session_ttl": _wished("session_ttl", Duration(), request.session_ttl_s),
+        "deadline": _wished("deadline", Timestamp(), request.deadline),
         "request_id": request.request_id,
     }
 
@@ -110,14 +126,17 @@ def _read_common(message: pb.PrefillRequest | pb.GenerateRequest) -> dict[str, A
     }
 
 
-def _prompt(prompt: Prompt | None) -> pb.Prompt | None:
+def _prompt(name: str, prompt: Prompt | None) -> pb.Prompt | None:
     if prompt is None:
         return None
     messages = None
     if prompt.messages is not None:
-        chat = [pb.ChatMessage(role=one["role"], content=one["content"]) for one in prompt.messages]
+        chat = [
+            filled(pb.ChatMessage, f"{name}.messages[{place}].", role=one["role"], content=one["content"])
+            for place, one in enumerate(prompt.messages)
+        ]
         messages = pb.ChatMessages(messages=chat)
-    return pb.Prompt(text=prompt.text, messages=messages, token_ids=prompt.token_ids)
+    return filled(pb.Prompt, f"{name}.", text=prompt.text, messages=messages, token_ids=prompt.token_ids)
 
 
 def _read_prompt(message: pb.Prompt) -> Prompt:
@@ -140,6 +159,13 @@ def _read_sampling(message: pb.SamplingOptions) -> Wishes:
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         ignore_eos=message.ignore_eos,
     )
+
+
+def _wished(name: str, message: _M, seconds: float | None) -> _M | None:
+    try:
+        return None if seconds is None else _moment(message, seconds)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgument(name, "must be finite, and not thousands of years") from None
 
 
 def _moment(message: _M, seconds: float) -> _M:

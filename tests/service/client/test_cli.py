@@ -87,6 +87,27 @@ def test_an_error_is_one_line_with_what_to_do(arguments: list[str], says: str) -
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "--seed", -1], "sampling.seed: "),
+        (["generate", "--top-k", 99999999999], "sampling.top_k: "),
+        (["generate", "--max-tokens", 9999999999], "sampling.max_tokens: "),
+        (["generate", "--recompute", 9999999999], "recompute_blocks: "),
+        (["generate", "--keep", "inf"], "session_ttl: "),
+        (["generate", "--timeout", "inf"], "deadline: "),
+        (["generate", "--timeout", 1e12], "deadline: "),
+        (["prefill", "--keep", "nan"], "session_ttl: "),
+        (["chat", "--keep", "inf"], "session_ttl: "),
+    ],
+)
+def test_a_number_that_cannot_be_sent_is_one_line(arguments: list[object], says: str, document: Path) -> None:
+    command, *options = arguments
+    done = run(command, document, *options, "--address", "127.0.0.1:1")
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception
+    assert done.stderr.startswith(f"deltafront: {says}") and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
     config = tmp_path / "bad.yaml"
     config.write_text(f"model: {{path: {model}}}\nprefill: {{stagse: 3}}\n")

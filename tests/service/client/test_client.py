@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,9 @@ import pytest
 from deltafront.service.client import DeltafrontClient, InvalidArgument, Unavailable
 
 from ..test_requests import collect, expected, ids
+
+USER = {"role": "user", "content": "a"}
+INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize(
@@ -20,9 +25,6 @@ def test_token_ids_may_be_of_any_integer_type(client: DeltafrontClient, given: A
     assert text == expected(ids("ABC", bos=False), 4)
 
 
-USER = {"role": "user", "content": "a"}
-
-
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
@@ -31,9 +33,15 @@ USER = {"role": "user", "content": "a"}
         (["a", "b"], r"prompt\.token_ids: 'str' object"),
         ([USER, "b"], r"prompt\.messages: holds something else"),
         ([65, USER], r"prompt\.messages: holds something else"),
+        ([65, -1], r"prompt\.token_ids: can't convert negative value"),
+        ([65, 1 << 32], r"prompt\.token_ids: unsigned int is greater"),
+        ([USER, {"role": "user"}], r"prompt\.messages\[1\]\.content: must be text"),
+        ([{"content": "a"}], r"prompt\.messages\[0\]\.role: must be text"),
+        ([{"role": "user", "content": "\udcff"}], r"prompt\.messages\[0\]\.content: .* surrogates"),
+        ("\udcff", r"prompt\.text: .* surrogates"),
     ],
 )
-def test_nothing_is_left_out_of_a_prompt(client: DeltafrontClient, prompt: Any, says: str) -> None:
+def test_a_prompt_is_sent_as_it_is_or_refused(client: DeltafrontClient, prompt: Any, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         list(client.prefill(prompt))
     with pytest.raises(InvalidArgument, match=says.replace("prompt", "append", 1)):
@@ -57,3 +65,34 @@ def test_an_address_that_is_none_is_named(address: str) -> None:
             with pytest.raises(Unavailable, match="cannot be reached") as caught:
                 call()
             assert type(caught.value) is Unavailable and address in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        ({"seed": -1}, "sampling.seed: Value out of range: -1"),
+        ({"top_k": 1 << 31}, "sampling.top_k: Value out of range"),
+        ({"max_tokens": 1 << 31}, "sampling.max_tokens: Value out of range"),
+        ({"temperature": 10**400}, "sampling.temperature: int too large"),
+        ({"stop": ["a", "\udcff"]}, "sampling.stop: "),
+        ({"options": {"tau": "high"}}, "attention.options: "),
+        ({"recompute_blocks": 1 << 31}, "recompute_blocks: Value out of range"),
+        ({"request_id": "\udcff"}, "request_id: "),
+        *(({"session_ttl_s": seconds}, "session_ttl: must be finite") for seconds in (INF, NAN, 1e20)),
+        *(({"timeout_s": seconds}, "deadline: must be finite") for seconds in (INF, NAN, 1e12)),
+    ],
+)
+def test_what_a_message_cannot_hold_is_named(wish: dict[str, Any], says: str) -> None:
+    """Nothing is asked: nobody listens at the address."""
+    with (
+        DeltafrontClient("127.0.0.1:1", retry_s=0) as client,
+        pytest.raises(InvalidArgument, match=f"^{re.escape(says)}"),
+    ):
+        list(client.generate("a", **wish))
+
+
+def test_an_id_that_a_message_cannot_hold_is_named() -> None:
+    with DeltafrontClient("127.0.0.1:1", retry_s=0) as client:
+        for call, field in ((client.release, "session_id"), (client.cancel, "request_id")):
+            with pytest.raises(InvalidArgument, match=f"^{field}: "):
+                call("\udcff")
