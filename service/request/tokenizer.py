@@ -27,6 +27,8 @@ _PIECE = 16_384
 _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 """Where a long text may be cut: before a single space between two letters."""
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
+_MARKED = re.compile("\N{ASTERISM}([^\N{ASTERISM}]+)\N{ASTERISM}")
+"""What stands for a message's content where only its place matters."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -66,32 +68,49 @@ class TextTokenizer:
         return b"".join(_packed(encoding.ids) for encoding in (*first, *rest))
 
     def encode_chat(self, messages: Sequence[Message], *, answer: bool) -> bytes:
-        """A conversation from its beginning. answer: end with the assistant's opening."""
-        return self.encode(self._render(messages, answer), opening=False)
+        """A conversation from its beginning. answer: end with the assistant's opening. Raises TemplateError,
+        also for a template that leaves out what a message says."""
+        return self.encode(self._following([], messages, answer), opening=False)
 
     def encode_chat_append(self, messages: Sequence[Message]) -> bytes:
         """Messages that continue a conversation, without the opening that a template gives to a new one.
 
-        Found as the difference of two renderings: of an invented conversation with and without the
-        messages. Raises TemplateError for a template that rewrites earlier messages.
+        They follow an invented conversation, the first that the template takes. Raises TemplateError for a
+        template that rewrites earlier messages, or leaves out what a message says.
         """
-        invented: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        system, user, said = (_marked(role, role) for role in ("system", "user", "assistant"))
         refusal: TemplateError | None = None
-        for before in (invented, [*invented, {"role": "assistant", "content": "a"}], invented[1:]):
+        for before in ([system, user], [system, user, said], [user], [user, said]):
             try:
-                head, whole = self._render(before, False), self._render([*before, *messages], True)
+                rendered = self._following(before, messages, True)
             except TemplateError as error:
                 refusal = error
-                continue
-            if whole.startswith(head):
-                return self.encode(whole[len(head) :], opening=False)
-        raise refusal or TemplateError(
-            "this model's chat template cannot append messages: append text instead"
-        )
+            else:
+                return self.encode(rendered, opening=False)
+        assert refusal is not None, "there are conversations to try"
+        raise refusal
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _following(self, before: Sequence[Message], messages: Sequence[Message], answer: bool) -> str:
+        """What a rendering of messages adds to that of those before. Raises TemplateError if something of a
+        message is missing in it, or something of what was before is said again."""
+        head = self._render(before, False) if before else ""
+        whole = self._render([*before, *messages], answer)
+        numbered = [_marked(message["role"], str(number)) for number, message in enumerate(messages)]
+        added = self._render([*before, *numbered], answer)[len(head) :]
+        shown = set(_MARKED.findall(added))
+        if not whole.startswith(head) or any(message["role"] in shown for message in before):
+            raise TemplateError("this model's chat template cannot append messages: append text instead")
+        for number, message in enumerate(messages):
+            if message["content"].strip() and str(number) not in shown:
+                raise TemplateError(
+                    f"this model's chat template leaves out a message of the role {message['role']!r} here: "
+                    "say it in a user's message"
+                )
+        return whole[len(head) :]
 
     def _render(self, messages: Sequence[Message], answer: bool) -> str:
         if self._template is None:
@@ -104,6 +123,11 @@ class TextTokenizer:
             )
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from None
+
+
+def _marked(role: str, mark: str) -> Message:
+    """A message without what it says."""
+    return {"role": role, "content": f"\N{ASTERISM}{mark}\N{ASTERISM}"}
 
 
 def _pieces(text: str) -> list[str]:

@@ -152,6 +152,41 @@ def test_a_strict_template_finds_its_turn(tmp_path: Path, model: Path) -> None:
         found.encode_chat_append([{"role": "user", "content": "q"}, {"role": "user", "content": "r"}])
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ m.role[0] }}:{{ m.content | trim }}]{% endfor %}"
+)
+FOLDING = (
+    "{% set system = messages[0].content if messages[0].role == 'system' %}"
+    "{% set messages = messages[1:] if messages[0].role == 'system' else messages %}"
+    + ALTERNATING.replace(
+        "{{ m.content", "{{ system + '+' if system and loop.last and m.role == 'user' }}{{ m.content"
+    )
+)
+"""As Mistral's templates: the system message stands in the last message, if that is a user's."""
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, FOLDING])
+def test_nothing_invented_is_appended(tmp_path: Path, model: Path, template: str) -> None:
+    found = directory(tmp_path, model, template)
+    question, answer = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
+    assert letters(found.encode_chat_append([question])) == "[u:why?]"
+    assert letters(found.encode_chat_append([answer, question])) == "[a:so][u:why?]"
+
+
+def test_a_message_that_a_template_leaves_out_is_refused(tmp_path: Path, model: Path) -> None:
+    found = directory(tmp_path, model, FOLDING)
+    system, user = {"role": "system", "content": " be brief\n"}, {"role": "user", "content": " hi\n"}
+    answer = {"role": "assistant", "content": " be brief\n"}
+    assert letters(found.encode_chat([system, user], answer=True)) == "[u: be brief\n+hi]"
+    for left_out in ([system], [system, user, answer]):
+        with pytest.raises(TemplateError, match="leaves out a message of the role 'system'"):
+            found.encode_chat(left_out, answer=False)
+    empty = {"role": "system", "content": " \n"}
+    assert letters(found.encode_chat([empty, user, answer], answer=False)) == "[u:hi][a:be brief]"
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [
@@ -172,7 +207,7 @@ def test_templates_speak_the_usual_dialect(tmp_path: Path, model: Path) -> None:
         "{% break %}\n{%- endfor %}{{ strftime_now('%Y') | length }}"
     )
     found = directory(tmp_path, model, template)
-    assert letters(found.encode_chat([{"role": "user", "content": "é"}] * 2, answer=True)).startswith("<bos>")
+    assert letters(found.encode_chat([{"role": "user", "content": "é"}], answer=True)).startswith("<bos>")
 
 
 def test_without_a_template_messages_are_refused(tmp_path: Path, model: Path) -> None:
