@@ -94,10 +94,10 @@ class Generation:
         return replace(plan, recompute_blocks=0 if exact else call.recompute_blocks)
 
     async def _answer_prompt(self) -> None:
+        self._forget_session()
         plan, call = self._plan(), self._call
         if self._is_complete(plan):
             return
-        self._forget_session()
         if await self._answer_prefix(plan):
             return
         self._cached = 0
@@ -245,6 +245,8 @@ class Generation:
                     if isinstance(event, FinishEvent):
                         attempt.settle(worker)
                         return event.report
+        except WorkerLost:
+            self._forget_session()
         except (TimeoutError, WorkerError):
             pass  # the answer is complete; only its page counts are lost
         return DecodeReport()

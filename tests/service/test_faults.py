@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,16 @@ def test_death_after_the_last_token_repeats_nothing(house: House, client: Deltaf
     house.cut("decode").cut_after = 1 + len(house.decode.script)
     text, tokens, finish, _ = collect(client.generate(PROMPT, max_tokens=40))
     assert (text, finish.reason, len(tokens)) == ("all of it", "stop", 10)
+
+
+@pytest.mark.parametrize("wish", [{"max_tokens": 9}, {"max_tokens": 40, "stop": ["all of it"]}])
+def test_of_a_worker_that_dies_after_the_last_token_no_session_is_told(
+    house: House, client: DeltafrontClient, wish: dict[str, Any]
+) -> None:
+    house.decode.script = [*b"all of it"]
+    house.cut("decode").cut_after = 1 + len(house.decode.script)
+    _, tokens, finish, _ = collect(client.generate(PROMPT, session_ttl_s=30, **wish))
+    assert (len(tokens), finish.session) == (9, None)
 
 
 def test_sessions_die_with_their_worker(house: House, client: DeltafrontClient) -> None:
