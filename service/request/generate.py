@@ -19,7 +19,14 @@ from ...workers.messages.events import (
     Usage,
 )
 from ...workers.messages.methods import is_exact
-from ...workers.messages.requests import ID_BYTES, GenerateJob, RefusalReason, Refused, Reserve
+from ...workers.messages.requests import (
+    ID_BYTES,
+    GenerateJob,
+    RefusalReason,
+    Refused,
+    Reserve,
+    Reserved,
+)
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
@@ -36,7 +43,7 @@ from .streamed import Streamed
 from .timings import TtftClock, decode_parts
 
 _STOPPING_S = 5.0
-"""How long to wait for a worker's last report after a stop string ended the answer."""
+"""How long to wait for what a worker has to say of an answer that is complete."""
 
 _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
@@ -132,6 +139,8 @@ class Generation:
 
     async def _answer_session(self) -> None:
         plan = self._plan()
+        if self._streamed.ended(plan.max_tokens) is not None and not self._before:
+            self._before = self._cached = await self._session_tokens()
         if self._is_complete(plan):
             return
         await self._share.take(plan.read_tokens + plan.max_tokens)
@@ -150,6 +159,21 @@ class Generation:
             except WorkerLost as error:
                 self._resources.fleet.forget(error.worker)
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
+
+    async def _session_tokens(self) -> int:
+        """Of the session, for the usage of an answer that is complete; 0 if its worker does not say."""
+        fleet, call = self._resources.fleet, self._call
+        try:
+            with Attempt(fleet, self._share) as attempt:
+                async with asyncio.timeout(_STOPPING_S):
+                    worker = await fleet.session_worker(worker_of(call.session_id or ""))
+                    attempt.add(worker)
+                    request_id, door = attempt.request_id, self._resources.door
+                    nothing = Reserve(request_id, call.owner, 0, 0, call.session_id, door=door)
+                    answer = await worker.reserve(nothing)
+        except (TimeoutError, NotFound, WorkerError):
+            return 0
+        return answer.session_tokens if isinstance(answer, Reserved) else 0
 
     def _reservation(self, attempt: Attempt, plan: Plan) -> Reserve:
         call = self._call

@@ -100,6 +100,24 @@ def test_a_session_goes_on_too(house: House, client: DeltafrontClient) -> None:
     nothing_left(house)
 
 
+def test_usage_counts_a_session_whose_answer_was_complete(house: House, client: DeltafrontClient) -> None:
+    """As long as it is there."""
+    *_, made = client.prefill(PROMPT)
+    assert isinstance(made, PrefillFinished)
+    session, whole = made.session.session_id, len(PROMPT) + 1
+    for released, cached in ((False, whole), (True, 0)):
+        house.losses = [(4, CODES[0])]
+        stream = client.generate(session_id=session, append="q", max_tokens=4)
+        events = [next(stream) for _ in range(4)]
+        if released:
+            client.release(session)
+        _, _, finish, _ = collect([*events, *stream])
+        usage = finish.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (cached + 1, 4, cached)
+    assert len(house.decode.jobs) == 2, "nothing is generated again"
+    nothing_left(house)
+
+
 def test_the_next_door_goes_on(make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's address is a proxy's: here the channel is pointed elsewhere by hand."""
     first = make_house()
