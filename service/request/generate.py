@@ -158,6 +158,8 @@ class Generation:
                 await self._decode(attempt, worker, self._job(attempt, plan))
             except WorkerLost as error:
                 self._resources.fleet.forget(error.worker)
+                if self._is_complete(self._plan()):
+                    return
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
     async def _session_tokens(self) -> int:

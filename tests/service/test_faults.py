@@ -139,6 +139,17 @@ def test_death_after_the_last_token_repeats_nothing(house: House, client: Deltaf
     assert (text, finish.reason, len(tokens)) == ("all of it", "stop", 10)
 
 
+def test_death_after_the_last_token_of_a_sessions_answer_costs_nothing(
+    house: House, client: DeltafrontClient
+) -> None:
+    *_, made = client.prefill("doc")
+    house.decode.script = [*b"all of it", EOS]
+    house.cut("decode").cut_after = 1 + len(house.decode.script)
+    session = made.session.session_id  # type: ignore[union-attr]
+    text, _, finish, _ = collect(client.generate(session_id=session, append="q", max_tokens=40))
+    assert (text, finish.reason, finish.usage.cached_tokens) == ("all of it", "stop", 4)
+
+
 @pytest.mark.parametrize("wish", [{"max_tokens": 9}, {"max_tokens": 40, "stop": ["all of it"]}])
 def test_of_a_worker_that_dies_after_the_last_token_no_session_is_told(
     house: House, client: DeltafrontClient, wish: dict[str, Any]
