@@ -49,9 +49,10 @@ class PrefillFinished:
 @dataclass(frozen=True)
 class GenerateFinished:
     """Generate's result. reason: stop, stop_string or length. text: what was held back. density: of no
-    method (empty name) when a session made reading a prompt unnecessary. page_share: pages attended over
-    pages held by sparse layers; 1 when nothing was left out. trace_id: as of a Prefill. recomputed_tokens: of
-    the prompt or session, with dense attention, in all attempts."""
+    method (empty name) when a session made reading a prompt unnecessary, and for an answer that goes on after
+    a lost connection; its timings then leave out all reading. page_share: pages attended over pages held by
+    sparse layers; 1 when nothing was left out. trace_id: as of a Prefill. recomputed_tokens: of the prompt or
+    session, with dense attention, in all attempts."""
 
     reason: FinishReason
     text: str

@@ -55,13 +55,15 @@ def test_an_answer_goes_on_where_it_stopped(
 def test_what_was_streamed_is_not_generated_again(house: House, client: DeltafrontClient) -> None:
     """The prompt is read as before; the decode worker reads the answer's tokens, by no method of prefill."""
     house.losses = [(READ + 5, CODES[0])]
-    collect(client.generate(PROMPT, max_tokens=9, seed=7, temperature=1.0))
+    _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=9, seed=7, temperature=1.0))
     first, second = house.group.jobs
     assert second.token_ids == first.token_ids
     assert [len(job.append_ids) for job in house.decode.jobs] == [0, 4 * 5]
     assert [job.sampling.max_tokens for job in house.decode.jobs] == [9, 4]
     assert {job.sampling.seed for job in house.decode.jobs} == {7}
     assert counter(house, "deltafront_time_to_first_token_seconds_count") == 1
+    assert set(finish.timings.parts) == {"tokenize", "transport"}, "before anything was read"
+    assert (finish.timings.stages, finish.density.method) == ([], "")
 
 
 @pytest.mark.parametrize("kept", range(1, 11))
