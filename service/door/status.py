@@ -5,6 +5,8 @@ Codes are named as gRPC names them.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -40,8 +42,8 @@ _BETWEEN = (
 )
 """What a lost connection looks like, depending on who notices; the last is the word of an HAProxy that has
 just started and knows of no door yet."""
-_LONGEST_DETAILS = 1000
-"""Characters of details sent: gRPC's default limit for all trailers together is 8 KiB."""
+_LONGEST_DETAILS = 3000
+"""Bytes of details as gRPC sends them, percent-encoded; its default limit for all trailers is 8 KiB."""
 
 STATUS: Mapping[Code, grpc.StatusCode] = {code: grpc.StatusCode[code.name] for code in Code}
 _PLAIN = (NotFound, Overloaded, DeadlineExceeded, Unauthenticated, Unavailable, Cancelled, Internal)
@@ -56,7 +58,16 @@ def status(error: DeltafrontError) -> grpc.StatusCode:
 def details(error: DeltafrontError) -> str:
     """The message as sent: one line, bounded."""
     line = " ".join(error.message.split())
-    return line if len(line) <= _LONGEST_DETAILS else line[: _LONGEST_DETAILS - 1] + "…"
+    sizes = map(_sent_bytes, line[: _LONGEST_DETAILS + 1])
+    ends = list(itertools.accumulate(sizes, initial=0))
+    if ends[-1] <= _LONGEST_DETAILS:
+        return line
+    return line[: bisect.bisect(ends, _LONGEST_DETAILS - _sent_bytes("…")) - 1] + "…"
+
+
+def _sent_bytes(character: str) -> int:
+    """Of details: gRPC makes three of each byte that is not printable ASCII, and of `%`."""
+    return 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
 
 
 def trailers(error: DeltafrontError) -> list[tuple[str, str]]:

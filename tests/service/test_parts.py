@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -116,6 +117,7 @@ def test_a_session_may_fill_the_model() -> None:
 
 # --- errors ----------------------------------------------------------------------------------------------
 
+PRINTABLE = "".join(map(chr, range(32, 127))).replace("%", "")
 KINDS = [kind for kind in DeltafrontError.__subclasses__() if kind.code is not Code.UNKNOWN]
 
 
@@ -142,7 +144,16 @@ def test_never_is_said_to_grpc_too() -> None:
     assert dict(status.trailers(Overloaded("full", retry_after_s=1.5))) == {
         **ours, "retry-after": "2", "grpc-retry-pushback-ms": "1500",
     }  # fmt: skip
-    assert len(status.details(NotFound("x" * 5000))) == 1000
+
+
+@pytest.mark.parametrize("text", ["x", "%", "é", "あ", "😀", "x😀あ\x00"])
+def test_details_fit_whatever_they_are_written_in(text: str) -> None:
+    """They are sent percent-encoded."""
+    sent = status.details(NotFound(text * 5000))
+    assert sent.endswith("…") and text.startswith(sent[:-1][: len(text)])
+    assert 2980 < len(quote(sent, safe=PRINTABLE)) <= 3000
+    fits = text * (3000 // len(quote(text, safe=PRINTABLE)))
+    assert status.details(NotFound(fits)) == fits
 
 
 def test_every_error_has_a_status_of_its_own() -> None:
