@@ -32,6 +32,12 @@ def test_sign_test_counts_every_outcome(lost: int, won: int) -> None:
     assert sign_test(lost, won) == pytest.approx(expected)
 
 
+def test_sign_test_of_more_questions_than_a_floats_exponent() -> None:
+    assert sign_test(1500, 1500) == 1.0
+    assert sign_test(1024, 0) == sign_test(0, 1024) == 2.0**-1023
+    assert sign_test(900, 1100) == pytest.approx(math.erfc(199 / math.sqrt(2 * 2000)), rel=0.02)
+
+
 def test_bootstrap_is_near_every_possible_draw() -> None:
     documents = [(9, 10), (4, 10), (12, 11), (8, 8)]
     ratios = sorted(
