@@ -8,6 +8,8 @@ from dataclasses import dataclass
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MOST_HELD = 16
 """Tokens held back for an unfinished character. UTF-8 needs at most 4 bytes; more means garbage."""
+_MOST_SILENT = 16
+"""Tokens decoded again that have no text. More are special ones, which change nothing."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -16,8 +18,8 @@ class Detokenizer:
     """Pushes of ids return text whose concatenation is `decode(all ids)`.
 
     Text is the difference of two decodings that start at the same token, because tokenizers treat the
-    first token of a sequence specially (a leading space is dropped). A decoding that ends in U+FFFD is
-    taken for an unfinished character and held back.
+    first token of a sequence specially (a leading space is dropped); it is one that has text. A decoding
+    that ends in U+FFFD is taken for an unfinished character and held back.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -31,7 +33,11 @@ class Detokenizer:
         text = self._unread()
         if text.endswith(_UNFINISHED) and len(self._ids) - self._read < _MOST_HELD:
             return ""
-        self._window, self._read = self._read, len(self._ids)
+        if text:
+            self._window = self._read
+        elif len(self._ids) - self._window > _MOST_SILENT:
+            self._ids.pop()
+        self._read = len(self._ids)
         return text
 
     def flush(self) -> str:

@@ -53,6 +53,30 @@ def test_a_first_token_that_loses_its_space_is_handled() -> None:
     assert [detokenizer.push(i) for i in (1, 2, 3)] == ["w1", " w2", " w3"]
 
 
+@given(st.lists(st.sampled_from(["</s>", "</s>", "\u2581", "\u2581w", "w"]), max_size=60))
+def test_a_token_without_text_takes_no_space(pieces: list[str]) -> None:
+    """SentencePiece-like: special tokens are left out of a text before its first space is dropped."""
+
+    def decode(ids: Sequence[int]) -> str:
+        words = [pieces[i] for i in ids if pieces[i] != "</s>"]
+        return "".join(words).replace("\u2581", " ").removeprefix(" ")
+
+    detokenizer, ids = Detokenizer(decode), range(len(pieces))
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == decode(ids)
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
+    sizes: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        sizes.append(len(ids))
+        return "".join(" w" for i in ids if i).removeprefix(" ")
+
+    detokenizer = Detokenizer(decode)
+    assert "".join(map(detokenizer.push, [1, *[0] * 500, 1])) == "w w"
+    assert max(sizes) < 20
+
+
 def brute(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Where the answer ends if it arrives letter by letter: at the stop string that completes first."""
     for end in range(len(text) + 1):
