@@ -89,7 +89,10 @@ class Gate:
     def check(self, headers: Headers) -> None:
         """Raises Unauthenticated for what came in the clear."""
         if self._mark not in list(headers):
-            raise Unauthenticated(f"this port is not encrypted: use TLS, on port {self._port}")
+            raise Unauthenticated(
+                f"this port is not encrypted: use TLS, on port {self._port}, where gRPC alone is spoken; "
+                "for HTTP end TLS at a proxy and set door.tls_only: false"
+            )
 
 
 class TlsPort:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -112,6 +113,19 @@ def test_nothing_is_taken_in_the_clear(
     lenient, _ = secure(tls_only=False)
     with DeltafrontClient(lenient.address) as client:
         assert client.info().vocabulary == 258
+
+
+def test_http_is_told_of_a_proxy(
+    secure: Callable[..., tuple[House, str]], make_http: Callable[[House], str]
+) -> None:
+    """The port that speaks TLS is gRPC's alone."""
+    house, _ = secure()
+    refused = httpx.get(f"{make_http(house)}/v1/models")
+    assert refused.status_code == 401
+    message = refused.json()["error"]["message"]
+    assert "gRPC alone" in message and "for HTTP end TLS at a proxy and set door.tls_only: false" in message
+    lenient, _ = secure(tls_only=False)
+    assert httpx.get(f"{make_http(lenient)}/v1/models").status_code == 200
 
 
 def test_tokens_are_asked_for_over_tls_too(
