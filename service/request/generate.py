@@ -148,9 +148,12 @@ class Generation:
             worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
             try:
                 answer = await reserve(attempt, worker, self._reservation(attempt, plan))
-                if isinstance(answer, Refused) and answer.reason is RefusalReason.POSITIONS and answer.free:
+                if isinstance(answer, Refused) and answer.reason is RefusalReason.POSITIONS:
                     plan = replace(plan, max_tokens=answer.free)  # as of a prompt, whose length is known here
-                    answer = await reserve(attempt, worker, self._reservation(attempt, plan))
+                    if self._is_complete(plan):
+                        return
+                    if answer.free:
+                        answer = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(answer, Refused):
                     raise refusal(answer)
                 self._before = self._cached = answer.session_tokens

@@ -19,6 +19,7 @@ from deltafront.service.errors import (
     NotFound,
     Unavailable,
 )
+from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import EOS
 from .inprocess import House
@@ -117,6 +118,22 @@ def test_usage_counts_a_session_whose_answer_was_complete(house: House, client: 
         usage = finish.usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (cached + 1, 4, cached)
     assert len(house.decode.jobs) == 2, "nothing is generated again"
+    nothing_left(house)
+
+
+def test_an_answer_that_had_filled_the_positions_is_complete(house: House, client: DeltafrontClient) -> None:
+    """It was cut to what a session leaves of them, which the next door does not know."""
+    *_, made = client.prefill(PROMPT)
+    assert isinstance(made, PrefillFinished)
+    house.losses = [(4, CODES[0])]
+    house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much", free=4)]
+    stream = client.generate(session_id=made.session.session_id, append="q", max_tokens=9)
+    events = [next(stream) for _ in range(4)]
+    house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much")]
+    _, _, finish, _ = collect([*events, *stream])
+    assert (finish.reason, finish.usage.completion_tokens) == ("length", 4)
+    assert [order.max_tokens for order in house.decode.orders[-3:]] == [9, 4, 5]
+    client.release(made.session.session_id)
     nothing_left(house)
 
 
