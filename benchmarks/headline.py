@@ -138,10 +138,10 @@ def _corrected(result: Result) -> Line:
     """What the Δ correction does to the method that its paper begins with."""
     of = {row["case"]: row for row in result["rows"]}
     with_delta, without = of["streaming+delta"], of["streaming"]
-    tokens = f"{with_delta['tokens']} tokens, {with_delta['density']:.2f} of the tiles"
+    tokens = f"{with_delta['tokens']} tokens on a CPU, {with_delta['density']:.2f} of the tiles"
     return (
-        f"KL with the Δ correction, `streaming+delta`, {tokens}",
+        f"KL with the Δ correction, `streaming+delta`, {tokens}, {with_delta['ms'] / 1000:.0f} s",
         f"{with_delta['kl']:.3f}",
-        f"{without['kl']:.3f} (`streaming`, {without['density']:.2f})",
+        f"{without['kl']:.3f} (`streaming`, {without['density']:.2f}, {without['ms'] / 1000:.0f} s)",
         "",
     )

@@ -33,13 +33,13 @@ def accuracy(result: Result) -> str:
 def baselines(result: Result) -> str:
     """Methods as their papers have them, each beside itself with the Δ correction."""
     of = {row["case"]: row for row in result["rows"]}
-    header = ("method", "density", "KL", "exact", "logp − dense's")
+    header = ("method", "density", "s", "KL", "exact", "logp − dense's")
     rows = []
     for case, row in of.items():
         name, _, options = case.partition(":")
         corrected = of.get(f"{name}+delta{options and ':'}{options}")
         if not name.endswith("+delta"):
-            rows.append([f"`{case}`", *_read(row), *(_read(corrected) if corrected else [None] * 4)])
+            rows.append([f"`{case}`", *_read(row), *(_read(corrected) if corrected else [None] * 5)])
     again = [f"{name}, with Δ" for name in header[1:]]
     return markdown((*header, *again), rows) + provenance(result, "")
 
@@ -47,6 +47,7 @@ def baselines(result: Result) -> str:
 def _read(row: Result) -> list[str]:
     return [
         f"{row['density']:.3f}",
+        f"{row['ms'] / 1000:.1f}",
         f"{row['kl']:.3f}",
         f"{row['exact']} of {row['questions']}",
         f"{row['logp_difference']:+.3f}",
