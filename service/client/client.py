@@ -54,6 +54,7 @@ class DeltafrontClient:
     When the connection is lost (a door died), a request is sent again, with what its answer has brought so
     far, and goes on where it stopped: for up to retry_s seconds in which nothing is heard, and within
     timeout_s. 0 raises ConnectionLost at once. An address where nobody ever answered is Unavailable at once.
+    Raises InvalidArgument for a token that no header can hold.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class DeltafrontClient:
         self._address, self._retry_s = address, retry_s
         self._heard = self._closed = False
         token = os.environ.get("DELTAFRONT_TOKEN") if token is None else token
+        if token and not (token.isascii() and token.isprintable()):
+            raise InvalidArgument("token", "must be printable ASCII, as a header is")
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
         files = Tls.from_environment() if tls is True else tls
         self._channel = (

@@ -96,3 +96,10 @@ def test_an_id_that_a_message_cannot_hold_is_named() -> None:
         for call, field in ((client.release, "session_id"), (client.cancel, "request_id")):
             with pytest.raises(InvalidArgument, match=f"^{field}: "):
                 call("\udcff")
+
+
+@pytest.mark.parametrize("token", ["s\u00fc\u00df", "secret\n", "\udcff"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(InvalidArgument, match="token: must be printable ASCII") as caught:
+        DeltafrontClient("127.0.0.1:1", token)
+    assert token not in str(caught.value)
