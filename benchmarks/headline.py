@@ -63,12 +63,6 @@ def _of_8b(result: Result) -> list[Line]:
         ("8B: the same with FP8 weights and activations", "ttft_dpxa_fp8", "ttft_dpxa", "bfloat16"),
         ("8B: a token, 256 selected pages", "token_delta", "token_full", "all pages"),
         ("8B: a token of four requests at once", "batch4_token_delta", "batch4_token_full", "all pages"),
-        (
-            "8B: first token of a question to a session",
-            "ttft_question",
-            "ttft_question_recompute_8",
-            "eight blocks computed again",
-        ),
     )
     compared = [
         (what, of[ours], of[other], name if _together(of[ours], of[other]) else f"{name}, a later commit")
@@ -80,14 +74,19 @@ def _of_8b(result: Result) -> list[Line]:
     compared.append(
         (f"8B: first token, {at}, {many['gpus']} GPUs as stages", many, _alone(many, result), "one GPU")
     )
+    question, again = of["ttft_question"], of["ttft_question_recompute_8"]
+    asked = f"{question['value']:.3g} s", f"{again['value']:.3g} s (eight blocks computed again)"
     return [
-        (
-            what,
-            f"{ours['value']:.3g} {ours['unit']}",
-            f"{other['value']:.3g} {other['unit']} ({name})",
-            f"{other['value'] / ours['value']:.2f} ×" if _together(ours, other) else "",
-        )
-        for what, ours, other, name in compared
+        *(
+            (
+                what,
+                f"{ours['value']:.3g} {ours['unit']}",
+                f"{other['value']:.3g} {other['unit']} ({name})",
+                f"{other['value'] / ours['value']:.2f} ×" if _together(ours, other) else "",
+            )
+            for what, ours, other, name in compared
+        ),
+        ("8B: first token of a question to a session", *asked, ""),
     ]
 
 

@@ -149,10 +149,11 @@ class Generation:
             try:
                 answer = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(answer, Refused) and answer.reason is RefusalReason.POSITIONS:
-                    plan = replace(plan, max_tokens=answer.free)  # as of a prompt, whose length is known here
+                    # As a prompt's, whose length is known here.
+                    plan = replace(plan, max_tokens=answer.tokens_left)
                     if self._is_complete(plan):
                         return
-                    if answer.free:
+                    if plan.max_tokens:
                         answer = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(answer, Refused):
                     raise refusal(answer)

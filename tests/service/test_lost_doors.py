@@ -126,7 +126,7 @@ def test_an_answer_that_had_filled_the_positions_is_complete(house: House, clien
     *_, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)
     house.losses = [(4, CODES[0])]
-    house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much", free=4)]
+    house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much", tokens_left=4)]
     stream = client.generate(session_id=made.session.session_id, append="q", max_tokens=9)
     events = [next(stream) for _ in range(4)]
     house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much")]

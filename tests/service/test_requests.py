@@ -106,12 +106,12 @@ def test_an_answer_is_cut_to_what_a_session_leaves_of_the_positions(
     """As of a prompt; only its worker knows how long a session is."""
     *_, result = client.prefill("some document", session_ttl_s=60)
     session = result.session.session_id
-    no = partial(Refused, RefusalReason.POSITIONS, "too much", 1030)
-    house.decode.busy = [no(2)]
+    no = partial(Refused, RefusalReason.POSITIONS, "too much")
+    house.decode.busy = [no(tokens_left=2)]
     text, _, finish, _ = collect(client.generate(session_id=session, append="what?", max_tokens=8))
     assert text == expected(ids("some document") + ids("what?", bos=False), 2)
     assert (finish.reason, [order.max_tokens for order in house.decode.orders[-2:]]) == ("length", [8, 2])
-    house.decode.busy = [no(0)]
+    house.decode.busy = [no()]
     with pytest.raises(InvalidArgument, match="too much"):
         list(client.generate(session_id=session, append="what?", max_tokens=8))
     client.release(session)

@@ -20,7 +20,7 @@ from ..kv.pages.holding import Holding, Reservations
 from ..kv.pages.pool import PAGE_TOKENS, PagePool, pages_for
 from ..kv.pages.sessions import KeptSession, SessionsTable
 from ..kv.pages.waiting import OVERDUE_LOOKS, HoldTime, ReserveQueue, last_holders, seconds_until_room
-from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Token
+from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
 from ..messages.methods import BLOCK
 from ..messages.requests import GenerateJob, RefusalReason, Refused, Reserve, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
@@ -29,91 +29,9 @@ from ..settings import DecodeConfig
 from ..tracing import NO_SPAN, Span
 from .reads import Recompute, Step, plan_reads
 from .rows import Row
+from .times import Times
 
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
-
-
-@dataclass
-class Times:
-    """Moments of a request (seconds of one monotonic clock; None: not yet) and what it moved and read.
-
-    complete: the last page was here. ready: nothing was missing any more. taken: the scheduler took it.
-    looked: what it appends has been read, and blocks have been named that are to be computed again. read: its
-    logits were there (appended tokens are read in between). first: the first token was sampled.
-    """
-
-    job: float | None = None
-    logits: float | None = None
-    complete: float | None = None
-    ready: float | None = None
-    taken: float | None = None
-    looked: float | None = None
-    read: float | None = None
-    first: float | None = None
-    handoff_bytes: int = 0
-    handoff_seconds: float = 0.0
-    """While any of its K/V was under way."""
-    pages_attended: int = 0
-    pages_held: int = 0
-    steps: int = 0
-    own_steps: float = 0.0
-    recomputed_tokens: int = 0
-    _under_way: int = 0
-    _since: float = 0.0
-
-    @contextmanager
-    def handing_over(self, clock: Callable[[], float]) -> Iterator[None]:
-        """A part of its K/V is under way, beside others perhaps."""
-        if not self._under_way:
-            self._since = clock()
-        self._under_way += 1
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self.handoff_seconds += clock() - self._since
-
-    def stepped(self, pages_attended: int, pages_held: int, batch: int) -> None:
-        """A decode step that computed so many requests."""
-        self.pages_attended += pages_attended
-        self.pages_held += pages_held
-        self.steps += 1
-        self.own_steps += 1 / batch
-
-    @property
-    def parts(self) -> dict[str, tuple[float | None, float | None]]:
-        """When those of TTFT began and ended here."""
-        began = None if self.job is None else max(self.job, self.logits or self.job)
-        return {
-            "handoff_exposed": (began, self.complete),
-            "decode_wait": (self.ready, self.taken),
-            "append_prefill": (self.taken, self.read if self.looked is None else self.looked),
-            "recompute": (self.looked, self.read),
-            "first_step": (self.read, self.first),
-        }
-
-    def report(self) -> DecodeReport:
-        """The parts are disjoint: they add up to the time from the job (or the logits) to the first token."""
-        seconds = {part: _length(*moments) for part, moments in self.parts.items()}
-        return DecodeReport(
-            handoff_exposed=seconds["handoff_exposed"],
-            decode_wait=seconds["decode_wait"],
-            append_prefill=seconds["append_prefill"],
-            recompute=seconds["recompute"],
-            first_step=seconds["first_step"],
-            handoff_bytes=self.handoff_bytes,
-            handoff_seconds=self.handoff_seconds,
-            pages_attended=self.pages_attended,
-            pages_held=self.pages_held,
-            steps=self.steps,
-            own_steps=self.own_steps,
-            recomputed_tokens=self.recomputed_tokens,
-        )
-
-
-def _length(start: float | None, stop: float | None) -> float:
-    return 0.0 if start is None or stop is None else max(0.0, stop - start)
 
 
 @dataclass(eq=False)

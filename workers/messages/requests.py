@@ -97,14 +97,15 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True)
 class Refused:
-    """A worker's no; nothing was taken. needed, free: pages; of positions, tokens in all, and those that are
-    left for an answer. retry_after_s: when it may be a yes; None: never, or unknown."""
+    """A worker's no; nothing was taken. needed, free: pages. tokens_left: of the model's positions, for an
+    answer. retry_after_s: when it may be a yes; None: never, or unknown."""
 
     reason: RefusalReason
     message: str
     needed: int = 0
     free: int = 0
     retry_after_s: float | None = None
+    tokens_left: int = 0
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,7 @@ class Reservations:
                 RefusalReason.POSITIONS,
                 f"{before} session tokens, {order.prompt_tokens} prompt tokens and {order.max_tokens} new "
                 f"tokens exceed the model's {self._positions} positions",
-                total,
-                max(0, self._positions - (total - order.max_tokens)),
+                tokens_left=max(0, self._positions - (total - order.max_tokens)),
             )
         return self._take(order, session, total, behind)
 

@@ -11,6 +11,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
 
@@ -25,9 +26,8 @@ def last_holders(held: Iterable[tuple[float, Iterable[int]]]) -> list[Holder]:
     """Who gives each page back last, and how many those are: a page that several hold comes back with the
     last of them. Pure."""
     ends = dict[int, float]()
-    for end, pages in held:
-        for page in pages:
-            ends[page] = max(end, ends.get(page, end))
+    for end, pages in sorted(held, key=itemgetter(0)):
+        ends.update(dict.fromkeys(pages, end))
     return list(Counter(ends.values()).items())
 
 
