@@ -23,6 +23,10 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)
 
+# Whoever calls Ray without having started or joined one is told so. Else Ray joins the last cluster that its
+# files name, which may be another test's and dead, and tries to reach it for good.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
 # Ray gives its workers a low priority, so that beside other tests they would get next to nothing of a core,
 # and gives up on what starts slowly.
 for _name, _value in {
@@ -49,7 +53,6 @@ TOGETHER = {
     "tests/workers/kv/test_lending_deaths.py": "actors",
     "tests/kernels/test_compile_sm90.py": "compiler",
     "tests/workers/test_specialisations.py": "specialisations",
-    "tests/workers/test_leaving.py": "leaving",
 }
 """What runs in one process, one test after the other, because it shares what takes long to start; the longest
 first. Each group has ports of its own, so they stand beside each other. One process may get several, in this

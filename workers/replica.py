@@ -40,7 +40,8 @@ class Replica:
     def __init__(self, prefix: str, drain_s: float = 0.0) -> None:
         self._prefix = prefix
         self._drain_s = drain_s
-        self._bundles = get_current_placement_group()
+        # Asked without a Ray, it would start one, or join the last that was on this host.
+        self._bundles = get_current_placement_group() if ray.is_initialized() else None
         self._actors: list[Any] = []
         self._rebuilding: asyncio.Future[None] | None = None
         self._began = 0.0

@@ -60,7 +60,6 @@ class Owner(Replica):
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     actors: list[Any] = []
     monkeypatch.setattr(module.ray, "kill", actors.append)
-    monkeypatch.setattr(module, "get_current_placement_group", lambda: None)  # it would start a Ray
     monkeypatch.setattr(module, "HEAD_PATIENCE_S", 0.01)
     return actors
 
