@@ -32,7 +32,7 @@ _SPARSE = 0.12
 """Of dense attention's time, what a sparse method takes, scoring included (131,072 tokens, density 0.055)."""
 _REMEMBERED = 64
 _TRIES = 8
-_HALVINGS = 16
+_HALVINGS = 5
 _GROWTHS = (0.86, 0.9, 0.93, 0.96, 1.04)
 """Times by which a chunk may take longer than the one before, besides 1."""
 _MORE = (1.0, 1.25, 1.6)
@@ -168,13 +168,21 @@ def _shortest(
 ) -> tuple[int, ...]:
     """At most `count` chunks, each of which takes `growth` times as long as the one before at most, as short
     as can be."""
+    first = max(1.0, growth ** (1 - count))  # the one that may take least takes 1
+    together = sum(first * growth**n for n in range(count))
+    low = (cost.of(start, tokens - start) + (count - 1) * cost.fixed) / together  # if cut anywhere
+    step, best = cost.of(max(start, tokens - BLOCK), BLOCK) - cost.fixed, None
     enough = max(cost.of(max(start, tokens - largest), largest), cost.of(start, min(largest, tokens - start)))
-    low, high = 0.0, enough
-    best = even_chunks(start, tokens, largest)
+    while best is None and low < enough:
+        high = low + step
+        best = _packed(start, tokens, count, largest, high * first, growth, cost)
+        if best is None:
+            low, step = high, 2 * step
+    if best is None:
+        return even_chunks(start, tokens, largest)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        first = middle * max(1.0, growth ** (1 - count))
-        sizes = _packed(start, tokens, count, largest, first, growth, cost)
+        sizes = _packed(start, tokens, count, largest, middle * first, growth, cost)
         if sizes is None:
             low = middle
         else:
@@ -191,7 +199,7 @@ def _packed(
     while start < tokens:
         left = tokens - start
         size = min(cost.fitting(start, most), largest)
-        if size < left and cost.of(start, left) <= most and left <= largest:
+        if size < left <= largest and cost.of(start, left) <= most:
             size = left  # the last one need not be whole blocks
         size = min(size, left)
         if size == 0 or len(sizes) == count:
