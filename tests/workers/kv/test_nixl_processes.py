@@ -25,7 +25,7 @@ from .fake_nixl import needs_nixl
 
 pytestmark = needs_nixl
 
-PAGES, TOKENS, HEADS, DIM = 32, 512, 2, 32
+PAGES, TOKENS, HEADS, DIM = 512, 8192, 2, 32
 LAYERS = range(2, 6)
 THEIRS = tuple(reversed(range(PAGES)))
 PATIENCE_S = 300
@@ -177,15 +177,14 @@ async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read
 async def test_a_decode_worker_that_dies_in_mid_read_does_its_stage_no_harm(
     start: Callable[..., Child],
 ) -> None:
+    """The stage goes on meanwhile. One that stands still then may be ended by UCX (docs/LOG.md)."""
     stage, dying = start(serve), start(read)
     message = stage.ask("lend", "r")
     dying.pipe.send(message)
     assert dying.hear() == "under way" and dying.hear() == 0
-    stage.signal(signal.SIGSTOP)
     dying.pipe.send(message)
     assert dying.hear() == "under way"
     dying.end()
-    stage.signal(signal.SIGCONT)
     receiver, cache = worker()
     await receiver.receive(stage.ask("lend", "s"), LAYERS, hold)
     assert rows_that_differ(cache) == 0
