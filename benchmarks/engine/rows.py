@@ -2,8 +2,8 @@
 
 A row is `case, tokens, gpus, density, value, unit`. gpus counts those of prefill; `parts` is where a time to
 first token went; `decode_gpu` says whether decode had a GPU of its own; `chunk` how many tokens the longest
-chunk could have (older rows: 8,192, and do not say so); `commit` stands where a row is of another one than
-the file. What follows from other rows (`derived`) is made anew whenever the file is written.
+chunk could have (older rows do not say: 8,192 of one GPU's); `commit` stands where a row is of another one
+than the file. What follows from other rows (`derived`) is made anew whenever the file is written.
 """
 
 from __future__ import annotations
