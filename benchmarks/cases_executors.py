@@ -36,6 +36,7 @@ from ..kernels.testing import (
     poisoned_empty,
     random_input,
     random_mask,
+    spec_of,
 )
 from .harness import BenchConfig, Case, Timed
 
@@ -145,7 +146,7 @@ def _delta_kv(x: AttentionInput) -> Timed:
     """Everything a prompt's prefill pays for it: scan, packing, attention."""
     cos = _halving_cosine(x)
     executor = PackedKVExecutor(DeltaKVOptions(cos=cos, critical=512))
-    spec = _spec(x)
+    spec = spec_of(x)
 
     def run() -> PackedRuns:
         state = executor.new_state(spec)
@@ -188,17 +189,10 @@ class _Given:
 
 def _correction(x: AttentionInput) -> Timed:
     method = Correction(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
-    state = method.new_state(_spec(x))
+    state = method.new_state(spec_of(x))
     extra = float(method.attend(x, state)[1].computed)
     run = partial(method.attend, x, state)
     return Timed(run, _flops(x, extra), extra / causal_tiles(x), "dense rows, their tail and the addition")
-
-
-def _spec(x: AttentionInput) -> StateSpec:
-    q = x.q_BHTD
-    batch, heads, _, dim = q.shape
-    key_heads, keys = x.k_BGSD.shape[1:3]
-    return StateSpec(batch, heads, key_heads, dim, keys, q.device, q.dtype)
 
 
 def _check(config: BenchConfig) -> None:
@@ -241,7 +235,7 @@ def _check_input(x: AttentionInput) -> None:
 def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
     """Around zeros, the correction must give each row the dense row at or before it, and a dense tail."""
     given = Correction(_Given(torch.zeros_like(x.q_BHTD)), GAMMA)
-    found = given.attend(x, given.new_state(_spec(x)))[0]
+    found = given.attend(x, given.new_state(spec_of(x)))[0]
     tail = (x.prompt_tokens // 128 - 1) * 128
     row_T = torch.arange(tail, device=found.device)
     assert_rows_close(found[:, :, :tail], expected[:, :, row_T // GAMMA * GAMMA])
@@ -249,7 +243,7 @@ def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
 
 
 def _states(x: AttentionInput, chunk: int) -> PackedRuns:
-    state = PackedRuns.empty(_spec(x), chunk)
+    state = PackedRuns.empty(spec_of(x), chunk)
     state.extend(x.k_BGSD, chunk, SimilarRuns(0.8))
     return state
 

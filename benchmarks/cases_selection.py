@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ..kernels.interface import AttentionInput, StateSpec, TileMask, no_phase
+from ..kernels.interface import AttentionInput, TileMask, no_phase
 from ..kernels.selectors.anchors import AnchorsOptions, AnchorsSelector
 from ..kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
 from ..kernels.selectors.flex import FlexOptions, FlexSelector
@@ -18,7 +18,7 @@ from ..kernels.selectors.lines_kernel import kernel_line_masses
 from ..kernels.selectors.scored import ScoredSelector
 from ..kernels.selectors.vertical_slash import VerticalSlashOptions, VerticalSlashSelector
 from ..kernels.structured import statistics, structured_input
-from ..kernels.testing import assert_rows_close, chunk_of
+from ..kernels.testing import assert_rows_close, chunk_of, spec_of
 from .harness import BenchConfig, Case, Timed
 
 CHECKED_TOKENS = 4000
@@ -77,18 +77,12 @@ def _input(config: BenchConfig, tokens: int, q_heads: int, kv_heads: int, dim: i
     )
 
 
-def _state(selector: ScoredSelector | LineSelector, x: AttentionInput) -> object:
-    batch, heads, _, dim = x.q_BHTD.shape
-    groups, keys = x.k_BGSD.shape[1:3]
-    return selector.new_state(StateSpec(batch, heads, groups, dim, keys, x.q_BHTD.device, x.q_BHTD.dtype))
-
-
 def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelector], tokens: int) -> Timed:
     x = _input(config, tokens, config.q_heads, config.kv_heads, config.head_dim)
     selector = make()
     torch.cuda.reset_peak_memory_stats(config.device)
     before = torch.cuda.memory_allocated(config.device)
-    state = _state(selector, x)
+    state = selector.new_state(spec_of(x))
     mask = selector.select(x, state, no_phase)
     peak = (torch.cuda.max_memory_allocated(config.device) - before) / 2**30
     batch, heads = x.q_BHTD.shape[:2]
@@ -119,8 +113,8 @@ def _check(config: BenchConfig) -> None:
         )
         exact = replace(x, q_BHTD=x.q_BHTD.float(), k_BGSD=x.k_BGSD.float(), v_BGSD=x.v_BGSD.float())
         for selector in (_dpxa(), _largest(), _xattention()):
-            score_BHNM = selector.scores(x, _state(selector, x), no_phase)
-            expected_BHNM = selector.cpu_scores(exact, _state(selector, exact), no_phase)
+            score_BHNM = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
+            expected_BHNM = selector.cpu_scores(exact, selector.new_state(spec_of(exact)), no_phase)
             assert_rows_close(score_BHNM, expected_BHNM, dtype=config.dtype, factor=2.0)
             _check_chunks(selector, x)
 
@@ -136,8 +130,8 @@ def _check_lines(config: BenchConfig) -> None:
 
 
 def _check_chunks(selector: ScoredSelector, x: AttentionInput) -> None:
-    whole = selector.select(x, _state(selector, x), no_phase)
-    state = _state(selector, x)
+    whole = selector.select(x, selector.new_state(spec_of(x)), no_phase)
+    state = selector.new_state(spec_of(x))
     tokens = x.q_BHTD.shape[2]
     for start in range(0, tokens, CHUNK_TOKENS):
         part = selector.select(chunk_of(x, start, min(start + CHUNK_TOKENS, tokens)), state, no_phase)

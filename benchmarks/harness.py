@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -175,5 +175,10 @@ def write_rows(path: Path, rows: Sequence[Row], commit: str) -> None:
         "triton": triton.__version__,
         "rows": [{k: v for k, v in asdict(row).items() if v is not None} for row in rows],
     }
+    write_json(path, record)
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """A file of results; the folders that it needs are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -39,10 +39,12 @@ def main() -> None:
         rows.append(row)
         write_rows(args.out, rows, commit)
 
-    for name in args.modules:
-        module = import_module(f".{name}", __package__)
-        run_cases(module.cases(config), config, keep)
-    print(f"wrote {args.out}")
+    found = [import_module(f".{name}", __package__).cases(config) for name in args.modules]
+    if unknown := config.only - {case.name for cases in found for case in cases}:
+        parser.error(f"--only: no case of these modules is called {', '.join(sorted(unknown))}")
+    for cases in found:
+        run_cases(cases, config, keep)
+    print(f"wrote {args.out}" if rows else "nothing was measured")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from deltafront.benchmarks import DEMO_TEXT
-from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.harness import commit_of, write_json
+from deltafront.benchmarks.reader import load_tokenizer, parse_method, split_method
+from deltafront.benchmarks.streams import ending
 from deltafront.service.client.client import (
     DeltafrontClient,
     GenerateFinished,
@@ -32,19 +33,14 @@ from deltafront.service.client.client import (
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
 from deltafront.workers.calibration import needles as hay
-from deltafront.workers.model import store as model_store
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def read(client: DeltafrontClient, document: PromptLike, method: str) -> PrefillFinished:
-    name, _, given = method.partition(":")
-    pairs = [pair.partition("=") for pair in given.split(",") if pair]
-    options = {key: float(value) for key, _, value in pairs}
-    for event in client.prefill(document, method=name, options=options, session_ttl_s=1800):
-        if isinstance(event, PrefillFinished):
-            return event
-    raise RuntimeError("Prefill ended without a result")
+    name, options = split_method(method)
+    events = client.prefill(document, method=name, options=options, session_ttl_s=1800)
+    return ending(events, PrefillFinished)
 
 
 def ask(
@@ -127,8 +123,9 @@ def main() -> None:
     parser.add_argument("--hardware", default="", help="what it ran on, for the record")
     parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
-    directory = model_store.model_directory(load(arguments.config).model.path)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = load_tokenizer(load(arguments.config).model.path)
+    for method in arguments.methods:
+        parse_method(method)  # a mistake is told before anything is read
     rows = []
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
         for text, seed in itertools.product(arguments.text, arguments.seed):
@@ -139,7 +136,7 @@ def main() -> None:
                 print({k: v for k, v in rows[-1].items() if k not in ("parts", "wrong")}, flush=True)
     commit = arguments.commit or commit_of(ROOT)
     result = {"hardware": arguments.hardware, "commit": commit, "rows": rows}
-    arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(arguments.result, result)
 
 
 if __name__ == "__main__":

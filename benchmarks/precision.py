@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
 from deltafront.benchmarks import DEMO_TEXT
-from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.arguments import told
+from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.long_context import make_document
-from deltafront.benchmarks.reader import ADAPTER, MODEL, ROOT, STRETCHED, Reader, load_model, load_tokenizer
+from deltafront.benchmarks.reader import MODEL, ROOT, Reader, known_method, load_tokenizer
+from deltafront.workers.model.decoder import load_model
 
 DTYPES = ("bfloat16", "float16", "float32")
 LONGEST_ANSWER = 48
@@ -50,21 +52,21 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=10)
     parser.add_argument("--seed", type=int, nargs="+", default=[3])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--methods", nargs="+", default=["dense"])
+    parser.add_argument("--methods", type=told(known_method), nargs="+", default=["dense"])
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--result", type=Path)
     parser.add_argument("--hardware", default="", help="what it ran on, for the record")
     parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
     arguments = parser.parse_args()
-    tokenizer = load_tokenizer(MODEL)
+    tokenizer = load_tokenizer(MODEL.path)
     documents = [
         (text.stem, seed, *make_document(text, arguments, seed, tokenizer))
         for text, seed in itertools.product(arguments.text, arguments.seed)
     ]
     rows = []
     for dtype in arguments.dtypes:
-        stack = load_model(MODEL, ADAPTER, STRETCHED, dtype=dtype, device=arguments.device)
+        stack = load_model(replace(MODEL, dtype=dtype), arguments.device)
         reader = Reader(stack, arguments.tokens)
         for (text, seed, document, asked), method in itertools.product(documents, arguments.methods):
             reader.read(tokenizer.encode(document).ids, method, arguments.chunk)
@@ -77,7 +79,7 @@ def main() -> None:
     if arguments.result:
         commit = arguments.commit or commit_of(ROOT)
         result = {"hardware": arguments.hardware, "commit": commit, "rows": rows}
-        arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.result, result)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -22,20 +21,22 @@ from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateS
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.model import store as model_store
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.model.levels import amounts_for
 from deltafront.workers.model.profile import Profile
 from deltafront.workers.model.recompute import recompute, rows_of_blocks
 from deltafront.workers.prefill import warm_up as prefill_warm_up
 from deltafront.workers.prefill.phases import phase_timer
-from deltafront.workers.settings import Quantisation
+from deltafront.workers.settings import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-ADAPTER = ROOT / "deploy" / "models" / "smollm2-135m-128k"
-MODEL = "smollm2-135m-instruct"
-STRETCHED = {"rope_theta": 8e6, "max_position_embeddings": 131_072}
-"""What the adapter needs of the model's configuration."""
+MODEL = ModelSpec(
+    "smollm2-135m-instruct",
+    adapter=str(ROOT / "deploy" / "models" / "smollm2-135m-128k"),
+    rope_theta=8e6,
+    max_position_embeddings=131_072,
+)
+"""The embedded model with the adapter that stretches it, and what that needs."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,17 @@ class Reader:
 
     def read(self, ids: Sequence[int], method: str, chunk: int, tail: int = 1, *, after: int = 0) -> Reading:
         """Read a document with a prefill method; keep the hidden rows of its `tail` last positions. Raises
-        MethodError for a method that is not known, or that the profile has no level for.
+        MethodError for a method that is not known, or that the profile has no level for, and ValueError for
+        more tokens than the model has positions.
 
         after: a multiple of BLOCK; the first `after` tokens were read before, with the same method, and what
         comes back is of those behind them alone.
         """
+        config, named = self.stack.config, parse_method(method)
+        if len(ids) > config.positions:
+            raise ValueError(f"{len(ids)} tokens, but the model has {config.positions} positions")
         self.length = after
         self._ids_T = torch.tensor(ids, device=self.stack.device)
-        config, named = self.stack.config, parse_method(method)
         attention = build(named, amounts_for(self._profile, named))
         spec = StateSpec(
             1,
@@ -186,36 +190,28 @@ class Reader:
         return self._k_LBGSD[layer, :, :, :tokens], self._v_LBGSD[layer, :, :, :tokens]
 
 
-def parse_method(method: str) -> MethodSpec:
-    """A method with options as given on a command line: `dpxa:tau=0.9,k_anchors=16`. Raises MethodError."""
+def split_method(method: str) -> tuple[str, dict[str, float]]:
+    """Name and options as given on a command line: `dpxa:tau=0.9,k_anchors=16`. Raises ValueError."""
     name, _, given = method.partition(":")
-    pairs = [pair.partition("=") for pair in given.split(",") if pair]
-    return method_spec(name, {key: float(value) for key, _, value in pairs})
+    options: dict[str, float] = {}
+    for pair in filter(None, given.split(",")):
+        key, _, value = pair.partition("=")
+        try:
+            options[key] = float(value)
+        except ValueError:
+            raise ValueError(f"no method {method!r}: NAME, or NAME:OPTION=NUMBER,OPTION=NUMBER") from None
+    return name, options
 
 
-def load_model(
-    model: str,
-    adapter: Path | None,
-    overrides: dict[str, Any],
-    *,
-    dtype: str,
-    device: str,
-    quantisation: Quantisation | None = None,
-) -> LayerStack:
-    """All layers of a model: a name, a directory or a GGUF file, as for `serve`."""
-    directory = model_store.model_directory(model)
-    config = read_config(directory, overrides)
-    return load_stack(
-        directory,
-        config,
-        range(config.layers),
-        embedding=True,
-        head=True,
-        dtype=getattr(torch, dtype),
-        device=device,
-        adapter=adapter,
-        quantisation=quantisation,
-    )
+def parse_method(method: str) -> MethodSpec:
+    """The same, checked, with the defaults of other options. Raises ValueError."""
+    return method_spec(*split_method(method))
+
+
+def known_method(method: str) -> str:
+    """The method as it was given. Raises ValueError."""
+    parse_method(method)
+    return method
 
 
 def load_tokenizer(model: str) -> Tokenizer:

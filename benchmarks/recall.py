@@ -17,7 +17,6 @@ JSON named by --result.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,13 +26,14 @@ import torch
 from torch.nn import functional
 
 from ..kernels.constants import BLOCK
-from ..kernels.interface import AttentionInput, StateSpec, no_phase
+from ..kernels.interface import AttentionInput, no_phase
 from ..kernels.selectors.anchors import AnchorsOptions, AnchorsSelector
 from ..kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
 from ..kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
 from ..kernels.selectors.naive import NaiveOptions, NaiveSelector
 from ..kernels.selectors.scored import ScoredSelector
-from .harness import commit_of
+from ..kernels.testing import spec_of
+from .harness import commit_of, write_json
 
 COVERAGES = (0.75, 0.90, 0.95)
 LAYERS = (3, 15, 24)
@@ -123,19 +123,13 @@ def measure(inputs: Sequence[AttentionInput], names: Sequence[str]) -> list[Row]
         found["oracle"].append(tiles_needed(true_BHNM, true_BHNM, x.first_block, forced=False))
         for name in names:
             selector = ESTIMATORS[name]()
-            score_BHNM = selector.scores(x, selector.new_state(_spec(x)), no_phase)
+            score_BHNM = selector.scores(x, selector.new_state(spec_of(x)), no_phase)
             found[name].append(tiles_needed(score_BHNM, true_BHNM, x.first_block, forced=True))
     tokens = inputs[0].k_BGSD.shape[2]
     return [
         Row(name, tokens, *(float(v) for v in torch.stack(needed).mean(dim=(0, 2))))
         for name, needed in found.items()
     ]
-
-
-def _spec(x: AttentionInput) -> StateSpec:
-    batch, heads, _, dim = x.q_BHTD.shape
-    groups, keys = x.k_BGSD.shape[1:3]
-    return StateSpec(batch, heads, groups, dim, keys, x.q_BHTD.device, x.q_BHTD.dtype)
 
 
 @dataclass(frozen=True)
@@ -208,7 +202,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([head, *lines])
 
 
-def write(path: Path, rows: Sequence[Row], device: torch.device) -> None:
+def write(path: Path, rows: Sequence[Row], device: torch.device, text: str) -> None:
     import triton
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -217,10 +211,10 @@ def write(path: Path, rows: Sequence[Row], device: torch.device) -> None:
         "commit": commit_of(ROOT),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "rows": [{**row.__dict__} for row in rows],
+        "rows": [vars(row) for row in rows],
+        "text": text,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
 
 
 def main() -> None:
@@ -248,7 +242,7 @@ def main() -> None:
         rows += measure(inputs_of(kept, tokens), chosen.estimators)
         print(table(rows[-1 - len(chosen.estimators) :]), flush=True)
     if chosen.result is not None:
-        write(chosen.result, rows, device)
+        write(chosen.result, rows, device, chosen.text.stem)
 
 
 if __name__ == "__main__":

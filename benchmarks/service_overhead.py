@@ -22,15 +22,15 @@ from pathlib import Path
 
 import psutil
 import torch
-from tokenizers import Tokenizer
 
 from deltafront.benchmarks import DEMO_TEXT
-from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.harness import commit_of, write_json
+from deltafront.benchmarks.reader import load_tokenizer
+from deltafront.benchmarks.streams import ending
 from deltafront.service.client.client import DeltafrontClient, GenerateFinished
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ServiceConfig, load
 from deltafront.workers.messages.methods import method_spec
-from deltafront.workers.model import store as model_store
 from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import PrefillConfig
 
@@ -46,10 +46,8 @@ def in_one_process(config: ServiceConfig, prefill: PrefillConfig, ids: list[int]
 
 
 def over_grpc(client: DeltafrontClient, ids: list[int], method: str) -> float:
-    for event in client.generate(ids, method=method, max_tokens=1, ignore_eos=True):
-        if isinstance(event, GenerateFinished):
-            return event.timings.ttft_seconds
-    raise RuntimeError("the stream ended without a finish event")
+    events = client.generate(ids, method=method, max_tokens=1, ignore_eos=True)
+    return ending(events, GenerateFinished).timings.ttft_seconds
 
 
 def resident_gib(pid: int) -> float:
@@ -60,8 +58,7 @@ def resident_gib(pid: int) -> float:
 def measure(
     path: Path, config: ServiceConfig, lengths: list[int], repeats: int, method: str
 ) -> dict[str, object]:
-    directory = model_store.model_directory(config.model.path)
-    ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(DEMO_TEXT.read_text()).ids
+    ids = load_tokenizer(config.model.path).encode(DEMO_TEXT.read_text()).ids
     threads = config.prefill.threads * config.prefill.stages
     one_stage = dataclasses.replace(config.prefill, stages=1, threads=threads)
     times: dict[tuple[str, int], list[float]] = {}
@@ -105,7 +102,7 @@ def main() -> None:
         "repeats": arguments.repeats,
         **measured,
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(RESULT, result)
     print(json.dumps(result, indent=1))
 
 

@@ -234,6 +234,8 @@ def main() -> int:
     arguments = parser.parse_args()
     stale = [path for path in DOCUMENTS if render(path.read_text()) != path.read_text()]
     if arguments.check:
+        for path in stale:
+            print(f"not up to date: {path.name}", file=sys.stderr)
         return int(bool(stale))
     for path in stale:
         path.write_text(render(path.read_text()))

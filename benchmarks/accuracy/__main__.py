@@ -36,6 +36,7 @@ import argparse
 import itertools
 import platform
 import random
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -60,15 +61,14 @@ from deltafront.benchmarks.accuracy.questions import (
 )
 from deltafront.benchmarks.accuracy.report import BASELINE, Outcome, line, parse_gate
 from deltafront.benchmarks.accuracy.tasks import TASKS
+from deltafront.benchmarks.arguments import told
 from deltafront.benchmarks.harness import commit_of
 from deltafront.benchmarks.reader import (
-    ADAPTER,
     MODEL,
     ROOT,
-    STRETCHED,
     Reader,
     Reading,
-    load_model,
+    known_method,
     load_tokenizer,
     parse_method,
     warm_up,
@@ -76,7 +76,7 @@ from deltafront.benchmarks.reader import (
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.probes import Document, Question, Text
 from deltafront.workers.calibration.sensitivity import divergence
-from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.decoder import LayerStack, load_model
 from deltafront.workers.model.levels import amounts_for
 from deltafront.workers.model.profile import Profile, load_profile
 from deltafront.workers.settings import ModelSpec, Quantisation
@@ -90,7 +90,6 @@ answer of some twenty tokens behind 130,000."""
 
 def main() -> int:
     arguments = _arguments()
-    gates = [parse_gate(given) for given in arguments.gate]
     stacks, profile = _load(arguments)
     tokenizer = load_tokenizer(arguments.model)
 
@@ -116,21 +115,21 @@ def main() -> int:
     if arguments.shard:
         write_shard(outcomes, arguments.shard, origin, arguments.result)
         return 0
-    return conclude(outcomes, origin, gates, arguments.result)
+    return conclude(outcomes, origin, arguments.gate, arguments.result)
 
 
 def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | None]:
     """The model, and quantised if that is asked for, once its profile is known to have a level for every
-    method that asks for one."""
-    overrides = {} if arguments.no_adapter else STRETCHED
-    adapter = None if arguments.no_adapter else ADAPTER
-    spec = ModelSpec(arguments.model, adapter and str(adapter), profile=arguments.profile, **overrides)
+    method that asks for one. Raises ValueError for a page selection that it cannot have."""
+    chosen = {"path": arguments.model, "dtype": arguments.dtype, "profile": arguments.profile}
+    spec = ModelSpec(**chosen) if arguments.no_adapter else replace(MODEL, **chosen)
     profile = load_profile(spec)
     for method in arguments.methods:
         amounts_for(profile, parse_method(method))
-    how = {"dtype": arguments.dtype, "device": arguments.device}
     kinds = [None] if arguments.quantisation is None else [None, arguments.quantisation]
-    stacks = [load_model(arguments.model, adapter, overrides, **how, quantisation=kind) for kind in kinds]
+    stacks = [load_model(replace(spec, quantisation=kind), arguments.device) for kind in kinds]
+    for selection in arguments.decode:
+        parse_selection(selection, stacks[0].config.layers)
     return stacks, profile
 
 
@@ -272,25 +271,25 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default=MODEL, help="a name, directory or GGUF file, as for `serve`")
+    add("--model", default=MODEL.path, help="a name, directory or GGUF file, as for `serve`")
     add("--no-adapter", action="store_true", help="the model as it is, without the 128K adapter")
     add("--profile", help="the model's profile, for methods that ask for a density")
     add("--text", type=Path, nargs="+", default=[DEMO_TEXT])
-    add("--documents", type=_counted_lengths, nargs="+", default=[(2, 4096)], metavar="COUNTxTOKENS")
-    add("--tasks", type=_task, nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
-    add("--methods", nargs="+", default=["dpxa"])
+    add("--documents", type=told(_counted_lengths), nargs="+", default=[(2, 4096)], metavar="COUNTxTOKENS")
+    add("--tasks", type=told(_task), nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
+    add("--methods", type=told(known_method), nargs="+", default=["dpxa"])
     add("--recompute", type=int, nargs="+", default=[], metavar="BLOCKS", help="for each question by itself")
     add("--decode", nargs="+", default=[], metavar="LAYERS:BUDGET[:RECENCY]")
     add("--questions-in-prompt", action="store_true", help="each ends a prompt, instead of a session's")
     add("--decode-questions", type=int, default=40)
-    add("--gate", nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…")
+    add("--gate", type=told(parse_gate), nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…")
     add("--tail", type=int, default=2048, help="last positions whose distributions are compared")
     add("--chunk", type=int, default=16_384)
     add("--seed", type=int, default=3)
     add("--dtype", choices=("float16", "bfloat16", "float32"), default="float16" if cuda else "float32")
     add("--quantisation", choices=get_args(Quantisation), help="also with the layers in so many bits")
     add("--device", default="cuda" if cuda else "cpu")
-    add("--shard", type=_shard, metavar="I/N", help="every N-th document from I on, for `merge`")
+    add("--shard", type=told(_shard), metavar="I/N", help="every N-th document from I on, for `merge`")
     add("--result", type=Path)
     add("--hardware", default="", help="what it ran on, for the record")
     add("--commit", help="recorded instead of git's answer, where there is no git")
@@ -305,22 +304,24 @@ def _arguments() -> argparse.Namespace:
 
 
 def _counted_lengths(given: str) -> tuple[int, int]:
-    count, _, tokens = given.partition("x")
-    return int(count), int(tokens)
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", given)
+    if match is None:
+        raise ValueError(f"no documents {given!r}: COUNTxTOKENS")
+    return int(match[1]), int(match[2])
 
 
 def _task(given: str) -> tuple[str, int]:
     name, _, count = given.partition(":")
-    if name not in TASKS:
-        raise argparse.ArgumentTypeError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
+    if name not in TASKS or not (count or "16").isdecimal():
+        raise ValueError(f"no task {given!r}: TASK or TASK:COUNT, of {', '.join(TASKS)}")
     return name, int(count or 16)
 
 
 def _shard(given: str) -> tuple[int, int]:
-    shard, _, shards = given.partition("/")
-    if not 0 <= int(shard) < int(shards):
-        raise argparse.ArgumentTypeError(f"no shard {given!r}: I/N with I from 0 to N - 1")
-    return int(shard), int(shards)
+    match = re.fullmatch(r"(\d+)/(\d+)", given)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"no shard {given!r}: I/N with I from 0 to N - 1")
+    return int(match[1]), int(match[2])
 
 
 if __name__ == "__main__":

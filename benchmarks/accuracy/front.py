@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deltafront.benchmarks.accuracy.report import Row, figure
+from deltafront.benchmarks.markdown import markdown
 
 DECODE = "decode "
 """How the case of a page selection begins: `decode LAYERS:BUDGET`."""
+
+_HEADER = (
+    "tokens", "task", "page selection", "share of K/V", "ms", "exact of full's", "logp − full's", "front",
+)  # fmt: skip
 
 
 def with_front(found: Sequence[Row]) -> list[Row]:
@@ -22,14 +27,11 @@ def front_table(found: Sequence[Row]) -> str:
     rows = [row for row in with_front(found) if _selects(row)]
     if not rows:
         return ""
-    lines = [
-        "| tokens | task | page selection | share of K/V | ms | exact of full's | logp − full's | front |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in sorted(rows, key=lambda row: (row["tokens"], row["task"], row["ms"])):
         exact = figure(row, "exact")
         cells = (
-            f"{row['tokens']}",
+            row["tokens"],
             row["task"],
             f"`{row['case'].removeprefix(DECODE)}`",
             f"{row['density']:.3f}",
@@ -38,8 +40,8 @@ def front_table(found: Sequence[Row]) -> str:
             f"{row['logp_difference']:+.3f}",
             "yes" if row["front"] else "",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(_HEADER, lines)
 
 
 def _selects(row: Row) -> bool:

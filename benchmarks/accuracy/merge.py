@@ -27,6 +27,8 @@ from deltafront.benchmarks.accuracy.report import (
     rows,
     table,
 )
+from deltafront.benchmarks.arguments import told
+from deltafront.benchmarks.harness import write_json
 
 Origin = Mapping[str, Any]
 """What a result says of where it comes from: hardware, commit, dtype."""
@@ -39,7 +41,7 @@ def conclude(outcomes: Sequence[Outcome], origin: Origin, gates: Sequence[Gate],
     if front := front_table(found):
         print(f"\n{front}")
     if result:
-        _write(result, {**origin, "rows": found})
+        write_json(result, {**origin, "rows": found})
     reasons = missed(gates, found)
     for reason in reasons:
         print(f"gate missed: {reason}", file=sys.stderr)
@@ -48,7 +50,7 @@ def conclude(outcomes: Sequence[Outcome], origin: Origin, gates: Sequence[Gate],
 
 def write_shard(outcomes: Sequence[Outcome], shard: tuple[int, int], origin: Origin, result: Path) -> None:
     """What one of several processes found; shard: which one, of how many."""
-    _write(result, {**origin, "shard": shard, "outcomes": [asdict(outcome) for outcome in outcomes]})
+    write_json(result, {**origin, "shard": shard, "outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
 def merged(paths: Sequence[Path]) -> tuple[list[Outcome], Origin]:
@@ -76,11 +78,6 @@ def _index(outcome: Outcome) -> int:
     return int(outcome.document.rpartition("-")[2])
 
 
-def _write(path: Path, result: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m deltafront.benchmarks.accuracy.merge",
@@ -88,11 +85,12 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shards", type=Path, nargs="+", metavar="FILE", help="--result of each process")
-    parser.add_argument("--gate", nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…")
+    parser.add_argument(
+        "--gate", type=told(parse_gate), nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…"
+    )
     parser.add_argument("--result", type=Path)
     arguments = parser.parse_args()
-    gates = [parse_gate(given) for given in arguments.gate]
-    return conclude(*merged(arguments.shards), gates, arguments.result)
+    return conclude(*merged(arguments.shards), arguments.gate, arguments.result)
 
 
 if __name__ == "__main__":

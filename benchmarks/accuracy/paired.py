@@ -33,9 +33,9 @@ def sign_test(lost: int, won: int) -> float:
 
 
 def bootstrap_ratio(
-    documents: Sequence[tuple[int, int]], *, draws: int = 10_000, seed: int = 0, level: float = 0.95
+    documents: Sequence[tuple[int, int]], *, draws: int = 10_000
 ) -> tuple[float, float] | None:
-    """The interval in which sum(method) / sum(baseline) lies at this level, over whole documents drawn with
+    """The interval in which 95% of sum(method) / sum(baseline) lie, over whole documents drawn with
     replacement; documents: (exact of the method, exact of the baseline).
 
     None where there is nothing to draw from: less than two documents. Draws in which the baseline has no
@@ -43,7 +43,7 @@ def bootstrap_ratio(
     """
     if len(documents) < 2:
         return None
-    rng, ratios = random.Random(seed), []
+    rng, ratios = random.Random(0), []
     for _ in range(draws):
         drawn = rng.choices(documents, k=len(documents))
         baseline = sum(b for _, b in drawn)
@@ -52,7 +52,7 @@ def bootstrap_ratio(
     if not ratios:
         return None
     ratios.sort()
-    return quantile(ratios, (1 - level) / 2), quantile(ratios, (1 + level) / 2)
+    return quantile(ratios, 0.025), quantile(ratios, 0.975)
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, mean_and_error, sign_test
+from deltafront.benchmarks.markdown import markdown
 
 Row = dict[str, Any]
 
@@ -143,21 +144,22 @@ def _error(values: Sequence[float | None]) -> float | None:
     return mean_and_error(known)[1] if known else None
 
 
+_HEADER = (
+    "task", "case", "density", "ms", "recompute", "KL ±", "95%", "perplexity", "exact (dense)",
+    "ratio, 95%", "lost, won; p", "logp − dense's ±", "agree",
+)  # fmt: skip
+
+
 def table(found: Sequence[Row]) -> str:
     """Markdown: a table for each length."""
     lines = []
     for tokens in dict.fromkeys(row["tokens"] for row in found):
-        lines += [
-            f"\n{tokens:,} tokens\n",
-            "| task | case | density | ms | recompute | KL ± | 95% | perplexity | exact (dense) | ratio, 95% "
-            "| lost, won; p | logp − dense's ± | agree |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        ]
-        lines += [_table_line(row) for row in found if row["tokens"] == tokens]
+        cells = [_cells(row) for row in found if row["tokens"] == tokens]
+        lines += [f"\n{tokens:,} tokens\n", markdown(_HEADER, cells)]
     return "\n".join(lines)
 
 
-def _table_line(row: Row) -> str:
+def _cells(row: Row) -> list[str]:
     exact = ratio = changed = logp = ""
     if "questions" in row:
         low_high = row.get("ratio_95")
@@ -167,7 +169,7 @@ def _table_line(row: Row) -> str:
         changed = f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}"
         logp = f"{row['logp_difference']:+.3f} ± {_number(row.get('logp_error'), '.3f')}"
     kl = f"{_number(row.get('kl'), '.4f')} ± {_number(row.get('kl_error'), '.4f')}" if "kl" in row else ""
-    cells = [
+    return [
         row["task"],
         f"`{row['case']}`",
         f"{row['density']:.3f}",
@@ -182,7 +184,6 @@ def _table_line(row: Row) -> str:
         logp,
         _number(row.get("agree"), ".3f"),
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def _number(value: float | None, form: str) -> str:

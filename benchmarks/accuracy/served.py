@@ -14,7 +14,6 @@ sign test, and how many answers are the first case's token for token. Ends with 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -31,7 +30,8 @@ from deltafront.benchmarks.accuracy.paired import bootstrap_ratio, changes, sign
 from deltafront.benchmarks.accuracy.report import Row, missed, parse_gate
 from deltafront.benchmarks.accuracy.tables import served
 from deltafront.benchmarks.accuracy.tasks import TASKS
-from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.arguments import told
+from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.long_context import read
 from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.benchmarks.tables import RESULTS, ROOT
@@ -187,7 +187,7 @@ def main() -> int:
         "note": arguments.note,
         "rows": rows(found, arguments.cases, arguments.task),
     }
-    arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(arguments.result, result)
     print(served(result))
     reasons = missed(arguments.gate, result["rows"])
     for reason in reasons:
@@ -208,9 +208,9 @@ def _arguments() -> argparse.Namespace:
     add("--documents", type=int, default=3)
     add("--task", choices=ASKING, default="needles", help="what documents are made of")
     add("--questions", type=int, default=16, help="facts in a document, all asked for")
-    add("--cases", type=parse_case, nargs="+", default=[*map(parse_case, CASES)], metavar="NAME=METHOD")
+    add("--cases", type=told(parse_case), nargs="+", default=[*map(parse_case, CASES)], metavar="NAME=METHOD")
     add("--at-once", type=int, default=8, help="questions under way")
-    add("--gate", type=parse_gate, nargs="+", default=[], metavar="NAME:exact>=NUMBER")
+    add("--gate", type=told(parse_gate), nargs="+", default=[], metavar="NAME:exact>=NUMBER")
     add("--seed", type=int, default=3)
     add("--result", type=Path, default=RESULTS / "accuracy_served_cpu.json")
     add("--hardware", default="", help="what it ran on, for the record")

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import yaml
@@ -36,6 +36,7 @@ from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
 from deltafront.service.request.answers import GenerateFinished
+from deltafront.workers.settings import Quantisation
 
 from . import measure, peers, rows
 from .model import SHAPES, write_model
@@ -75,7 +76,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--decode-gpu", choices=("own", "last"), default="own")
     parser.add_argument("--chunk", type=int, default=16_384)
-    parser.add_argument("--quantisation", help="sets model.quantisation and marks the cases")
+    parser.add_argument(
+        "--quantisation", choices=get_args(Quantisation), help="sets model.quantisation and marks the cases"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="configuration")
     parser.add_argument("--model", type=Path, help="where the model is made; memory-backed by default")
     parser.add_argument("--kernel-cache", type=Path, default=Path(tempfile.gettempdir()) / "engine-kernels")

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from deltafront.benchmarks.streams import ending
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.errors import Overloaded
 from deltafront.service.request.answers import GenerateFinished, PrefillFinished
@@ -59,10 +60,7 @@ def first_token(
 
     def once() -> GenerateFinished:
         events = client.generate(ids, method=method, options=options, max_tokens=1, ignore_eos=True)
-        for event in events:
-            if isinstance(event, GenerateFinished):
-                return event
-        raise RuntimeError("the answer ended without its last event")
+        return ending(events, GenerateFinished)
 
     return patiently(once)
 
@@ -104,10 +102,8 @@ def sessions(client: DeltafrontClient, prompts: Sequence[Sequence[int]], method:
     """Each prompt read into a session of its own, so that no two share pages."""
 
     def read(ids: Sequence[int]) -> str:
-        for event in client.prefill(ids, method=method, session_ttl_s=_TTL_S):
-            if isinstance(event, PrefillFinished):
-                return event.session.session_id
-        raise RuntimeError("Prefill ended without a result")
+        events = client.prefill(ids, method=method, session_ttl_s=_TTL_S)
+        return ending(events, PrefillFinished).session.session_id
 
     made: list[str] = []
     try:
@@ -184,10 +180,7 @@ def question_row(
             ignore_eos=True,
             recompute_blocks=blocks,
         )
-        for event in events:
-            if isinstance(event, GenerateFinished):
-                return event
-        raise RuntimeError("the answer ended without its last event")
+        return ending(events, GenerateFinished)
 
     results = [patiently(once) for _ in range(repeats)]
     if any(one.recomputed_tokens != blocks * BLOCK for one in results):

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from deltafront.benchmarks.harness import write_json
+
 Row = dict[str, Any]
 Key = tuple[str, int, int]
 BATCH = 4
@@ -56,8 +58,7 @@ def merge_into(path: Path, rows: Iterable[Row], gpu: str, commit: str) -> dict[s
     """Reads the file, if there is one, and writes it anew."""
     old = json.loads(path.read_text()) if path.exists() else None
     whole = merged(old, rows, gpu, commit)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    write_json(path, whole)
     return whole
 
 

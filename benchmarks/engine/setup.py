@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from deltafront.kernels.constants import PAGE_TOKENS
+from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.service.client.size import GIB, RESERVE_GIB
 from deltafront.workers.model.config import ModelConfig
 
@@ -123,17 +123,18 @@ def delta_layers(layers: int) -> list[int]:
     return sorted({2 + (2 * part + 1) * (layers - 2) // 8 for part in range(4)})
 
 
-def dpxa_share(density: float, tokens: int, block: int = 128, forced: int = 6) -> float:
-    """The option `share` at which the mean over all causal tiles of a prompt is `density`.
+_FORCED = 6
+"""Blocks of sink and window that `dpxa` keeps in every row, also where they are more than its share."""
 
-    Sink and window (`forced` blocks) are kept in every row, also where they are more than the share. Raises
-    ValueError if they alone are more than `density`.
-    """
-    rows = -(-tokens // block)
+
+def dpxa_share(density: float, tokens: int) -> float:
+    """The option `share` at which the mean over all causal tiles of a prompt is `density`. Raises ValueError
+    if sink and window alone are more than that."""
+    rows = -(-tokens // BLOCK)
     causal = rows * (rows + 1) / 2
 
     def mean(share: float) -> float:
-        return sum(max(min(row, forced), math.ceil(share * row)) for row in range(1, rows + 1)) / causal
+        return sum(max(min(row, _FORCED), math.ceil(share * row)) for row in range(1, rows + 1)) / causal
 
     if mean(0.0) > density:
         raise ValueError(f"density {density} at {tokens} tokens: sink and window alone are {mean(0.0):.3f}")

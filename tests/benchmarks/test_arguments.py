@@ -1,0 +1,107 @@
+"""What a command line gets wrong is told before anything is measured, and what is measured is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltafront.benchmarks import kernels, tables
+from deltafront.benchmarks.accuracy.__main__ import _arguments, _load
+from deltafront.benchmarks.harness import write_json
+from deltafront.benchmarks.reader import Reader, split_method
+from deltafront.workers.model.decoder import load_model
+from deltafront.workers.settings import ModelSpec
+
+from ..workers.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def given(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("--methods", "dpxa:tau", "no method 'dpxa:tau'"),
+        ("--methods", "dpxa:tua=0.9", "dpxa has no option 'tua'"),
+        ("--methods", "dxpa", "unknown attention method 'dxpa'"),
+        ("--documents", "4096", "no documents '4096'"),
+        ("--documents", "0x4096", "no documents '0x4096'"),
+        ("--tasks", "needle:16", "no task 'needle:16'"),
+        ("--tasks", "needles:few", "no task 'needles:few'"),
+        ("--gate", "dpxa:exact>0.9", "no gate 'exact>0.9'"),
+        ("--shard", "3/3", "no shard '3/3'"),
+        ("--shard", "one", "no shard 'one'"),
+    ],
+)
+def test_arguments_of_accuracy_are_refused_with_a_reason(
+    name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given(monkeypatch, name, value)
+    with pytest.raises(SystemExit, match="2"):
+        _arguments()
+    assert f"argument {name}: {told}" in capsys.readouterr().err
+
+
+def test_options_of_a_method_are_those_that_are_given() -> None:
+    assert split_method("dense") == ("dense", {})
+    assert split_method("dpxa:tau=0.9,k_anchors=16") == ("dpxa", {"tau": 0.9, "k_anchors": 16.0})
+
+
+def test_a_page_selection_is_refused_before_a_document_is_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(
+        monkeypatch, "--model", str(model), "--no-adapter", "--device", "cpu", "--decode", "1,3:16", "99:16"
+    )
+    arguments = _arguments()
+    with pytest.raises(ValueError, match="99"):
+        _load(arguments)
+
+
+def test_no_more_is_read_than_the_model_has_positions(model: Path) -> None:
+    stack = load_model(ModelSpec(str(model), dtype="float32"), "cpu")
+    positions = stack.config.positions
+    with pytest.raises(ValueError, match=f"{positions + 1} tokens, but the model has {positions} positions"):
+        Reader(stack, positions + 1).read([1] * (positions + 1), "dense", 128)
+
+
+def test_a_kernel_case_that_nobody_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given(monkeypatch, "--only", "dense", "dens", "--out", str(tmp_path / "rows.json"))
+    with pytest.raises(SystemExit, match="2"):
+        kernels.main()
+    assert "--only: no case of these modules is called dens\n" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_documents_that_are_not_up_to_date_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old.md"
+    old.write_text("<!-- table: sizing -->\nold\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "DOCUMENTS", (old,))
+    given(monkeypatch, "--check")
+    assert tables.main() == 1
+    assert capsys.readouterr().err == "not up to date: old.md\n"
+    given(monkeypatch)
+    assert tables.main() == 0
+    given(monkeypatch, "--check")
+    assert tables.main() == 0 and capsys.readouterr().err == ""
+
+
+def test_a_result_makes_the_folders_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "of" / "today" / "rows.json"
+    write_json(path, {"rows": [1]})
+    assert json.loads(path.read_text()) == {"rows": [1]}
