@@ -61,9 +61,13 @@ at a time as long as there are at most a hundred."""
 
 
 class DoorReplica(FrontDoor):
-    """The door as a Serve replica: makes what it needs from the configuration, in its own process."""
+    """The door as a Serve replica: makes what it needs from the configuration, in its own process.
 
-    async def __init__(self, config: dict[str, Any], metrics_directory: str) -> None:  # type: ignore[misc]
+    _workers: handles of the deployments that own its workers, which are in its Serve graph so that Serve
+    starts them. They are not called: the door speaks to the actors, which it finds by name.
+    """
+
+    async def __init__(self, config: dict[str, Any], metrics_directory: str, *_workers: Any) -> None:  # type: ignore[misc]
         logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
         settings = parse(config)
         self._id = secrets.token_hex(4)
@@ -224,13 +228,5 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         health_check_timeout_s=_DOOR_TIMEOUT_S,
         max_surge_percent=_ONE_MORE if settings.door.per_node is None else 0,
         graceful_shutdown_timeout_s=_DOOR_SHUTDOWN_S + settings.door.drain_s,
-    )(serve.ingress()(Door if workers else DoorReplica))
+    )(serve.ingress()(DoorReplica))
     return door.bind(settings.model_dump(mode="json"), str(directory), *workers)
-
-
-class Door(DoorReplica):
-    """DoorReplica whose Serve graph contains the worker deployments. Their handles are not called: the
-    door speaks to the actors, which it finds by name."""
-
-    async def __init__(self, config: dict[str, Any], metrics_directory: str, *_workers: Any) -> None:  # type: ignore[misc]
-        await DoorReplica.__init__(self, config, metrics_directory)

@@ -13,12 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_STOP_S = 60.0
+_LOG_LINES = 30
+"""Of the log's end, shown when it does not come up."""
 
 
 class NotServing(RuntimeError):
@@ -28,18 +31,16 @@ class NotServing(RuntimeError):
 class LocalService:
     """`with LocalService("deploy/config/demo.yaml") as service:` serves on `service.address`.
 
-    arguments: further options of `deltafront serve`. Leaving the block stops it: SIGTERM, then, after
-    stop_s seconds, SIGKILL to the process group that this object started.
+    Leaving the block stops it: SIGTERM, then, after _STOP_S seconds, SIGKILL to the process group that this
+    object started.
     """
 
     def __init__(
         self,
         config: Path | str,
-        arguments: Sequence[str] = (),
         *,
         port: int = 9000,
         start_s: float = 240.0,
-        stop_s: float = 60.0,
         environment: dict[str, str] | None = None,
     ) -> None:
         self.address = f"127.0.0.1:{port}"
@@ -51,8 +52,7 @@ class LocalService:
             "--config",
             str(config),
         ]
-        self._command += list(arguments)
-        self._start_s, self._stop_s = start_s, stop_s
+        self._start_s = start_s
         self._environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.log = Path(tempfile.mkdtemp(prefix="deltafront-")) / "serve.log"
@@ -108,8 +108,8 @@ class LocalService:
                 time.sleep(0.5)
         raise NotServing(f"the service was not healthy within {self._start_s:.0f} s:\n{self.log_tail()}")
 
-    def log_tail(self, lines: int = 30) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def stop(self) -> None:
         """Stop it and wait until its whole process group is gone; calling twice is fine."""
@@ -118,7 +118,7 @@ class LocalService:
             return
         process.terminate()
         try:
-            process.wait(self._stop_s)
+            process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """torch.distributed backend by type of device."""
+_MEET = timedelta(seconds=120)
+"""How long stages wait for one another at their rendezvous."""
 
 
 class LinkClosed(Exception):
@@ -142,14 +144,10 @@ class GroupActivations:
         dist.destroy_process_group()
 
 
-def host_store(address: str, stages: int, timeout_s: float = 120.0) -> TCPStore:
+def host_store(address: str, stages: int) -> TCPStore:
     """The first stage's rendezvous, on a free port of `address` that the system picks (`.port`)."""
-    return TCPStore(
-        address, 0, stages, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    return TCPStore(address, 0, stages, is_master=True, timeout=_MEET, wait_for_workers=False)
 
 
-def join_store(address: str, port: int, stages: int, timeout_s: float = 120.0) -> TCPStore:
-    return TCPStore(
-        address, port, stages, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+def join_store(address: str, port: int, stages: int) -> TCPStore:
+    return TCPStore(address, port, stages, is_master=False, timeout=_MEET, wait_for_workers=False)

@@ -7,7 +7,6 @@ passed in. A session holds one reference on each of its pages and never writes t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...messages.events import LINK_BYTES, Prefix, Session
@@ -37,19 +36,12 @@ class KeptSession:
 class SessionsTable:
     """Sessions by id. Ids are `<worker>.<random>`, so that any front door can find the worker."""
 
-    def __init__(
-        self,
-        worker: str,
-        pool: PagePool,
-        max_ttl_s: float,
-        token: Callable[[], str] = lambda: secrets.token_urlsafe(16),
-    ) -> None:
+    def __init__(self, worker: str, pool: PagePool, max_ttl_s: float) -> None:
         if max_ttl_s <= 0:
             raise ValueError(f"max_session_ttl_s must be positive, got {max_ttl_s}")
         self._worker = worker
         self._pool = pool
         self._max_ttl_s = max_ttl_s
-        self._token = token
         self._sessions: dict[str, KeptSession] = {}
 
     def __len__(self) -> int:
@@ -75,7 +67,7 @@ class SessionsTable:
         lease = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
         links = tokens // self._pool.page_tokens * LINK_BYTES
         session = KeptSession(
-            f"{self._worker}.{self._token()}",
+            f"{self._worker}.{secrets.token_urlsafe(16)}",
             owner,
             pages,
             tokens,
