@@ -20,6 +20,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateSpec, no_phase
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec
+from deltafront.workers.calibration.probes import Text
 from deltafront.workers.model import store as model_store
 from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.model.levels import amounts_for
@@ -216,6 +217,15 @@ def known_method(method: str) -> str:
 
 def load_tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_file(str(model_store.model_directory(model) / "tokenizer.json"))
+
+
+def load_text(path: Path, tokenizer: Tokenizer) -> Text:
+    """A file that documents are made of."""
+
+    def encode_all(texts: Sequence[str]) -> list[list[int]]:
+        return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    return Text(path.read_text(encoding="utf-8"), encode_all)
 
 
 def warm_up(stack: LayerStack, methods: Sequence[str], chunk: int, profile: Profile | None = None) -> None:

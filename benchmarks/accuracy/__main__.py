@@ -69,6 +69,7 @@ from deltafront.benchmarks.reader import (
     Reader,
     Reading,
     known_method,
+    load_text,
     load_tokenizer,
     parse_method,
     warm_up,
@@ -92,11 +93,7 @@ def main() -> int:
     arguments = _arguments()
     stacks, profile = _load(arguments)
     tokenizer = load_tokenizer(arguments.model)
-
-    def encode_all(texts: Sequence[str]) -> list[list[int]]:
-        return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
-
-    texts = {path.stem: Text(path.read_text(encoding="utf-8"), encode_all) for path in arguments.text}
+    texts = {path.stem: load_text(path, tokenizer) for path in arguments.text}
     room = max(tokens for _, tokens in arguments.documents) + QUESTION_ROOM
     methods = [BASELINE, *(method for method in arguments.methods if method != BASELINE)]
     for stack in stacks:

@@ -33,12 +33,12 @@ from deltafront.benchmarks.accuracy.tasks import TASKS
 from deltafront.benchmarks.arguments import told
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.long_context import read
-from deltafront.benchmarks.reader import load_tokenizer
+from deltafront.benchmarks.reader import load_text, load_tokenizer
 from deltafront.benchmarks.tables import RESULTS, ROOT
 from deltafront.service.client.client import DeltafrontClient, GenerateFinished
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
-from deltafront.workers.calibration.probes import Document, Question, Text
+from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.messages.events import Token
 
 ASKING = [name for name in TASKS if name != "prose"]
@@ -169,12 +169,7 @@ def _row(case: Case, mine: Sequence[Answers], base: Sequence[Answers]) -> Row:
 def main() -> int:
     arguments = _arguments()
     model = load(arguments.config).model.path
-    tokenizer = load_tokenizer(model)
-
-    def encode_all(texts: Sequence[str]) -> list[list[int]]:
-        return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
-
-    text, found = Text(arguments.text.read_text(encoding="utf-8"), encode_all), list[Answers]()
+    text, found = load_text(arguments.text, load_tokenizer(model)), list[Answers]()
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
         for index in range(arguments.documents):
             rng = random.Random(f"{arguments.seed} {arguments.task} {arguments.tokens} {index}")

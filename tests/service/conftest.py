@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings as hypothesis_settings
 
-from deltafront.service.client import DeltafrontClient
+from deltafront.service.client import DeltafrontClient, losses
 from deltafront.service.config import ServiceConfig
 from deltafront.service.metrics import Metrics
+from deltafront.service.request import attempt
 from deltafront.service.tracing import Tracing
 
 from . import fakes
 from .inprocess import House, Loop, open_house, settings, write_model
 from .pki import Authority
-
-hypothesis_settings.register_profile("any speed", deadline=None)
-hypothesis_settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +50,22 @@ def make_house(model: Path, tmp_path: Path) -> Iterator[Callable[..., House]]:
         loop.run(house.door._requests.stop())
         loop.run(house.fleet.stop())
     loop.stop()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses before what died is tried again."""
+    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(losses, "_FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def doors(make_house: Callable[..., House], tmp_path: Path) -> tuple[House, House]:
+    """Two to the same workers, with the tokens alpha and beta."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alpha\nbeta\n")
+    first = make_house(tokens_file=str(tokens))
+    return first, make_house(others=[first], tokens_file=str(tokens))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from .fakes import EOS, FakeDecode
 from .inprocess import HANG_S, House, wait_until
 from .test_requests import collect, expected, ids, nothing_left
 
+pytestmark = pytest.mark.usefixtures("impatient")
 PROMPT = "p" * 700
 
 
@@ -32,11 +33,6 @@ def outcomes(house: House) -> dict[tuple[str, str], float]:
 
 def counter(house: House, name: str) -> float:
     return sum(s.value for m in house.metrics.registry().collect() for s in m.samples if s.name == name)
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 5])

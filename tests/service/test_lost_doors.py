@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from deltafront.service.client import DeltafrontClient, PrefillFinished
-from deltafront.service.client import losses as client_losses
 from deltafront.service.errors import (
     Cancelled,
     ConnectionLost,
@@ -26,14 +25,10 @@ from .inprocess import House
 from .test_faults import PROMPT, counter, outcomes
 from .test_requests import collect, expected, ids, nothing_left
 
+pytestmark = pytest.mark.usefixtures("impatient")
 CODES = [grpc.StatusCode[name] for name in ("CANCELLED", "UNKNOWN", "INTERNAL", "UNAVAILABLE")]
 READ = 6
 """Progress events of PROMPT."""
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_losses, "_FIRST_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)

@@ -12,7 +12,6 @@ import pytest
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.gauges import WorkerState, state_of
 from deltafront.service.metrics import FINISHED, RPCS, Metrics
-from deltafront.service.request import attempt
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.stages import HandoffFailed
 from deltafront.workers.messages.states import DecodeStats, GroupStats
@@ -20,12 +19,8 @@ from deltafront.workers.messages.states import DecodeStats, GroupStats
 from .inprocess import House, wait_until
 from .test_requests import collect
 
+pytestmark = pytest.mark.usefixtures("impatient")
 PROMPT = "p" * 700
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
 
 
 def value(house: House, name: str, **labels: str) -> float:

@@ -11,9 +11,7 @@ import grpc
 import pytest
 
 from deltafront.service.client import DeltafrontClient, PrefillFinished
-from deltafront.service.client import losses as client_losses
 from deltafront.service.errors import Overloaded
-from deltafront.service.request import attempt
 from deltafront.workers.messages.requests import recompute_pages
 
 from .fakes import needed, pages
@@ -21,15 +19,10 @@ from .inprocess import House, settings
 from .test_faults import counter
 from .test_requests import collect, expected, ids, nothing_left
 
+pytestmark = pytest.mark.usefixtures("impatient")
 PROMPT = "p" * 700
 SPARSE: dict[str, Any] = {"method": "streaming", "options": {"min_tokens": 0}}
 EXACT: dict[str, dict[str, Any]] = {"dense": {"method": "dense"}, "short": {"method": "streaming"}}
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(client_losses, "_FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture

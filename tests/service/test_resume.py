@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Progress
-from deltafront.service.request import attempt, reading
+from deltafront.service.request import reading
 from deltafront.workers.messages.events import LayerDensity, PrefillReport
 from deltafront.workers.messages.requests import PrefillJob, RefusalReason, Refused
 
@@ -18,14 +18,10 @@ from .inprocess import House
 from .test_faults import counter
 from .test_requests import collect, expected, ids, nothing_left
 
+pytestmark = pytest.mark.usefixtures("impatient")
 PROMPT = "p" * 700
 TOTAL = 701
 """Tokens of it: six chunks."""
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_FIRST_PAUSE_S", 0.02)
 
 
 def dying_and_spare(house: House, chunks: int) -> tuple[FakeGroup, FakeGroup]:

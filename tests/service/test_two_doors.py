@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,24 +16,16 @@ from .test_requests import collect, expected, ids, nothing_left
 
 
 @pytest.fixture
-def houses(make_house: Callable[..., House], tmp_path: Path) -> tuple[House, House]:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("alpha\nbeta\n")
-    first = make_house(tokens_file=str(tokens))
-    return first, make_house(others=[first], tokens_file=str(tokens))
-
-
-@pytest.fixture
-def clients(houses: tuple[House, House]) -> Iterator[tuple[DeltafrontClient, DeltafrontClient]]:
+def clients(doors: tuple[House, House]) -> Iterator[tuple[DeltafrontClient, DeltafrontClient]]:
     with (
-        DeltafrontClient(houses[0].address, "alpha") as first,
-        DeltafrontClient(houses[1].address, "alpha") as second,
+        DeltafrontClient(doors[0].address, "alpha") as first,
+        DeltafrontClient(doors[1].address, "alpha") as second,
     ):
         yield first, second
 
 
 def test_a_session_is_every_doors(
-    houses: tuple[House, House], clients: tuple[DeltafrontClient, DeltafrontClient]
+    doors: tuple[House, House], clients: tuple[DeltafrontClient, DeltafrontClient]
 ) -> None:
     first, second = clients
     *_, made = first.prefill(PROMPT)
@@ -43,19 +34,19 @@ def test_a_session_is_every_doors(
     for client in (second, first):
         text, *_ = collect(client.generate(session_id=session, append="q", max_tokens=5))
         assert text == expected(ids(PROMPT) + ids("q", bos=False), 5)
-    with DeltafrontClient(houses[1].address, "beta") as stranger, pytest.raises(NotFound):
+    with DeltafrontClient(doors[1].address, "beta") as stranger, pytest.raises(NotFound):
         stranger.release(session)
     second.release(session)
     with pytest.raises(NotFound):
         list(first.generate(session_id=session, append="q"))
-    nothing_left(houses[0])
+    nothing_left(doors[0])
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_any_door_cancels(
-    houses: tuple[House, House], clients: tuple[DeltafrontClient, DeltafrontClient], phase: str
+    doors: tuple[House, House], clients: tuple[DeltafrontClient, DeltafrontClient], phase: str
 ) -> None:
-    house = houses[0]
+    house = doors[0]
     worker = house.group if phase == "prefill" else house.decode
     for canceller in clients:
         worker.pause_at = 3
@@ -71,7 +62,7 @@ def test_any_door_cancels(
         reader = threading.Thread(target=read)
         reader.start()
         assert worker.paused.wait(60)
-        with DeltafrontClient(houses[1].address, "beta") as stranger:
+        with DeltafrontClient(doors[1].address, "beta") as stranger:
             assert stranger.cancel("mine") == 0
         assert canceller.cancel("yours") == 0
         assert canceller.cancel("mine") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import pytest
@@ -77,14 +76,6 @@ def test_only_a_prefix_that_saves_more_than_it_costs_is_worth_it() -> None:
 
 
 # --- through the door --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def doors(make_house: Callable[..., House], tmp_path: Path) -> tuple[House, House]:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("alpha\nbeta\n")
-    first = make_house(tokens_file=str(tokens))
-    return first, make_house(others=[first], tokens_file=str(tokens))
 
 
 def answer(client: DeltafrontClient, prompt: str, **options: object) -> GenerateFinished:

@@ -15,6 +15,8 @@ from deltafront.workers.messages.events import LINK_BYTES, FinishReason, Prefix,
 from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling
 from deltafront.workers.messages.stages import FirstLogits
 
+from ..prompts import Clock
+
 NEW = 40
 """More than two pages of 16, so that 33 tokens outgrow a budget of four pages."""
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
@@ -23,25 +25,6 @@ PROMPTS = (5, 16, 33, 150)
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return [random.Random(seed * 1000 + length).randrange(198) for _ in range(length)]
-
-
-class Clock:
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def during(self, seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
-        """`work`, taking so long."""
-
-        def slow(*args: Any) -> Any:
-            self.now += seconds
-            return work(*args)
-
-        return slow
 
 
 @pytest.fixture(scope="module")

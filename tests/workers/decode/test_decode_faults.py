@@ -10,7 +10,6 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from deltafront.workers.decode.page_selection import PageSelectionError
@@ -20,16 +19,9 @@ from deltafront.workers.messages.requests import GenerateJob, RefusalReason, Ref
 from deltafront.workers.messages.stages import FirstLogits
 from deltafront.workers.messages.states import OwnerUse
 
-SHORT = Sampling(max_tokens=8, ignore_eos=True)
+from ..prompts import SHORT, Clock, ids_of, packed
+
 LONG = Sampling(max_tokens=400, ignore_eos=True)
-
-
-def ids_of(length: int) -> list[int]:
-    return [(7 * i + length) % 198 for i in range(length)]
-
-
-def packed(ids: list[int]) -> bytes:
-    return np.asarray(ids, dtype="<u4").tobytes()
 
 
 async def refusal(run: Any, **order: Any) -> Refused:
@@ -39,14 +31,6 @@ async def refusal(run: Any, **order: Any) -> Refused:
     assert isinstance(answer, Refused), answer
     assert run.used <= used, "a refusal takes nothing"
     return answer
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # --- refusals -------------------------------------------------------------------------------------------

@@ -20,19 +20,7 @@ from deltafront.workers.messages.requests import (
 )
 from deltafront.workers.messages.stages import FirstLogits, HandoffFailed
 
-SHORT = Sampling(max_tokens=8, ignore_eos=True)
-
-
-def ids_of(length: int) -> list[int]:
-    return [(7 * i + length) % 198 for i in range(length)]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from ..prompts import SHORT, Clock, ids_of
 
 
 async def test_repeated_and_unknown_announcements_are_ignored(bench: Any) -> None:

@@ -18,8 +18,8 @@ from deltafront.workers.messages.requests import DecodeFailed, GenerateJob, Keep
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement, KVRange
 
 from ..conftest import LAYERS
+from ..prompts import SHORT
 
-SHORT = Sampling(max_tokens=8, ignore_eos=True)
 IDS = [(7 * i) % 198 for i in range(150)]
 
 

@@ -11,14 +11,11 @@ from opentelemetry.trace import StatusCode
 
 from deltafront.workers.messages.requests import GenerateJob, KeepSession, Sampling
 
+from ..prompts import ids_of
 from ..spans import PARENT, Recorder
 
 SHORT = Sampling(max_tokens=3, ignore_eos=True)
 PARTS = ("handoff_exposed", "decode_wait", "append_prefill", "first_step")
-
-
-def ids_of(length: int) -> list[int]:
-    return [(7 * i + length) % 198 for i in range(length)]
 
 
 async def test_an_answers_span_holds_the_parts_that_are_told(bench: Any) -> None:

@@ -21,7 +21,7 @@ from deltafront.workers.messages.requests import (
     Sampling,
 )
 
-from .test_decode_faults import SHORT, Clock, ids_of, packed
+from ..prompts import SHORT, Clock, ids_of, packed
 
 # --- when there is room -----------------------------------------------------------------------------------
 

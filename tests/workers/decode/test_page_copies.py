@@ -14,12 +14,9 @@ from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits
 from deltafront.workers.model.decoder import LayerStack
 
-SHORT = Sampling(max_tokens=8, ignore_eos=True)
+from ..prompts import SHORT, ids_of
+
 LAST = Sampling(max_tokens=1, ignore_eos=True)
-
-
-def ids_of(length: int) -> list[int]:
-    return [(7 * i + length) % 198 for i in range(length)]
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling, recompute_pages
 from tests.workers.conftest import Answer, Bench, Prefilled
 
+from ..prompts import packed
+
 NEW = 12
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True)
 TOKENS = 5 * BLOCK
@@ -29,10 +31,6 @@ def tokens(count: int, seed: int) -> list[int]:
 
 DOCUMENT = tokens(TOKENS, 1)
 QUESTION = tokens(30, 2)
-
-
-def packed(ids: list[int]) -> bytes:
-    return np.asarray(ids, dtype="<u4").tobytes()
 
 
 @torch.inference_mode()

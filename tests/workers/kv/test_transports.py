@@ -18,18 +18,13 @@ from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
 from deltafront.workers.kv.posting import PostingSender
 from deltafront.workers.kv.transports import TRANSPORTS, Transport, receiver, sender
 from deltafront.workers.messages.events import FinishReason
-from deltafront.workers.messages.requests import GenerateJob, Sampling
+from deltafront.workers.messages.requests import GenerateJob
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
 
+from ..prompts import SHORT, ids_of
 from .lending_bench import ByCudaIpc, ByNixl
 from .test_object_store import Box
-
-SHORT = Sampling(max_tokens=8, ignore_eos=True)
-
-
-def ids_of(length: int) -> list[int]:
-    return [(7 * i + length) % 198 for i in range(length)]
 
 
 class EngineSink:
