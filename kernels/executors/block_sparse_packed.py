@@ -21,7 +21,7 @@ from .packed_kv import cpu_pack_head, run_cosine
 if TYPE_CHECKING:
     import torch
 
-    from .packed_runs import PackedRuns, Runs
+    from .packed_runs import PackedRuns
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,13 @@ class DeltaXAttentionOptions(AntidiagonalOptions):
 
 class BlockSparsePackedExecutor:
     """DeltaAttention section 4.2: the best kept tiles and the diagonal exact, the others over packed keys.
+    The mask must carry scores."""
 
-    The mask must carry scores. runs replaces the similarity scan (ablations); mean_keys False packs a run's
-    anchor instead of its mean.
-    """
-
-    def __init__(
-        self, options: DeltaXAttentionOptions, *, runs: Runs | None = None, mean_keys: bool = True
-    ) -> None:
+    def __init__(self, options: DeltaXAttentionOptions) -> None:
         from .packed_runs import SimilarRuns
 
-        self.runs: Runs = SimilarRuns(options.cos) if runs is None else runs
+        self.runs = SimilarRuns(options.cos)
         self.share = options.exact_share
-        self.mean_keys = mean_keys
 
     def new_state(self, spec: StateSpec) -> PackedRuns:
         from .packed_runs import PackedRuns
@@ -62,10 +56,10 @@ class BlockSparsePackedExecutor:
             state.extend(x.k_BGSD, BLOCK, self.runs)
         with phase("attention"):
             if runs_on_cpu(x.q_BHTD, "block_sparse_packed"):
-                return cpu_attend(x, kept, state, share=self.share, mean_keys=self.mean_keys)
+                return cpu_attend(x, kept, state, share=self.share)
             from .block_sparse_packed_kernel import kernel_attend
 
-            return kernel_attend(x, kept, state, share=self.share, mean_keys=self.mean_keys)
+            return kernel_attend(x, kept, state, share=self.share)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
         """Packed rows count as 1/128 of a tile each, exact tiles as one."""
@@ -130,9 +124,7 @@ def exact_entries(score_M: torch.Tensor, share: float) -> torch.Tensor:
     return exact_M
 
 
-def cpu_attend(
-    x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float, mean_keys: bool = True
-) -> torch.Tensor:
+def cpu_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float) -> torch.Tensor:
     """Kept tiles: `share` of them and the diagonal exact, the rest over their runs, weighted by length."""
     import torch
 
@@ -144,7 +136,7 @@ def cpu_attend(
             g = h // x.group
             if h % x.group == 0:
                 offset_M = state.offset_BGC[b, g, : state.chunks + 1].long()
-                packed = _packed(x, state, b, g, int(offset_M[-1]), mean_keys)
+                packed = _packed(x, state, b, g, int(offset_M[-1]))
             for n in range(x.query_blocks):
                 count = counts[b][h][n]
                 tile_M = mask.index_BHNM[b, h, n, :count].long()
@@ -156,16 +148,14 @@ def cpu_attend(
     return out_BHTD
 
 
-def _packed(
-    x: AttentionInput, state: PackedRuns, b: int, g: int, runs: int, mean_keys: bool
-) -> tuple[torch.Tensor, ...]:
+def _packed(x: AttentionInput, state: PackedRuns, b: int, g: int, runs: int) -> tuple[torch.Tensor, ...]:
     import torch
 
     if runs == 0:
         nothing = torch.zeros(0, x.q_BHTD.shape[3])
         return nothing, nothing, torch.zeros(0)
     end = state.chunks * BLOCK
-    return cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], state.start_BGP[b, g, :runs], end, mean_keys)
+    return cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], state.start_BGP[b, g, :runs], end)
 
 
 def _runs_of(tile_M: torch.Tensor, offset_M: torch.Tensor) -> torch.Tensor:

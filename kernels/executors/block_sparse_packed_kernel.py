@@ -135,14 +135,12 @@ def mixed_kernel(
     tl.store(out_base + row.to(tl.int64)[:, None] * stride_ot + dim[None, :], out, mask=inside)
 
 
-def kernel_attend(
-    x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float, mean_keys: bool = True
-) -> torch.Tensor:
+def kernel_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float) -> torch.Tensor:
     """See `block_sparse_packed.cpu_attend`."""
     check_launch(x)
     q, k, v = x.q_BHTD, x.k_BGSD, x.v_BGSD
     out = new_output(x)
-    packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, mean=mean_keys)
+    packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, mean=True)
     exact_BHNM = kernel_exact_table(mask, share)
     size = 64 if q.dtype == torch.float32 else BLOCK
     mixed_kernel[(triton.cdiv(q.shape[2], size), q.shape[0] * q.shape[1])](

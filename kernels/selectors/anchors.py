@@ -13,7 +13,6 @@ from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, KernelInputError, Phase, StateSpec
 from ..methods import register
 from ..options import option
-from .rules.rule import Rule
 from .scored import ScoredOptions, ScoredSelector, ScoredState, SlabSums, outside, tau, window
 
 if TYPE_CHECKING:
@@ -125,7 +124,6 @@ class AnchorsSelector(ScoredSelector):
         self,
         options: AnchorsOptions,
         *,
-        rule: Rule | None = None,
         q_representative: Representative = "anchor",
         k_representative: Representative = "anchor",
         q_overflow: Overflow = "drop",
@@ -134,7 +132,7 @@ class AnchorsSelector(ScoredSelector):
         weighted: bool = True,
         row_normalised: bool = True,
     ) -> None:
-        super().__init__(rule or options.rule)
+        super().__init__(options.rule)
         self.form = AnchorSettings(
             cos=options.cos,
             q=SideSettings(options.q_anchors, q_representative, q_overflow),

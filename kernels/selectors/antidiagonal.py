@@ -14,7 +14,6 @@ from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, KernelInputError, Phase
 from ..methods import register
 from ..options import option
-from .rules.rule import Rule
 from .scored import ScoredOptions, ScoredSelector, SlabSums
 
 if TYPE_CHECKING:
@@ -33,10 +32,8 @@ class AntidiagonalSelector(ScoredSelector):
 
     name = "antidiagonal"
 
-    def __init__(
-        self, options: AntidiagonalOptions, *, rule: Rule | None = None, with_scores: bool = False
-    ) -> None:
-        super().__init__(rule or options.rule, with_scores)
+    def __init__(self, options: AntidiagonalOptions, *, with_scores: bool = False) -> None:
+        super().__init__(options.rule, with_scores)
         self.stride = options.stride
         if self.stride not in (4, 8, 16):
             raise KernelInputError(f"stride {self.stride} is not 4, 8 or 16")

@@ -9,7 +9,6 @@ from ..constants import BLOCK
 from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, Phase
 from ..methods import register
-from .rules.rule import Rule
 from .scored import ScoredOptions, ScoredSelector, SlabSums
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ class BlockPoolSelector(ScoredSelector):
     name = "block_pool"
     sampled = 1.0 / BLOCK**2
 
-    def __init__(self, options: BlockPoolOptions, *, rule: Rule | None = None) -> None:
-        super().__init__(rule or options.rule)
+    def __init__(self, options: BlockPoolOptions) -> None:
+        super().__init__(options.rule)
 
     def cpu_scores(self, x: AttentionInput, state: object, phase: Phase) -> torch.Tensor:
         with phase("scoring"):

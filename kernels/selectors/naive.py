@@ -10,7 +10,6 @@ from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, KernelInputError, Phase
 from ..methods import register
 from ..options import option
-from .rules.rule import Rule
 from .scored import ScoredOptions, ScoredSelector, SlabSums
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ class NaiveSelector(ScoredSelector):
 
     name = "naive"
 
-    def __init__(self, options: NaiveOptions, *, rule: Rule | None = None) -> None:
-        super().__init__(rule or options.rule)
+    def __init__(self, options: NaiveOptions) -> None:
+        super().__init__(options.rule)
         self.stride = options.stride
         if self.stride not in (2, 4, 8, 16):
             raise KernelInputError(f"stride {self.stride} is not 2, 4, 8 or 16")

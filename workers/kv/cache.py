@@ -29,6 +29,8 @@ class PagedKVCache:
     Fresh memory is zero, so a kernel that reads a page's unwritten slots meets finite numbers.
     """
 
+    page_tokens = PAGE_TOKENS
+
     def __init__(
         self,
         layers: range,
@@ -37,13 +39,11 @@ class PagedKVCache:
         pages: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        page_tokens: int = PAGE_TOKENS,
     ) -> None:
         if layers.step != 1 or not layers:
             raise KVCacheError(f"layers must be a non-empty contiguous range, got {layers}")
-        shape = (len(layers), pages, page_tokens, kv_heads, head_dim)
+        shape = (len(layers), pages, self.page_tokens, kv_heads, head_dim)
         self.layers = layers
-        self.page_tokens = page_tokens
         self.device = torch.device(device)
         self.k_LPSGD = _zeros(shape, dtype, self.device)
         self.v_LPSGD = _zeros(shape, dtype, self.device)

@@ -19,7 +19,7 @@ from deltafront.workers.model.decoder import LayerStack
 
 IDS = random.Random(1).choices(range(199), k=5 * BLOCK + 40)
 QUOTAS = (0.0, 0.5, 1.0)
-SELECTOR = AntidiagonalSelector(AntidiagonalOptions(), rule=Rule("cumulative", 0.5, 1, 1, True))
+SELECTOR = AntidiagonalSelector(AntidiagonalOptions(tau=0.5, outside=True))
 
 
 def test_curves_are_those_of_masked_attention(

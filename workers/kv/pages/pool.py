@@ -80,12 +80,11 @@ class PagePool:
     """Hands out pages 0 .. pages-1, lowest first: what is taken at once is one run where it can be. on_free:
     told when pages have become free."""
 
-    def __init__(
-        self, pages: int, page_tokens: int = PAGE_TOKENS, on_free: Callable[[], None] = lambda: None
-    ) -> None:
-        if pages < 1 or page_tokens < 1:
-            raise ValueError(f"a pool needs pages and tokens per page, got {pages} and {page_tokens}")
-        self.page_tokens = page_tokens
+    page_tokens = PAGE_TOKENS
+
+    def __init__(self, pages: int, on_free: Callable[[], None] = lambda: None) -> None:
+        if pages < 1:
+            raise ValueError(f"a pool needs pages, got {pages}")
         self._on_free = on_free
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))  # highest first: pages are taken from the end
