@@ -60,7 +60,7 @@ def main() -> None:
     chosen = parser.parse_args()
     door, folder = load(chosen.config).door, Path(tempfile.mkdtemp(prefix="deltafront-"))
     http, metrics = f"http://127.0.0.1:{door.http_port}", f"127.0.0.1:{door.metrics_port}"
-    service = LocalService(chosen.config, port=door.grpc_port, environment=RAY_EXPORTS)
+    service = LocalService(chosen.config, environment=RAY_EXPORTS)
     with (
         service,
         Prometheus(folder, metrics, ray_address(door.grpc_port), interval_s=2) as prometheus,

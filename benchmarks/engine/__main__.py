@@ -34,7 +34,6 @@ import yaml
 from deltafront.benchmarks.harness import commit_of
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.client.server_process import LocalService
-from deltafront.service.config import load
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.settings import Quantisation
 
@@ -159,9 +158,9 @@ class Run:
         environment = {"RAY_memory_monitor_refresh_ms": "0"}  # some machines' memory grows as it is used
         with tempfile.TemporaryDirectory() as folder:
             path = setup.write(Path(folder))
-            load(path)  # a key that is wrong is told here rather than in the service's log
+            service = LocalService(path, start_s=500, environment=environment)
             began = time.perf_counter()
-            with LocalService(path, start_s=500, environment=environment) as service:
+            with service:
                 ready = round(time.perf_counter() - began, 1)
                 self.keep(row("ready_cold" if cold else "ready_warm", ready, "s", gpus=setup.gpus), setup)
                 with DeltafrontClient(service.address) as client:
@@ -224,7 +223,7 @@ class Run:
             if used := measure.gpu_memory_gib():
                 fullest = round(max(used), 1)
                 self.keep(row("memory", fullest, "GiB", tokens=setup.tokens, gpus=setup.gpus), setup)
-            after = measure.compilations("127.0.0.1:9464")
+            after = measure.compilations(client.info().metrics_address)
             if after is None:
                 print("compilations: the service does not count them", flush=True)
             else:

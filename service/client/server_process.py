@@ -19,6 +19,8 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ..config import load
+
 _STOP_S = 60.0
 _LOG_LINES = 30
 """Of the log's end, shown when it does not come up."""
@@ -32,18 +34,17 @@ class LocalService:
     """`with LocalService("deploy/config/demo.yaml") as service:` serves on `service.address`.
 
     Leaving the block stops it: SIGTERM, then, after _STOP_S seconds, SIGKILL to the process group that this
-    object started.
+    object started. Raises ConfigError for a configuration that cannot be used.
     """
 
     def __init__(
         self,
         config: Path | str,
         *,
-        port: int = 9000,
         start_s: float = 240.0,
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"127.0.0.1:{load(Path(config)).door.grpc_port}"
         self._command = [
             sys.executable,
             "-m",

@@ -74,8 +74,7 @@ def service(
     settings["door"]["tracing"] = collector.url
     config = tmp_path_factory.mktemp("service") / CONFIG.name
     config.write_text(yaml.safe_dump(settings))
-    port = settings["door"]["grpc_port"]
-    with LocalService(config, port=port, start_s=900, environment=RAY_EXPORTS) as running:
+    with LocalService(config, start_s=900, environment=RAY_EXPORTS) as running:
         yield running
 
 
