@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from deltafront.dashboards import ttft
+
 from .manifests import KUBERNETES, OVERLAYS, ROOT, Object, of_kind, rendered, templates
 
 INSTALLED_BY = {
@@ -128,3 +130,11 @@ def test_a_volume_of_one_node_is_mounted_on_one_node(overlay: str) -> None:
 def mounts_the_model(pod: Object, claim: str) -> bool:
     volumes = pod["spec"]["volumes"]
     return any(one.get("persistentVolumeClaim", {}).get("claimName") == claim for one in volumes)
+
+
+def test_every_part_of_the_time_to_first_token_is_explained() -> None:
+    guide = (ROOT / "docs" / "deploy.md").read_text()
+    table = guide.partition("| part | what it means | what helps |")[2].partition("\n\n")[0]
+    parts = [part for matcher in (ttft._DOOR, ttft._DECODE) for part in matcher.split('"')[1].split("|")]
+    assert len(parts) == 10
+    assert not [part for part in ("queue", *parts) if f"`{part}`" not in table]

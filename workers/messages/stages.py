@@ -51,7 +51,7 @@ class ChunkCommand:
 @dataclass(frozen=True)
 class ChunkReport:
     """What one stage did for one chunk. phases: seconds by name (projection, anchors, scoring, selection,
-    attention, correction, kv_write, handoff, activation_wait, activation_send); they lie within wall."""
+    attention, correction, kv_gather, handoff, activation_wait, activation_send); they lie within wall."""
 
     request_id: str
     stage: int
