@@ -13,7 +13,7 @@ from deltafront.workers.messages.requests import PrefillCancelled, RefusalReason
 from deltafront.workers.settings import PrefillConfig
 
 from ..timeless import timeless
-from .test_prefill_control import FakeStage, assert_clean, collect, controller_of, job, make, no_trouble
+from .fake_stages import FakeStage, assert_clean, collect, controller_of, job, make, no_trouble
 
 
 @timeless

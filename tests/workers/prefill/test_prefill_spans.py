@@ -23,7 +23,7 @@ from deltafront.workers.settings import ModelSpec, PrefillConfig
 from ..spans import PARENT, Recorder
 from ..timeless import timeless
 from ..tiny_model import make_tiny_model, random_ids
-from .test_prefill_control import FakeStage, assert_clean, collect, job, no_pulse, no_trouble
+from .fake_stages import FakeStage, assert_clean, collect, controller_of, job, no_trouble
 from .test_prefill_stage import Collector, stage_of
 
 
@@ -31,16 +31,8 @@ def traced(
     recorder: Recorder, trouble: Callable[[str], None] = no_trouble, pause_s: float = 0.0005
 ) -> tuple[PrefillController, list[FakeStage]]:
     fakes = [FakeStage(stage, lambda: pause_s, trouble) for stage in range(2)]
-
-    def end_stages(_hanging: int | None) -> None:
-        for fake in fakes:
-            fake.stop()
-
     config = PrefillConfig(stages=2, chunk_tokens=128, cache_tokens=1024, stream_lease_s=600.0)
-    clock = asyncio.get_running_loop().time
-    return PrefillController(
-        "prefill:test", fakes, config, end_stages, no_pulse, clock, None, recorder.tracer
-    ), fakes
+    return controller_of(fakes, config, tracer=recorder.tracer), fakes
 
 
 def finished(span: ReadableSpan) -> Any:

@@ -17,7 +17,7 @@ from deltafront.workers.prefill.watch import PULSE_S, StageWatch
 from deltafront.workers.settings import PrefillConfig
 
 from ..timeless import timeless
-from .test_prefill_control import FakeStage, assert_clean, controller_of, job, no_trouble
+from .fake_stages import FakeStage, assert_clean, controller_of, job, no_trouble
 
 
 class SlowStage(FakeStage):

@@ -1,0 +1,158 @@
+"""Fake stages for a prefill controller: they know what a stage may never be asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from deltafront.workers.messages.events import LayerDensity
+from deltafront.workers.messages.methods import method_spec
+from deltafront.workers.messages.requests import PrefillJob
+from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
+from deltafront.workers.prefill.chunks import LayerWork
+from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.settings import PrefillConfig
+from deltafront.workers.tracing import NO_TRACER, Tracer
+
+DENSE = method_spec("dense")
+
+
+class FakeStage:
+    """Runs commands one by one, each after `pause()` seconds; knows what a stage may never be asked."""
+
+    def __init__(self, stage: int, pause: Callable[[], float], trouble: Callable[[str], None]) -> None:
+        self.stage, self.pause, self.trouble = stage, pause, trouble
+        self.log: list[tuple[str, str, int]] = []
+        self.opened: dict[str, OpenRequest] = {}
+        self.lent: dict[str, int] = {}
+        """How often it will say of a closed request that its pages are still being read."""
+        self.wrong: list[str] = []
+        self.stopped = False
+        self.stuck = False
+        self._tail: asyncio.Future[Any] | None = None
+        self._owed: set[asyncio.Future[Any]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def open(self, request: OpenRequest) -> Awaitable[None]:
+        return self._send(("open", request.request_id, 0), lambda: self._open(request))
+
+    def run_chunk(self, command: ChunkCommand) -> Awaitable[ChunkReport]:
+        if (self.stage == 0) != (len(command.token_ids) == 4 * command.tokens):
+            self.wrong.append("token ids are for the first stage, all of them")
+        return self._send(("chunk", command.request_id, command.start), lambda: self._chunk(command))
+
+    def close(self, request_id: str) -> Awaitable[bool]:
+        return self._send(("close", request_id, 0), lambda: self._close(request_id))
+
+    def abandon(self, serial: int) -> None:
+        self.log.append(("abandon", "", serial))
+
+    def pages_used(self) -> Awaitable[int]:
+        used = sum(len(request.pages) for request in self.opened.values())
+        return self._send(("pages", "", 0), lambda: used)
+
+    def stop(self) -> None:
+        self.stopped = True
+        for owed in self._owed:
+            if not owed.done():
+                owed.set_exception(RuntimeError(f"stage {self.stage} died"))
+
+    def _send(self, entry: tuple[str, str, int], work: Callable[[], Any]) -> Awaitable[Any]:
+        loop = asyncio.get_running_loop()
+        owed: asyncio.Future[Any] = loop.create_future()
+        self._owed.add(owed)
+        before, self._tail = self._tail, owed
+        self.log.append(entry)
+
+        async def run() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await asyncio.sleep(self.pause())
+            while self.stuck and not self.stopped:
+                await asyncio.sleep(0.01)
+            try:
+                result = work()
+                if not owed.done():
+                    owed.set_result(result)
+            except Exception as error:
+                if not owed.done():
+                    owed.set_exception(error)
+
+        self._tasks.append(loop.create_task(run()))
+        return owed
+
+    def _open(self, request: OpenRequest) -> None:
+        for other in self.opened.values():
+            if set(other.pages) & set(request.pages):
+                self.wrong.append(f"{request.request_id} got pages that {other.request_id} still has")
+        self.opened[request.request_id] = request
+
+    def _close(self, request_id: str) -> bool:
+        self.opened.pop(request_id, None)
+        self.lent[request_id] = self.lent.get(request_id, 0) - 1
+        return self.lent[request_id] < 0
+
+    def _chunk(self, command: ChunkCommand) -> ChunkReport:
+        if command.request_id not in self.opened:
+            self.wrong.append(f"a chunk of {command.request_id}, which is not open")
+        self.trouble(command.request_id)
+        density = (LayerDensity(self.stage, 1.0, 2.0, 0.5, 0.25),)
+        phases = {"projection": 0.0004, "activation_wait": 0.0001}
+        return ChunkReport(
+            command.request_id, self.stage, command.start, 0.0006, phases, density, 0.25, command.tokens
+        )
+
+
+async def no_pulse(_stage: int) -> None:
+    return None
+
+
+def no_trouble(_request_id: str) -> None:
+    return None
+
+
+def make(
+    stages: int = 2,
+    pages: int = 64,
+    pause: Callable[[], float] = lambda: 0.0005,
+    trouble: Callable[[str], None] = no_trouble,
+    lease: float = 60.0,
+) -> tuple[PrefillController, list[FakeStage]]:
+    config = PrefillConfig(stages=stages, chunk_tokens=128, cache_tokens=16 * pages, stream_lease_s=lease)
+    fakes = [FakeStage(stage, pause, trouble) for stage in range(stages)]
+    return controller_of(fakes, config), fakes
+
+
+def controller_of(
+    fakes: list[FakeStage], config: PrefillConfig, work: LayerWork | None = None, tracer: Tracer = NO_TRACER
+) -> PrefillController:
+    def end_stages(_hanging: int | None) -> None:
+        for fake in fakes:
+            fake.stop()
+
+    async def pulse(stage: int) -> None:
+        while fakes[stage].stuck:
+            await asyncio.sleep(1.0)
+
+    clock = asyncio.get_running_loop().time
+    return PrefillController("prefill:test", fakes, config, end_stages, pulse, clock, work, tracer)
+
+
+def job(name: str, tokens: int, **more: Any) -> PrefillJob:
+    return PrefillJob(name, bytes(4 * tokens), DENSE, "decode:x", **more)
+
+
+async def collect(controller: PrefillController, work: PrefillJob) -> list[Any]:
+    return [event async for event in controller.prefill(work)]
+
+
+async def assert_clean(controller: PrefillController, fakes: list[FakeStage]) -> None:
+    """No page held, nothing open anywhere, every stage saw the same commands, nothing forbidden happened."""
+    stats = await controller.stats()
+    assert (stats.pages_free, stats.running, stats.waiting) == (stats.pages_total, 0, 0)
+    assert stats.waiting_tokens == 0
+    assert await controller.stage_pages() == [0] * len(fakes)
+    for fake in fakes:
+        assert fake.wrong == []
+        assert fake.log == fakes[0].log
