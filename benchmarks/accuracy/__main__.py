@@ -297,7 +297,22 @@ def _arguments() -> argparse.Namespace:
         parser.error("--questions-in-prompt: --recompute asks questions that are appended to a session")
     if arguments.shard and (arguments.gate or not arguments.result):
         parser.error("--shard: --result is needed, and --gate is for accuracy.merge")
+    cases = list(_cases(arguments))
+    for gate in arguments.gate:
+        if gate.case not in cases:
+            parser.error(f"--gate: no case {gate.case!r}, but {', '.join(cases)}")
     return arguments
+
+
+def _cases(arguments: argparse.Namespace) -> Iterator[str]:
+    """What the rows will be called."""
+    kinds = [""] if arguments.quantisation is None else ["", f" {arguments.quantisation}"]
+    for kind, method in itertools.product(kinds, dict.fromkeys([BASELINE, *arguments.methods])):
+        yield f"{method}{kind}"
+        if method != BASELINE:
+            yield from (f"{method}{kind} recompute {count}" for count in arguments.recompute)
+    if arguments.decode:
+        yield from (f"decode {selection}" for selection in ("full", *arguments.decode))
 
 
 def _counted_lengths(given: str) -> tuple[int, int]:

@@ -210,7 +210,12 @@ def _arguments() -> argparse.Namespace:
     add("--result", type=Path, default=RESULTS / "accuracy_served_cpu.json")
     add("--hardware", default="", help="what it ran on, for the record")
     add("--note", default="", help="for the record")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    cases = [case.name for case in arguments.cases]
+    for gate in arguments.gate:
+        if gate.case not in cases:
+            parser.error(f"--gate: no case {gate.case!r}, but {', '.join(cases)}")
+    return arguments
 
 
 if __name__ == "__main__":

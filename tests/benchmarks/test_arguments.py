@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deltafront.benchmarks import kernels, tables
+from deltafront.benchmarks.accuracy import served
 from deltafront.benchmarks.accuracy.__main__ import _arguments, _load
 from deltafront.benchmarks.harness import write_json
 from deltafront.benchmarks.reader import Reader, split_method
@@ -50,6 +51,24 @@ def test_arguments_of_accuracy_are_refused_with_a_reason(
     with pytest.raises(SystemExit, match="2"):
         _arguments()
     assert f"argument {name}: {told}" in capsys.readouterr().err
+
+
+def test_a_gate_on_a_case_that_will_not_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--methods", "dense", "dpxa", "--recompute", "8", "--decode", "1,3:16", "--quantisation", "fp8")
+    cases = ("dense", "dpxa", "dpxa recompute 8", "dense fp8", "dpxa fp8 recompute 8", "decode full")
+    for case in (*cases, "decode 1,3:16"):
+        given(monkeypatch, *asked, "--gate", f"{case}:exact>=0.9")
+        _arguments()
+    given(monkeypatch, *asked, "--gate", "dpxa recompute 4:exact>=0.9")
+    with pytest.raises(SystemExit, match="2"):
+        _arguments()
+    assert "--gate: no case 'dpxa recompute 4', but dense, dpxa, " in capsys.readouterr().err
+    given(monkeypatch, "--gate", "dpxa:exact>=0.9")
+    with pytest.raises(SystemExit, match="2"):
+        served._arguments()
+    assert "--gate: no case 'dpxa', but dense, dpxa_default, " in capsys.readouterr().err
 
 
 def test_options_of_a_method_are_those_that_are_given() -> None:
