@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from deltafront.benchmarks.harness import commit_of
+from deltafront.benchmarks.harness import commit_of, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "chaos.json"
@@ -36,8 +36,15 @@ def merged(rows: Sequence[Row], row: Row, add: bool) -> list[Row]:
 
 
 def write(row: Row, add: bool, path: Path = RESULT) -> None:
-    """Into the file; what other cases have there stays."""
-    content = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    rows = merged([Row(**one) for one in content["rows"]], row, add)
-    content = {"commit": commit_of(ROOT), "rows": [asdict(one) for one in rows]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    """Into the file; what other cases have there stays, and says which commit it is of if that is another."""
+    commit = commit_of(ROOT)
+    content = json.loads(path.read_text()) if path.exists() else {"commit": commit, "rows": []}
+    rows = [Row(**one) for one in content["rows"]]
+    if content["commit"] != commit:
+        rows = [_of(one, content["commit"]) for one in rows]
+    write_json(path, {"commit": commit, "rows": [asdict(one) for one in merged(rows, row, add)]})
+
+
+def _of(row: Row, commit: str) -> Row:
+    known = "commit " in row.note
+    return row if known else replace(row, note="; ".join(filter(None, (row.note, f"commit {commit}"))))

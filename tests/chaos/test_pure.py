@@ -147,6 +147,12 @@ def test_rows_replace_and_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "commit": "abc",
         "rows": [{"case": "fuzz", "tries": 20, "bad": 0, "note": "n"}],
     }
+    for commit in ("def", "ghi"):
+        monkeypatch.setattr(results, "commit_of", lambda _root, commit=commit: commit)
+        results.write(Row("soak", 1, 0), add=False, path=path)
+    content = json.loads(path.read_text())
+    assert content["commit"] == "ghi"
+    assert [one["note"] for one in content["rows"]] == ["n; commit abc", ""], "of which commit each is"
 
 
 def test_every_field_of_every_request_is_fuzzed() -> None:
