@@ -63,7 +63,7 @@ check: dev
 	mkdir -p $(LINK) && ln -sfn "$(CURDIR)" $(LINK)/deltafront
 	cd $(LINK) && MYPYPATH="$(CURDIR)/$(LINK)" "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 	  --cache-dir "$(CURDIR)/.mypy_cache" -p deltafront.kernels -p deltafront.workers -p deltafront.service \
-	  -p deltafront.dashboards
+	  -p deltafront.dashboards -p deltafront.benchmarks
 	$(BIN)/pytest tests/test_imports.py tests/test_generated.py -q
 
 proto: dev

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelect
     selector = make()
     torch.cuda.reset_peak_memory_stats(config.device)
     before = torch.cuda.memory_allocated(config.device)
-    state = selector.new_state(spec_of(x))
+    state: Any = selector.new_state(spec_of(x))
     mask = selector.select(x, state, no_phase)
     peak = (torch.cuda.max_memory_allocated(config.device) - before) / 2**30
     batch, heads = x.q_BHTD.shape[:2]
@@ -93,7 +94,7 @@ def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelect
 
     def run() -> TileMask:
         if selector.name == "anchors":
-            state.done = 0  # type: ignore[attr-defined]  # the keys' anchors are part of what is timed
+            state.done = 0  # the keys' anchors are part of what is timed
         return selector.select(x, state, no_phase)
 
     return Timed(run, density=density, note=note)

@@ -24,14 +24,10 @@ from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.reader import load_tokenizer, parse_method, split_method
 from deltafront.benchmarks.streams import ending
-from deltafront.service.client.client import (
-    DeltafrontClient,
-    GenerateFinished,
-    PrefillFinished,
-    PromptLike,
-)
+from deltafront.service.client.client import DeltafrontClient, PromptLike
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import load
+from deltafront.service.request.answers import GenerateFinished, PrefillFinished
 from deltafront.workers.calibration import needles as hay
 
 ROOT = Path(__file__).resolve().parent.parent

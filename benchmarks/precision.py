@@ -31,7 +31,7 @@ LONGEST_ANSWER = 48
 
 def answer(reader: Reader, tokenizer: Tokenizer, question: str) -> str:
     """The greedy answer up to a full stop; the reader then forgets the question."""
-    before, given = reader.length, []
+    before, given = reader.length, list[int]()
     token = reader.next_token(tokenizer.encode(question).ids)
     while len(given) < LONGEST_ANSWER and "." not in tokenizer.decode([token]):
         given.append(token)

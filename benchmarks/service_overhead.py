@@ -27,9 +27,10 @@ from deltafront.benchmarks import DEMO_TEXT
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.reader import load_tokenizer
 from deltafront.benchmarks.streams import ending
-from deltafront.service.client.client import DeltafrontClient, GenerateFinished
+from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ServiceConfig, load
+from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import PrefillConfig
@@ -52,7 +53,7 @@ def over_grpc(client: DeltafrontClient, ids: list[int], method: str) -> float:
 
 def resident_gib(pid: int) -> float:
     parent = psutil.Process(pid)
-    return sum(p.memory_info().rss for p in (parent, *parent.children(recursive=True))) / 2**30
+    return float(sum(p.memory_info().rss for p in (parent, *parent.children(recursive=True)))) / 2**30
 
 
 def measure(

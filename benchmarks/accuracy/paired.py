@@ -29,7 +29,7 @@ def sign_test(lost: int, won: int) -> float:
     test on the questions that changed."""
     changed = lost + won
     tail = sum(math.comb(changed, k) for k in range(min(lost, won) + 1))
-    return min(1.0, 2 * tail / 2**changed)  # of integers: a float ends at 2^1023
+    return min(1.0, float(2 * tail / 2**changed))  # of integers: a float ends at 2^1023
 
 
 def bootstrap_ratio(
