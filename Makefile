@@ -46,6 +46,7 @@ test-long: dev model
 acceptance: dev model
 	$(BIN)/pytest tests/e2e tests/deploy/test_scaling.py --acceptance -s
 	$(BIN)/python -m deltafront.benchmarks.service_overhead
+	$(BIN)/python -m deltafront.benchmarks.tables
 
 # Everything dies, hangs, floods and leaves: hours, into benchmarks/results/chaos.json. Another amount:
 # make chaos CHAOS="--chaos-kills 20 --chaos-minutes 5 --chaos-seed 7"

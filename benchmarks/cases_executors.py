@@ -82,17 +82,7 @@ def cases(config: BenchConfig) -> list[Case]:
 def _prepare(
     config: BenchConfig, shape: tuple[int, int, int], tokens: int, make: Callable[[AttentionInput], Timed]
 ) -> Timed:
-    heads, key_heads, dim = shape
-    x = structured_input(
-        tokens,
-        q_heads=heads,
-        kv_heads=key_heads,
-        head_dim=dim,
-        dtype=config.dtype,
-        device=config.device,
-        seed=config.seed,
-    )
-    return make(x)
+    return make(config.structured(tokens, *shape))
 
 
 def _flops(x: AttentionInput, tiles: float) -> float:

@@ -18,7 +18,7 @@ from ..kernels.selectors.lines import cpu_line_masses
 from ..kernels.selectors.lines_kernel import kernel_line_masses
 from ..kernels.selectors.scored import ScoredSelector
 from ..kernels.selectors.vertical_slash import VerticalSlashOptions, VerticalSlashSelector
-from ..kernels.structured import statistics, structured_input
+from ..kernels.structured import statistics
 from ..kernels.testing import assert_rows_close, chunk_of, spec_of
 from .harness import BenchConfig, Case, Timed
 
@@ -66,20 +66,8 @@ def _flex() -> LineSelector:
     return FlexSelector(FlexOptions())
 
 
-def _input(config: BenchConfig, tokens: int, q_heads: int, kv_heads: int, dim: int) -> AttentionInput:
-    return structured_input(
-        tokens,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=dim,
-        dtype=config.dtype,
-        device=config.device,
-        seed=config.seed,
-    )
-
-
 def _prepare(config: BenchConfig, make: Callable[[], ScoredSelector | LineSelector], tokens: int) -> Timed:
-    x = _input(config, tokens, config.q_heads, config.kv_heads, config.head_dim)
+    x = config.structured(tokens, config.q_heads, config.kv_heads, config.head_dim)
     selector = make()
     torch.cuda.reset_peak_memory_stats(config.device)
     before = torch.cuda.memory_allocated(config.device)
@@ -105,7 +93,7 @@ def _check(config: BenchConfig) -> None:
     same tiles as the whole prompt. Queries and keys are numbers that 8 bits hold, since anchors and
     antidiagonals are multiplied in 8 bits on Hopper."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
-        x = _input(config, CHECKED_TOKENS, heads, groups, dim)
+        x = config.structured(CHECKED_TOKENS, heads, groups, dim)
         eight_bits = torch.float8_e4m3fn
         x = replace(
             x,
@@ -123,7 +111,7 @@ def _check(config: BenchConfig) -> None:
 def _check_lines(config: BenchConfig) -> None:
     """The baselines' line masses in `config.dtype` against the CPU form in fp32, head by head."""
     for heads, groups, dim in ((8, 2, 128), (9, 3, 64)):
-        x = _input(config, CHECKED_TOKENS, heads, groups, dim)
+        x = config.structured(CHECKED_TOKENS, heads, groups, dim)
         for queries in (64, 128):
             expected = cpu_line_masses(x, queries)
             for found_BHM, wanted_BHM in zip(kernel_line_masses(x, queries), expected, strict=True):

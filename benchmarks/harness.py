@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from ..kernels.interface import AttentionInput
+from ..kernels.structured import structured_input
+
 
 @dataclass(frozen=True)
 class BenchConfig:
@@ -29,6 +32,18 @@ class BenchConfig:
     head_dim: int = 128
     seed: int = 0
     only: frozenset[str] = frozenset()
+
+    def structured(self, tokens: int, q_heads: int, kv_heads: int, head_dim: int) -> AttentionInput:
+        """A whole prompt, as `kernels.structured` makes it."""
+        return structured_input(
+            tokens,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)

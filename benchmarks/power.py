@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.structured import structured_input
 from . import cases_executors as cases
+from .harness import BenchConfig
 
 ASKED = "power.draw.instant,clocks.sm,temperature.gpu,clocks_event_reasons.active"
 SECONDS = 1.6
@@ -75,15 +75,7 @@ def main() -> None:
         a = make(side, side, dtype=torch.bfloat16, device="cuda")
         watch(f"matrix product, {name}", partial(_squares, a, products), products * 2 * side**3)
     for dim, heads, key_heads, tokens in SHAPES:
-        x = structured_input(
-            tokens,
-            q_heads=heads,
-            kv_heads=key_heads,
-            head_dim=dim,
-            dtype=torch.bfloat16,
-            device="cuda",
-            seed=0,
-        )
+        x = BenchConfig(torch.device("cuda")).structured(tokens, heads, key_heads, dim)
         for name, prepare in (
             ("dense", cases._dense),
             ("lists", cases._sparse),
