@@ -1,7 +1,8 @@
 """`python -m deltafront.benchmarks.kernels`: every kernel on one GPU, checked first, as a table and JSON.
 
-Writes benchmarks/results/kernels_h200.json (or --out): {"gpu", "commit", "torch", "triton", "rows"}. It is
-written after every case, so a run that is cut off keeps what it measured.
+Writes benchmarks/results/kernels_h200.json (or --out; a run of some cases alone writes only there, since the
+file is replaced): {"gpu", "commit", "torch", "triton", "rows"}. It is written after every case, so a run that
+is cut off keeps what it measured.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of cases; all by default")
     parser.add_argument("--modules", nargs="*", default=list(MODULES), choices=MODULES)
     parser.add_argument("--seed", type=int, default=0, help="of every input, checks included")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kernels_h200.json")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="recorded instead of git's answer, where there is no git")
     args = parser.parse_args()
+    if (args.only or set(args.modules) != set(MODULES)) and args.out is None:
+        parser.error("--only, --modules: --out is needed, since the table is of all cases")
+    out = args.out or ROOT / "benchmarks" / "results" / "kernels_h200.json"
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     config = BenchConfig(
@@ -37,14 +41,14 @@ def main() -> None:
 
     def keep(row: Row) -> None:
         rows.append(row)
-        write_rows(args.out, rows, commit)
+        write_rows(out, rows, commit)
 
     found = [import_module(f".{name}", __package__).cases(config) for name in args.modules]
     if unknown := config.only - {case.name for cases in found for case in cases}:
         parser.error(f"--only: no case of these modules is called {', '.join(sorted(unknown))}")
     for cases in found:
         run_cases(cases, config, keep)
-    print(f"wrote {args.out}" if rows else "nothing was measured")
+    print(f"wrote {out}" if rows else "nothing was measured")
 
 
 if __name__ == "__main__":

@@ -105,6 +105,16 @@ def test_a_kernel_case_that_nobody_has_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("some", [("--only", "dense"), ("--modules", "cases_decode")])
+def test_some_kernels_alone_do_not_replace_the_table_of_all(
+    some: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given(monkeypatch, *some)
+    with pytest.raises(SystemExit, match="2"):
+        kernels.main()
+    assert "--out is needed" in capsys.readouterr().err
+
+
 def test_documents_that_are_not_up_to_date_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
