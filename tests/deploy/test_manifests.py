@@ -108,6 +108,8 @@ def test_doors_are_where_the_service_and_its_ports_say(overlay: str) -> None:
         (parent,) = route["spec"]["parentRefs"]
         assert route["spec"]["hostnames"] == [listeners[parent["sectionName"]]]
         assert len(set(listeners.values())) == 2, "a listener takes one kind of route for a hostname"
+        if kind == "HTTPRoute":  # the other kind has no such field
+            assert route["spec"]["rules"][0]["timeouts"] == {"request": "0s"}, "long answers are not cut"
     assert group["replicas"] == door.replicas and door.per_node == 1, "every door pod has its door"
     (budget,) = of_kind(objects, "PodDisruptionBudget")
     assert budget["spec"]["minAvailable"] < door.replicas
