@@ -217,6 +217,8 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
         return parse(
             {"model": {"path": model, "adapter": adapter}, "decode": {"page_selection": "full"}}, "--model"
         )
+    if model is None and adapter is not None:
+        raise ConfigError("--adapter: goes with --model; of the file's model it is model.adapter")
     settings = load(config)
     if model is None:
         return settings

@@ -76,6 +76,7 @@ def test_info(house: House) -> None:
         (["info", "--address", "127.0.0.1:1"], "is a server running at 127.0.0.1:1?"),
         (["serve"], "give --config FILE or --model NAME"),
         (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
+        (["serve", "--config", "/nowhere.yaml", "--adapter", "x"], "--adapter: goes with --model"),
         (["serve", "--model", "/nowhere"], "/nowhere"),
     ],
 )
