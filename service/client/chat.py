@@ -128,6 +128,8 @@ def _question() -> str | None:
         except (EOFError, KeyboardInterrupt):
             err.print()
             return None
+        except UnicodeDecodeError:
+            terminal.fail("standard input cannot be read: it is not UTF-8 text")
     return question
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -61,9 +62,11 @@ def calling(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
 
 
 def read_text(file: str) -> str:
-    """A file's text, or standard input for `-`."""
+    """A file's text, or standard input for `-`. Both are UTF-8, whatever the locale."""
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        if file == "-":
+            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read()
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
 

@@ -104,6 +104,13 @@ def test_an_answer_can_be_stopped(house: House, document: Path, monkeypatch: pyt
     nothing_left(house)
 
 
+def test_a_question_that_is_no_text_is_one_line(house: House, document: Path) -> None:
+    done = run("chat", document, "--address", house.address, stdin=b"\xff\n")
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception
+    assert done.stderr.endswith("deltafront: standard input cannot be read: it is not UTF-8 text\n")
+    nothing_left(house)
+
+
 def test_questions_come_from_standard_input_alone(house: House) -> None:
     done = chat(house, "-", questions="who?\n")
     assert done.exit_code == 1

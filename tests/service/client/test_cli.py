@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from deltafront.service.client.cli import _settings, app
 from deltafront.service.client.size import SHAPES
 from deltafront.workers.settings import ModelSpec
 
-from ..inprocess import House
+from ..inprocess import HANG_S, House
 from ..test_requests import expected, ids
 
 
@@ -23,7 +26,7 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
-def run(*arguments: object, stdin: str | None = None) -> Result:
+def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, [str(one) for one in arguments], input=stdin)
 
 
@@ -107,6 +110,15 @@ def test_a_number_that_cannot_be_sent_is_one_line(arguments: list[object], says:
     done = run(command, document, *options, "--address", "127.0.0.1:1")
     assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception
     assert done.stderr.startswith(f"deltafront: {says}") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_standard_input_that_is_no_text_is_named() -> None:
+    """In a process of its own: in the locale of containers, Python's own reader would let it pass."""
+    command = [sys.executable, "-m", "deltafront.service.client.cli", "prefill", "-"]
+    how = {"env": {**os.environ, "LC_ALL": "C.UTF-8"}, "timeout": HANG_S}
+    done = subprocess.run(command, input=b"\xff", capture_output=True, check=False, **how)
+    assert done.returncode == 1
+    assert done.stderr.decode() == "deltafront: - cannot be read: it is not UTF-8 text\n"
 
 
 def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
