@@ -250,6 +250,8 @@ def _prompt(prompt: PromptLike, name: str = "prompt") -> Prompt:
     the field."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidArgument(name, "is bytes: decode a text, and give token ids as numbers")
     parts = list(prompt)
     messages = tuple(one for one in parts if isinstance(one, Mapping))
     if messages:
@@ -259,6 +261,9 @@ def _prompt(prompt: PromptLike, name: str = "prompt") -> Prompt:
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
                     raise InvalidArgument(f"{name}.messages[{place}].{key}", "must be text")
+            for key, value in message.items():
+                if value is not None and key not in ("role", "content"):
+                    raise InvalidArgument(f"{name}.messages[{place}].{key}", "must be left out")
         return Prompt(messages=messages)
     try:
         return Prompt(token_ids=packed([operator.index(one) for one in parts]))  # type: ignore[arg-type]
