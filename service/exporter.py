@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import socket
 import threading
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -22,6 +23,12 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
 
+class _ServerOfIPv6(_Server):
+    """At `::` it takes IPv4 too."""
+
+    address_family = socket.AF_INET6
+
+
 class _Quiet(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not news."""
@@ -33,6 +40,7 @@ class Exporter:
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
         self._metrics = metrics
         self._address = (host, port)
+        self._kind = _ServerOfIPv6 if ":" in host else _Server
         self._stop = threading.Event()
         self._server: _Server | None = None
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -49,7 +57,7 @@ class Exporter:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                server = make_server(*self._address, self._application, _Server, _Quiet)
+                server = make_server(*self._address, self._application, self._kind, _Quiet)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     log.error("metrics cannot be served at %s:%d: %s", *self._address, error)

@@ -316,11 +316,18 @@ def test_two_doors_tell_of_a_worker_once(tmp_path: Path) -> None:
         assert sum(v for k, v in seen.items() if k.startswith(f"deltafront_{gauge}{{")) == wanted
 
 
-def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_another_exporter_takes_the_port_over(
+    host: str, family: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltafront.service.exporter._TAKEOVER_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    first, second = (Exporter(Metrics(tmp_path / name), "127.0.0.1", port) for name in ("a", "b"))
+    try:
+        with socket.create_server((host, 0), family=family) as free:
+            port = free.getsockname()[1]
+    except OSError as error:
+        pytest.skip(f"nothing can listen at {host} here: {error.strerror}")
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    first, second = (Exporter(Metrics(tmp_path / name), host, port) for name in ("a", "b"))
     for metrics, times in ((first._metrics, 1), (second._metrics, 2)):
         for _ in range(times):
             metrics.replayed()
@@ -329,7 +336,7 @@ def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytes
         until = time.monotonic() + HANG_S
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as reply:
+                with urllib.request.urlopen(f"{address}/metrics", timeout=HANG_S) as reply:
                     text = reply.read().decode()
                 return float(
                     next(x for x in text.splitlines() if x.startswith("deltafront_replays")).split()[1]
@@ -345,5 +352,5 @@ def test_another_exporter_takes_the_port_over(tmp_path: Path, monkeypatch: pytes
     first.stop()
     assert scrape() >= held
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/secrets", timeout=HANG_S)
+        urllib.request.urlopen(f"{address}/secrets", timeout=HANG_S)
     second.stop()
