@@ -29,7 +29,8 @@ _TOKEN_SECONDS = (
     0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10,
 )  # fmt: skip
 _TOKENS = tuple(1 << power for power in range(4, 21))
-_RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_RATIOS = (*_SHARES, 1.5, 2, 3, 5, 10)
 _SCORING = ("anchors", "scoring", "selection")
 _LENGTHS = ((1 << 10, "1K"), (1 << 12, "4K"), (1 << 14, "16K"), (1 << 16, "64K"), (1 << 18, "256K"))
 """Bounds of `prompt`, in tokens, as dashboards show them."""
@@ -107,7 +108,7 @@ class Metrics:
 
     def _declare_attention(self) -> None:
         self._density = self._histogram(
-            "attention_density_ratio", "Causal tiles computed, by prompt", _RATIOS, ("method",)
+            "attention_density_ratio", "Causal tiles computed, by prompt", _SHARES, ("method",)
         )
         self._tiles = self._counter(
             "attention_tiles_computed_total", "128 x 128 tiles of attention computed", ("method", "layer")

@@ -12,7 +12,7 @@ import pytest
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished
 from deltafront.service.gauges import WorkerState, state_of
 from deltafront.service.metrics import FINISHED, RPCS, Metrics
-from deltafront.workers.messages.events import FinishReason
+from deltafront.workers.messages.events import FinishReason, PrefillReport
 from deltafront.workers.messages.stages import HandoffFailed
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
@@ -101,6 +101,16 @@ def test_hand_offs_that_fail_are_counted(
     assert isinstance(finish, GenerateFinished)
     assert value(house, "handoff_failures_total") == failures
     assert value(house, "replays_total") == 1
+
+
+def test_how_much_longer_choosing_took_than_attention_shows(tmp_path: Path) -> None:
+    """Panels say what to do where it did; without buckets above 1, no quantile would be above 1."""
+    metrics, stage = Metrics(tmp_path), {"attention": 1.0, "scoring": 2.5}
+    metrics.prefilled(PrefillReport(0.0, 3.5, stage, (stage,), (), "dpxa", 0.0, 0), 1000)
+    samples = [s for m in metrics.registry().collect() for s in m.samples]
+    name = "deltafront_scoring_overhead_ratio_bucket"
+    buckets = {s.labels["le"]: s.value for s in samples if s.name == name}
+    assert (buckets["1.0"], buckets["2.0"], buckets["3.0"]) == (0, 0, 1)
 
 
 def test_outcomes_begin_at_zero(tmp_path: Path) -> None:
