@@ -8,6 +8,7 @@ fields stand beside OpenAI's (`extra_body` of its client).
 from __future__ import annotations
 
 import difflib
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """OpenAI's roles → those that chat templates know."""
 _NOT_HERE = "is not supported by this server: leave it out"
+_SEED_BITS = 64
 
 
 class UnknownModel(NotFound):
@@ -82,7 +84,7 @@ class _Fields(_Strict):
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << _SEED_BITS)] | None = None
     stop: str | list[str] = []
     method: str = ""
     options: dict[str, float] = {}
@@ -161,7 +163,7 @@ def _asked(
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
-            seed=fields.seed,
+            seed=_seed(fields),
             stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
             max_tokens=max_tokens,
             ignore_eos=fields.ignore_eos,
@@ -174,6 +176,13 @@ def _asked(
     )
     usage = fields.stream_options is not None and fields.stream_options.include_usage
     return Asked(request, fields.stream, usage)
+
+
+def _seed(fields: _Fields) -> int:
+    """As with OpenAI, who names none is answered differently each time; a greedy answer has no use for it."""
+    if fields.seed is not None:
+        return fields.seed
+    return secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
 
 
 def _read(kind: type[_F], body: bytes, model: str) -> _F:

@@ -141,6 +141,14 @@ def test_sampling_options_reach_the_worker(house: House, api: openai.OpenAI) -> 
     assert (sampling.top_k, sampling.ignore_eos) == (4, True)
 
 
+def test_who_names_no_seed_gets_another_answer_each_time(house: House, api: openai.OpenAI) -> None:
+    for seed in (None, openai.omit, 0, 0):
+        chat(api, temperature=1, seed=seed)
+    first, second, *fixed = [job.sampling.seed for job in house.decode.jobs]
+    assert first != second
+    assert fixed == [0, 0]
+
+
 def test_our_own_options_reach_the_service(house: House, api: openai.OpenAI) -> None:
     extra = {
         "method": "xattention",
