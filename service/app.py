@@ -55,6 +55,9 @@ _SHUTDOWN_S = 20.0
 """Serve kills a replica that takes longer to stop than this, and than it may drain."""
 _DOOR_SHUTDOWN_S = 5.0
 """The same for a door."""
+_BESIDE = 1000
+"""What a door answers at once beside `door.max_requests` prompts and answers: health, cancels, refusals. What
+is more waits: Serve refuses nobody who comes by HAProxy, so the door itself does (`request/callers.py`)."""
 _ONE_MORE = 1
 """Serve's `max_surge_percent`, which it rounds up: a new replica starts before an old one is taken away, one
 at a time as long as there are at most a hundred."""
@@ -103,7 +106,7 @@ class DoorReplica(FrontDoor):
         if files is None or gate is None:
             return None
         address = f"[::]:{door.tls_port}"
-        return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests)
+        return TlsPort(self, files, gate, address, door.max_message_bytes)
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
         """Another door asks; `door` names it, since Serve asks all."""
@@ -222,7 +225,7 @@ def assemble(settings: ServiceConfig, scratch: Path, *workers: serve.Application
         name="FrontDoor",
         num_replicas=settings.door.replicas,
         max_replicas_per_node=settings.door.per_node,
-        max_ongoing_requests=settings.door.max_requests,
+        max_ongoing_requests=settings.door.max_requests + _BESIDE,
         ray_actor_options=options,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_DOOR_TIMEOUT_S,

@@ -63,7 +63,8 @@ class DoorConfig:
     Then they break off, and clients of the Python library go on at another door."""
     cpus: Amount = 0.1
     max_requests: Count = 256
-    """Requests that one replica works on at once; more get RESOURCE_EXHAUSTED."""
+    """Prompts and answers that one replica works on at once; more get RESOURCE_EXHAUSTED, and a time to come
+    back."""
     grpc_port: Port = 9000
     http_port: Port = 8000
     """OpenAI's API."""

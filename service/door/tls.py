@@ -98,15 +98,10 @@ class Gate:
 class TlsPort:
     """Serves a `FrontDoor` with TLS. Make, start and stop it on one event loop."""
 
-    def __init__(
-        self, door: Any, files: TlsFiles, gate: Gate, address: str, max_message_bytes: int, max_requests: int
-    ) -> None:
+    def __init__(self, door: Any, files: TlsFiles, gate: Gate, address: str, max_message_bytes: int) -> None:
         """Raises OSError or ValueError for files that cannot be used. address: host:port; port 0: any."""
         files.check()
-        self._server = grpc.aio.server(
-            maximum_concurrent_rpcs=max_requests,
-            options=[("grpc.max_receive_message_length", max_message_bytes)],
-        )
+        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", max_message_bytes)])
         servicer = _Servicer(door, gate)
         add_deltafront_to_server(servicer, self._server)
         add_health_to_server(servicer, self._server)

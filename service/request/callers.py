@@ -17,7 +17,7 @@ from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
 RETRY_S = 1.0
-"""When a caller's own requests may have ended: nobody knows."""
+"""When requests may have ended, a caller's own or any: nobody knows."""
 _OTHERS_GIVE_WAY_S = (0.0, 0.05, 0.1, 0.2)
 """Pauses before each look, while doors that have to give back pages may be at it."""
 
@@ -93,14 +93,19 @@ class Share:
 
 class Callers:
     """Every caller's account. door: this one's name. used: what the workers said last. ask: has them say it
-    again."""
+    again. most: requests of all callers that this door works on at once; None: no limit."""
 
     def __init__(
-        self, door: str, used: Callable[[], Iterable[OwnerUse]], ask: Callable[[], Awaitable[None]]
+        self,
+        door: str,
+        used: Callable[[], Iterable[OwnerUse]],
+        ask: Callable[[], Awaitable[None]],
+        most: int | None = None,
     ) -> None:
         self._door = door
         self._used = used
         self.ask = ask
+        self._most = most
         self._here: set[Share] = set()
 
     @asynccontextmanager
@@ -112,6 +117,9 @@ class Callers:
                 await self.ask()
             if self.requests(caller.owner) >= limit:
                 raise _has_too_many(limit)
+        if self._most is not None and len(self._here) >= self._most:
+            message = f"this server works on {self._most} requests, as many as it may: try again"
+            raise Overloaded(message, retry_after_s=RETRY_S)
         share = Share(caller, self)
         self._here.add(share)
         try:

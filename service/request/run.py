@@ -92,6 +92,7 @@ class Requests:
             resources.door,
             lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
             fleet.ask,
+            resources.settings.max_requests,
         )
 
     @property

@@ -36,4 +36,5 @@ def test_a_door_is_replaced_first_unless_its_node_takes_one_only(
 ) -> None:
     content = {"model": {"path": "m"}, "decode": {"page_selection": "full"}, "door": door}
     made = assemble(parse(content), Path("/nowhere"))._bound_deployment._deployment_config
+    assert made.max_ongoing_requests > parse(content).door.max_requests, "the door refuses, Serve lets wait"
     assert (made.max_surge_percent, made.graceful_shutdown_timeout_s) == (surge, seconds)

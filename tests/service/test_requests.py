@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deltafront.service.client import (
     DeltafrontClient,
@@ -14,11 +17,11 @@ from deltafront.service.client import (
     Progress,
     Token,
 )
-from deltafront.service.errors import InvalidArgument, NotFound
+from deltafront.service.errors import Cancelled, InvalidArgument, NotFound, Overloaded
 from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import EOS, next_token
-from .inprocess import House, wait_until
+from .inprocess import HANG_S, House, wait_until
 
 
 def expected(prompt: bytes, count: int) -> str:
@@ -206,3 +209,29 @@ def test_info_tells_what_there_is(house: House, client: DeltafrontClient) -> Non
     methods = {method.name: method.defaults for method in info.methods}
     assert methods["dpxa"]["cos"] == 0.75
     assert "flex" not in methods
+
+
+def test_a_door_with_as_many_requests_as_it_may_refuses_others_and_tells_how_it_is(
+    make_house: Callable[..., House],
+) -> None:
+    """Ray Serve would let them wait without end, and health and cancels behind them."""
+    house = make_house(max_requests=2)
+    house.decode.pause_at = 1
+    with DeltafrontClient(house.address) as client, grpc.insecure_channel(house.address) as channel:
+        streams = [client.generate("x", max_tokens=5, request_id=name) for name in ("a", "b")]
+        for stream in streams:
+            next(stream)
+        for more in (client.generate("y", timeout_s=HANG_S), client.prefill("y", timeout_s=HANG_S)):
+            with pytest.raises(Overloaded, match="works on 2 requests, as many as it may") as caught:
+                list(more)
+            assert caught.value.retry_after_s
+        assert client.info().decode_workers == 1
+        health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=HANG_S).status == 1
+        assert client.cancel("a") == 1
+        with pytest.raises(Cancelled):
+            list(streams[0])
+        house.decode.pause_at = -1
+        for again in (streams[1], client.generate("y", max_tokens=5)):
+            assert isinstance([*again][-1], GenerateFinished)
+    nothing_left(house)

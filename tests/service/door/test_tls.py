@@ -34,7 +34,7 @@ def secure(
     """secure(client_ca=…, **door settings) → a door with a TLS port, and that port's address."""
     opened: list[tuple[House, TlsPort]] = []
 
-    def make(client_ca: Path | None = None, most: int = 8, **door: object) -> tuple[House, str]:
+    def make(client_ca: Path | None = None, **door: object) -> tuple[House, str]:
         certificate, key = authority.sign("server")
         files = {"tls_certificate": str(certificate), "tls_key": str(key)}
         if client_ca is not None:
@@ -44,7 +44,7 @@ def secure(
         assert found is not None
 
         async def start() -> TlsPort:
-            port = TlsPort(house.door, found, house.gate, "localhost:0", 1 << 24, most)
+            port = TlsPort(house.door, found, house.gate, "localhost:0", 1 << 24)
             await port.start()
             return port
 
@@ -164,13 +164,13 @@ def test_new_certificates_need_no_restart(
 def test_more_than_it_may_work_on_are_refused(
     secure: Callable[..., tuple[House, str]], authority: Authority
 ) -> None:
-    house, address = secure(most=1)
+    house, address = secure(max_requests=1)
     house.decode.pause_at = 1
     with DeltafrontClient(address, tls=Tls(authority.ca)) as client:
         stream = client.generate("x", max_tokens=5)
         next(stream)
         with pytest.raises(Overloaded):
-            client.info()
+            list(client.generate("y", max_tokens=5))
         house.decode.pause_at = -1
         list(stream)
 
