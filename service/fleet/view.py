@@ -72,6 +72,7 @@ class Fleet:
         """Workers that showed themselves gone or failing while a poll was asking."""
         self.view = View()
         self._crowd = Crowd(lambda: self.poll(_ASK_PATIENCE_S), self.spawn)
+        self._search = Crowd(self.refresh, self.spawn)
 
     def start(self) -> None:
         self._repeating = (
@@ -183,9 +184,10 @@ class Fleet:
         return link
 
     async def session_worker(self, name: str) -> DecodeWorker:
-        """The worker of a session. Raises NotFound: sessions die with their worker."""
+        """The worker of a session; a crowd that asks for one that is not known shares one look. Raises
+        NotFound: sessions die with their worker."""
         if name not in self._found.workers:
-            await self.refresh()
+            await self._search.ask()
         link = self._found.workers.get(name)
         if link is None:
             raise NotFound(f"{NO_SESSION} (or its decode worker was restarted): send the prompt again")

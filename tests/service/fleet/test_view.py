@@ -10,6 +10,7 @@ import pytest
 
 from deltafront.service.errors import NotFound, WorkerLost
 from deltafront.service.fleet.known import Charge, View
+from deltafront.service.fleet.links import Found
 from deltafront.service.fleet.view import Fleet
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
@@ -116,6 +117,25 @@ async def test_who_gives_up_asking_leaves_the_question_to_the_others() -> None:
     assert first.cancelled()
     await fleet.ask()
     await fleet.stop()
+
+
+async def test_a_crowd_with_sessions_of_a_worker_that_is_gone_shares_a_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode, directory, looks = FakeDecode("decode:d1"), LocalDirectory([], []), 0
+
+    async def find() -> Found:
+        nonlocal looks
+        looks += 1
+        return Found({}, {"decode:d1": decode})
+
+    monkeypatch.setattr(directory, "find", find)
+    fleet = Fleet(directory, lambda _view: None)
+    names = ["decode:d0", "decode:d1"] * 20
+    answers = await asyncio.gather(*map(fleet.session_worker, names), return_exceptions=True)
+    assert {type(answer) for answer in answers[::2]} == {NotFound}
+    assert all(answer is decode for answer in answers[1::2])
+    assert looks == 1
 
 
 async def test_a_worker_that_is_found_while_others_are_asked_stays_found() -> None:
