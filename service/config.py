@@ -259,11 +259,27 @@ def parse(
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, as YAML does; PyYAML takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set[str]()
+        for key, _value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(
+                        problem=f"key {key.value!r} is there twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return node
+
+
 def load(path: Path) -> ServiceConfig:
     """Read a YAML file, where relative paths of files begin; a profile can also be named as an adapter is,
     from here or from this project's tree. Raises ConfigError."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

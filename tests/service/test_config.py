@@ -153,7 +153,12 @@ def test_nixl_needs_its_package_and_works_on_any_device(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("a: [", "is not YAML"), ("just text", "must hold keys"), ("decode: {}", "key 'model' is missing")],
+    [
+        ("a: [", "is not YAML"),
+        ("just text", "must hold keys"),
+        ("decode: {}", "key 'model' is missing"),
+        ("door: {tokens_file: t}\nmodel: {path: m}\ndoor: {}", "key 'door' is there twice"),
+    ],
 )
 def test_files_that_are_no_configuration(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "service.yaml"
