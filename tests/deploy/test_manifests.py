@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 from deltafront.service import app
 from deltafront.service.client import cli
 from deltafront.service.client.local_ray import PROXY_PERIOD_S
+from deltafront.workers.model import store
 
 from .local_cluster import LABEL
 from .manifests import (
@@ -148,7 +150,11 @@ def test_the_model_that_is_fetched_is_the_model_that_is_served(overlay: str) -> 
     (model,) = [one for one in of_kind(objects, "ConfigMap") if one["metadata"]["name"] == "deltafront-model"]
     assert model["data"]["directory"] == settings(overlay).model.path
     (job,) = of_kind(objects, "Job")
-    assert container(job["spec"]["template"])["image"] == container(templates(overlay)["head"])["image"]
+    fetch = container(job["spec"]["template"])
+    assert fetch["image"] == container(templates(overlay)["head"])["image"]
+    words = shlex.split(fetch["command"][-1])
+    fetched = [word for before, word in itertools.pairwise(words) if before == "--include"]
+    assert tuple(fetched) == store._HUB_FILES, "Llama's repositories have their weights twice"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
