@@ -106,7 +106,7 @@ class DoorReplica(FrontDoor):
         if files is None or gate is None:
             return None
         address = f"[::]:{door.tls_port}"
-        return TlsPort(self, files, gate, address, door.max_message_bytes)
+        return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests + _BESIDE)
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
         """Another door asks; `door` names it, since Serve asks all."""

@@ -98,10 +98,16 @@ class Gate:
 class TlsPort:
     """Serves a `FrontDoor` with TLS. Make, start and stop it on one event loop."""
 
-    def __init__(self, door: Any, files: TlsFiles, gate: Gate, address: str, max_message_bytes: int) -> None:
-        """Raises OSError or ValueError for files that cannot be used. address: host:port; port 0: any."""
+    def __init__(
+        self, door: Any, files: TlsFiles, gate: Gate, address: str, max_message_bytes: int, max_calls: int
+    ) -> None:
+        """Raises OSError or ValueError for files that cannot be used. address: host:port; port 0: any.
+        max_calls: of all kinds at once; gRPC refuses more before it reads them."""
         files.check()
-        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", max_message_bytes)])
+        self._server = grpc.aio.server(
+            maximum_concurrent_rpcs=max_calls,
+            options=[("grpc.max_receive_message_length", max_message_bytes)],
+        )
         servicer = _Servicer(door, gate)
         add_deltafront_to_server(servicer, self._server)
         add_health_to_server(servicer, self._server)

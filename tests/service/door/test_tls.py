@@ -44,7 +44,7 @@ def secure(
         assert found is not None
 
         async def start() -> TlsPort:
-            port = TlsPort(house.door, found, house.gate, "localhost:0", 1 << 24)
+            port = TlsPort(house.door, found, house.gate, "localhost:0", 1 << 24, 1 << 10)
             await port.start()
             return port
 
