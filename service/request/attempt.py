@@ -92,11 +92,11 @@ class Attempt:
 
 
 @contextlib.asynccontextmanager
-async def within(deadline: float | None) -> AsyncIterator[None]:
+async def within(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Bound a block by a moment of the wall clock. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(None if deadline is None else deadline - time.time()) as scope:
-            yield
+            yield scope
     except TimeoutError:
         if not scope.expired():
             raise

@@ -49,12 +49,20 @@ _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
 
 class Generation:
-    """State that outlives an attempt, so that a replay goes on from what was streamed."""
+    """State that outlives an attempt, so that a replay goes on from what was streamed. limit: the
+    call's deadline."""
 
     def __init__(
-        self, resources: Resources, call: GenerateCall, clock: TtftClock, emit: Emit, share: Share
+        self,
+        resources: Resources,
+        call: GenerateCall,
+        clock: TtftClock,
+        emit: Emit,
+        share: Share,
+        limit: asyncio.Timeout,
     ) -> None:
         self._share = share
+        self._limit = limit
         self._resources = resources
         self._call = call
         self._clock = clock
@@ -267,7 +275,9 @@ class Generation:
             metrics.pulled(report)
 
     async def _stop(self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
-        """Cancel the rest of the answer and wait a little for the worker's last report."""
+        """Cancel the rest of an answer that is complete, so that its deadline has been met, and wait a little
+        for the worker's last report."""
+        self._limit.reschedule(None)
         try:
             async with asyncio.timeout(_STOPPING_S):
                 await worker.cancel(attempt.request_id)

@@ -127,8 +127,8 @@ class Requests:
             call = replace(generate_call(read(), running.owner, self._limits), trace=running.trace)
             method = "" if call.prompt is None else call.method.name
             counted = self._counted(running, call.request_id, method)
-            async with counted as share, within(call.deadline):
-                await Generation(self._resources, call, running.clock, running.emit, share).run()
+            async with counted as share, within(call.deadline) as limit:
+                await Generation(self._resources, call, running.clock, running.emit, share, limit).run()
 
         return self._run("Generate", headers, work)
 

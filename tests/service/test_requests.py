@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import grpc
@@ -18,6 +20,7 @@ from deltafront.service.client import (
     Token,
 )
 from deltafront.service.errors import Cancelled, InvalidArgument, NotFound, Overloaded
+from deltafront.service.request import attempt, run
 from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import EOS, next_token
@@ -155,6 +158,33 @@ def test_a_stop_string_across_tokens_ends_the_answer(house: House, client: Delta
     assert (text, finish.reason) == ("abcdSTx", "stop_string")
     assert finish.usage.completion_tokens == len(tokens) == 11
     nothing_left(house)
+
+
+def test_a_deadline_that_comes_after_a_stop_string_was_met(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the worker is told, which may take seconds if it hangs."""
+    limits: list[asyncio.Timeout] = []
+
+    @contextlib.asynccontextmanager
+    async def noted(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
+        async with attempt.within(deadline) as limit:
+            limits.append(limit)
+            yield limit
+
+    async def cancel(request_id: str) -> None:
+        """The deadline comes, if there still is one."""
+        if limits[-1].when() is not None and not limits[-1].expired():
+            limits[-1].reschedule(asyncio.get_running_loop().time())
+        await asyncio.sleep(0)
+        await ended(request_id)
+
+    ended = house.decode.cancel
+    monkeypatch.setattr(run, "within", noted)
+    monkeypatch.setattr(house.decode, "cancel", cancel)
+    house.decode.script = list(b"abSTOPnever")
+    text, _, finish, _ = collect(client.generate("p", max_tokens=16, stop=["STOP"], timeout_s=HANG_S))
+    assert (text, finish.reason) == ("ab", "stop_string")
 
 
 def test_held_back_text_comes_with_the_finish(house: House, client: DeltafrontClient) -> None:
