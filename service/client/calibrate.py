@@ -7,6 +7,7 @@ Runs here, without a server; torch is imported when the command runs.
 from __future__ import annotations
 
 import json as json_format
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,6 +141,10 @@ def _refuse(
     """Options that contradict each other, before the work and not after."""
     if profile is not None and not profile.parent.is_dir():
         fail(f"--profile {profile}: there is no directory {profile.parent}")
+    if profile is not None:
+        written = profile if profile.exists() else profile.parent
+        if profile.is_dir() or not os.access(written, os.W_OK):
+            fail(f"--profile {profile}: no file can be written there")
     if density and (profile is None or not length):
         fail("--density needs --length and --profile: levels are kept in a profile")
     if allocation not in ("marginal", "threshold"):

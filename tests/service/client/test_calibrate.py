@@ -201,6 +201,7 @@ def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_pat
         ({"--dtype": "int8"}, "'int8' is unknown"),
         ({"--adapter": "/nowhere"}, "no adapter"),
         ({"--profile": "/nowhere/profile.json"}, "/nowhere/profile.json: there is no directory /nowhere"),
+        ({"--profile": "/"}, "--profile /: no file can be written there"),
     ],
 )
 def test_errors_are_one_plain_line(model: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
