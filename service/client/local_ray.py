@@ -53,7 +53,7 @@ def running(
 
     `settings` from `wiring.local_model`. make: what to serve, by default `app.application`. Ray reads its
     environment when it is imported, so this module imports it only here. Raises ConfigError for a port
-    that is taken and RuntimeError if the application does not come up.
+    that is taken and for GPUs that are not there, and RuntimeError if the application does not come up.
     """
     check_ports(settings)
     with (
@@ -77,6 +77,7 @@ def running(
                 _node_ip_address=LOOPBACK,
             )
         try:
+            check_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
             options = serve_config(settings.model_dump(), LOOPBACK)
             grpc = gRPCOptions(**options["grpc_options"])
             serve.start(http_options=options["http_options"], grpc_options=grpc)
@@ -167,6 +168,16 @@ def check_ports(settings: ServiceConfig) -> None:
                     f"door.{key}: port {port}{why} cannot be used ({error.strerror}): "
                     "stop what listens there, or configure another port"
                 ) from None
+
+
+def check_gpus(settings: ServiceConfig, found: float) -> None:
+    """Serve would wait without end for more GPUs than Ray has found here. Raises ConfigError."""
+    prefill, decode = settings.prefill, settings.decode
+    asked = prefill.groups * prefill.stages * prefill.gpus_per_stage + decode.workers * decode.gpus
+    if asked > found + 1e-6:  # a sum of shares
+        raise ConfigError(
+            f"prefill.gpus_per_stage and decode.gpus: {asked:g} GPUs in all, but Ray finds {found:g} here"
+        )
 
 
 def inner_ports(grpc_port: int) -> dict[str, str]:

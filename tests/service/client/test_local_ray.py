@@ -12,6 +12,7 @@ import pytest
 from deltafront.service.client.local_ray import (
     PROXY_PERIOD_S,
     agent_ports,
+    check_gpus,
     check_ports,
     cpus,
     environment,
@@ -53,6 +54,16 @@ def test_a_taken_port_is_named(reuse: bool) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"door.http_port: port {port} cannot be used"):
             check_ports(parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026)))
+
+
+def test_gpus_that_are_not_there_are_named() -> None:
+    given = content("prefill", stages=3, gpus_per_stage=0.1)
+    given["decode"]["gpus"] = 0.7
+    for found in (1.0, 8.0):
+        check_gpus(parse(given), found)
+    check_gpus(parse(content()), 0.0)
+    with pytest.raises(ConfigError, match=r"decode\.gpus: 1 GPUs in all, but Ray finds 0 here"):
+        check_gpus(parse(given), 0.0)
 
 
 def test_services_beside_each_other_share_no_port() -> None:
