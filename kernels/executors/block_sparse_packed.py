@@ -14,6 +14,7 @@ from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, Tile
 from ..methods import register
 from ..options import option
 from ..selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from ..selectors.rules.rule import ROUNDING
 from .block_sparse import keys_of
 from .common import check_mask
 from .packed_kv import cpu_pack_head, run_cosine
@@ -118,7 +119,7 @@ def exact_entries(score_M: torch.Tensor, share: float) -> torch.Tensor:
     exact_M = torch.zeros(score_M.shape, dtype=torch.bool)
     exact_M[-1] = True
     others = score_M.numel() - 1
-    wanted = math.ceil(share * others)
+    wanted = math.ceil(share * others * ROUNDING)
     if wanted > 0:
         exact_M[:-1] = score_M[:-1] >= score_M[:-1].topk(wanted).values[-1]
     return exact_M

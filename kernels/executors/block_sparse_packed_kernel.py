@@ -13,10 +13,13 @@ import triton.language as tl
 
 from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
+from ..selectors.rules.rule import ROUNDING
 from .flash import NEGATIVE, step_tile
 from .launch import check_launch, new_output
 from .packed_kv_kernel import pack
 from .packed_runs import PackedRuns
+
+_ROUNDING = tl.constexpr(ROUNDING)
 
 
 @triton.jit(do_not_specialize=["stride_sn"])
@@ -33,7 +36,7 @@ def exact_kernel(
     # Order-preserving whole numbers from 0: negative floats reversed, then positive ones.
     order = tl.where(bits < 0, -1 - (bits & 0x7FFFFFFF).to(tl.int64), bits.to(tl.int64)) + (1 << 31)
     order = tl.where(other, order, -1)
-    wanted = tl.ceil(share * (count - 1).to(tl.float32)).to(tl.int32)
+    wanted = tl.ceil(share * (count - 1).to(tl.float32) * _ROUNDING).to(tl.int32)
     limit = tl.zeros([], tl.int64)
     for round in range(32):
         higher = limit + (tl.full([], 1, tl.int64) << (31 - round))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...interface import TileMask
-from .rule import LEVELS, Rule, check_scores
+from .rule import LARGER, LEVELS, ROUNDING, TINY, Rule, check_scores
 
 _FLOAT_BITS = 1 << 31
 
@@ -39,14 +39,16 @@ def keep(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.Tensor
         least_BHN1 = torch.where((top_BHN1 > 0) | (amount_H11 == 0), amount_H11 * top_BHN1, float("inf"))
         kept_BHNM = score_BHNM >= least_BHN1
     elif rule.kind == "cumulative":
-        level_BHNM = (score_BHNM * (LEVELS / top_BHN1) + 0.5).nan_to_num(0.0).int()
+        larger_BHN1 = torch.where(top_BHN1 < TINY, LARGER, 1.0)
+        per_level_BHN1 = LEVELS / (top_BHN1 * larger_BHN1)
+        level_BHNM = (score_BHNM * larger_BHN1 * per_level_BHN1 + 0.5).nan_to_num(0.0).int()
         need_BHN1 = amount_H11 * level_BHNM.sum(-1, keepdim=True).float()
         floor_BHN1 = _highest_floor(level_BHNM, level_BHNM, forced_NM, need_BHN1, LEVELS + 2)
         kept_BHNM = (level_BHNM >= floor_BHN1) | (amount_H11 >= 1.0)
     else:
         bits_BHNM = score_BHNM.contiguous().view(torch.int32)
         one_BHNM = ranked_NM.int().expand_as(bits_BHNM)
-        need_BHN1 = torch.ceil(amount_H11 * ranked_NM.sum(-1, keepdim=True).float())
+        need_BHN1 = torch.ceil(amount_H11 * ranked_NM.sum(-1, keepdim=True).float() * ROUNDING)
         floor_BHN1 = _highest_floor(bits_BHNM, one_BHNM, forced_NM, need_BHN1, _FLOAT_BITS)
         kept_BHNM = bits_BHNM >= floor_BHN1
     return ((kept_BHNM | ~any_BHN1) & causal_NM) | forced_NM

@@ -16,13 +16,15 @@ import triton.language as tl
 
 from ...constants import BLOCK
 from ...interface import AttentionInput, KernelInputError, TileMask
-from .rule import LEVELS, MAX_BLOCKS, Rule, check_scores
+from .rule import LARGER, LEVELS, MAX_BLOCKS, ROUNDING, TINY, Rule, check_scores
 from .sums import Sums
 
 _SCORES_ONLY = tl.constexpr(-1)
 _CUMULATIVE = tl.constexpr(0)
 _MAX_RELATIVE = tl.constexpr(1)
 _TOP_K = tl.constexpr(2)
+_TINY, _LARGER = tl.constexpr(TINY), tl.constexpr(LARGER)
+_ROUNDING = tl.constexpr(ROUNDING)
 _KINDS = {"cumulative": _CUMULATIVE.value, "max_relative": _MAX_RELATIVE.value, "top_k": _TOP_K.value}
 
 
@@ -83,14 +85,15 @@ def _kept(
         least = tl.where((top > 0.0) | (amount == 0.0), amount * top, float("inf"))
         kept_W = score_W >= least
     elif KIND == _CUMULATIVE:
-        per_level = LEVELS / tl.where(top > 0.0, top, 1.0)
-        level_W = (score_W * per_level + 0.5).to(tl.int32)
+        larger = tl.where(top < _TINY, _LARGER, 1.0)
+        per_level = LEVELS / tl.where(top > 0.0, top * larger, 1.0)
+        level_W = (score_W * larger * per_level + 0.5).to(tl.int32)
         need = amount * tl.sum(level_W, axis=0).to(tl.float32)
         floor = _highest_floor(level_W, level_W, forced_W, need, LEVELS + 2)
         kept_W = level_W >= tl.where(amount < 1.0, floor, 0)
     else:
         bits_W = score_W.to(tl.int32, bitcast=True)
-        need = tl.ceil(amount * tl.sum(ranked_W.to(tl.int32), axis=0).to(tl.float32))
+        need = tl.ceil(amount * tl.sum(ranked_W.to(tl.int32), axis=0).to(tl.float32) * _ROUNDING)
         floor = _highest_floor(bits_W, ranked_W.to(tl.int32), forced_W, need, tl.max(bits_W, axis=0) + 2)
         kept_W = bits_W >= floor
     return (tl.where(anything, kept_W, causal_W) & causal_W) | forced_W

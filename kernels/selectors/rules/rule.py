@@ -14,6 +14,14 @@ LEVELS = 1 << 17
 """Steps into which a row's scores are cut for the cumulative rule; one step is 7.6e-6 of the row's largest
 score. Whole numbers make the sums exact in any order, so how the prompt was cut cannot move a tile."""
 
+ROUNDING = 1.0 - 2.0**-22
+"""What a share of a number of tiles is taken times before it is rounded up: in float32 0.6 of 25 are a little
+more than 15."""
+
+TINY, LARGER = 2.0**-64, 2.0**64
+"""Scores of a row whose largest is below TINY are counted LARGER times as large: LEVELS over it would be
+infinite where sink and window hold all but 4e-34 of a row."""
+
 MAX_BLOCKS = (1 << 31) // LEVELS - 1
 """Key blocks for which a row's sum stays within int32: 2 million tokens."""
 

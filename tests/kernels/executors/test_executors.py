@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -341,6 +342,22 @@ def test_exact_table_of_the_kernel(share: float) -> None:
         listed = torch.arange(found.shape[3]) < mask.count_BHN.cpu()[..., None]
         expected = block_sparse_packed.cpu_exact_table(mask_on_cpu(scored), share)
         assert torch.equal(found & listed, expected & listed)
+
+
+@pytest.mark.parametrize("share", ["0.07", "0.15", "0.28", "0.3", "0.6"])
+def test_the_exact_share_is_rounded_up_and_no_further(share: str) -> None:
+    """By both forms; in float32 0.6 of 25 tiles are more than 15, in float64 0.28 of 25 more than 7."""
+    counts = torch.arange(1, 65, dtype=torch.int32)
+    score = torch.rand(1, 1, 64, 64)
+    mask = TileMask(torch.arange(64, dtype=torch.int16).expand(1, 1, 64, 64), counts[None, None], score)
+    on_device = TileMask(*(part.to(DEVICE) for part in (mask.index_BHNM, mask.count_BHN, score)))
+    expected = [math.ceil(Fraction(share) * others) + 1 for others in range(64)]
+    listed = torch.arange(64) < counts[:, None]
+    for table in (
+        block_sparse_packed.cpu_exact_table(mask, float(share)),
+        block_sparse_packed_kernel.kernel_exact_table(on_device, float(share)).cpu(),
+    ):
+        assert (table[0, 0] & listed).sum(1).tolist() == expected
 
 
 def test_computed_tiles_count_the_work() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -80,6 +83,32 @@ def test_a_sink_that_holds_nearly_everything_does_not_fill_the_quota(select: obj
     assert tiles(select(score, Rule("cumulative", 0.95), 8)) == [[0, 8]]
     assert tiles(select(score, Rule("cumulative", 0.6, outside=True), 8)) == [[0, 7, 8]]
     assert tiles(select(score, Rule("cumulative", 0.6, 1, 2, outside=True), 8)) == [[0, 3, 7, 8]]
+
+
+@pytest.mark.parametrize("select", [cpu.select, kernel.select])
+@pytest.mark.parametrize("tiny", [1e-18, 1e-20, 1e-34, 1e-36])
+def test_a_quota_is_met_however_little_sink_and_window_leave(select: object, tiny: float) -> None:
+    """Logits of a sink 80 above all others leave scores of 1e-35 outside."""
+    assert callable(select)
+    outside = [0.3, 0.1, 0.9, 0.2, 0.8, 0.05, 0.6]
+    score = torch.tensor([1.0, *(tiny * part for part in outside), 0.5], device=DEVICE).view(1, 1, 1, 9)
+    for amount, expected in ((0.5, [0, 3, 5, 8]), (0.85, [0, 1, 3, 5, 7, 8])):
+        assert tiles(select(score, Rule("cumulative", amount, outside=True), 8)) == [expected]
+    assert tiles(select(score, Rule("cumulative", 0.0, outside=True), 8)) == [[0, 8]]
+
+
+@pytest.mark.parametrize("select", [cpu.select, kernel.select])
+@pytest.mark.parametrize("count", [10, 25, 90, 100])
+def test_a_share_is_rounded_up_and_no_further(select: object, count: int) -> None:
+    """In float32 0.6 of 25 tiles are more than 15, in float64 0.28 of 25 more than 7."""
+    assert callable(select)
+    shares = ["0.07", "0.15", "0.28", "0.3", "0.55", "0.6"]
+    score = torch.linspace(1.0, 0.1, count, device=DEVICE)
+    score[-1] = 2.0  # the diagonal is kept anyway
+    rule = Rule("top_k", torch.tensor([float(share) for share in shares]))
+    mask = select(score.expand(1, len(shares), 1, count), rule, count - 1)
+    expected = [max(2, math.ceil(Fraction(share) * count)) for share in shares]
+    assert mask.count_BHN[0, :, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("select", [cpu.select, kernel.select])
