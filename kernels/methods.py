@@ -221,12 +221,10 @@ def _checked(where: str, value: Value, option: Option) -> Value:
     number = float(value)
     if math.isnan(number) or not option.low <= number <= option.high:
         raise MethodError(where, f"{where} = {value} is outside {option.low} .. {option.high}")
-    if isinstance(option.default, bool):
-        return bool(value)
-    if isinstance(option.default, int):
+    if isinstance(option.default, int):  # bool among them
         if number != int(number):
             raise MethodError(where, f"{where} = {value} is not a whole number")
-        value = int(number)
+        value = type(option.default)(number)
     if option.choices and value not in option.choices:
         raise MethodError(where, f"{where} = {value} is not one of {option.choices}")
     return value

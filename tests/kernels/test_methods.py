@@ -100,6 +100,7 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
         ),
         ("xattention", {"stride": 5}, "method_options.stride", r"= 5 is not one of \(4, 8, 16\)"),
         ("xattention", {"stride": 4.5}, "method_options.stride", "is not a whole number"),
+        ("dpxa", {"outside": 0.5}, "method_options.outside", "= 0.5 is not a whole number"),
         ("xattention", {"tau": 1.5}, "method_options.tau", "= 1.5 is outside 0.01 .. 1.0"),
         ("xattention", {"tau": float("nan")}, "method_options.tau", "is outside"),
         ("dense+delta", {"gamma": 0}, "method_options.gamma", "= 0 is outside 1 .. 4096"),
