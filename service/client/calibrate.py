@@ -125,7 +125,7 @@ def calibrate_command(
             from ...workers.calibration.levels import method_levels
 
             how = cast("Allocation", allocation)  # checked above
-            levels = method_levels(stack, probes, asked, density, _tell, how, answers)
+            levels = method_levels(stack, probes, asked, density, _tell, how, answers, whole)
             whole = whole.plus(levels, texts)
         if profile is not None and whole is not None:
             whole.write(profile)

@@ -15,13 +15,14 @@ from ...kernels.interface import AttentionInput, Coverage
 from ...kernels.methods import MethodSpec, method_spec, registered
 from ...kernels.selectors.scored import ScoredOptions, ScoredSelector
 from ..model.decoder import LayerStack
-from ..model.profile import Level, MethodLevels, shaping_options
+from ..model.levels import levels_of
+from ..model.profile import Level, MethodLevels, Profile, shaping_options
 from .allocation import allocate
 from .curves import Curves, curves
 from .dense_pass import embedded, read_densely, state_spec
 from .probes import ANSWER_WEIGHT, Document
 from .sensitivity import LayerCosts, layer_costs
-from .thresholds import adjusted_quotas
+from .thresholds import adjusted_quotas, least_adjusted
 
 Allocation = Literal["marginal", "threshold"]
 """How heads get their quotas: by marginal gain (`allocation.py`) or as XAttention does (`thresholds.py`)."""
@@ -44,18 +45,21 @@ def method_levels(
     told: Told = lambda _what: None,
     allocation: Allocation = "marginal",
     answer_weight: float = ANSWER_WEIGHT,
+    profile: Profile | None = None,
 ) -> MethodLevels:
     """Levels of these densities for each length of document. Every document is read densely once for each of
     the model's layers, and once more; `told` is called with what is being done.
 
     probes: length in tokens → documents of that length. answer_weight: what the divergence at the tokens of
-    answers counts beside that of the tail. Raises ValueError for a method that ranks no tiles by a score, and
-    for a density that sink and window alone exceed.
+    answers counts beside that of the tail. profile: what they are to be added to; a density
+    means itself at the longest prompts of its old and new levels. Raises ValueError for a method that ranks
+    no tiles by a score, and for a density that sink and window alone, or the least thresholds, exceed.
     """
     if not issubclass(registered(method).form, ScoredOptions) or method.correction:
         raise ValueError(f"{method.name} has no amounts to calibrate: it ranks no tiles by a score")
     shaping = shaping_options(method)
     costed = method_spec(method.name, {**shaping, "outside": True, "tau": COSTED_AT, "min_tokens": 0})
+    had = [] if profile is None else levels_of(profile, method)
     levels = []
     for tokens, documents in sorted(probes.items()):
         found, costs = [], []
@@ -65,20 +69,25 @@ def method_levels(
             told(f"{tokens} tokens, document {number + 1} of {len(documents)}: costs of layers")
             costs.append(layer_costs(stack, document, build(costed)))
         for density in densities:
-            share = min(1.0, density * (max(probes) / tokens) ** GROWTH)
+            longest = max([*probes, *(one.tokens for one in had if one.density == density)])
+            share = min(1.0, density * (longest / tokens) ** GROWTH)
             told(f"{tokens} tokens: amounts for a density of {share:.3f}")
             amounts = head_amounts(found, costs, share, allocation, answer_weight)
             really = realised(stack, documents, costed, amounts)
-            aimed = max(share * min(1.0, share / really), least_density(found))
+            aimed = max(share * min(1.0, share / really), least_density(found, allocation))
             amounts = head_amounts(found, costs, min(share, aimed), allocation, answer_weight)
             levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=amounts))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
 
 
-def least_density(found: Sequence[Curves]) -> float:
-    """What sink and window alone take, a mean over heads and documents."""
-    least_LH = torch.stack([one.density_LHI for one in found]).mean(0).amin(-1)
-    return float(least_LH.double().mean()) * (1 + 1e-6)
+def least_density(found: Sequence[Curves], allocation: Allocation) -> float:
+    """What sink and window alone take, or the least thresholds; a mean over heads and documents."""
+    density_LHI = torch.stack([one.density_LHI for one in found]).mean(0)
+    if allocation == "threshold":
+        least = least_adjusted(density_LHI.flatten(0, 1), found[0].quotas)
+    else:
+        least = float(density_LHI.amin(-1).double().mean())
+    return least * (1 + 1e-6)
 
 
 def realised(

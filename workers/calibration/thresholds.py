@@ -30,12 +30,12 @@ def adjusted_quotas(
 
     Raises ValueError if adjusting every head as often as can be leaves more.
     """
-    quota_J = START * FACTOR ** torch.arange(ADJUSTMENTS + 1, dtype=torch.float64)
+    quota_J = _thresholds()
     density_HJ, loss_HJ = (between(value, quotas, quota_J) for value in (density_HI, loss_HI))
     adjusted_HM, density_M = _table(density_HJ, loss_HJ)
     met = (density_M <= density * len(density_HJ) + 1e-9).nonzero()
     if not len(met):
-        least = float(density_HJ[:, -1].mean())
+        least = least_adjusted(density_HI, quotas)
         raise ValueError(
             f"a mean density of {density:g} cannot be had: the least thresholds take {least:.4f}"
         )
@@ -45,6 +45,16 @@ def adjusted_quotas(
         chosen.append(round(float(quota_J[mine]), 6))
         left -= mine
     return chosen[::-1]
+
+
+def least_adjusted(density_HI: torch.Tensor, quotas: Sequence[float]) -> float:
+    """The mean density of heads that are all adjusted as often as can be."""
+    return float(between(density_HI, quotas, _thresholds()[-1:]).mean())
+
+
+def _thresholds() -> torch.Tensor:
+    """quota_J, float64: of a head after so many adjustments."""
+    return START * FACTOR ** torch.arange(ADJUSTMENTS + 1, dtype=torch.float64)
 
 
 def _table(density_HJ: torch.Tensor, loss_HJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ def amounts_for(profile: Profile | None, spec: MethodSpec) -> Amounts | None:
     where = f"method_options.density = {asked}"
     if profile is None:
         raise MethodError("method_options.density", f"{where}: the model has no profile (model.profile)")
-    levels = _levels(profile, spec)
+    levels = levels_of(profile, spec)
     below = [one for one in levels if one.density <= asked]
     above = [one for one in levels if one.density >= asked]
     if not below or not above:
@@ -48,8 +48,8 @@ def nearest(levels: Sequence[Level], tokens: int) -> Level:
     return min(levels, key=lambda one: (abs(math.log(one.tokens / tokens)), one.tokens))
 
 
-def _levels(profile: Profile, spec: MethodSpec) -> list[Level]:
-    """Of the spec's method with its options."""
+def levels_of(profile: Profile, spec: MethodSpec) -> list[Level]:
+    """Of the spec's method with its options; none where the profile has none."""
     wanted = spec.name.partition("+")[0], shaping_options(spec)
     same = (one for one in profile.prefill if (one.method, one.options) == wanted)
     return [level for one in same for level in one.levels]

@@ -185,6 +185,24 @@ def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_pat
     assert nothing.exit_code == 1 and "none.json': `deltafront calibrate" in nothing.stderr
 
 
+def test_a_shorter_length_that_is_added_reads_what_it_would_have_in_one_run(
+    model: Path, tmp_path: Path
+) -> None:
+    """A density means itself at the longest prompts of its family, whichever run made them."""
+    (tmp_path / "one.txt").write_text(PROSE + ". " + PROSE)
+    path, one = tmp_path / "profile.json", ("--text", tmp_path / "one.txt", "--method", "block_pool")
+    pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
+    level = (*one, "--density", 0.8, "--profile", path)
+    assert run(model, *level, *pages, "--length", 600).exit_code == 0
+    assert run(model, *level, "--length", 400, "--add").exit_code == 0
+    added = load_profile(ModelSpec(str(model), profile=str(path)))
+    assert run(model, *level, *pages, "--length", 600, "--length", 400).exit_code == 0
+    once = load_profile(ModelSpec(str(model), profile=str(path)))
+    assert added is not None and once is not None and added.prefill == once.prefill
+    shares = [(level.tokens, level.share) for level in added.prefill[0].levels]
+    assert shares == [(400, round(0.8 * 1.5**0.4, 4)), (600, 0.8)]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -13,6 +13,7 @@ from deltafront.workers.calibration.curves import QUOTAS, Curves
 from deltafront.workers.calibration.levels import head_amounts, method_levels
 from deltafront.workers.calibration.probes import Document, Question
 from deltafront.workers.calibration.sensitivity import LayerCosts
+from deltafront.workers.calibration.thresholds import ADJUSTMENTS, FACTOR, START
 from deltafront.workers.model.decoder import LayerStack
 from deltafront.workers.model.profile import shaping_options
 
@@ -99,6 +100,16 @@ def test_a_level_that_reads_more_than_it_should_goes_down_to_sink_and_window_at_
     monkeypatch.setattr(levels, "realised", lambda *_: 1.0)
     (found,) = method_levels(tiny_stack, {640: [made(1, 640)]}, POOLED, [0.75]).levels
     assert {amount for row in found.amounts for amount in row} == {QUOTAS[0]}
+
+
+def test_a_level_by_thresholds_goes_down_to_the_least_of_them(
+    tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(levels, "realised", lambda *_: 1.0)
+    documents = {640: [made(1, 640)]}
+    (found,) = method_levels(tiny_stack, documents, POOLED, [0.9], allocation="threshold").levels
+    least = round(START * FACTOR**ADJUSTMENTS, 6)
+    assert {amount for row in found.amounts for amount in row} == {least}
 
 
 def test_methods_without_amounts_are_refused(tiny_stack: LayerStack) -> None:
