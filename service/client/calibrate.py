@@ -9,7 +9,7 @@ from __future__ import annotations
 import json as json_format
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -26,11 +26,11 @@ from ...workers.calibration.probes import (
     needles,
     values,
 )
-from ...workers.model.config import ModelError
+from ...workers.model.config import ModelConfig, ModelError
 from ...workers.model.digest import model_digest
 from ...workers.model.profile import DecodePages, Profile, ProfiledModel, ProfiledText, load_profile
 from ...workers.model.store import model_directory
-from ...workers.settings import Dtype, ModelSpec
+from ...workers.settings import DecodeConfig, Dtype, ModelSpec
 from ..wiring import shown_name
 from .terminal import err, fail, read_text
 
@@ -94,7 +94,7 @@ def calibrate_command(
     from ...workers.messages.methods import PAGE_TOKENS
     from ...workers.model.decoder import load_model
 
-    _refuse(context, profile, density, length, allocation)
+    _refuse(context, profile, allocation)
     try:
         directory = model_directory(model)
         kind = cast(Dtype, dtype)  # checked when it loads
@@ -108,6 +108,8 @@ def calibrate_command(
         read = [] if add else made.for_pages(most, least)
         probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
         stack = load_model(spec, device)
+        for problem in _misfits(stack.config, length, [] if add else full_layer):
+            raise ValueError(problem)
         pages: dict[str, Any] = {"page_budget": budget, "recency": recency, "full_layers": full_layer}
         found = None if add else _delta_layers(stack, read, pages, layers, dense_layers)
         texts = made.profiled(max([*length, 0 if found is None else found.tokens[0]]))
@@ -135,10 +137,10 @@ def calibrate_command(
         _show(found, pages, json)
 
 
-def _refuse(
-    context: typer.Context, profile: Path | None, density: list[float], length: list[int], allocation: str
-) -> None:
-    """Options that contradict each other, before the work and not after."""
+def _refuse(context: typer.Context, profile: Path | None, allocation: str) -> None:
+    """Options out of bounds or that contradict each other, before the work and not after."""
+    given = context.params
+    density, length = given["density"], given["length"]
     if profile is not None and not profile.parent.is_dir():
         fail(f"--profile {profile}: there is no directory {profile.parent}")
     if profile is not None:
@@ -147,9 +149,13 @@ def _refuse(
             fail(f"--profile {profile}: no file can be written there")
     if density and (profile is None or not length):
         fail("--density needs --length and --profile: levels are kept in a profile")
+    if length and not density:
+        fail("--length needs --density: it is of the prompts that levels are for")
+    for problem in _out_of_bounds(density, length, given["serving_budget"], given["recency"]):
+        fail(problem)
     if allocation not in ("marginal", "threshold"):
         fail(f"--allocation {allocation}: must be marginal or threshold")
-    if not context.params["add"]:
+    if not given["add"]:
         return
     if not density:
         fail("--add needs --density: it adds levels to what --profile has")
@@ -157,6 +163,23 @@ def _refuse(
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             fail(f"--add makes levels and nothing else: leave out --{name.replace('_', '-')}")
+
+
+def _out_of_bounds(
+    density: list[float], length: list[int], serving_budget: int | None, recency: int
+) -> Iterator[str]:
+    """What a profile could not hold."""
+    yield from (f"--density {one:g}: must be above 0 and at most 1" for one in density if not 0 < one <= 1)
+    yield from (f"--length {one}: must be at least 1" for one in length if one < 1)
+    if serving_budget is not None and serving_budget < recency:
+        yield f"--serving-budget {serving_budget}: must be at least --recency, {recency}"
+
+
+def _misfits(config: ModelConfig, length: list[int], full_layer: list[int]) -> Iterator[str]:
+    """What the model does not have, before anything is read."""
+    if length and max(length) > config.positions:
+        yield f"--length {max(length)}: the model has {config.positions} positions"
+    yield from DecodeConfig(full_layers=tuple(full_layer)).layer_problems(config.layers)
 
 
 def _show(found: Calibration, pages: dict[str, Any], as_json: bool) -> None:

@@ -24,6 +24,7 @@ from deltafront.workers.settings import ModelSpec
 
 from ...workers.tiny_model import LAYERS, make_tiny_model
 
+LEVEL = {"--density": 0.9, "--length": 600, "--profile": "profile.json"}
 PROSE = "call me ishmael some years ago never mind how long precisely having little or no money " * 8
 
 
@@ -207,6 +208,13 @@ def test_a_shorter_length_that_is_added_reads_what_it_would_have_in_one_run(
     ("change", "message"),
     [
         ({"--density": 0.1}, "--density needs --length and --profile"),
+        ({"--length": 600}, "--length needs --density"),
+        (LEVEL | {"--density": 1.5}, "--density 1.5: must be above 0 and at most 1"),
+        (LEVEL | {"--density": "nan"}, "--density nan: must be above 0 and at most 1"),
+        (LEVEL | {"--length": 0}, "--length 0: must be at least 1"),
+        (LEVEL | {"--length": 600, "--positions": 500}, "--length 600: the model has 500 positions"),
+        ({"--serving-budget": 1}, "--serving-budget 1: must be at least --recency, 2"),
+        ({"--full-layer": LAYERS}, f"full_layers names layer {LAYERS}, but the model has layers 0 .. 4"),
         ({"--allocation": "even"}, "--allocation even: must be marginal or threshold"),
         ({"--option": "sink"}, "--option sink: give NAME=NUMBER"),
         ({"--option": "depth=3"}, "dpxa has no option 'depth'"),
@@ -222,12 +230,16 @@ def test_a_shorter_length_that_is_added_reads_what_it_would_have_in_one_run(
         ({"--profile": "/"}, "--profile /: no file can be written there"),
     ],
 )
-def test_errors_are_one_plain_line(model: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_errors_are_one_plain_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
     (tmp_path / "text.txt").write_text(PROSE)
+    monkeypatch.chdir(tmp_path)
     options = {"--text": tmp_path / "text.txt", "--layers": 2, "--budget": 6, "--recency": 2} | change
     done = run(model, *(part for pair in options.items() for part in pair))
     assert done.exit_code == 1
     assert message in done.stderr and "Traceback" not in done.output
+    assert not (tmp_path / "profile.json").exists()
 
 
 def test_a_model_that_is_none(tmp_path: Path) -> None:
