@@ -6,6 +6,7 @@ Free of torch, because the front door reads it too (vocabulary, positions, end t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,6 +211,10 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     missing = [key for key in _ROPE_KEYS[kind] if given.get(key) is None]
     if missing:
         raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
+    for key in _ROPE_KEYS[kind]:
+        numbers = given[key] if isinstance(given[key], list) else [given[key]]
+        if not all(isinstance(number, int | float) and 0 < number < math.inf for number in numbers):
+            raise ModelError(f"rope scaling {kind!r}: {key} = {given[key]!r} is not a number above 0")
     theta = overrides.get("rope_theta", given.get("rope_theta", raw.get("rope_theta")))
     theta = 10_000.0 if theta is None else float(theta)
     if theta <= 1.0:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from .config import ModelError
 
@@ -34,8 +34,9 @@ _REFUSED = (
 class LoraAdapter:
     """Reads adapter_config.json and adapter_model.safetensors of a directory.
 
-    Raises ModelError for a missing file, for an option whose effect we do not compute, and for a tensor
-    that does not belong to a linear layer of the decoder: nothing of an adapter is left out in silence.
+    Raises ModelError for a missing or broken file, for an option whose effect we do not compute, and for a
+    tensor that does not belong to a linear layer of the decoder: nothing of an adapter is left out in
+    silence.
     """
 
     def __init__(self, directory: str | Path, model_layers: int) -> None:
@@ -43,8 +44,12 @@ class LoraAdapter:
         self._config = _read_config(Path(directory) / "adapter_config.json")
         if not self._path.exists():
             raise ModelError(f"{self._path} does not exist: an adapter needs its weights in safetensors")
-        with safe_open(self._path, "pt") as file:
-            self._tensors = _sorted_names(self._path, list(file.keys()), model_layers)
+        try:
+            with safe_open(self._path, "pt") as file:
+                names = list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self._path} cannot be read as safetensors: {error}") from None
+        self._tensors = _sorted_names(self._path, names, model_layers)
 
     def merge(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor:
         """The weight `name` ("model.layers.0.mlp.up_proj.weight") with its update, in float32.

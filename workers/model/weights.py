@@ -5,6 +5,7 @@ Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimens
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +49,10 @@ class SafetensorsSource:
         path = self._files[name]
         if path not in self._open:
             self._open[path] = _open_safetensors(path)
-        tensor: torch.Tensor = self._open[path].get_tensor(name)
+        try:
+            tensor: torch.Tensor = self._open[path].get_tensor(name)
+        except SafetensorError as error:  # an index may name what its file does not hold
+            raise ModelError(f"{path}: {error}") from None
         return tensor
 
 
@@ -162,6 +166,13 @@ class _Reader:
         if left:
             raise ModelError(f"the decoder has no place for tensors {', '.join(sorted(left))}")
 
+    def require_no_more_than(self, layers: int) -> None:
+        """Layers that config.json does not count would be left out of the model, likewise."""
+        found = (re.match(r"model\.layers\.(\d+)\.", name) for name in self.source.names())
+        last = max((int(match[1]) for match in found if match), default=0)
+        if last >= layers:
+            raise ModelError(f"the weights have a layer {last}, but config.json says {layers} layers")
+
 
 def read_stack(
     directory: str | Path,
@@ -179,10 +190,11 @@ def read_stack(
     """Read layers `layers` (and the ends asked for), merge the adapter in float32, cast, move, and quantise
     the layers' matrices if so asked. tell: of progress.
 
-    Raises ModelError if weights are missing, misshapen or quantised, or the adapter does not fit.
+    Raises ModelError if weights are missing, left over, misshapen or quantised, or the adapter does not fit.
     """
     lora = None if adapter is None else LoraAdapter(adapter, config.layers)
     read = _Reader(open_weights(directory), lora, dtype, device, quantisation, Uploads(device))
+    read.require_no_more_than(config.layers)
     table = (config.vocab, config.hidden)
     embedding_VC = read.get("model.embed_tokens.weight", *table) if embedding else None
     head_VC = None

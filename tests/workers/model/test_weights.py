@@ -100,6 +100,15 @@ def test_a_layer_range_reads_only_its_shards(tiny: Path, tmp_path: Path) -> None
         read(tmp_path, range(2), embedding=False, head=False)
 
 
+def test_an_index_that_names_what_its_shard_lacks_is_refused(tiny: Path, tmp_path: Path) -> None:
+    lost = "model.layers.1.mlp.up_proj.weight"
+    weight_map = dict.fromkeys(load_file(tiny / "model.safetensors"), "model.safetensors")
+    copy_of(tiny, tmp_path, {lost: None})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=rf"model\.safetensors: .*{lost}"):
+        read(tmp_path)
+
+
 def test_tied_ends_share_one_tensor(tiny: Path, tmp_path: Path) -> None:
     copy_of(tiny, tmp_path, {"lm_head.weight": None})
     raw = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -116,6 +125,7 @@ def test_tied_ends_share_one_tensor(tiny: Path, tmp_path: Path) -> None:
         ({"model.layers.1.mlp.up_proj.weight": torch.zeros(INNER, HIDDEN + 1)}, r"config\.json says"),
         ({"model.layers.1.mlp.up_proj.weight": torch.zeros(INNER, HIDDEN, dtype=torch.int8)}, "quantised"),
         ({"model.layers.1.self_attn.q_proj.bias": torch.zeros(HIDDEN)}, "no place"),
+        ({"model.layers.4.input_layernorm.weight": torch.ones(HIDDEN)}, "a layer 4, but .* says 4 layers"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
@@ -240,6 +250,9 @@ def test_an_adapter_of_another_model_or_of_halves_is_refused(tiny: Path, tmp_pat
         read(tiny, adapter=write_adapter(tmp_path, half))
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
         read(tiny, adapter=tmp_path / "nowhere")
+    (tmp_path / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read as safetensors"):
+        read(tiny, adapter=tmp_path)
 
 
 # --- GGUF, written here and read both by transformers and by us
