@@ -120,23 +120,25 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
     """Convert a GGUF file, unless the cache has it. Any number of processes may do so at once.
 
     Everything is written to a directory of another name first; the rename that publishes it is atomic,
-    so a directory that exists is complete, and whoever comes second throws its own copy away.
+    so a directory that exists is complete, and whoever comes second throws its own copy away. Raises
+    ModelError for a file that is no model, and for a cache that cannot be written.
     """
     root = Path.home() / ".cache" / "deltafront" / "models" if cache is None else Path(cache)
     target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
-    root.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=root))
     try:
-        _convert(path, work)
-        _open_to_readers(work)
-        os.rename(work, target)
-    except OSError:
+        root.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=root))
+        try:
+            _convert(path, work)
+            _open_to_readers(work)
+            os.rename(work, target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
         if not target.is_dir():
-            raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            raise ModelError(f"{path} cannot be converted into {root}: {error.strerror or error}") from error
     return target
 
 

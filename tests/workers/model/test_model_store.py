@@ -147,6 +147,12 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_is_named(model_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"cannot be converted into .*file/cache: Not a directory$"):
+        model_store.model_directory(str(model_file), tmp_path / "file" / "cache")
+
+
 def test_concurrent_conversions_end_in_one_directory(
     model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
