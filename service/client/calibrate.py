@@ -90,6 +90,7 @@ def calibrate_command(
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
+    from ...workers.calibration.levels import method_levels, require_amounts
     from ...workers.calibration.pages import shortest_text
     from ...workers.messages.methods import PAGE_TOKENS
     from ...workers.model.decoder import load_model
@@ -107,6 +108,8 @@ def calibrate_command(
         most, least = tokens or 4 * budget * PAGE_TOKENS, shortest_text(budget)
         read = [] if add else made.for_pages(most, least)
         probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
+        if density:
+            require_amounts(asked)
         stack = load_model(spec, device)
         for problem in _misfits(stack.config, length, [] if add else full_layer):
             raise ValueError(problem)
@@ -124,8 +127,6 @@ def calibrate_command(
                 figures={"allocation": allocation} if density else {},
             )
         if density and whole is not None:
-            from ...workers.calibration.levels import method_levels
-
             how = cast("Allocation", allocation)  # checked above
             levels = method_levels(stack, probes, asked, density, _tell, how, answers, whole)
             whole = whole.plus(levels, texts)

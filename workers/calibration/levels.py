@@ -55,8 +55,7 @@ def method_levels(
     means itself at the longest prompts of its old and new levels. Raises ValueError for a method that ranks
     no tiles by a score, and for a density that sink and window alone, or the least thresholds, exceed.
     """
-    if not issubclass(registered(method).form, ScoredOptions) or method.correction:
-        raise ValueError(f"{method.name} has no amounts to calibrate: it ranks no tiles by a score")
+    require_amounts(method)
     shaping = shaping_options(method)
     costed = method_spec(method.name, {**shaping, "outside": True, "tau": COSTED_AT, "min_tokens": 0})
     had = [] if profile is None else levels_of(profile, method)
@@ -78,6 +77,12 @@ def method_levels(
             amounts = head_amounts(found, costs, min(share, aimed), allocation, answer_weight)
             levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=amounts))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
+
+
+def require_amounts(method: MethodSpec) -> None:
+    """Raises ValueError for a method that ranks no tiles by a score."""
+    if not issubclass(registered(method).form, ScoredOptions) or method.correction:
+        raise ValueError(f"{method.name} has no amounts to calibrate: it ranks no tiles by a score")
 
 
 def least_density(found: Sequence[Curves], allocation: Allocation) -> float:
