@@ -28,7 +28,13 @@ _REFUSED = (
     "alpha_pattern",
     "lora_bias",
     "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
 )
+
+_CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq")
+"""How values of init_lora_weights begin that take what the adapter begins with out of the base weights."""
 
 
 class LoraAdapter:
@@ -81,6 +87,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key in _REFUSED:
         if config.get(key):
             raise ModelError(f"{path}: {key} is set, which is not supported; merge the adapter beforehand")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
+        raise ModelError(
+            f"{path}: init_lora_weights {init!r} is for other base weights than the model's: save the adapter"
+            " with path_initial_model_for_weight_conversion, or merge it beforehand"
+        )
     if config.get("bias", "none") != "none":
         raise ModelError(f"{path}: bias {config['bias']!r} is not supported, only 'none'")
     if not isinstance(config.get("lora_alpha"), int | float):

@@ -200,7 +200,7 @@ def test_a_cpu_does_not_quantise(tiny: Path) -> None:
 def test_an_adapter_adds_its_product(tiny: Path, tmp_path: Path, rslora: bool) -> None:
     tensors = lora_of("layers.1.self_attn.k_proj", KV_HEADS * DIM, HIDDEN)
     tensors |= lora_of("layers.1.mlp.down_proj", HIDDEN, INNER)
-    adapter = write_adapter(tmp_path, tensors, use_rslora=rslora)
+    adapter = write_adapter(tmp_path, tensors, use_rslora=rslora, init_lora_weights="gaussian")
     plain, merged = read(tiny), read(tiny, adapter=adapter)
     scale = 6 / (math.sqrt(4) if rslora else 4)
     updates = [
@@ -229,6 +229,11 @@ def test_an_adapter_adds_its_product(tiny: Path, tmp_path: Path, rslora: bool) -
         ({"bias": "all"}, "layers.0.mlp.up_proj", "bias 'all'"),
         ({"alpha_pattern": {"up_proj": 2}}, "layers.0.mlp.up_proj", "alpha_pattern"),
         ({"peft_type": "IA3"}, "layers.0.mlp.up_proj", "IA3"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layers.0.mlp.up_proj", "layer_replication"),
+        ({"alora_invocation_tokens": [5]}, "layers.0.mlp.up_proj", "alora_invocation_tokens"),
+        ({"use_qalora": True}, "layers.0.mlp.up_proj", "use_qalora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "layers.0.mlp.up_proj", "'pissa_niter_4' is for other"),
+        ({"init_lora_weights": "olora"}, "layers.0.mlp.up_proj", "'olora' is for other base weights"),
         ({}, "layers.0.mlp.router", "router"),
         ({}, "embed_tokens", "embed_tokens"),
         ({}, "layers.4.mlp.up_proj", "layers.4"),
