@@ -76,7 +76,6 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
 
     def split(self, stages: int) -> tuple[range, ...]:
         """Cut the layers into `stages` contiguous ranges so that the slowest stage is as fast as can be.
@@ -159,7 +158,6 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
         eos_ids=_eos_ids(Path(directory), raw),
-        bos_id=raw.get("bos_token_id"),
     )
     _refuse_uneven_heads(config)
     _refuse_sliding_window(raw, config)

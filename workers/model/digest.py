@@ -22,7 +22,7 @@ from .store import adapter_directory, model_directory, weight_index
 SAMPLE_BYTES = 4096
 """Of each tensor. Training and merging change all of a matrix, so its first rows are told apart."""
 
-_NO_NUMBERS = ("positions", "eos_ids", "bos_id")
+_NO_NUMBERS = ("positions", "eos_ids")
 """Fields of ModelConfig that no activation depends on."""
 
 _ADAPTER_SCALE = ("lora_alpha", "use_rslora")

@@ -49,7 +49,7 @@ def test_llama31_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA31)
     assert config.head_dim == 128 and config.rope.theta == 500000.0 and config.rope.kind == "llama3"
     assert config.rope.scaling["original_max_position_embeddings"] == 8192
-    assert config.eos_ids == (128001, 128008, 128009) and config.bos_id == 128000
+    assert config.eos_ids == (128001, 128008, 128009)
 
 
 def test_old_and_new_rope_keys_read_the_same(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_converted_directory_has_the_weights(model_file: Path, prepared: Path)
         found, wanted = converted.read(name), source.read(name)
         assert torch.equal(found, wanted if wanted.dim() == 1 else wanted.to(torch.bfloat16)), name
     config = read_config(prepared)
-    assert (config.vocab, config.eos_ids, config.bos_id) == (len(TOKENS), (1,), 0)
+    assert (config.vocab, config.eos_ids) == (len(TOKENS), (1,))
 
 
 def test_a_converted_directory_has_the_tokenizer(prepared: Path) -> None:
