@@ -110,7 +110,8 @@ class CudaIpcReceiver:
             if pages is None:
                 return 0
             sides = await loop.run_in_executor(self._thread, self._map, announcement, kv.cache)
-            if self._mapped.setdefault(kv.cache.name, sides) is sides:
+            if kv.cache.name not in self._mapped:
+                self._mapped[kv.cache.name] = sides
                 self._peers.when_gone(kv.cache.pid, lambda: self._unmap(kv.cache.name))
             await loop.run_in_executor(self._thread, self._pull, announcement, kv, sides, layers, pages)
         return moved(announcement, layers, self._cache)

@@ -42,6 +42,7 @@ async def test_a_dead_stage_fails_what_it_announced_and_is_unmapped() -> None:
         await bench.deliver(message, range(4))
     assert way.peers.opened == [0, 1], "mapped once"
     assert bench.receiver._mapped
+    assert len(way.peers.gone[message.payload.cache.pid]) == 1, "watched once: each watch is an open file"
     way.peers.end(message.payload.cache.pid)
     assert not bench.receiver._mapped, "its memory is not kept from the next stage"
     with pytest.raises(HandoffError, match=r"cannot be reached: RuntimeError: invalid resource handle$"):
