@@ -303,7 +303,7 @@ class DecodeRequests:
             if request.ended is None:
                 order = request.order
                 requests[order.owner, order.door] += 1
-                own = order.prompt_tokens + order.max_tokens
+                own = order.prompt_tokens + order.append_tokens + order.max_tokens
                 if request.kept is not None and self._is_there(request.kept):
                     own -= request.kept.tokens - request.holding.session_tokens  # its pages are counted below
                 tokens[order.owner, order.door] += max(0, own)

@@ -244,14 +244,15 @@ async def test_it_tells_what_each_owner_holds_through_each_door(bench: Any) -> N
     await run.reserve("b", 20, 0, door="one")
     await run.reserve("c", 10, 5, door="two")
     await run.reserve("d", 10, 5, owner="you", door="two")
+    await run.reserve("resumed", 10, 5, door="two", append_tokens=7)  # of the answer, read behind the prompt
     wanted = {
         OwnerUse("me", "", 0, 30),
         OwnerUse("me", "one", 2, 68),
-        OwnerUse("me", "two", 1, 15),
+        OwnerUse("me", "two", 2, 37),
         OwnerUse("you", "two", 1, 15),
     }
     assert set((await run.engine.stats()).uses) == wanted
-    for name in "abcd":
+    for name in (*"abcd", "resumed"):
         await run.engine.cancel(name)
     assert (await run.engine.stats()).uses == (OwnerUse("me", "", 0, 30),)
 
