@@ -37,8 +37,9 @@ class Leaving(ABC):
         """Why it is broken; empty while it is well."""
 
     async def drain(self, within_s: float) -> None:
-        """Returns when nothing runs, waits or is kept any more and no door wants it to stay; after within_s
-        seconds at the latest, and at once if it is broken, since then nothing will end well."""
+        """Returns when nothing runs, waits or is kept any more, its pages are free, and no door wants it to
+        stay; after within_s seconds at the latest, and at once if it is broken, since then nothing will end
+        well."""
         self.draining = True
         idle_since: float | None = None
         with contextlib.suppress(TimeoutError):
@@ -53,4 +54,5 @@ class Leaving(ABC):
     async def _idle(self) -> bool:
         renewed, self._renewed = self._renewed, False
         state = vars(await self.stats())
-        return not renewed and not any(state.get(name) for name in ("running", "waiting", "sessions"))
+        held = state["pages_free"] < state["pages_total"]  # a prompt that is read may still be handed over
+        return not (renewed or held or any(state.get(name) for name in ("running", "waiting", "sessions")))

@@ -16,6 +16,8 @@ from deltafront.workers.replica import Replica
 BUSY = GroupStats("prefill:x", 9, 9, 1, 0, 10, 1.0)
 WAITED_FOR = GroupStats("prefill:x", 9, 9, 0, 1, 10, 1.0)
 IDLE = GroupStats("prefill:x", 9, 9, 0, 0, 0, 1.0)
+LENT = GroupStats("prefill:x", 9, 5, 0, 0, 0, 1.0)
+"""Nothing is read any more, but decode workers still read from its pages."""
 KEPT = DecodeStats("decode:x", 9, 8, 0, 0, 1)
 EMPTY = DecodeStats("decode:x", 9, 9, 0, 0, 0)
 
@@ -75,6 +77,12 @@ async def test_it_stays_while_doors_renew_it_though_nothing_is_there() -> None:
     await asyncio.wait_for(leaving, 60)
     await asking
     assert head.hosted.renewed
+
+
+async def test_a_group_stays_while_decode_workers_read_from_its_pages() -> None:
+    head = Head(*[LENT] * 30, IDLE)  # an idle one goes after ten looks
+    await head.drain(within_s=600)
+    assert [state for state, _ in head.asked].count(LENT) == 30
 
 
 async def test_it_does_not_wait_for_ever() -> None:
