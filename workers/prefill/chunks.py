@@ -37,6 +37,8 @@ _GROWTHS = (0.86, 0.9, 0.93, 0.96, 1.04)
 """Times by which a chunk may take longer than the one before, besides 1."""
 _MORE = (1.0, 1.25, 1.6)
 """Times as many chunks as the best of equal times has, that are tried with these."""
+_MANY = 1000
+"""Of more chunks than that the last one is too short to matter, and a growth to their power may overflow."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
         time = takes(sizes, start, cost)
         if time < least:
             best, least, chosen = sizes, time, count
-    if len({*cost.stages, cost.end}) == 1:
+    if len({*cost.stages, cost.end}) == 1 or chosen > _MANY:
         return best
     for growth, more in product(_GROWTHS, _MORE):
         sizes = _shortest(start, tokens, round(chosen * more), largest, growth, cost)

@@ -145,3 +145,9 @@ def test_one_stage_and_small_models_take_the_largest_chunks() -> None:
     small = LayerWork(layers=(15, 15), linear=3_538_944, pair=1152, ends=552_960)
     assert len(plan_chunks(0, 40_000, 16_384, small.chunk_cost(SPARSE))) == 3
     assert plan_chunks(128, 256, 512, ChunkCost(0.0, 1e6, (1.0,) * 3)) == (128,)
+
+
+@pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
+def test_a_long_prompt_in_the_shortest_chunks_is_cut_all_the_same(method: object) -> None:
+    cost = over(2).chunk_cost(method)  # type: ignore[arg-type]
+    assert plan_chunks(0, 524_288, 128, cost) == (128,) * 4096
