@@ -87,8 +87,8 @@ class WorkersByLoad:
 
     def __call__(self, context: ScalingContext) -> Decision:
         workers = [
-            Load(one["pages_total"] - one["pages_free"], one["pages_total"], one["running"] + one["waiting"])
-            for one in _by_replica(context, "pages_total", "pages_free", "running", "waiting")
+            Load(one["pages_total"] - one["pages_free"], one["pages_total"], one["decoding"])
+            for one in _by_replica(context, "pages_total", "pages_free", "decoding")
         ]
         return workers_wanted(workers, context.target_num_replicas, self._usage, self._max_batch), {}
 

@@ -133,8 +133,16 @@ class DecodeEngine:
         self._check_available()
         pool, running = self._pages.pool, self._scheduler.running
         waiting = max(0, self._requests.unended - running) + len(self._requests.queue)
-        sessions, uses = len(self._pages.sessions), tuple(self._requests.uses())
-        return DecodeStats(self.name, pool.total, pool.free, running, waiting, sessions, uses=uses)
+        return DecodeStats(
+            self.name,
+            pool.total,
+            pool.free,
+            running,
+            waiting,
+            len(self._pages.sessions),
+            decoding=self._scheduler.submitted,
+            uses=tuple(self._requests.uses()),
+        )
 
     async def reserve(self, order: Reserve) -> Reserved | Refused:
         """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no

@@ -72,6 +72,11 @@ class DecodeScheduler:
     def running(self) -> int:
         return len(self._running) + len(self._appending)
 
+    @property
+    def submitted(self) -> int:
+        """Those that run and those that wait for a place in the batch."""
+        return self.running + len(self._waiting)
+
     def submit(self, request: DecodeRequest) -> None:
         """A request for which nothing is missing any more."""
         request.times.ready = self._clock()

@@ -58,9 +58,10 @@ class OwnerUse:
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """A decode worker as admission sees it. uses: by owner and door. node: where it is (empty: unknown).
-    draining: it ends what it has, sessions included, and wants no new prompts, as long as there is anybody
-    else. compilations, pairing: as a group's."""
+    """A decode worker as admission sees it. decoding: requests that run, or lack nothing but a place in the
+    batch, where `waiting` also counts those whose prompt is being read. uses: by owner and door. node: where
+    it is (empty: unknown). draining: it ends what it has, sessions included, and wants no new prompts, as
+    long as there is anybody else. compilations, pairing: as a group's."""
 
     name: str
     pages_total: int
@@ -69,6 +70,7 @@ class DecodeStats:
     waiting: int
     sessions: int
     page_tokens: int = PAGE_TOKENS
+    decoding: int = 0
     uses: tuple[OwnerUse, ...] = ()
     node: str = ""
     draining: bool = False

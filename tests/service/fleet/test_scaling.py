@@ -100,7 +100,7 @@ def test_a_rising_and_falling_backlog_takes_groups_from_one_to_three_and_back() 
 
 def test_workers_follow_pages_and_batch() -> None:
     policy, context = WorkersByLoad(usage=0.5, max_batch=4), FakeContext(1)
-    context.record("a", DecodeStats("decode:a", 100, 10, 3, 6, 2))
+    context.record("a", DecodeStats("decode:a", 100, 10, 3, 60, 2, decoding=9))
     assert policy(context)[0] == 3, "nine requests of four at once; ninety pages of fifty each: two"
     context.record("b", DecodeStats("decode:b", 100, 0, 0, 0, 1))
     assert policy(context)[0] == 4, "a hundred and ninety pages of fifty each"

@@ -60,6 +60,21 @@ async def test_greedy_tokens_equal_transformers_alone_and_batched(
     assert run.used == 0
 
 
+async def test_requests_that_lack_nothing_but_a_place_count_as_decoding(bench: Any) -> None:
+    """Those whose K/V has not come only wait."""
+    run = await bench(max_batch=1)
+    await run.reserve("unread", 16, 1)
+    asked = [asyncio.create_task(run.ask(f"r{i}", prompt(16), GREEDY)) for i in range(3)]
+    seen = set()
+    while not all(task.done() for task in asked):
+        stats = await run.engine.stats()
+        assert stats.running <= stats.decoding < stats.running + stats.waiting, "one is never read"
+        seen.add(stats.decoding - stats.running)
+        await asyncio.sleep(0)
+    assert max(seen) >= 1, "a batch of one"
+    await run.engine.cancel("unread")
+
+
 async def test_a_kept_session_answers_as_the_whole_prompt_would_and_stays_as_it_was(
     bench: Any, expected: Callable[[list[int]], list[int]]
 ) -> None:

@@ -96,7 +96,8 @@ async def test_first_come_first_served_and_nobody_passes(bench: Any) -> None:
     now = await run.engine.reserve(order("now", 16, wait=False))
     assert isinstance(now, Refused) and now.reason is RefusalReason.PAGES
     assert "2 reservations wait" in now.message
-    assert (await run.engine.stats()).waiting == 4
+    stats = await run.engine.stats()
+    assert (stats.waiting, stats.decoding) == (4, 0), "two lack pages and two K/V"
     await run.engine.cancel("most")
     await asyncio.sleep(0.3)
     assert not big.done() and not small.done(), "there is room for the small one, but not its turn"
