@@ -101,6 +101,11 @@ def test_an_id_that_a_message_cannot_hold_is_named() -> None:
                 call("\udcff")
 
 
+def test_an_empty_address_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="address: is empty"):
+        DeltafrontClient("")
+
+
 @pytest.mark.parametrize("token", ["s\u00fc\u00df", "secret\n", "\udcff"])
 def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(token: str) -> None:
     with pytest.raises(InvalidArgument, match="token: must be printable ASCII") as caught:
