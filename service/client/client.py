@@ -57,8 +57,9 @@ class DeltafrontClient:
 
     When the connection is lost (a door died), a request is sent again, with what its answer has brought so
     far, and goes on where it stopped: for up to retry_s seconds in which nothing is heard, and within
-    timeout_s. 0 raises ConnectionLost at once. An address where nobody ever answered is Unavailable at once. A
-    server's machine that is gone shows after 6 minutes of silence. Raises InvalidArgument for an empty address, and for a token that no header can hold.
+    timeout_s. 0 raises ConnectionLost at once. An address where nobody ever answered is Unavailable at once.
+    That a server's machine is gone shows after 6 minutes of silence. Raises InvalidArgument for an empty
+    address, and for a token that no header can hold.
     """
 
     def __init__(
