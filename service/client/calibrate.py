@@ -144,10 +144,8 @@ def _refuse(context: typer.Context, profile: Path | None, allocation: str) -> No
     density, length = given["density"], given["length"]
     if profile is not None and not profile.parent.is_dir():
         fail(f"--profile {profile}: there is no directory {profile.parent}")
-    if profile is not None:
-        written = profile if profile.exists() else profile.parent
-        if profile.is_dir() or not os.access(written, os.W_OK):
-            fail(f"--profile {profile}: no file can be written there")
+    if profile is not None and (profile.is_dir() or not os.access(profile.parent, os.W_OK)):
+        fail(f"--profile {profile}: no file can be written there")
     if density and (profile is None or not length):
         fail("--density needs --length and --profile: levels are kept in a profile")
     if length and not density:

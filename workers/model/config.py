@@ -152,7 +152,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         head_dim=_whole(raw, "head_dim", default_dim),
         vocab=_whole(raw, "vocab_size"),
         positions=_whole(raw, "max_position_embeddings"),
-        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_eps=_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "Qwen2ForCausalLM",
@@ -179,6 +179,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _architecture(raw: Mapping[str, Any]) -> str:
     named = raw.get("architectures") or [ARCHITECTURES.get(str(raw.get("model_type")), raw.get("model_type"))]
+    if not isinstance(named, list):
+        raise ModelError(f"config.json: architectures = {named!r} is not a list")
     if named[0] not in ARCHITECTURES.values():
         raise ModelError(
             f"architecture {named[0]!r} is not supported; known: {', '.join(ARCHITECTURES.values())}"
@@ -196,6 +198,12 @@ def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
+def _number(where: str, key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{where}: {key} = {value!r} is not a number above 0")
+    return float(value)
+
+
 def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     """transformers 5 writes `rope_parameters`; older configs have `rope_theta` and `rope_scaling`."""
     given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
@@ -210,11 +218,10 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
     if missing:
         raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
     for key in _ROPE_KEYS[kind]:
-        numbers = given[key] if isinstance(given[key], list) else [given[key]]
-        if not all(isinstance(number, int | float) and 0 < number < math.inf for number in numbers):
-            raise ModelError(f"rope scaling {kind!r}: {key} = {given[key]!r} is not a number above 0")
+        for number in given[key] if isinstance(given[key], list) else [given[key]]:
+            _number(f"rope scaling {kind!r}", key, number)
     theta = overrides.get("rope_theta", given.get("rope_theta", raw.get("rope_theta")))
-    theta = 10_000.0 if theta is None else float(theta)
+    theta = 10_000.0 if theta is None else _number("config.json", "rope_theta", theta)
     if theta <= 1.0:
         raise ModelError(f"rope_theta = {theta} must be above 1")
     scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
@@ -256,4 +263,6 @@ def _eos_ids(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     found: list[int] = []
     for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
         found += value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) for one in found):
+        raise ModelError(f"{directory}: eos_token_id holds something else than token ids: {found}")
     return tuple(dict.fromkeys(found))

@@ -115,12 +115,16 @@ class Profile(_Section):
             raise ProfileError(f"{path}: {problem}") from None
 
     def write(self, path: Path) -> None:
-        """A row of numbers a line. Raises ProfileError if the file cannot be written."""
+        """A row of numbers a line. What was there stays until all is written. Raises ProfileError if that
+        cannot be."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
         rows = re.sub(r"\[\n[\d\s.,e+-]*\]", lambda found: " ".join(found[0].split()), text)
+        new = path.with_name(f".{path.name}.new")
         try:
-            path.write_text(rows + "\n", encoding="utf-8")
+            new.write_text(rows + "\n", encoding="utf-8")
+            new.replace(path)
         except OSError as error:
+            new.unlink(missing_ok=True)
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:

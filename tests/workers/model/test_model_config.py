@@ -104,6 +104,11 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ({"num_key_value_heads": 5}, "divide"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": -1}, "vocab_size"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' is not a list"),
+        ({"rms_norm_eps": None}, "rms_norm_eps = None is not a number above 0"),
+        ({"rope_theta": "1e4"}, "rope_theta = '1e4' is not a number above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan is not a number above 0"),
+        ({"eos_token_id": {"id": 2}}, "eos_token_id holds something else than token ids"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(

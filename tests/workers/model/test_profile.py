@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -157,6 +158,23 @@ def test_files_that_are_no_profile(model: Path, tmp_path: Path) -> None:
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(ProfileError, match=rf"profile\.json: .*{says}"):
             Profile.read(path)
+
+
+def test_a_disk_that_is_full_leaves_the_profile_that_was_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "profile.json", Path.write_text
+    make_profile(model).write(path)
+    before = path.read_bytes()
+
+    def half(self: Path, text: str, **how: Any) -> None:
+        write(self, text[: len(text) // 2], **how)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(ProfileError, match="No space left"):
+        make_profile(model).write(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 MISFITS: list[tuple[str, Change]] = [
