@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -41,14 +40,15 @@ class Leaving(ABC):
         stay; after within_s seconds at the latest, and at once if it is broken, since then nothing will end
         well."""
         self.draining = True
+        clock = asyncio.get_running_loop().time
         idle_since: float | None = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while idle_since is None or time.monotonic() - idle_since < self.settled_s:
+                while idle_since is None or clock() - idle_since < self.settled_s:
                     if await self.check():
                         return
                     idle = await self._idle()
-                    idle_since = (idle_since or time.monotonic()) if idle else None
+                    idle_since = (idle_since or clock()) if idle else None
                     await asyncio.sleep(self.settled_s / 10)
 
     async def _idle(self) -> bool:

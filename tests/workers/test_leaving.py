@@ -13,6 +13,8 @@ from deltafront.workers.leaving import Leaving
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 from deltafront.workers.replica import Replica
 
+from .timeless import timeless
+
 BUSY = GroupStats("prefill:x", 9, 9, 1, 0, 10, 1.0)
 WAITED_FOR = GroupStats("prefill:x", 9, 9, 0, 1, 10, 1.0)
 IDLE = GroupStats("prefill:x", 9, 9, 0, 0, 0, 1.0)
@@ -53,6 +55,7 @@ class Head(Leaving):
 @pytest.mark.parametrize(
     "states", [(BUSY, WAITED_FOR, BUSY, IDLE), (KEPT, KEPT, EMPTY), (BUSY, IDLE, BUSY, IDLE)]
 )
+@timeless
 async def test_it_is_done_when_nothing_is_left_and_nothing_more_has_come(states: tuple[Any, ...]) -> None:
     head = Head(*states)
     await head.drain(within_s=600)
@@ -61,13 +64,14 @@ async def test_it_is_done_when_nothing_is_left_and_nothing_more_has_come(states:
     assert all(draining for _, draining in head.asked)
 
 
+@timeless
 async def test_it_stays_while_doors_renew_it_though_nothing_is_there() -> None:
     head, stop = Head(IDLE), asyncio.Event()
 
     async def door() -> None:
         while not stop.is_set():
             await head.renew(())
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
     asking, leaving = asyncio.create_task(door()), asyncio.create_task(head.drain(within_s=600))
     while len(head.asked) < 30:  # it looks ten times in the while after which an idle one goes
@@ -79,18 +83,21 @@ async def test_it_stays_while_doors_renew_it_though_nothing_is_there() -> None:
     assert head.hosted.renewed
 
 
+@timeless
 async def test_a_group_stays_while_decode_workers_read_from_its_pages() -> None:
     head = Head(*[LENT] * 30, IDLE)  # an idle one goes after ten looks
     await head.drain(within_s=600)
     assert [state for state, _ in head.asked].count(LENT) == 30
 
 
+@timeless
 async def test_it_does_not_wait_for_ever() -> None:
     head = Head(BUSY)
     await head.drain(within_s=0.05)
     assert head.asked and head.draining
 
 
+@timeless
 async def test_a_broken_one_is_not_waited_for() -> None:
     head = Head(BUSY)
     head.fault = "broken"
