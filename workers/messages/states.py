@@ -70,12 +70,12 @@ class DecodeStats:
     waiting: int
     sessions: int
     page_tokens: int = PAGE_TOKENS
-    decoding: int = 0
     uses: tuple[OwnerUse, ...] = ()
     node: str = ""
     draining: bool = False
     compilations: tuple[tuple[str, int], ...] = ()
     pairing: str = ""
+    decoding: int = 0
 
 
 NAMESPACE = "deltafront"
