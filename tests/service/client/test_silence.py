@@ -2,66 +2,60 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import grpc
 import pytest
 
-from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.client import client as module
 from deltafront.service.client.client import DeltafrontClient
 from deltafront.service.errors import ConnectionLost
 
+SERVER = """
+import concurrent.futures, time, grpc
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 
 class Reading(pb_grpc.DeltafrontServiceServicer):
-    """Says that it has begun, and no more."""
-
-    def Prefill(self, request: Any, context: Any) -> Iterator[Any]:
-        del request, context
+    def Prefill(self, request, context):
         yield pb.PrefillResponse(progress=pb.Progress(tokens_total=9))
         time.sleep(3600)
 
-
-def serve(pipe: Any) -> None:
-    server = grpc.server(ThreadPoolExecutor(2))
-    pb_grpc.add_DeltafrontServiceServicer_to_server(Reading(), server)  # type: ignore[no-untyped-call]
-    pipe.send(server.add_insecure_port("127.0.0.1:0"))
-    server.start()
-    time.sleep(3600)
+server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
+pb_grpc.add_DeltafrontServiceServicer_to_server(Reading(), server)
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+print(port, flush=True)
+time.sleep(3600)
+"""
+"""Says that it has begun to read, and no more."""
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[int, int]]:
+def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Its process and port."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,), daemon=True)
-    process.start()
-    assert process.pid is not None
-    yield process.pid, ours.recv()
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, int(process.stdout.readline())
     process.kill()
-    process.join()
+    process.wait()
+    process.stdout.close()
 
 
 @pytest.mark.long  # gRPC pings a silent server once a minute
 def test_a_server_that_is_silent_for_good_is_a_lost_connection(
-    server: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    server: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dict(module._CHANNEL)
     assert options["grpc.keepalive_time_ms"] > 300_000, "more often, servers close the connection"
     quick = options | {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 500}
     monkeypatch.setattr(module, "_CHANNEL", tuple(quick.items()))
-    pid, port = server
+    process, port = server
     with DeltafrontClient(f"127.0.0.1:{port}", retry_s=0) as client:
         events = client.prefill("Call me Ishmael.")
         next(events)
-        os.kill(pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGSTOP)
         with pytest.raises(ConnectionLost):
             next(events)
