@@ -13,13 +13,14 @@ DeltafrontError that may end a stream into its own status, by the error's code, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound
+from ..errors import Cancelled, DeltafrontError, Internal, InvalidArgument, NotFound, WorkerLost
 from ..fleet.sessions import NO_SESSION, worker_of
 from ..metrics import FINISHED
 from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
@@ -211,14 +212,16 @@ class Requests:
         trace = self._resources.tracing.begin(rpc, headers, lambda: clock.elapsed)
         audit.trace_id = trace.trace_id
         events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
+        owner = ""
 
         async def run() -> None:
+            nonlocal owner
             me = asyncio.current_task()
             assert me is not None, "it runs as a task"
             try:
                 caller = self._authenticate(headers)
                 running = RunningRequest(caller, clock, events.put_nowait, me, audit, trace.context)
-                audit.caller = running.caller.name
+                audit.caller, owner = running.caller.name, running.owner
                 self._running.add(running)
                 try:
                     await work(running)
@@ -241,11 +244,20 @@ class Requests:
         finally:
             if not task.done():
                 task.cancel()
+            while not events.empty():
+                self._release_unsent(events.get_nowait(), owner)
             outcome, seconds = error.code.value if error else FINISHED, clock.elapsed
             self._resources.metrics.ended(rpc, outcome, seconds)
             trace.conclude(audit.write(outcome, seconds), outcome, clock.intervals)
         if error is not None:
             raise error
+
+    def _release_unsent(self, event: RequestEvent | None, owner: str) -> None:
+        """The session of an event that the client left before: nobody knows it."""
+        if isinstance(event, PrefillFinished | GenerateFinished) and event.session is not None:
+            fleet, session_id = self._resources.fleet, event.session.session_id
+            with contextlib.suppress(WorkerLost):
+                fleet.release(fleet.worker(worker_of(session_id)), session_id, owner)
 
 
 async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from deltafront.service.request.answers import GenerateFinished, RequestEvent
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
 from deltafront.workers.messages.events import Token
 
-from ..inprocess import House
+from ..inprocess import HANG_S, House
 from ..test_requests import expected, ids, nothing_left
 
 ASKED = GenerateRequest(Prompt(text="hello"), sampling=Wishes(max_tokens=4))
@@ -75,6 +76,25 @@ def test_closing_the_stream_frees_everything(house: House) -> None:
     endless = replace(ASKED, sampling=Wishes(max_tokens=5000))
     events = house.loop.run(_events(house, lambda: endless, stop=3))
     assert len(events) == 3
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("rpc", ["prefill", "generate"])
+def test_a_session_that_its_client_has_left_before_is_released(house: House, rpc: str) -> None:
+    """It would stay until its lease ends, though nobody knows its id."""
+    kept = replace(ASKED, session_ttl_s=600.0)
+    asked = {"prefill": PrefillRequest(ASKED.prompt, session_ttl_s=600.0), "generate": kept}[rpc]
+
+    async def leave() -> None:
+        requests = house.door._requests
+        async with contextlib.aclosing(getattr(requests, rpc)([], lambda: asked)) as stream:
+            await anext(stream)
+            async with asyncio.timeout(HANG_S):
+                while requests._tasks:
+                    await asyncio.sleep(0.001)
+        assert house.pages_used(), "the session is there"
+
+    house.loop.run(leave())
     nothing_left(house)
 
 
