@@ -113,7 +113,7 @@ class LocalService:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
     def stop(self) -> None:
-        """Stop it and wait until its whole process group is gone; calling twice is fine."""
+        """Stop it and wait until it is gone; calling twice is fine."""
         process, self._process = self._process, None
         if process is None:
             return

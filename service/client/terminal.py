@@ -64,9 +64,13 @@ def calling(address: str, token: str, tls: bool) -> Iterator[DeltafrontClient]:
 def read_text(file: str) -> str:
     """A file's text, or standard input for `-`. Both are UTF-8, whatever the locale."""
     try:
-        if file == "-":
-            return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read()
-        return Path(file).read_text(encoding="utf-8")
+        if file != "-":
+            return Path(file).read_text(encoding="utf-8")
+        given = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
+        try:
+            return given.read()
+        finally:
+            given.detach()  # it would close standard input with itself
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}")
 

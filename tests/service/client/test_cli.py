@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from deltafront.service.client import terminal
 from deltafront.service.client.cli import _settings, app
 from deltafront.service.client.size import SHAPES
 from deltafront.workers.settings import ModelSpec
@@ -119,6 +121,12 @@ def test_standard_input_that_is_no_text_is_named() -> None:
     done = subprocess.run(command, input=b"\xff", capture_output=True, check=False, **how)
     assert done.returncode == 1
     assert done.stderr.decode() == "deltafront: - cannot be read: it is not UTF-8 text\n"
+
+
+def test_standard_input_stays_open_for_who_reads_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Müller\r\n".encode())))
+    assert terminal.read_text("-") == "Müller\n"
+    assert terminal.read_text("-") == "" and not sys.stdin.closed
 
 
 def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
