@@ -50,7 +50,7 @@ LEAN: dict[str, dict[str, Value]] = {
     "delta_xattention": {"tau": 0.8, "cos": 0.8},
     **{name: {"tau": 0.3} for name in FORMS if name.endswith(" outside") and "relative" not in name},
     **{name: {"share": 0.5, "window": 1} for name in FORMS if name.endswith(" share")},
-    **{name: {"relative": 0.2} for name in FORMS if "relative" in name},
+    **{name: {"relative": 0.5 if "outside" in name else 0.2} for name in FORMS if "relative" in name},
     "dpxa finer": {"tau": 0.3},
 }
 """Options under which each method really skips something in 1,200 tokens."""
