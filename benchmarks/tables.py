@@ -143,7 +143,7 @@ def engine(result: Result) -> str:
             row["gpus"],
             f"{row['density']:.3f}" if row["density"] is not None else None,
             f"{row['value']:.4g} {row['unit']}",
-            {"own": "its own GPU", "last": "a stage's GPU"}.get(row.get("decode_gpu", "")),
+            {"own": "its own GPU", "last": "a stage's GPU", "none": "no GPU"}.get(row.get("decode_gpu", "")),
             _largest(row.get("parts", {})),
             row.get("commit"),
         ]

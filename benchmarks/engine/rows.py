@@ -1,7 +1,7 @@
 """Rows of results, in one file that several runs on several machines fill. Pure, but for reading and writing.
 
 A row is `case, tokens, gpus, density, value, unit`. gpus counts those of prefill; `parts` is where a time to
-first token went; `decode_gpu` says whether decode had a GPU of its own; `chunk` how many tokens the longest
+first token went; `decode_gpu` says which GPU decoded, if any; `chunk` how many tokens the longest
 chunk could have (older rows do not say: 8,192 of one GPU's); `commit` stands where a row is of another one
 than the file. What follows from other rows (`derived`) is made anew whenever the file is written.
 """

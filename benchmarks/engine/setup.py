@@ -24,7 +24,8 @@ _BESIDE = 0.6, 0.4
 class Setup:
     """One service. tokens: the longest prompt. sessions: of how many tokens each, for decoding.
 
-    decode_gpu: `own`, or `last` where a stage's GPU has to do. more: keys of the configuration to set, as
+    decode_gpu: `own`, or `last` where a stage's GPU has to do, or `none`: then the decode worker keeps K/V in
+    the host's memory, which is enough for first tokens. more: keys of the configuration to set, as
     `section.key` → value.
     """
 
@@ -34,7 +35,7 @@ class Setup:
     sessions: Sequence[int] = ()
     stages: int = 1
     groups: int = 1
-    decode_gpu: Literal["own", "last"] = "own"
+    decode_gpu: Literal["own", "last", "none"] = "own"
     chunk_tokens: int = 16_384
     device: Literal["cuda", "cpu"] = "cuda"
     kernel_cache: Path | None = None
@@ -58,7 +59,8 @@ class Setup:
     def content(self) -> dict[str, Any]:
         """What the configuration file holds."""
         on_gpu = self.device == "cuda"
-        beside = _BESIDE if self.decode_gpu == "last" else (1, 1)
+        decodes_on_gpu = on_gpu and self.decode_gpu != "none"
+        beside = _BESIDE if self.decode_gpu == "last" else (1, int(decodes_on_gpu))
         stage, decode = beside if on_gpu else (0, 0)
         cpus = 1 if on_gpu else 0.1
         threads = 4 if on_gpu else 1
@@ -85,13 +87,13 @@ class Setup:
                 "page_selection": "full",
                 "page_budget": 256,
                 "delta_layers": delta_layers(self.shape.layers),
-                "device": self.device,
+                "device": "cuda" if decodes_on_gpu else "cpu",
                 "threads": threads,
                 "cpus": cpus,
                 "gpus": decode,
                 "warm_up": True,
             },
-            "handoff": {"transport": "cuda_ipc" if on_gpu else "object_store"},
+            "handoff": {"transport": "cuda_ipc" if decodes_on_gpu else "object_store"},
             "door": {"replicas": 1, "prefix_reuse": False, "metrics_host": "127.0.0.1"},
         }
         if self.kernel_cache is not None:
@@ -113,6 +115,8 @@ class Setup:
         stage = 2 * (self.shape.weights(layers) + self.shape.kv_values(layers) * self.prefill_tokens)
         whole = self.shape.layers
         decode = 2 * (self.shape.weights(whole) + self.shape.kv_values(whole) * self.decode_tokens)
+        if self.decode_gpu == "none":
+            decode = 0
         shared = self.decode_gpu == "last"
         most = stage + decode if shared else max(stage, decode)
         return most / GIB + RESERVE_GIB * (1 + shared)

@@ -78,6 +78,12 @@ def test_the_configuration_is_one_that_the_service_takes(tmp_path: Path) -> None
     assert (config.prefill.gpus_per_stage, config.decode.gpus) == (1, 1)
     assert (config.decode.page_budget, config.model.dtype) == (64, "float16")
     assert own.fullest_gib() < setup.fullest_gib()
+
+    longest = replace(setup, tokens=524_288, sessions=(), stages=1, decode_gpu="none")
+    config = parse(longest.content())
+    assert (config.prefill.device, config.decode.device, config.decode.gpus) == ("cuda", "cpu", 0)
+    assert config.handoff.transport == "object_store"
+    assert longest.fullest_gib() < replace(longest, decode_gpu="last").fullest_gib() / 1.5
     with pytest.raises(ConfigError, match=r"model\.nonsense"):
         parse(replace(setup, more={"model.nonsense": 1}).content())
 
