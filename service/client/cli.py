@@ -76,7 +76,6 @@ def serve(
         door = settings.door
         err.print(f"Starting Ray and Deltafront for {door.model_name} …")
         with running(settings):
-            signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler there
             err.print(f"gRPC      {LOOPBACK}:{door.grpc_port}")
             err.print(f"OpenAI    http://{LOOPBACK}:{door.http_port}/v1")
             err.print(f"metrics   http://{LOOPBACK}:{door.metrics_port}/metrics")

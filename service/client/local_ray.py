@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -67,7 +69,7 @@ def running(
         from ..app import APP_NAME, application, serve_config
 
         _wait_for_slow_proxies()
-        with slow_start(settings.door.grpc_port):
+        with slow_start(settings.door.grpc_port), _own_sigterm():
             ray.init(
                 address="local",
                 namespace=NAMESPACE,
@@ -87,6 +89,18 @@ def running(
             with contextlib.suppress(Exception):  # Ray may be gone already; stopping goes on
                 serve.shutdown()
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray ends the process at once when it is terminated; then nobody stops Ray. What the caller wants done
+    stays. Signals are the main thread's business."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
@@ -116,6 +130,7 @@ def slow_start(grpc_port: int) -> Iterator[None]:
     from ray._raylet import persist_port  # type: ignore[attr-defined]
 
     ask, init, start = services.get_node, parameter.RayParams.__init__, node.Node.start_raylet
+    nodes: list[node.Node] = []
 
     def get_node(*arguments: Any, **named: Any) -> Any:
         until = time.monotonic() + _START_S
@@ -123,6 +138,8 @@ def slow_start(grpc_port: int) -> Iterator[None]:
             try:
                 return ask(*arguments, **named)
             except RuntimeError:  # it has not registered yet
+                for one in nodes:
+                    _must_run(one)
                 if time.monotonic() > until:
                     raise
                 time.sleep(_ASK_AGAIN_S)
@@ -135,12 +152,21 @@ def slow_start(grpc_port: int) -> Iterator[None]:
         for name, port in agent_ports(grpc_port).items():
             persist_port(self.get_session_dir_path(), self.node_id, name, port)
         start(self, *arguments, **named)
+        nodes.append(self)
 
     services.get_node, parameter.RayParams.__init__, node.Node.start_raylet = get_node, with_ports, with_files
     try:
         yield
     finally:
         services.get_node, parameter.RayParams.__init__, node.Node.start_raylet = ask, init, start
+
+
+def _must_run(node: Any) -> None:
+    """Raises RuntimeError if the node's raylet has ended."""
+    for raylet in node.all_processes.get("raylet", ()):
+        if (code := raylet.process.poll()) is not None:
+            logs = node.get_logs_dir_path()
+            raise RuntimeError(f"Ray's node ended while it started, with code {code}: {logs}/raylet.err")
 
 
 def _wait_for_slow_proxies() -> None:
@@ -157,7 +183,8 @@ def check_ports(settings: ServiceConfig) -> None:
     keys = ["grpc_port", "http_port", "metrics_port"] + ["tls_port"] * (door.tls_certificate is not None)
     wanted = [(key, getattr(door, key), "") for key in keys]
     serves = inner_ports(door.grpc_port)
-    wanted += [("grpc_port", int(serves[name]), f", {name} beside {door.grpc_port},") for name in _ALONE]
+    own = {**{name: int(serves[name]) for name in _ALONE}, **agent_ports(door.grpc_port)}
+    wanted += [("grpc_port", port, f", {name} beside {door.grpc_port},") for name, port in own.items()]
     for key, port, why in wanted:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
@@ -166,7 +193,8 @@ def check_ports(settings: ServiceConfig) -> None:
             except OSError as error:
                 raise ConfigError(
                     f"door.{key}: port {port}{why} cannot be used ({error.strerror}): "
-                    "stop what listens there, or configure another port"
+                    "stop what listens there (the agents of a Ray that was killed stay for a minute), or "
+                    "configure another port"
                 ) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from deltafront.service.client.local_ray import (
     PROXY_PERIOD_S,
+    _own_sigterm,
     agent_ports,
     check_gpus,
     check_ports,
@@ -109,7 +111,7 @@ def test_a_node_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatch: py
         assert services.get_node("gcs", number) == {"is": "here"} and not answers
         parameters = parameter.RayParams()
         assert {name: getattr(parameters, name) for name in ports} == ports
-        made = SimpleNamespace(get_session_dir_path=lambda: str(tmp_path), node_id=number)
+        made = SimpleNamespace(get_session_dir_path=lambda: str(tmp_path), node_id=number, all_processes={})
         node.Node.start_raylet(made)
     assert started == [sorted(f"{name}_{number}" for name in ports)], "before the raylet looks for them"
     for name, port in ports.items():
@@ -118,8 +120,57 @@ def test_a_node_that_starts_slowly_is_waited_for(tmp_path: Path, monkeypatch: py
     assert parameter.RayParams().metrics_agent_port is None
 
 
-def test_a_taken_port_that_nobody_configured_is_named() -> None:
-    port = int(inner_ports(1025)["RAY_SERVE_HAPROXY_STATS_PORT"])
+def test_a_node_that_ends_while_it_starts_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray import NodeID
+    from ray._private import node, services
+
+    code: list[int | None] = [None]
+    raylet = SimpleNamespace(process=SimpleNamespace(poll=lambda: code[0]))
+    made = SimpleNamespace(
+        get_session_dir_path=lambda: str(tmp_path),
+        get_logs_dir_path=lambda: "logs",
+        node_id=NodeID.from_random().hex(),
+        all_processes={"raylet": [raylet]},
+    )
+    asked: list[str] = []
+
+    def get_node(_gcs: str, number: str) -> Any:
+        asked.append(number)
+        if len(asked) == 3:
+            code[0] = 1
+        raise RuntimeError("not registered yet")
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(node.Node, "start_raylet", lambda _self: None)
+    with slow_start(9000):
+        node.Node.start_raylet(made)
+        with pytest.raises(RuntimeError, match=r"ended while it started, with code 1: logs/raylet\.err"):
+            services.get_node("gcs", made.node_id)
+    assert len(asked) == 3
+
+
+def test_what_a_signal_does_is_the_callers_business() -> None:
+    """Also where Ray says otherwise meanwhile, and fails then."""
+
+    def callers(_signal: int, _frame: object) -> None:
+        raise AssertionError("nobody sends one")
+
+    before = signal.signal(signal.SIGTERM, callers)
+    try:
+        with pytest.raises(RuntimeError, match="no Ray"), _own_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            raise RuntimeError("no Ray")
+        assert signal.getsignal(signal.SIGTERM) is callers
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    "port", [int(inner_ports(1025)["RAY_SERVE_HAPROXY_STATS_PORT"]), agent_ports(1025)["metrics_agent_port"]]
+)
+def test_a_taken_port_that_nobody_configured_is_named(port: int) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
