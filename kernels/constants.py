@@ -1,4 +1,4 @@
-"""The three numbers that every layer shares. Free of torch, so that the front door may read them."""
+"""The numbers that every layer shares. Free of torch, so that the front door may read them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ BLOCK = 128
 
 PAGE_TOKENS = 16
 """Tokens of one page, the unit in which K/V is allocated, moved and selected."""
+
+GPU_HEAD_DIMS = (64, 128)
+"""Head dimensions that a GPU's kernels of prefill and of decode both take."""
 
 LOG2E = 1.4426950408889634
 """log2 of e: exp(x) is exp2(x * LOG2E)."""

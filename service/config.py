@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.messages.methods import MethodError, load_methods, reads_whole_prompts
+from ..workers.messages.methods import GPU_HEAD_DIMS, MethodError, load_methods, reads_whole_prompts
 from ..workers.model.config import ModelConfig, ModelError
 from ..workers.model.levels import amounts_for
 from ..workers.model.profile import Profile
@@ -225,6 +225,12 @@ class ServiceConfig(BaseModel):
         problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
+        if "cuda" in (self.prefill.device, self.decode.device) and model.head_dim not in GPU_HEAD_DIMS:
+            heads = " and ".join(map(str, GPU_HEAD_DIMS))
+            problems.append(
+                f"prefill.device and decode.device: a GPU serves heads of {heads} channels, and "
+                f"the model's have {model.head_dim}"
+            )
         widths = (model.hidden, model.intermediate, model.q_heads * model.head_dim)
         if self.model.quantisation is not None and any(width % 16 for width in widths):
             problems.append(f"model.quantisation: the model's widths {widths} must be multiples of 16")

@@ -13,6 +13,7 @@ import yaml
 
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
+from deltafront.service.client.size import SHAPES
 from deltafront.service.config import ConfigError, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model.config import read_config
@@ -233,10 +234,21 @@ def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:
         "prefill": {"device": "cuda"},
         "decode": {"device": "cuda", "page_selection": "full"},
     }
-    shape = read_config(model)
+    shape = replace(read_config(model), head_dim=64)
     parse(given).check_against(shape, None)
     with pytest.raises(ConfigError, match=r"model.quantisation: .*100.* must be multiples of 16"):
         parse(given).check_against(replace(shape, intermediate=100), None)
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+def test_heads_that_a_gpu_does_not_serve_are_named(part: str) -> None:
+    given = content(part, device="cuda")
+    for dim in (64, 128):
+        parse(given).check_against(replace(SHAPES["8b"], head_dim=dim), None)
+    odd = replace(SHAPES["8b"], head_dim=96)
+    with pytest.raises(ConfigError, match=r"a GPU serves heads of 64 and 128 channels.*have 96"):
+        parse(given).check_against(odd, None)
+    parse(content()).check_against(odd, None)
 
 
 def test_the_builder_is_what_serve_accepts(model: Path) -> None:

@@ -3,7 +3,7 @@ here."""
 
 from __future__ import annotations
 
-from ...kernels.constants import BLOCK, PAGE_TOKENS
+from ...kernels.constants import BLOCK, GPU_HEAD_DIMS, PAGE_TOKENS
 from ...kernels.methods import (
     PRESETS,
     MethodError,
@@ -17,6 +17,7 @@ from ...kernels.methods import load as load_methods
 
 __all__ = [
     "BLOCK",
+    "GPU_HEAD_DIMS",
     "PAGE_TOKENS",
     "PRESETS",
     "MethodError",

@@ -6,6 +6,7 @@ Plain bookkeeping of the event loop's thread: nothing here sends a command or en
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +28,8 @@ class PrefillRequests:
     def __init__(self, config: PrefillConfig, stages: int) -> None:
         self._config = config
         self._stages = stages
-        self._serials = itertools.count(1)
+        self._serials = itertools.count(secrets.randbits(48))
+        """From anywhere: stages outlive a controller, and may still hear what one that died has called."""
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
         self._promises = backlog.Promises()

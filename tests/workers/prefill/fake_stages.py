@@ -25,6 +25,8 @@ class FakeStage:
         self.stage, self.pause, self.trouble = stage, pause, trouble
         self.log: list[tuple[str, str, int]] = []
         self.opened: dict[str, OpenRequest] = {}
+        self.serials: list[int] = []
+        """Of all requests that were opened, in order."""
         self.lent: dict[str, int] = {}
         """How often it will say of a closed request that its pages are still being read."""
         self.wrong: list[str] = []
@@ -35,6 +37,7 @@ class FakeStage:
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, request: OpenRequest) -> Awaitable[None]:
+        self.serials.append(request.serial)
         return self._send(("open", request.request_id, 0), lambda: self._open(request))
 
     def run_chunk(self, command: ChunkCommand) -> Awaitable[ChunkReport]:

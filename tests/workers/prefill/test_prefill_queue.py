@@ -27,6 +27,18 @@ async def test_prompts_that_do_not_fit_together_wait_for_each_other() -> None:
     await assert_clean(controller, fakes)
 
 
+@timeless
+async def test_no_controller_names_a_request_as_one_before_it_did() -> None:
+    """Stages outlive their controller, and an `abandon` of the dead one's may still be on its way."""
+    named: list[int] = []
+    for _ in range(2):
+        controller, fakes = make(pages=64)
+        await asyncio.gather(*(collect(controller, job(name, 600)) for name in "ab"))
+        named += fakes[0].serials
+        await assert_clean(controller, fakes)
+    assert len(set(named)) == 4
+
+
 async def ways_to_go(controller: Any, name: str) -> list[Any]:
     """A request of 600 tokens that ends while it waits, and how."""
     if name == "late":
