@@ -41,6 +41,8 @@ FORMS: dict[str, dict[str, Value]] = {
 }
 """Methods whose quota counts the mass outside a wider sink and window, or with another rule or other scores.
 `finer` is what the shipped profile has for shorter prompts."""
+FILLING = 32_768
+"""Tokens with which an 8B model's heads fill a GPU."""
 CORRECTED = ["streaming+delta", "delta_kv+delta", "dpxa+delta", "dpxa+delta outside"]
 LEAN: dict[str, dict[str, Value]] = {
     "streaming": {"window": 256},
@@ -264,6 +266,20 @@ def test_nothing_waits_for_the_device(name: str) -> None:
             method.attend(chunk_of(x, begin, end), state)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["dense", "dpxa", "dpxa share", "dpxa finer", "xattention", "delta_kv"])
+def test_the_same_bits_every_time(name: str) -> None:
+    """At a size that fills a device, in 16 bits: who reads too early reads something else now and then."""
+    x = structured_input(FILLING, device=DEVICE, dtype=torch.bfloat16, seed=5)
+    chunk, method = chunk_of(x, FILLING // 4 * 3, FILLING), method_of(name)
+    first_BHTD, first = method.attend(chunk, method.new_state(spec_of(x)))
+    for number in range(1, 100):
+        again_BHTD, again = method.attend(chunk, method.new_state(spec_of(x)))
+        assert float(again.computed) == float(first.computed), number
+        assert torch.equal(again_BHTD, first_BHTD), number
 
 
 @pytest.mark.parametrize("name", [*METHODS, *FORMS, *CORRECTED])
