@@ -8,8 +8,8 @@ BLOCK = 128
 PAGE_TOKENS = 16
 """Tokens of one page, the unit in which K/V is allocated, moved and selected."""
 
-GPU_HEAD_DIMS = (64, 128)
-"""Head dimensions that a GPU's kernels of prefill and of decode both take."""
+PREFILL_HEAD_DIMS, DECODE_HEAD_DIMS = (16, 32, 64, 128), (64, 128, 256)
+"""Head dimensions that a GPU's attention kernels take: those of chunks, and those of pages."""
 
 LOG2E = 1.4426950408889634
 """log2 of e: exp(x) is exp2(x * LOG2E)."""

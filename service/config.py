@@ -18,7 +18,13 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..workers.messages.methods import GPU_HEAD_DIMS, MethodError, load_methods, reads_whole_prompts
+from ..workers.messages.methods import (
+    DECODE_HEAD_DIMS,
+    PREFILL_HEAD_DIMS,
+    MethodError,
+    load_methods,
+    reads_whole_prompts,
+)
 from ..workers.model.config import ModelConfig, ModelError
 from ..workers.model.levels import amounts_for
 from ..workers.model.profile import Profile
@@ -225,12 +231,7 @@ class ServiceConfig(BaseModel):
         problems = [f"decode.{problem}" for problem in self.decode.layer_problems(model.layers)]
         if self.decode.warm_up and model.positions < _WARM_UP_TOKENS:
             problems.append(f"decode.warm_up: needs a model of at least {_WARM_UP_TOKENS} positions")
-        if "cuda" in (self.prefill.device, self.decode.device) and model.head_dim not in GPU_HEAD_DIMS:
-            heads = " and ".join(map(str, GPU_HEAD_DIMS))
-            problems.append(
-                f"prefill.device and decode.device: a GPU serves heads of {heads} channels, and "
-                f"the model's have {model.head_dim}"
-            )
+        problems += self._head_problems(model.head_dim)
         widths = (model.hidden, model.intermediate, model.q_heads * model.head_dim)
         if self.model.quantisation is not None and any(width % 16 for width in widths):
             problems.append(f"model.quantisation: the model's widths {widths} must be multiples of 16")
@@ -245,6 +246,14 @@ class ServiceConfig(BaseModel):
                 problems.append(f"{key}: {error}")
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def _head_problems(self, dim: int) -> Iterator[str]:
+        """A decode worker reads what is appended in chunks, as a stage reads a prompt."""
+        both = tuple(one for one in DECODE_HEAD_DIMS if one in PREFILL_HEAD_DIMS)
+        for key, part, dims in (("prefill", self.prefill, PREFILL_HEAD_DIMS), ("decode", self.decode, both)):
+            if part.device == "cuda" and dim not in dims:
+                taken = ", ".join(map(str, dims))
+                yield f"{key}.device: a GPU takes heads of {taken} channels there, the model's have {dim}"
 
     def with_model(self, **changes: Any) -> ServiceConfig:
         """The same configuration for another model path, adapter or dtype."""

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 import triton
 
-from ..constants import BLOCK, LOG2E
+from ..constants import BLOCK, LOG2E, PREFILL_HEAD_DIMS
 from ..interface import AttentionInput, KernelInputError, TileMask
 from .flash import flash_kernel
 
@@ -77,8 +77,8 @@ def launch(
 def check_launch(x: AttentionInput) -> None:
     """Raise for what neither kernel computes."""
     dim = x.q_BHTD.shape[3]
-    if dim not in (16, 32, 64, 128):
-        raise KernelInputError(f"attention kernels take head dimensions 16, 32, 64 and 128, not {dim}")
+    if dim not in PREFILL_HEAD_DIMS:
+        raise KernelInputError(f"head dimension {dim} is not one of {PREFILL_HEAD_DIMS}")
     if not (math.isfinite(x.scale) and x.scale > 0):
         raise KernelInputError(f"attention kernels need a finite, positive scale, got {x.scale}")
     if x.k_BGSD.shape[2] >= 1 << 22:

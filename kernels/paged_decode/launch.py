@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..constants import LOG2E, PAGE_TOKENS
+from ..constants import DECODE_HEAD_DIMS, LOG2E, PAGE_TOKENS
 from ..interface import KernelInputError
 from . import kernel
 from .pages import PagedInput, SelectedPages
@@ -104,8 +104,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every split, then their merge. Page scores are prepared where scratch has bundles."""
     requests, heads, dim = x.q_RHD.shape
-    if dim not in (64, 128, 256):
-        raise KernelInputError(f"head dimension {dim} is not 64, 128 or 256")
+    if dim not in DECODE_HEAD_DIMS:
+        raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")
     weight_RBHT, top_REHW = scratch
     # As many for each of equal requests: no program is left without work.
     most = max(1, division.splits - division.splits % requests - requests + 1)

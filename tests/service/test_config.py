@@ -240,15 +240,16 @@ def test_a_model_of_odd_widths_cannot_be_quantised(model: Path) -> None:
         parse(given).check_against(replace(shape, intermediate=100), None)
 
 
-@pytest.mark.parametrize("part", ["prefill", "decode"])
-def test_heads_that_a_gpu_does_not_serve_are_named(part: str) -> None:
-    given = content(part, device="cuda")
-    for dim in (64, 128):
-        parse(given).check_against(replace(SHAPES["8b"], head_dim=dim), None)
-    odd = replace(SHAPES["8b"], head_dim=96)
-    with pytest.raises(ConfigError, match=r"a GPU serves heads of 64 and 128 channels.*have 96"):
-        parse(given).check_against(odd, None)
-    parse(content()).check_against(odd, None)
+@pytest.mark.parametrize(("part", "taken"), [("prefill", (16, 32, 64, 128)), ("decode", (64, 128))])
+def test_heads_that_a_gpu_does_not_take_are_named(part: str, taken: tuple[int, ...]) -> None:
+    for dim in (16, 32, 64, 96, 128, 256):
+        model = replace(SHAPES["8b"], head_dim=dim)
+        parse(content()).check_against(model, None)
+        if dim in taken:
+            parse(content(part, device="cuda")).check_against(model, None)
+        else:
+            with pytest.raises(ConfigError, match=rf"^{part}\.device: a GPU takes heads of .* have {dim}$"):
+                parse(content(part, device="cuda")).check_against(model, None)
 
 
 def test_the_builder_is_what_serve_accepts(model: Path) -> None:

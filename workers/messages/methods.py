@@ -3,7 +3,7 @@ here."""
 
 from __future__ import annotations
 
-from ...kernels.constants import BLOCK, GPU_HEAD_DIMS, PAGE_TOKENS
+from ...kernels.constants import BLOCK, DECODE_HEAD_DIMS, PAGE_TOKENS, PREFILL_HEAD_DIMS
 from ...kernels.methods import (
     PRESETS,
     MethodError,
@@ -17,8 +17,9 @@ from ...kernels.methods import load as load_methods
 
 __all__ = [
     "BLOCK",
-    "GPU_HEAD_DIMS",
+    "DECODE_HEAD_DIMS",
     "PAGE_TOKENS",
+    "PREFILL_HEAD_DIMS",
     "PRESETS",
     "MethodError",
     "MethodSpec",
