@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from deltafront.benchmarks.engine.model import SHAPES, write_model
+from deltafront.benchmarks.engine.setup import Setup
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ConfigError
 
@@ -24,3 +27,16 @@ def test_it_is_looked_for_where_its_configuration_says(tmp_path: Path) -> None:
 def test_a_mistake_is_told_before_anything_is_started(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'grpc_port'"):
         LocalService(written(tmp_path, "grcp_port: 9123"))
+
+
+@pytest.mark.long
+def test_a_service_that_ends_as_soon_as_it_serves_can_be_started_again(tmp_path: Path) -> None:
+    """Its door is healthy before `serve` says that it is ready; Ray's agents would keep their ports."""
+    write_model(tmp_path / "model", SHAPES["tiny"], torch.device("cpu"))
+    ports = {"door.grpc_port": 9077, "door.http_port": 8077, "door.metrics_port": 9577}
+    setup = Setup(tmp_path / "model", SHAPES["tiny"], 1024, chunk_tokens=512, device="cpu", more=ports)
+    path = setup.write(tmp_path)
+    for _ in range(2):
+        with LocalService(path, start_s=500) as service:
+            process = service._process
+        assert process is not None and process.returncode == 0, service.log_tail()
