@@ -144,7 +144,7 @@ def _advance(
         lengths = buffer.load(gl.SliceLayout(0, scores_layout()))
     p, top, mass, shrink = weigh(s, running.top, running.mass, rows.scale, lengths, WEIGHTED, PLAN)
     if WEIGHTED:
-        keys.release(done + 1)  # the run lengths are of its stage too
+        keys.release_loaded(done + 1)  # the run lengths are of its stage too
     w = p
     if PLAN.late:
         acc = warpgroup_mma_wait(0, deps=[acc])

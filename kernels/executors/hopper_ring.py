@@ -69,6 +69,15 @@ class Ring:
         """One reader's word that it has done with this use's buffer."""
         mbarrier.arrive(self.empty.index(self.FIRST + use % self.COUNT), pred=pred)
 
+    @gluon.jit
+    def release_loaded(self, use):
+        """`release` of a reader that has loaded what was copied, itself and not by the matrix unit. The copy
+        engine writes by another way (PTX: the async proxy) and overtakes loads that are under way, whatever
+        barriers their threads have passed; the fence waits for them."""
+        fence_async_shared()
+        gl.thread_barrier()
+        self.release(use)
+
 
 class Buffers(NamedTuple):
     """Everything in shared memory. The copying warp writes it.

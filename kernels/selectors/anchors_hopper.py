@@ -181,7 +181,7 @@ def _add_up(
     if DIAGONAL:
         top_XW = gl.where(top_XW == float("-inf"), 0.0, top_XW)
     mass_XW = gl.sum(gl.exp2(s_XWS * scale - top_XW[:, :, None]) * weight_XWS, 2)
-    ring.release(use)
+    ring.release_loaded(use)
     log_XW = top_XW + gl.inline_asm_elementwise(_LOG2, "=f,f", [mass_XW], gl.float32, True, 1)
     log_XW = gl.where(gl.convert_layout(rows.used, per_row)[:, None], log_XW, float("-inf"))
     block_W = tile * W + gl.arange(0, W, layout=gl.SliceLayout(0, log_XW.type.layout))

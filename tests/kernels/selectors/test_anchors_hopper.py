@@ -1,13 +1,17 @@
 """What the Hopper kernel of anchor scores relies on and a CPU can see: the order in which slots arrive, and
-the grid. What it computes is compared where tests and benchmarks run on a GPU."""
+the grid. On a GPU also what it computes, again and again."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from deltafront.kernels.selectors.anchors import BlockAnchors
-from deltafront.kernels.selectors.anchors_hopper_launch import key_tiles, shares_of
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.executors.launch import is_hopper
+from deltafront.kernels.interface import AttentionInput
+from deltafront.kernels.selectors.anchors import AnchorSettings, BlockAnchors, SideSettings
+from deltafront.kernels.selectors.anchors_hopper_launch import key_tiles, launch, shares_of
+from deltafront.kernels.selectors.rules.sums import Sums, empty_parts
 
 LANES, DIM = 4, 64
 
@@ -48,3 +52,44 @@ def test_keys_are_shared_so_that_all_end_soonest(programs: int, steps: int) -> N
 
     shares = shares_of(programs, steps, 132)
     assert time(shares) <= min(time(other) for other in range(1, 4 * 132 // programs + 2))
+
+
+def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnchors:
+    """Slots that each stand for another number of rows, so that one tile's numbers are seen not to be
+    another's."""
+    generator = torch.Generator("cuda").manual_seed(heads)
+    shape = (1, heads, blocks, slots)
+    vector = torch.randn(*shape, 128, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+    block_M1 = torch.arange(first_block, first_block + blocks, device="cuda")[:, None]
+    first_MA = block_M1 * BLOCK + torch.arange(slots, device="cuda") * (BLOCK // slots)
+    count = torch.randint(1, BLOCK // slots + 1, shape, device="cuda", generator=generator).float()
+    return BlockAnchors(vector, first_MA.int().expand(shape).contiguous(), count)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(("blocks", "first_block"), [(64, 0), (64, 64)])
+def test_every_launch_counts_each_tile_by_its_own_numbers(blocks: int, first_block: int) -> None:
+    """The copy engine once overwrote a tile's numbers while they were being read, in a few tiles of some
+    launches: so a hundred launches, each against plain arithmetic."""
+    heads, groups, tokens = 32, 8, blocks * BLOCK
+    seen = first_block + blocks
+    form = AnchorSettings(0.75, SideSettings(8, "anchor", "drop"), SideSettings(32, "anchor", "drop"))
+    queries, keys = table_of(heads, blocks, 8, first_block), table_of(groups, seen, 32, 0)
+    q_BHTD = torch.empty(1, heads, tokens, 128, device="cuda", dtype=torch.bfloat16)
+    k_BGSD = torch.empty(1, groups, seen * BLOCK, 128, device="cuda", dtype=torch.bfloat16)
+    x = AttentionInput.of(q_BHTD, k_BGSD, k_BGSD, q_start=first_block * BLOCK)
+    q_GXD = queries.vector_BGMAD.float().reshape(groups, -1, 128)
+    k_GYD = keys.vector_BGMAD.float().reshape(groups, -1, 128)
+    mass_GXMA = torch.exp(q_GXD @ k_GYD.mT * x.scale).view(groups, -1, seen, 32) * keys.count_BGMA[0][:, None]
+    expected_HNRM = mass_GXMA.sum(3).log2().view(heads, blocks, 8, seen)
+    before_N1M = torch.arange(seen) < torch.arange(first_block, seen)[:, None, None]
+    before_HNRM = before_N1M.cuda().expand_as(expected_HNRM)  # whole blocks; their own are compared elsewhere
+    for number in range(100):
+        part = empty_parts(q_BHTD, (1, heads, blocks, 8), seen)
+        part.fill_(float("nan"))
+        launch(x, queries, keys, form, Sums(part, 0))
+        error = (part[0].float() - expected_HNRM)[before_HNRM].abs()
+        assert bool((error < 0.01).all()), (number, int((error >= 0.01).sum()), float(error.max()))
