@@ -22,12 +22,13 @@ from ..messages.methods import MethodSpec
 
 _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
 """Multiply-adds count as two. What products of 8B shapes reach on an H200, with all that is around them."""
-_CHUNK_S, _LAYER_S = 1.5e-3, 100e-6
+_CHUNK_S, _LAYER_S = 3e-3, 100e-6
 """What a chunk costs a stage, and each of its layers, however few its tokens: launches, ends of kernels that
 do not fill the device, the way of its activations. Two stages of an 8B shape lost 5 to 7 ms a chunk where
-this was taken for 1.5; half of it could be mended (docs/LOG.md)."""
-_EVEN, _LONG = 4 * BLOCK, 16 * BLOCK
-"""Chunks of _LONG tokens and more are multiples of _EVEN: 32 heads' tiles then fill 132 multiprocessors."""
+this was taken for 1.5; some of it could be mended (docs/LOG.md)."""
+_EVEN = 4 * BLOCK
+"""Longer chunks are multiples of it: 32 heads' blocks then fill 132 multiprocessors. Dense attention of 1,152
+tokens takes as long as that of 1,536."""
 _SPARSE = 0.12
 """Of dense attention's time, what a sparse method takes, scoring included (131,072 tokens, density 0.055)."""
 _REMEMBERED = 64
@@ -45,12 +46,14 @@ _MANY = 1000
 class ChunkCost:
     """What a chunk costs a stage, in tokens' worth of the linear layers of a mean one. pair: for each query
     and each key at or before it. fixed: whatever its tokens. stages: what each stage takes of that. end: what
-    the last one takes for a prompt's last chunk."""
+    the last one takes for a prompt's last chunk. even: what a chunk of as many tokens or more is a multiple
+    of, blocks."""
 
     pair: float
     fixed: float
     stages: tuple[float, ...] = (1.0,)
     end: float = 1.0
+    even: int = BLOCK
 
     def of(self, start: int, tokens: int) -> float:
         """Tokens start .. start+tokens-1."""
@@ -65,7 +68,7 @@ class ChunkCost:
         slope = 1 + self.pair * (start + 0.5)
         tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * self.pair * room))
         blocks = int(tokens * (1 + 1e-12)) // BLOCK * BLOCK
-        return blocks if blocks < _LONG else blocks // _EVEN * _EVEN
+        return blocks if blocks < self.even else blocks // self.even * self.even
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class LayerWork:
             fixed=(_CHUNK_S + mean * _LAYER_S) / token_s,
             stages=tuple(count / mean for count in (*self.layers[:-1], last)),
             end=self.layers[-1] / mean,
+            even=_EVEN,
         )
 
 

@@ -26,12 +26,13 @@ def over(stages: int, work: LayerWork = LLAMA_8B) -> LayerWork:
     return replace(work, layers=(work.layers[0] // stages,) * stages)
 
 
-def ways(tokens: int, largest: int) -> Iterator[tuple[int, ...]]:
-    """Every cut into multiples of 128 and a last chunk of any length."""
+def ways(tokens: int, largest: int, even: int = 128) -> Iterator[tuple[int, ...]]:
+    """Every cut into multiples of 128, and of `even` from there on, and a last chunk of any length."""
     if 0 < tokens <= largest:
         yield (tokens,)
     for size in range(128, min(largest, tokens - 1) + 1, 128):
-        yield from ((size, *rest) for rest in ways(tokens - size, largest))
+        if size < even or size % even == 0:
+            yield from ((size, *rest) for rest in ways(tokens - size, largest, even))
 
 
 def test_equal_stages_take_what_a_proportionate_flow_shop_does() -> None:
@@ -91,6 +92,18 @@ def test_no_other_cut_is_much_faster(
         assert takes(sizes, start, cost) <= (1 + percent / 100) * best, (sizes, tokens)
 
 
+@pytest.mark.parametrize("fixed", [60.0, 300.0])
+@pytest.mark.parametrize("stages", [(1.0, 1.0), (1.0, 0.94), (1.0, 1.0, 0.9)], ids=str)
+def test_longer_chunks_come_in_even_steps(stages: tuple[float, ...], fixed: float) -> None:
+    """Against every way in such steps; what is left of a prompt falls where it may."""
+    cost = ChunkCost(1e-3, fixed, stages, even=512)
+    for tokens, largest in ((2304, 1024), (2048, 1536), (1700, 1024)):
+        sizes = plan_chunks(0, tokens, largest, cost)
+        assert sum(sizes) == tokens and all(size % (128 if size < 512 else 512) == 0 for size in sizes[:-1])
+        best = min(takes(way, 0, cost) for way in ways(tokens, largest, 512))
+        assert takes(sizes, 0, cost) <= 1.04 * best, (sizes, tokens)
+
+
 def test_a_last_stage_that_takes_less_is_given_shorter_chunks_towards_the_end() -> None:
     """What a prompt of 131,072 tokens gains by it over the best cut for equal stages, by this model: a
     hundredth. With four stages the three that are equal decide."""
@@ -116,8 +129,10 @@ def test_long_prompts_lose_little_to_filling_and_draining(tokens: int, stages: i
     planned = alone / takes(sizes, 0, cost)
     by_hand = [alone / takes(even_chunks(0, tokens, 128 << n), 0, cost) for n in range(3, 8)]
     assert planned >= max(by_hand) - 0.005, "no even chunk length does better"
-    assert planned >= (0.91 if stages == 2 else 0.72)
-    assert all(size % 512 == 0 for size in sizes[:-1] if size >= 2048)
+    bare = cost.of(0, tokens) - cost.fixed
+    anywhere = min((bare / n + cost.fixed) * (n + stages - 1) for n in range(1, 1000))
+    assert takes(sizes, 0, cost) <= 1.03 * anywhere, "of chunks that take as long as each other, cut anywhere"
+    assert all(size % 512 == 0 for size in sizes[:-1] if size >= 512)
 
 
 def test_chunks_shrink_as_attention_grows() -> None:
