@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from deltafront.kernels.constants import BLOCK
 from deltafront.workers.model.config import ModelConfig
 
 
@@ -16,7 +17,7 @@ def products_s(
     shape: ModelConfig, tokens: int, chunk: int, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> float:
     """Median seconds of all layers' products for a prompt cut into chunks, with nothing between them; of the
-    last layer only the first product, but for the last chunk, as a stage has it.
+    last layer only the first product, but for the prompt's last block, as a stage has it.
 
     One layer's weights serve all: they are several times what L2 holds. Random numbers, since a GPU
     multiplies zeros faster.
@@ -38,9 +39,11 @@ def products(shape: ModelConfig, tokens: int, chunk: int) -> Iterator[tuple[int,
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start)
         for layer in range(1, shape.layers + 1):
-            short = layer == shape.layers and start + rows < tokens
-            for out, width in matrices(shape)[:1] if short else matrices(shape):
-                yield rows, out, width
+            first, *others = matrices(shape)
+            yield rows, *first
+            last = tokens - (tokens - 1) // BLOCK * BLOCK if start + rows == tokens else 0
+            wanted = rows if layer < shape.layers else min(last, rows)
+            yield from ((wanted, out, width) for out, width in others if wanted)
 
 
 def matrices(shape: ModelConfig) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """`deltafront picture`: which tiles a prompt reads, layer by layer and head by head, and where TTFT went.
 
 The tiles come from reading the prompt here, with the model and the chunks of a configuration file: in every
-layer, though a server leaves the last one out but for a prompt's last chunk. The time to first token comes
+layer, though a server leaves the last one out but for a prompt's last block. The time to first token comes
 from asking a server the same prompt. torch is imported when the command runs.
 """
 

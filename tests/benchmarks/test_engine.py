@@ -198,12 +198,14 @@ def test_products_are_those_of_a_layer() -> None:
     assert products_s(SHAPE, 100, 64, torch.device("cpu"), torch.float32, repeats=1) > 0
 
 
-def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_chunk_alone() -> None:
-    every = list(products(SHAPE, 100, 64))
-    assert [rows for rows, _, _ in every] == [64] * (2 * 4 + 1) + [36] * (3 * 4)
+def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_block_alone() -> None:
+    every = list(products(SHAPE, 400, 256))
+    assert [rows for rows, _, _ in every] == [256] * (2 * 4 + 1) + [144] * (2 * 4 + 1) + [16] * 3
     assert [one[1:] for one in every[8:13]] == [matrices(SHAPE)[0], *matrices(SHAPE)]
     sums = sum(rows * out * width for rows, out, width in every)
-    assert sums == 100 * 3 * SHAPE.layer_matrices - 64 * (SHAPE.layer_matrices - SHAPE.qkv_matrices)
+    assert sums == 400 * 3 * SHAPE.layer_matrices - 384 * (SHAPE.layer_matrices - SHAPE.qkv_matrices)
+    whole = list(products(SHAPE, 64, 64))
+    assert [rows for rows, _, _ in whole] == [64] * (3 * 4)
 
 
 @pytest.mark.parametrize("start", [0, 384])

@@ -51,6 +51,11 @@ class Stream:
         """hidden_TC with everything added."""
         return self.hidden_TC if self.update_TC is None else self.hidden_TC + self.update_TC
 
+    def rows_from(self, first: int) -> Stream:
+        """Its tokens from number `first` on."""
+        update_TC = None if self.update_TC is None else self.update_TC[first:]
+        return Stream(self.hidden_TC[first:], update_TC)
+
 
 class LayerStack:
     """Layers `layers` of a model, and the embedding or the head where it has those ends."""

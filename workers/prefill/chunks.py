@@ -5,7 +5,7 @@ Stages that take as long for a chunk as each other (`ModelConfig.split`) take fo
 chunks' times and (stages - 1) times the longest: a proportionate flow shop, whose best cut has, for its
 number of chunks, the least longest one. Attention makes tokens dearer towards the end, and chunks shorter.
 
-The last stage takes less, for the model's last layer ends with keys and values but for a prompt's last chunk.
+The last stage takes less, for the model's last layer ends with keys and values but for a prompt's last block.
 So it keeps up with chunks that grow shorter, and what is waited for at the end is then a short one.
 """
 
@@ -45,14 +45,12 @@ _MANY = 1000
 @dataclass(frozen=True)
 class ChunkCost:
     """What a chunk costs a stage, in tokens' worth of the linear layers of a mean one. pair: for each query
-    and each key at or before it. fixed: whatever its tokens. stages: what each stage takes of that. end: what
-    the last one takes for a prompt's last chunk. even: what a chunk of as many tokens or more is a multiple
-    of, blocks."""
+    and each key at or before it. fixed: whatever its tokens. stages: what each stage takes of that. even:
+    what a chunk of as many tokens or more is a multiple of, blocks."""
 
     pair: float
     fixed: float
     stages: tuple[float, ...] = (1.0,)
-    end: float = 1.0
     even: int = BLOCK
 
     def of(self, start: int, tokens: int) -> float:
@@ -74,8 +72,8 @@ class ChunkCost:
 @dataclass(frozen=True)
 class LayerWork:
     """A model on GPUs, as far as chunks go. layers: of each stage. linear, pair: multiply-adds of a layer for
-    each token, and for each pair of query and key. ends: those for each token of the model's last layer, but
-    in a prompt's last chunk. quantised: products are of 8 bits."""
+    each token, and for each pair of query and key. ends: those for each token of the model's last layer.
+    quantised: products are of 8 bits."""
 
     layers: tuple[int, ...]
     linear: int
@@ -93,7 +91,6 @@ class LayerWork:
             pair=(1.0 if dense else _SPARSE) * self.pair / self.linear * rate / _FLOPS,
             fixed=(_CHUNK_S + mean * _LAYER_S) / token_s,
             stages=tuple(count / mean for count in (*self.layers[:-1], last)),
-            end=self.layers[-1] / mean,
             even=_EVEN,
         )
 
@@ -135,7 +132,7 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
         time = takes(sizes, start, cost)
         if time < least:
             best, least, chosen = sizes, time, count
-    if len({*cost.stages, cost.end}) == 1 or chosen > _MANY:
+    if len({*cost.stages}) == 1 or chosen > _MANY:
         return best
     for growth, more in product(_GROWTHS, _MORE):
         sizes = _shortest(start, tokens, round(chosen * more), largest, growth, cost)
@@ -149,10 +146,9 @@ def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
     """From the first chunk's start to the last one's end, in `ChunkCost`'s unit: a stage begins with a chunk
     when it and the one before it are done with theirs."""
     free = [0.0] * len(cost.stages)
-    for number, size in enumerate(sizes, 1):
+    for size in sizes:
         chunk, there = cost.of(start, size), 0.0
-        of_it = cost.stages if number < len(sizes) else (*cost.stages[:-1], cost.end)
-        for stage, share in enumerate(of_it):
+        for stage, share in enumerate(cost.stages):
             there = free[stage] = max(free[stage], there) + share * chunk
         start += size
     return free[-1]

@@ -228,25 +228,31 @@ class PrefillStage:
                 k_GSD, v_GSD = self._seen(prompt, layer, end)
             with phase("handoff"):  # before attention, so that K/V travels meanwhile
                 work.handoff_bytes += self._announce(prompt.request, layer, command.start, k_GSD, v_GSD)
-            if self._ends_with_keys(layer, prompt, command):
+            first = self._first_wanted(layer, prompt, command)
+            if first > command.start:
                 with phase("projection"):
                     work.finite = _finite(k_GSD[:, command.start :]) & _finite(v_GSD[:, command.start :])
                 prompt.states.pop(layer, None)
-                break
-            out_THD = self._attend(prompt, layer, work, q_THD, k_GSD, v_GSD)
+                if first == end:
+                    break
+                q_THD, stream = q_THD[first - command.start :], stream.rows_from(first - command.start)
+            out_THD = self._attend(prompt, layer, work, q_THD, k_GSD, v_GSD, first)
             with phase("projection"):
                 stack.add_attention(layer, stream, out_THD)
                 stack.feed_forward(layer, stream)
         with phase("projection"):
             return stream.total()
 
-    def _ends_with_keys(self, layer: int, prompt: _Prompt, command: ChunkCommand) -> bool:
-        """Whether the model's last layer has done what is wanted of it: behind its K/V, only logits go on
-        from there. The method must be able to begin behind the chunk, since it has not seen its queries."""
-        if layer != self.stack.config.layers - 1 or (command.last and command.wants_logits):
-            return False
+    def _first_wanted(self, layer: int, prompt: _Prompt, command: ChunkCommand) -> int:
+        """From which position on the layer's attention is wanted, the chunk's end if nowhere; before it only
+        K/V. From the model's last layer nothing goes on but a prompt's logits: there it is the last place
+        before them where the method can begin, since it has not seen the queries until then."""
+        end = command.start + command.tokens
         step = resume_step(prompt.request.method)
-        return step > 0 and (command.start + command.tokens) % step == 0
+        if layer != self.stack.config.layers - 1 or step == 0:
+            return command.start
+        wanted = end - 1 if command.last and command.wants_logits else end
+        return max(command.start, wanted // step * step)
 
     def _embed(self, command: ChunkCommand) -> torch.Tensor:
         ids_T = np.frombuffer(command.token_ids, dtype="<u4").astype(np.int64)
@@ -301,13 +307,14 @@ class PrefillStage:
         q_THD: torch.Tensor,
         k_GSD: torch.Tensor,
         v_GSD: torch.Tensor,
+        start: int,
     ) -> torch.Tensor:
-        """out_THD"""
+        """out_THD of queries from `start` on."""
         x = AttentionInput.of(
             q_THD.transpose(0, 1)[None],
             k_GSD[None],
             v_GSD[None],
-            q_start=work.command.start,
+            q_start=start,
             prompt_tokens=prompt.request.prompt_tokens,
         )
         work.timer.layer = layer

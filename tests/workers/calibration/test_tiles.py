@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.tiles import tiles_read
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.prefill.in_process import run_in_process
@@ -23,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.mark.parametrize("name", ["dense", "streaming", "xattention", "dpxa"])
 def test_they_are_the_tiles_that_a_group_computes(model: ModelSpec, name: str) -> None:
-    """Of the last layer a group attends for the last chunk alone."""
+    """Of the last layer a group attends for the last block alone."""
     options = {} if name == "dense" else {"min_tokens": 0, "window": 1}
     options |= {"tau": 0.5} if name in ("xattention", "dpxa") else {}
     spec, ids = method_spec(name, options), random_ids(TOKENS)
@@ -37,7 +36,7 @@ def test_they_are_the_tiles_that_a_group_computes(model: ModelSpec, name: str) -
     report, _logits = run_in_process(model, config, ids, spec)
     computed = {one.layer: one.computed for one in report.density}
     tiles_L = [float(found.read_LHNM[layer].sum()) for layer in range(LAYERS - 1)]
-    tiles_L.append(float(found.read_LHNM[-1][:, 512 // BLOCK :].sum()))
+    tiles_L.append(float(found.read_LHNM[-1][:, -1].sum()))
     assert computed == dict(enumerate(tiles_L))
     if name != "dense":
         assert float(found.density_LH.mean()) < 1

@@ -52,11 +52,10 @@ def test_stages_that_differ_take_the_dearest_way_through() -> None:
         rng = random.Random(seed)
         sizes = tuple(rng.randrange(1, 9) * 128 for _ in range(rng.randrange(1, 7)))
         stages = tuple(rng.choice((0.6, 0.9, 1.0, 1.2)) for _ in range(rng.randrange(1, 4)))
-        cost = ChunkCost(1e-4, 50.0, stages, rng.choice((0.7, 1.3)))
+        cost = ChunkCost(1e-4, 50.0, stages)
 
         def through(chunk: int, stage: int, sizes: tuple[int, ...] = sizes, cost: ChunkCost = cost) -> float:
-            final = (chunk, stage) == (len(sizes) - 1, len(cost.stages) - 1)
-            own = (cost.end if final else cost.stages[stage]) * cost.of(sum(sizes[:chunk]), sizes[chunk])
+            own = cost.stages[stage] * cost.of(sum(sizes[:chunk]), sizes[chunk])
             before = [through(chunk - 1, stage)] if chunk else []
             before += [through(chunk, stage - 1)] if stage else []
             return own + max(before, default=0.0)
@@ -67,23 +66,23 @@ def test_stages_that_differ_take_the_dearest_way_through() -> None:
 @pytest.mark.parametrize("fixed", [5.0, 60.0, 300.0, 2000.0])
 @pytest.mark.parametrize("pair", [0.0, 1e-5, 1e-3])
 @pytest.mark.parametrize(
-    ("stages", "end", "percent"),
+    ("stages", "percent"),
     [
-        ((1.0,), 1.0, 1),
-        ((1.0, 1.0), 1.0, 1),
-        ((1.0,) * 3, 1.0, 1),
-        ((1.0,) * 5, 1.0, 1),
-        ((1.0, 0.94), 1.0, 3),
-        ((1.0, 0.8), 1.0, 3),
-        ((1.0, 1.0, 0.9), 1.0, 3),
-        ((0.97, 0.97, 1.03), 1.06, 3),
+        ((1.0,), 1),
+        ((1.0, 1.0), 1),
+        ((1.0,) * 3, 1),
+        ((1.0,) * 5, 1),
+        ((1.0, 0.94), 3),
+        ((1.0, 0.8), 3),
+        ((1.0, 1.0, 0.9), 3),
+        ((0.97, 0.97, 1.03), 3),
     ],
     ids=str,
 )
 def test_no_other_cut_is_much_faster(
-    stages: tuple[float, ...], end: float, percent: float, pair: float, fixed: float
+    stages: tuple[float, ...], percent: float, pair: float, fixed: float
 ) -> None:
-    cost = ChunkCost(pair, fixed, stages, end)
+    cost = ChunkCost(pair, fixed, stages)
     for tokens, largest, start in ((1500, 1024, 0), (1408, 384, 128), (77, 512, 0), (1280, 2048, 4096)):
         sizes = plan_chunks(start, start + tokens, largest, cost)
         assert sum(sizes) == tokens and max(sizes) <= largest
@@ -109,14 +108,13 @@ def test_a_last_stage_that_takes_less_is_given_shorter_chunks_towards_the_end() 
     hundredth. With four stages the three that are equal decide."""
     for method, least in ((SPARSE, 0.012), (DENSE, 0.012)):
         cost = over(2).chunk_cost(method)
-        assert cost.stages == (1.0, pytest.approx((15 + 0.1154) / 16, rel=1e-3)) and cost.end == 1.0
+        assert cost.stages == (1.0, pytest.approx((15 + 0.1154) / 16, rel=1e-3))
         equal = plan_chunks(0, 131_072, 16_384, replace(cost, stages=(1.0, 1.0)))
         sizes = plan_chunks(0, 131_072, 16_384, cost)
         assert takes(sizes, 0, cost) < (1 - least) * takes(equal, 0, cost)
         assert sizes[-1] < equal[-2] and sizes[0] > equal[0]
     uneven = replace(LLAMA_8B, layers=(11, 11, 10)).chunk_cost(SPARSE)
     assert uneven.stages == pytest.approx((33 / 32, 33 / 32, 3 * 9.1154 / 32), rel=1e-4)
-    assert uneven.end == pytest.approx(30 / 32)
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)

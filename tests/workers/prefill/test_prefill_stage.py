@@ -132,15 +132,26 @@ async def test_logits_and_kv_equal_the_whole_prompt(
     assert ("activation_wait" in report.critical) == (stages > 1)
 
 
-@pytest.mark.parametrize(("step", "blocks"), [(0, 1 + 2 + 3 + 4), (256, 1 + 3 + 4), (128, 4)])
+@pytest.mark.parametrize(
+    ("chunk", "step", "blocks"),
+    [
+        (128, 0, 1 + 2 + 3 + 4),
+        (128, 256, 1 + 3 + 4),
+        (128, 128, 4),
+        (256, 128, 4),
+        (256, 384, 1 + 2 + 4),
+        (512, 256, 3 + 4),
+        (512, 128, 4),
+    ],
+)
 @pytest.mark.parametrize("method", [DENSE, SPARSE, ANCHORS], ids=lambda m: m.name)
-async def test_of_the_last_layer_earlier_chunks_are_keys_and_values_alone(
-    model: ModelSpec, method: MethodSpec, step: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+async def test_of_the_last_layer_all_but_the_last_block_is_keys_and_values_alone(
+    model: ModelSpec, method: MethodSpec, chunk: int, step: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the method can begin behind them, at multiples of `step`; nothing that is read is another."""
     monkeypatch.setattr(prefill_stage, "resume_step", lambda _spec: step)
     ids, sink = random_ids(500), Collector()
-    async with pipeline(model, sink, stages=2, chunk_tokens=128) as controller:
+    async with pipeline(model, sink, stages=2, chunk_tokens=chunk) as controller:
         report = await prefill(controller, "r", ids, method)
     await assert_whole(sink, "r", model, ids, method)
     assert [density.causal for density in report.density] == [4 * 10] * (LAYERS - 1) + [4 * blocks]
