@@ -247,10 +247,9 @@ class PrefillStage:
         """From which position on the layer's attention is wanted, the chunk's end if nowhere; before it only
         K/V. From the model's last layer nothing goes on but a prompt's logits: there it is the last place
         before them where the method can begin, since it has not seen the queries until then."""
-        end = command.start + command.tokens
-        step = resume_step(prompt.request.method)
-        if layer != self.stack.config.layers - 1 or step == 0:
+        if layer != self.stack.config.layers - 1 or not (step := resume_step(prompt.request.method)):
             return command.start
+        end = command.start + command.tokens
         wanted = end - 1 if command.last and command.wants_logits else end
         return max(command.start, wanted // step * step)
 
