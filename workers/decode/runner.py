@@ -276,6 +276,7 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
     if runner.asynchronous:
         runner.capture()
+    runner.stack.meet_products()
     key, ragged = 0, min(_RAGGED, tokens // 2)
     longest = tokens - ragged - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from ...kernels.layers.norm import LinearInput, add_norm
 from ...kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
-from ...kernels.layers.swiglu import swiglu
 from ..progress import Tell, silent
 from ..settings import ModelSpec, Quantisation
 from .config import ModelConfig, ModelError, read_config
@@ -165,8 +164,14 @@ class LayerStack:
     def feed_forward(self, layer: int, stream: Stream) -> None:
         """Add the layer's feed-forward network of the stream to it."""
         weights = self._layer(layer)
-        gate_up_TJ = weights.gate_up(self._norm(stream, weights.post_norm_C, weights.gate_up))
-        stream.update_TC = weights.down(swiglu(gate_up_TJ, weights.down.quantised))
+        normed = self._norm(stream, weights.post_norm_C, weights.gate_up)
+        stream.update_TC = weights.down(weights.gate_up.gated(normed))
+
+    def meet_products(self) -> None:
+        """Compile what products of many rows take, whichever numbers of rows it is that take it."""
+        weights = self._weights.layers[0]
+        for product in (weights.qkv, weights.output, weights.gate_up, weights.down):
+            product.meet()
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
         """Next-token logits_TV, float32: pass only the rows that are sampled from."""

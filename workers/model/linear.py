@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from ...kernels.layers.fp8 import Fp8Rows, product, quantise_rows
+from ...kernels.layers.linear import linear, meet, swiglu_linear
 from ...kernels.layers.norm import LinearInput
+from ...kernels.layers.swiglu import swiglu
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,16 @@ class Linear:
         return False
 
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
-        if isinstance(x_TI, Fp8Rows):
-            raise TypeError("a linear layer with plain weights takes no quantised rows")
-        return F.linear(x_TI, self.weight_OI, self.bias_O)
+        return linear(_plain(x_TI), self.weight_OI, self.bias_O)
+
+    def gated(self, x_TI: LinearInput) -> LinearInput:
+        """SiLU(gate) · up of a layer that gives both, side by side and without a bias, as the next layer takes
+        it."""
+        return swiglu_linear(_plain(x_TI), self.weight_OI)
+
+    def meet(self) -> None:
+        """Compile what products of many rows take."""
+        meet(self.weight_OI)
 
 
 @dataclass(frozen=True)
@@ -61,3 +69,16 @@ class Fp8Linear:
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         rows_TI = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)
         return product(rows_TI, self.weight, self.bias_O, self.dtype)
+
+    def gated(self, x_TI: LinearInput) -> LinearInput:
+        """See `Linear.gated`."""
+        return swiglu(self(x_TI), fp8=True)
+
+    def meet(self) -> None:
+        """See `Linear.meet`: many rows take what few do."""
+
+
+def _plain(x_TI: LinearInput) -> torch.Tensor:
+    if isinstance(x_TI, Fp8Rows):
+        raise TypeError("a linear layer with plain weights takes no quantised rows")
+    return x_TI

@@ -50,6 +50,7 @@ def warm_up(
         if on_gpu and longest:
             _meet_lengths(stack, method, shortest, chunk_tokens, longest)
     _meet_one_row(stack)
+    stack.meet_products()
     if on_gpu:
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()

@@ -1,0 +1,65 @@
+"""Products with 16-bit or 32-bit weights. Those of 8 bits are in `fp8.py`.
+
+Products of many rows on a Hopper GPU are our own (`linear_hopper.py`), others torch's.
+Shape suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..interface import KernelInputError
+from .swiglu import swiglu
+
+
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """x · weightᵀ + bias. Raises KernelInputError unless both have one width, dtype and device."""
+    _check("linear", x_TI, weight_OI)
+    if bias_O is None and _is_ours(x_TI, weight_OI, gated=False):
+        from .linear_hopper_launch import launch
+
+        return launch(x_TI, weight_OI, gated=False)
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
+def swiglu_linear(x_TI: torch.Tensor, weight_JI: torch.Tensor) -> torch.Tensor:
+    """SiLU(x · gateᵀ) · (x · upᵀ) (Shazeer 2020, equation 6) of weights [gate; up]: [T, I] → [T, O]. Raises
+    KernelInputError as `linear`, and for an odd number of rows of weights."""
+    _check("swiglu_linear", x_TI, weight_JI)
+    if _is_ours(x_TI, weight_JI, gated=True):
+        from .linear_hopper_launch import launch
+
+        return launch(x_TI, weight_JI, gated=True)
+    return swiglu(F.linear(x_TI, weight_JI), fp8=False)
+
+
+def meet(weight_OI: torch.Tensor) -> None:
+    """Compile what multiplies many rows by weights like these, if anything of ours does: whether a number of
+    rows is taken by it depends on how they fill the GPU."""
+    if not weight_OI.is_cuda:
+        return
+    from .linear_hopper_launch import fits, launch
+
+    if fits(weight_OI):
+        for gated in (False, True):
+            launch(torch.zeros_like(weight_OI[:1]), weight_OI, gated=gated)
+
+
+def _is_ours(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
+    if not x_TI.is_cuda:
+        return False
+    from .linear_hopper_launch import takes
+
+    return takes(x_TI, weight_OI, gated=gated)
+
+
+def _check(name: str, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> None:
+    if x_TI.dim() != 2 or weight_OI.dim() != 2 or x_TI.shape[1] != weight_OI.shape[1]:
+        raise KernelInputError(
+            f"{name}: x is {tuple(x_TI.shape)}, weights are {tuple(weight_OI.shape)}: no widths alike"
+        )
+    if x_TI.dtype != weight_OI.dtype or x_TI.device != weight_OI.device:
+        raise KernelInputError(
+            f"{name}: x is {x_TI.dtype} on {x_TI.device}, weights are {weight_OI.dtype} on {weight_OI.device}"
+        )

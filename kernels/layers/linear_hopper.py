@@ -1,0 +1,166 @@
+"""Products of many rows with weights for Hopper, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
+
+*Why not cuBLAS.* A card at its power limit is as fast as it is thrifty, and what a product reads from L2 costs
+watts. So a tile is as large as registers allow, 192 × 256: for each of its numbers it reads a fifth less than
+one of 128 × 256 (docs/LOG.md). And what comes out of gate and up stays in registers.
+
+*Roles* as in `executors/flash_hopper.py`: one warp copies steps of DEPTH columns of x and of weights into a
+ring, three warpgroups multiply 64 rows of x each. Weights come in two pieces of 128 output channels: side by
+side, or (GATED) one of the gate's and the same of up's, so that a thread has both factors of what it stores.
+
+*The grid* is persistent. Programs take tiles in turns, BAND tiles of rows for one piece of weights after
+another's, so that the band's x stays in L2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..constants import LOG2E
+from ..executors.hopper_plan import GROUP_ROWS
+from ..executors.hopper_ring import Ring, barriers
+
+WARPGROUPS = gl.constexpr(3)
+"""That compute."""
+PIECE = gl.constexpr(128)
+"""Output channels of a piece of weights, of which a tile has two."""
+DEPTH = gl.constexpr(64)
+"""Columns of x and of weights that are copied at a time."""
+STAGES = gl.constexpr(3)
+"""Buffers for them."""
+BAND = gl.constexpr(11)
+"""Tiles of rows that go through all weights together: 17 MB of x at 4,096 columns."""
+_LOG2E = gl.constexpr(LOG2E)
+
+
+class LinearWork(NamedTuple):
+    """Tiles of rows and of output channels, steps of DEPTH columns, and how far behind a tile's first piece of
+    weights its second one lies."""
+
+    row_tiles: gl.tensor
+    column_tiles: gl.tensor
+    steps: gl.tensor
+    apart: gl.tensor
+
+
+class LinearBuffers(NamedTuple):
+    """In shared memory. x: the ring's, each warpgroup's 64 rows of a stage. weight: a stage's two pieces, full
+    and empty with x. out: each warpgroup's 64 rows of one piece, on their way out."""
+
+    x: Ring
+    weight: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _tile(number, work):
+    """Its row and column among the tiles."""
+    band = BAND * work.column_tiles
+    first = number // band * BAND
+    height = gl.minimum(work.row_tiles - first, BAND)
+    return first + number % band % height, number % band // height
+
+
+@gluon.jit
+def _copy_steps(x, weight, buffers, work, GATED: gl.constexpr):
+    """The copying warp. use: steps so far."""
+    ring = buffers.x
+    use = 0
+    for number in range(gl.program_id(0), work.row_tiles * work.column_tiles, gl.num_programs(0)):
+        row, column = _tile(number, work)
+        row *= WARPGROUPS * GROUP_ROWS
+        column *= PIECE if GATED else 2 * PIECE
+        for step in range(work.steps):
+            ring.wait_empty(use)
+            full = ring.when_full(use)
+            mbarrier.expect(full, WARPGROUPS * x.block_type.nbytes + 2 * weight.block_type.nbytes)
+            at = step * DEPTH
+            for warpgroup in gl.static_range(WARPGROUPS):
+                rows = ring.buffers.index(use % STAGES * WARPGROUPS + warpgroup)
+                tma.async_copy_global_to_shared(x, [row + warpgroup * GROUP_ROWS, at], full, rows)
+            pieces = buffers.weight.index(use % STAGES)
+            tma.async_copy_global_to_shared(weight, [column, at], full, pieces.slice(0, PIECE))
+            tma.async_copy_global_to_shared(
+                weight, [column + work.apart, at], full, pieces.slice(PIECE, PIECE)
+            )
+            use += 1
+
+
+@gluon.jit
+def _store(x, out, buffer, row, column):
+    """(64, PIECE) to its place, by a buffer that is free again once the copy engine has read it."""
+    tma.store_wait(0)
+    buffer.store(x.to(out.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, [row, column], buffer)
+
+
+@gluon.jit
+def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
+    """One warpgroup: 64 rows of each tile. use: steps so far."""
+    # Two instructions of 128 columns: for one of 256 the compiler wants more registers than 512 threads have.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    ring = buffers.x
+    mine = buffers.out.index(WARPGROUP)
+    use = 0
+    for number in range(gl.program_id(0), work.row_tiles * work.column_tiles, gl.num_programs(0)):
+        row, column = _tile(number, work)
+        acc = gl.zeros([GROUP_ROWS, 2 * PIECE], gl.float32, layout=layout)
+        for step in range(work.steps):
+            ring.wait_full(use)
+            rows = ring.buffers.index(use % STAGES * WARPGROUPS + WARPGROUP)
+            pieces = buffers.weight.index(use % STAGES)
+            acc = warpgroup_mma(rows, pieces.permute([1, 0]), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is done
+            ring.release(use - 1, pred=step > 0)
+            use += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        ring.release(use - 1)
+        first, second = gl.split(gl.permute(gl.reshape(acc, [GROUP_ROWS, 2, PIECE]), [0, 2, 1]))
+        row = (row * WARPGROUPS + WARPGROUP) * GROUP_ROWS
+        if GATED:
+            active = first / (1.0 + gl.exp2(-_LOG2E * first)) * second
+            _store(active, out, mine, row, column * PIECE)
+        else:
+            _store(first, out, mine, row, column * 2 * PIECE)
+            _store(second, out, mine, row, column * 2 * PIECE + PIECE)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["row_tiles", "column_tiles", "steps", "apart"])
+def linear_hopper_kernel(
+    x, weight, out, row_tiles, column_tiles, steps, apart, GATED: gl.constexpr
+):  # fmt: skip
+    """x, weight, out: descriptors of 64 rows by DEPTH, PIECE by DEPTH, 64 by PIECE. Others: `LinearWork`."""
+    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES * WARPGROUPS, GROUP_ROWS, DEPTH], x.layout)
+    weight_smem = gl.allocate_shared_memory(weight.dtype, [STAGES, 2 * PIECE, DEPTH], weight.layout)
+    out_smem = gl.allocate_shared_memory(out.dtype, [WARPGROUPS, GROUP_ROWS, PIECE], out.layout)
+    full, empty = barriers(STAGES), barriers(STAGES)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    fence_async_shared()
+    buffers = LinearBuffers(Ring(x_smem, full, empty, STAGES), weight_smem, out_smem)
+    work = LinearWork(row_tiles, column_tiles, steps, apart)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply, (0, out, buffers, work, GATED)),
+            (_multiply, (1, out, buffers, work, GATED)),
+            (_multiply, (2, out, buffers, work, GATED)),
+            (_copy_steps, (x, weight, buffers, work, GATED)),
+        ],
+        [4, 4, 1],
+        [160, 160, 24],
+    )
+    # fmt: on

@@ -1,0 +1,94 @@
+"""Launches the Hopper kernel of products of many rows, where it is the faster one.
+
+Shape suffixes as in `linear.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..executors.hopper_launch import descriptor_type, layout_of, multiprocessors
+from ..executors.hopper_plan import WARPGROUP_ROWS
+from ..executors.launch import is_hopper
+from .linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel
+
+_ROWS = WARPGROUPS.value * WARPGROUP_ROWS
+_FEWEST_ROWS = 1024
+"""Below, cuBLAS's smaller tiles are faster, and what a decode worker appends is never here."""
+_FILLED = {False: 0.94, True: 0.88}
+"""What part of the multiprocessors' time must be spent on numbers that are wanted, by whether gate and up are
+multiplied: measured, see docs/LOG.md."""
+
+
+def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
+    """Whether the kernel can run, which wants whole pieces of output channels, and fills the GPU."""
+    (rows, width), out = x_TI.shape, weight_OI.shape[0]
+    if rows < _FEWEST_ROWS or not fits(weight_OI) or not _copyable(x_TI):
+        return False
+    return filled(rows, out, multiprocessors(x_TI.device)) >= _FILLED[gated]
+
+
+def fits(weight_OI: torch.Tensor) -> bool:
+    """Whether the kernel can multiply by it: 16-bit, compute capability 9, whole tiles of output channels."""
+    if weight_OI.dtype == torch.float32 or not is_hopper(weight_OI.device):
+        return False
+    return weight_OI.shape[0] % (2 * PIECE.value) == 0 and _copyable(weight_OI)
+
+
+def filled(rows: int, width: int, multiprocessors: int) -> float:
+    """What part of the time that all multiprocessors have for `rows` rows of `width` output channels, gate and
+    up counted as two, they spend on those: the rest goes on tiles' ends and on the last round's idle ones."""
+    columns = 2 * PIECE.value
+    rounds = -(-(-(-rows // _ROWS) * -(-width // columns)) // multiprocessors)
+    return rows * width / (rounds * multiprocessors * _ROWS * columns)
+
+
+def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
+    """x · weightᵀ, or of its two halves SiLU(first) · second. x and weight satisfy `takes`, or at least what
+    it asks of them besides numbers of rows."""
+    rows, width = x_TI.shape
+    columns = weight_OI.shape[0] // (2 if gated else 1)
+    out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)
+    piece = PIECE.value
+    row_tiles, column_tiles = triton.cdiv(rows, _ROWS), weight_OI.shape[0] // (2 * piece)
+    linear_hopper_kernel[(min(row_tiles * column_tiles, multiprocessors(x_TI.device)),)](
+        _descriptor(x_TI, WARPGROUP_ROWS, DEPTH.value),
+        _descriptor(weight_OI, piece, DEPTH.value),
+        _descriptor(out_TO, WARPGROUP_ROWS, piece),
+        row_tiles,
+        column_tiles,
+        triton.cdiv(width, DEPTH.value),
+        columns if gated else piece,
+        GATED=gated,
+        num_warps=4,
+    )
+    return out_TO
+
+
+def _copyable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can address it: rows of contiguous numbers in 16-byte steps."""
+    return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(
+        x, list(x.shape), [x.stride(0), 1], [rows, columns], layout_of(x.dtype, rows, columns)
+    )
+
+
+def _case(
+    gated: bool, dtype: torch.dtype = torch.bfloat16
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
+    types = {
+        "x": descriptor_type(dtype, WARPGROUP_ROWS, DEPTH.value),
+        "weight": descriptor_type(dtype, PIECE.value, DEPTH.value),
+        "out": descriptor_type(dtype, WARPGROUP_ROWS, PIECE.value),
+        **dict.fromkeys(("row_tiles", "column_tiles", "steps", "apart"), "i32"),
+    }
+    return linear_hopper_kernel, types, {"GATED": gated}, {"num_warps": 4}
+
+
+COMPILE_CASES = [_case(False), _case(True), _case(True, torch.float16)]
+"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""
