@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..interface import KernelInputError
+from .norm import LinearInput
 from .swiglu import swiglu
 
 
@@ -23,7 +24,7 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def swiglu_linear(x_TI: torch.Tensor, weight_JI: torch.Tensor) -> torch.Tensor:
+def swiglu_linear(x_TI: torch.Tensor, weight_JI: torch.Tensor) -> LinearInput:
     """SiLU(x · gateᵀ) · (x · upᵀ) (Shazeer 2020, equation 6) of weights [gate; up]: [T, I] → [T, O]. Raises
     KernelInputError as `linear`, and for an odd number of rows of weights."""
     _check("swiglu_linear", x_TI, weight_JI)

@@ -1,8 +1,8 @@
 """Products of many rows with weights for Hopper, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
 
-*Why not cuBLAS.* A card at its power limit is as fast as it is thrifty, and what a product reads from L2 costs
-watts. So a tile is as large as registers allow, 192 × 256: for each of its numbers it reads a fifth less than
-one of 128 × 256 (docs/LOG.md). And what comes out of gate and up stays in registers.
+*Why not cuBLAS.* A card at its power limit is as fast as it is thrifty, and what a product reads from L2
+costs watts. So a tile is as large as registers allow, 192 × 256: for each number that comes out it reads a
+fifth less than one of 128 × 256 (docs/LOG.md). And what comes out of gate and up stays in registers.
 
 *Roles* as in `executors/flash_hopper.py`: one warp copies steps of DEPTH columns of x and of weights into a
 ring, three warpgroups multiply 64 rows of x each. Weights come in two pieces of 128 output channels: side by
@@ -44,8 +44,8 @@ _LOG2E = gl.constexpr(LOG2E)
 
 
 class LinearWork(NamedTuple):
-    """Tiles of rows and of output channels, steps of DEPTH columns, and how far behind a tile's first piece of
-    weights its second one lies."""
+    """Tiles of rows and of output channels, steps of DEPTH columns, and how far behind a tile's first piece
+    of weights its second one lies."""
 
     row_tiles: gl.tensor
     column_tiles: gl.tensor
@@ -54,8 +54,8 @@ class LinearWork(NamedTuple):
 
 
 class LinearBuffers(NamedTuple):
-    """In shared memory. x: the ring's, each warpgroup's 64 rows of a stage. weight: a stage's two pieces, full
-    and empty with x. out: each warpgroup's 64 rows of one piece, on their way out."""
+    """In shared memory. x: the ring's, each warpgroup's 64 rows of a stage. weight: a stage's two pieces,
+    full and empty with x. out: each warpgroup's 64 rows of one piece, on their way out."""
 
     x: Ring
     weight: gl.shared_memory_descriptor

@@ -24,7 +24,7 @@ multiplied: measured, see docs/LOG.md."""
 
 def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
     """Whether the kernel can run, which wants whole pieces of output channels, and fills the GPU."""
-    (rows, width), out = x_TI.shape, weight_OI.shape[0]
+    rows, out = x_TI.shape[0], weight_OI.shape[0]
     if rows < _FEWEST_ROWS or not fits(weight_OI) or not _copyable(x_TI):
         return False
     return filled(rows, out, multiprocessors(x_TI.device)) >= _FILLED[gated]
@@ -38,11 +38,12 @@ def fits(weight_OI: torch.Tensor) -> bool:
 
 
 def filled(rows: int, width: int, multiprocessors: int) -> float:
-    """What part of the time that all multiprocessors have for `rows` rows of `width` output channels, gate and
-    up counted as two, they spend on those: the rest goes on tiles' ends and on the last round's idle ones."""
+    """What part of the time that all multiprocessors take for `rows` rows of `width` output channels, gate
+    and up counted as two, goes on those: the rest goes on tiles' ends and on the last round's idle ones."""
     columns = 2 * PIECE.value
-    rounds = -(-(-(-rows // _ROWS) * -(-width // columns)) // multiprocessors)
-    return rows * width / (rounds * multiprocessors * _ROWS * columns)
+    tiles = triton.cdiv(rows, _ROWS) * triton.cdiv(width, columns)
+    whole = triton.cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
+    return float(rows * width / whole)
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
