@@ -142,7 +142,7 @@ def decode_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tupl
         start = min(length, ROOM - config.append_chunk_tokens - 1)
         tokens = randomly.randint(1, config.append_chunk_tokens)
         held = tuple(range(pages_for(start + tokens + 1)))
-        looked = runner.append(held, Read(start, [0] * tokens, looks=3, among=start), last=True)
+        looked = runner.append(held, Read(start, [0] * tokens, looks=16, among=start), last=True)
         runner.recompute(held, looked.blocks, [0] * BLOCK * len(looked.blocks))
         sampling = [Sampling(temperature=float(randomly.randint(0, 1))) for _ in range(number % 6 + 1)]
         rows = [
