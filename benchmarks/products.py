@@ -1,9 +1,9 @@
 """`python -m deltafront.benchmarks.products`: a stage's products and cuBLAS's, in turns.
 
-Those of an 8B layer, gate and up with SiLU · up behind them, each alone and all one after the other. A card at
-its power limit slows down, and what a kernel takes depends on what ran before it: so the two take turns of a
-quarter of a second, of which the first third is not counted. Ours are checked against float64 first. Prints a
-line for each case and writes benchmarks/results/products_h200.json (or --out); two minutes on an H200.
+Those of an 8B layer, gate and up with SiLU · up behind them, each alone and all one after the other. A card
+at its power limit slows down, and what a kernel takes depends on what ran before it: so the two take turns of
+a quarter of a second, of which the first third is not counted. Ours are checked against float64 first. Prints
+a line for each case and writes benchmarks/results/products_h200.json (or --out); two minutes on an H200.
 """
 
 from __future__ import annotations
