@@ -178,15 +178,13 @@ class AnchorsSelector(ScoredSelector):
             return cpu_scores(x, queries, state.table.until(x.key_blocks), self.form)
 
     def slab_sums(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> tuple[int, SlabSums]:
-        from ..streams import two_at_once
         from .anchors_kernel import score_sums
         from .anchors_summary_kernel import empty_table, kernel_summarise
 
-        with phase("anchors"), two_at_once(x.q_BHTD.device) as beside:
+        with phase("anchors"):
             start = _first_missing(x, state)
-            with beside:  # keys are few: their kernels mostly wait, and leave room for the queries'
-                new_keys = x.k_BGSD[:, :, start * BLOCK :]
-                kernel_summarise(new_keys, self.form.cos, self.form.k, state.table, start, start)
+            new_keys = x.k_BGSD[:, :, start * BLOCK :]
+            kernel_summarise(new_keys, self.form.cos, self.form.k, state.table, start, start)
             state.done = x.key_blocks
             queries = empty_table(x.q_BHTD, self.form.q.cap, state.table.vector_BGMAD.dtype)
             kernel_summarise(x.q_BHTD, self.form.cos, self.form.q, queries, 0, x.first_block)

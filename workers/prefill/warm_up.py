@@ -38,7 +38,7 @@ def warm_up(
     tell: Tell = silent,
 ) -> None:
     """Read a few prompts with each method, in chunks as requests are; on a GPU also meet all lengths up to
-    `longest` (0: only those prompts). Only the first layer attends; all layers run the same kernels. tell: of
+    `longest` (0: only those prompts). Only by the first layer, since all run the same kernels. tell: of
     progress. Raises MethodError for a density that the profile does not have."""
     on_gpu = stack.device.type == "cuda"
     for number, spec in enumerate(methods, start=1):
@@ -104,15 +104,13 @@ def _spec(stack: LayerStack, tokens: int) -> StateSpec:
 
 
 def _read(stack: LayerStack, method: Attention, chunks: Sequence[int]) -> None:
-    config, total, first = stack.config, sum(chunks), stack.layers.start
+    config, total = stack.config, sum(chunks)
     state = method.new_state(_spec(stack, total))
     k_BGSD = torch.empty(1, config.kv_heads, 0, config.head_dim, dtype=stack.dtype, device=stack.device)
     v_BGSD = k_BGSD
 
-    def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+    def attend(_layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
         nonlocal k_BGSD, v_BGSD
-        if layer != first:
-            return torch.zeros_like(q_THD)
         k_BGSD = torch.cat((k_BGSD, k_TGD.transpose(0, 1)[None]), dim=2)
         v_BGSD = torch.cat((v_BGSD, v_TGD.transpose(0, 1)[None]), dim=2)
         x = AttentionInput.of(q_THD.transpose(0, 1)[None], k_BGSD, v_BGSD, q_start=start, prompt_tokens=total)
@@ -121,5 +119,6 @@ def _read(stack: LayerStack, method: Attention, chunks: Sequence[int]) -> None:
     start = 0
     for tokens in chunks:
         hidden_TC = torch.randn(tokens, config.hidden, device=stack.device).to(stack.dtype)
-        stack.forward(hidden_TC, torch.arange(start, start + tokens, device=stack.device), attend)
+        positions_T = torch.arange(start, start + tokens, device=stack.device)
+        stack.forward(hidden_TC, positions_T, attend, stack.layers[:1])
         start += tokens
