@@ -161,6 +161,12 @@ def _largest(parts: Mapping[str, float]) -> str:
     )
 
 
+def products(result: Result) -> str:
+    header = ("product", "rows", "ms", "TFLOP/s", "cuBLAS, ms", "over cuBLAS")
+    keys = ("case", "rows", "ms", "tflops", "cublas_ms", "ratio")
+    return markdown(header, [[row[key] for key in keys] for row in result["rows"]]) + provenance(result)
+
+
 def chaos(result: Result) -> str:
     rows = [[f"`{row['case']}`", row["tries"], row["bad"], row["note"]] for row in result["rows"]]
     return markdown(("case", "tries", "bad", "note"), rows) + provenance(result, "")
@@ -206,6 +212,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "accuracy_served_cpu": (served, ("accuracy_served_cpu",)),
     "precision_h200": (precision, ("precision_h200",)),
     "engine_h200": (engine, ("engine_h200",)),
+    "products_h200": (products, ("products_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),
     "chaos": (chaos, ("chaos",)),
     "sizing": (sizing, ()),

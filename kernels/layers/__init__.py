@@ -1,1 +1,1 @@
-"""What stands between a decoder layer's matrix products, 8-bit rows included, and the sampling after them."""
+"""A decoder layer's matrix products, what stands between them, 8-bit rows included, and sampling."""
