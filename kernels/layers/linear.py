@@ -24,15 +24,17 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def swiglu_linear(x_TI: torch.Tensor, weight_JI: torch.Tensor) -> LinearInput:
-    """SiLU(x · gateᵀ) · (x · upᵀ) (Shazeer 2020, equation 6) of weights [gate; up]: [T, I] → [T, O]. Raises
-    KernelInputError as `linear`, and for an odd number of rows of weights."""
+def swiglu_linear(
+    x_TI: torch.Tensor, weight_JI: torch.Tensor, bias_J: torch.Tensor | None = None
+) -> LinearInput:
+    """SiLU(gate) · up (Shazeer 2020, equation 6) of [gate, up] = x · weightᵀ + bias: [T, I] → [T, O]. Raises
+    KernelInputError as `linear`, and for an odd number of output channels."""
     _check("swiglu_linear", x_TI, weight_JI)
-    if _is_ours(x_TI, weight_JI, gated=True):
+    if bias_J is None and _is_ours(x_TI, weight_JI, gated=True):
         from .linear_hopper_launch import launch
 
         return launch(x_TI, weight_JI, gated=True)
-    return swiglu(F.linear(x_TI, weight_JI), fp8=False)
+    return swiglu(F.linear(x_TI, weight_JI, bias_J), fp8=False)
 
 
 def meet(weight_OI: torch.Tensor) -> None:

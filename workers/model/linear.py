@@ -34,9 +34,8 @@ class Linear:
         return linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gated(self, x_TI: LinearInput) -> LinearInput:
-        """SiLU(gate) · up of a layer that gives both, side by side and without a bias, as the next layer
-        takes it."""
-        return swiglu_linear(_plain(x_TI), self.weight_OI)
+        """SiLU(gate) · up of a layer that gives both, side by side, as the next layer takes it."""
+        return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def meet(self) -> None:
         """Compile what products of many rows take."""

@@ -41,8 +41,9 @@ def test_against_the_definition(dtype: torch.dtype) -> None:
     wanted_TJ = x_TI.double() @ weight_JI.double().T
     assert_rows_close(linear(x_TI, weight_JI).double(), wanted_TJ, dtype=dtype)
     assert_rows_close(linear(x_TI, weight_JI, bias_J).double(), wanted_TJ + bias_J.double(), dtype=dtype)
-    active_TO = reference.swiglu(wanted_TJ.cpu())
-    assert_rows_close(swiglu_linear(x_TI, weight_JI).cpu().double(), active_TO, dtype=dtype)
+    for bias, product_TJ in ((None, wanted_TJ), (bias_J, wanted_TJ + bias_J.double())):
+        active_TO = swiglu_linear(x_TI, weight_JI, bias)
+        assert_rows_close(active_TO.cpu().double(), reference.swiglu(product_TJ.cpu()), dtype=dtype)
 
 
 @pytest.mark.parametrize("function", [linear, swiglu_linear])
