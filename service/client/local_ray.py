@@ -45,6 +45,12 @@ _QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
 }
+_OBJECT_STORE_RETRIES = {
+    "RAY_raylet_client_connect_timeout_milliseconds": "50",
+    "RAY_raylet_client_num_connect_attempts": "200",
+}
+"""A node that asks for its own object store before that listens tries again only after this time. Ray: ten
+times 1000 ms, which is as long in all."""
 
 
 @contextlib.contextmanager
@@ -69,7 +75,7 @@ def running(
         from ..app import APP_NAME, application, serve_config
 
         _wait_for_slow_proxies()
-        with slow_start(settings.door.grpc_port), _own_sigterm():
+        with slow_start(settings.door.grpc_port), _nothing_idle(), _own_sigterm():
             ray.init(
                 address="local",
                 namespace=NAMESPACE,
@@ -169,6 +175,26 @@ def _must_run(node: Any) -> None:
             raise RuntimeError(f"Ray's node ended while it started, with code {code}: {logs}/raylet.err")
 
 
+@contextlib.contextmanager
+def _nothing_idle() -> Iterator[None]:
+    """Nodes of Ray that are started in this block have no API server, for which `ray.init` waits although all
+    it does without a dashboard is to report usage, and no autoscaler, which has no nodes to add here."""
+    from ray._private import node, parameter
+
+    start, init = node.Node.start_api_server, parameter.RayParams.__init__
+
+    def alone(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        self.update(no_monitor=True)
+
+    node.Node.start_api_server = lambda *_arguments, **_named: None
+    parameter.RayParams.__init__ = alone
+    try:
+        yield
+    finally:
+        node.Node.start_api_server, parameter.RayParams.__init__ = start, init
+
+
 def _wait_for_slow_proxies() -> None:
     """Serve gives its proxies 60 s, and has no setting for it either."""
     from ray.serve._private import api, client
@@ -239,7 +265,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
 
     _QUIET turns down what a small machine pays for and nobody reads: Serve's control loop looks twice a
     second instead of ten times, and Ray collects no metrics or task events of its own. What the caller's
-    environment says comes before this and PROXY_PERIOD_S.
+    environment says comes before this, _OBJECT_STORE_RETRIES and PROXY_PERIOD_S.
     """
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
@@ -249,7 +275,7 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "METRICS_SOCKET_PATH": "metrics.sock",
     }
     haproxy.write(folder / "haproxy")
-    ours = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_PERIOD_S), **_QUIET}
+    ours = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_PERIOD_S), **_QUIET, **_OBJECT_STORE_RETRIES}
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",

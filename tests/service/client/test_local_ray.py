@@ -12,6 +12,7 @@ import pytest
 
 from deltafront.service.client.local_ray import (
     PROXY_PERIOD_S,
+    _nothing_idle,
     _own_sigterm,
     agent_ports,
     check_gpus,
@@ -149,6 +150,25 @@ def test_a_node_that_ends_while_it_starts_is_not_waited_for(
         with pytest.raises(RuntimeError, match=r"ended while it started, with code 1: logs/raylet\.err"):
             services.get_node("gcs", made.node_id)
     assert len(asked) == 3
+
+
+def test_a_node_of_its_own_has_no_api_server_and_no_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import node, parameter
+
+    asked: list[Any] = []
+    monkeypatch.setattr(node.Node, "start_api_server", lambda *_parts, **named: asked.append(named))
+    start = node.Node.start_api_server
+    with slow_start(9000), _nothing_idle():
+        node.Node.start_api_server(None, include_dashboard=False, raise_on_failure=False)
+        assert parameter.RayParams().no_monitor and not asked
+        assert parameter.RayParams().metrics_agent_port == agent_ports(9000)["metrics_agent_port"]
+    assert node.Node.start_api_server is start and not parameter.RayParams().no_monitor
+
+
+def test_a_node_waits_for_its_object_store_as_long_as_before(tmp_path: Path) -> None:
+    variables = environment(parse(content()), tmp_path)
+    attempts = int(variables["RAY_raylet_client_num_connect_attempts"])
+    assert attempts * int(variables["RAY_raylet_client_connect_timeout_milliseconds"]) == 10 * 1000
 
 
 def test_what_a_signal_does_is_the_callers_business() -> None:
