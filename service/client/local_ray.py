@@ -51,6 +51,8 @@ _OBJECT_STORE_RETRIES = {
 }
 """A node that asks for its own object store before that listens tries again only after this time. Ray: ten
 times 1000 ms, which is as long in all."""
+_POLL_S = 0.1
+"""How often Serve's client looks whether the application is running (Ray: 1 s)."""
 
 
 @contextlib.contextmanager
@@ -74,7 +76,7 @@ def running(
 
         from ..app import APP_NAME, application, serve_config
 
-        _wait_for_slow_proxies()
+        _adjust_waits()
         with slow_start(settings.door.grpc_port), _nothing_idle(), _own_sigterm():
             ray.init(
                 address="local",
@@ -88,8 +90,9 @@ def running(
             check_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
             options = serve_config(settings.model_dump(), LOOPBACK)
             grpc = gRPCOptions(**options["grpc_options"])
-            serve.start(http_options=options["http_options"], grpc_options=grpc)
+            proxies = _begin_serve(options["http_options"], grpc)
             serve.run((make or application)(settings, Path(name)), name=APP_NAME, route_prefix="/")
+            ray.get(proxies, timeout=_START_S)  # raises what kept one from starting
             yield
         finally:
             with contextlib.suppress(Exception):  # Ray may be gone already; stopping goes on
@@ -195,11 +198,26 @@ def _nothing_idle() -> Iterator[None]:
         node.Node.start_api_server, parameter.RayParams.__init__ = start, init
 
 
-def _wait_for_slow_proxies() -> None:
-    """Serve gives its proxies 60 s, and has no setting for it either."""
+def _begin_serve(http: Mapping[str, Any], grpc: Any) -> list[Any]:
+    """`serve.start` without its end, which waits for the proxies: replicas need not. Gives what is to be
+    waited for instead."""
+    from ray.serve._private import api, client
+    from ray.serve.config import ControllerOptions
+
+    controller, proxies = api._create_controller_and_proxy_refs(
+        dict(http), grpc, None, None, ControllerOptions(), None
+    )
+    api._set_global_client(client.ServeControllerClient(controller))
+    return list(proxies)
+
+
+def _adjust_waits() -> None:
+    """Serve gives its proxies 60 s, and its client looks for a running application once a second; neither has
+    a setting either."""
     from ray.serve._private import api, client
 
     api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = _START_S
+    client.CLIENT_POLLING_INTERVAL_S = _POLL_S
 
 
 def check_ports(settings: ServiceConfig) -> None:

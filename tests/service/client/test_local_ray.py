@@ -12,6 +12,8 @@ import pytest
 
 from deltafront.service.client.local_ray import (
     PROXY_PERIOD_S,
+    _adjust_waits,
+    _begin_serve,
     _nothing_idle,
     _own_sigterm,
     agent_ports,
@@ -169,6 +171,38 @@ def test_a_node_waits_for_its_object_store_as_long_as_before(tmp_path: Path) -> 
     variables = environment(parse(content()), tmp_path)
     attempts = int(variables["RAY_raylet_client_num_connect_attempts"])
     assert attempts * int(variables["RAY_raylet_client_connect_timeout_milliseconds"]) == 10 * 1000
+
+
+def test_serve_begins_without_waiting_for_its_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are given to be waited for later, and `serve.run` will find the controller."""
+    from ray.serve._private import api, client
+
+    begun: list[Any] = []
+    known: list[Any] = []
+
+    def create(*given: Any) -> tuple[str, list[str]]:
+        begun.append(given[:2])
+        return "controller", ["a proxy", "another"]
+
+    monkeypatch.setattr(api, "_create_controller_and_proxy_refs", create)
+    monkeypatch.setattr(api, "_set_global_client", known.append)
+    monkeypatch.setattr(client, "ServeControllerClient", lambda controller: f"client of {controller}")
+    assert _begin_serve({"port": 1}, "grpc") == ["a proxy", "another"]
+    assert begun == [({"port": 1}, "grpc")] and known == ["client of controller"]
+
+
+def test_serves_client_is_patient_with_proxies_and_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.serve._private import api, client
+
+    for module, name in (
+        (api, "HTTP_PROXY_TIMEOUT"),
+        (client, "HTTP_PROXY_TIMEOUT"),
+        (client, "CLIENT_POLLING_INTERVAL_S"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # which must be there, and is put back
+    _adjust_waits()
+    assert api.HTTP_PROXY_TIMEOUT == client.HTTP_PROXY_TIMEOUT == 300
+    assert client.CLIENT_POLLING_INTERVAL_S == 0.1
 
 
 def test_what_a_signal_does_is_the_callers_business() -> None:
