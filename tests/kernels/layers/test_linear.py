@@ -57,8 +57,11 @@ def test_what_does_not_fit_is_named(function: Any) -> None:
         function(draw(3, 6, dtype=torch.float16), weight_OI)
 
 
-def test_without_a_gpu_there_is_nothing_to_compile() -> None:
-    meet(torch.zeros(256, 64))
+def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(hopper, "launch", lambda *given, **_form: launched.append(given))
+    meet(torch.zeros(256, 64, dtype=torch.bfloat16))
+    assert not launched
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (192, 256), (193, 256), (16_384, 4096), (5000, 28_672)])
