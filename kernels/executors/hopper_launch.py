@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..constants import BLOCK, LOG2E
 from ..interface import AttentionInput, TileMask
+from ..launches import Launcher, cdiv, next_power_of_2
 from .flash_hopper import hopper_kernel
 from .hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST, WARPGROUP_ROWS, plan_of
 from .launch import PackedKeys, QueryRows
+
+_attend = Launcher(hopper_kernel)
+
+
+class Tiles(TensorDescriptor):
+    """How the copy engine sees a tensor. Without the checks of Triton's own, which take longer than all else
+    of it: who makes one has asked whether the tensor can be copied."""
+
+    def __init__(
+        self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]
+    ) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block
+        self.layout, self.padding = layout_of(base.dtype, *block), "zero"
+        self.form = base.dtype, block
 
 
 def launch(
@@ -29,15 +44,15 @@ def launch(
     batch, heads, count, dim = rows.q_BHRD.shape
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows
-    tiles = triton.cdiv(count, item_rows)
-    lead_tiles = 0 if lead is None else triton.cdiv(lead.q_BHRD.shape[2], item_rows)
+    tiles = cdiv(count, item_rows)
+    lead_tiles = 0 if lead is None else cdiv(lead.q_BHRD.shape[2], item_rows)
     items = batch * heads * (tiles + lead_tiles)
     q, out = _descriptor(rows.q_BHRD, WARPGROUP_ROWS), _descriptor(rows.out_BHRD, WARPGROUP_ROWS)
     k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
     none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
     programs = multiprocessors(x.q_BHTD.device)
     order = _order(x, rows, mask, items // programs)
-    hopper_kernel[(min(items, programs),)](
+    _attend[(min(items, programs),)](
         q,
         k,
         v,
@@ -91,7 +106,7 @@ def by_length(mask: TileMask) -> torch.Tensor:
     Heads differ in density, so a long list may stand anywhere; one that is taken last is waited for.
     """
     count = mask.count_BHN.reshape(-1)
-    place = _numbers(triton.next_power_of_2(count.numel()), count.device)[: count.numel()]
+    place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
     entries = torch.add(place, count, alpha=1 << 32)
     return entries.sort(descending=True).values
 
@@ -106,14 +121,14 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
+def _descriptor(t: torch.Tensor, block: int) -> Tiles:
     """How the copy engine sees t: tiles of `block` rows of one head (or so many numbers, if t has no D).
 
     Strides of dimensions of size 1 do not matter and may be anything.
     """
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
-    shape = [1, 1, block, t.shape[3]] if t.dim() == 4 else [1, 1, block]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], shape, layout_of(t.dtype, *shape))
+    shape = (1, 1, block, t.shape[3]) if t.dim() == 4 else (1, 1, block)
+    return Tiles(t, t.shape, [*strides, 1], shape)
 
 
 @cache

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import Launcher, next_power_of_2
 from .fp8 import LARGEST, SMALLEST, Fp8Rows, empty_rows
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -37,12 +38,15 @@ def quantise_kernel(x_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr, BLOCK: 
     store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS)
 
 
+_quantise = Launcher(quantise_kernel)
+
+
 def kernel_quantise_rows(x_TI: torch.Tensor) -> Fp8Rows:
     """See `fp8.quantise_rows`."""
     rows, width = x_TI.shape
     made = empty_rows(rows, width, x_TI.device)
-    block = triton.next_power_of_2(width)
-    quantise_kernel[(rows,)](
+    block = next_power_of_2(width)
+    _quantise[(rows,)](
         x_TI.contiguous(),
         made.values_TI,
         made.scale_T1,

@@ -5,15 +5,17 @@ Shape suffixes as in `linear.py`.
 
 from __future__ import annotations
 
-import torch
-import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from functools import lru_cache
 
-from ..executors.hopper_launch import descriptor_type, layout_of, multiprocessors
+import torch
+
+from ..executors.hopper_launch import Tiles, descriptor_type, multiprocessors
 from ..executors.hopper_plan import WARPGROUP_ROWS
 from ..executors.launch import is_hopper
+from ..launches import Launcher, cdiv
 from .linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel
 
+_multiply = Launcher(linear_hopper_kernel)
 _ROWS = WARPGROUPS.value * WARPGROUP_ROWS
 _FEWEST_ROWS = 1024
 """Below, cuBLAS's smaller tiles are faster, and what a decode worker appends is never here."""
@@ -37,12 +39,13 @@ def fits(weight_OI: torch.Tensor) -> bool:
     return weight_OI.shape[0] % (2 * PIECE.value) == 0 and _copyable(weight_OI)
 
 
+@lru_cache(1024)
 def filled(rows: int, width: int, multiprocessors: int) -> float:
     """What part of the time that all multiprocessors take for `rows` rows of `width` output channels, gate
     and up counted as two, goes on those: the rest goes on tiles' ends and on the last round's idle ones."""
     columns = 2 * PIECE.value
-    tiles = triton.cdiv(rows, _ROWS) * triton.cdiv(width, columns)
-    whole = triton.cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
+    tiles = cdiv(rows, _ROWS) * cdiv(width, columns)
+    whole = cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
     return float(rows * width / whole)
 
 
@@ -53,14 +56,14 @@ def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch
     columns = weight_OI.shape[0] // (2 if gated else 1)
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)
     piece = PIECE.value
-    row_tiles, column_tiles = triton.cdiv(rows, _ROWS), weight_OI.shape[0] // (2 * piece)
-    linear_hopper_kernel[(min(row_tiles * column_tiles, multiprocessors(x_TI.device)),)](
+    row_tiles, column_tiles = cdiv(rows, _ROWS), weight_OI.shape[0] // (2 * piece)
+    _multiply[(min(row_tiles * column_tiles, multiprocessors(x_TI.device)),)](
         _descriptor(x_TI, WARPGROUP_ROWS, DEPTH.value),
         _descriptor(weight_OI, piece, DEPTH.value),
         _descriptor(out_TO, WARPGROUP_ROWS, piece),
         row_tiles,
         column_tiles,
-        triton.cdiv(width, DEPTH.value),
+        cdiv(width, DEPTH.value),
         columns if gated else piece,
         GATED=gated,
         num_warps=4,
@@ -73,10 +76,8 @@ def _copyable(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(
-        x, list(x.shape), [x.stride(0), 1], [rows, columns], layout_of(x.dtype, rows, columns)
-    )
+def _descriptor(x: torch.Tensor, rows: int, columns: int) -> Tiles:
+    return Tiles(x, x.shape, (x.stride(0), 1), (rows, columns))
 
 
 def _case(

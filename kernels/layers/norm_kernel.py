@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import Launcher, next_power_of_2
 from .fp8 import empty_rows
 from .fp8_kernel import row_warps, store_fp8_row
 from .norm import LinearInput
@@ -39,6 +40,9 @@ def add_norm_kernel(
         tl.store(normed_ptr + place, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
+_add_norm = Launcher(add_norm_kernel)
+
+
 def kernel_add_norm(
     hidden_TC: torch.Tensor, update_TC: torch.Tensor | None, weight_C: torch.Tensor, eps: float, fp8: bool
 ) -> tuple[torch.Tensor, LinearInput]:
@@ -50,8 +54,8 @@ def kernel_add_norm(
         sum_TC, update = torch.empty_like(hidden_TC), update_TC.contiguous()
     quantised = empty_rows(rows, width, hidden_TC.device) if fp8 else None
     normed_TC = torch.empty_like(hidden_TC) if quantised is None else quantised.values_TI
-    block = triton.next_power_of_2(width)
-    add_norm_kernel[(rows,)](
+    block = next_power_of_2(width)
+    _add_norm[(rows,)](
         hidden_TC,
         update,
         weight_C,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import Launcher, cdiv, next_power_of_2
 from .rope import HeadNorm, KVRows
 
 _TOKENS, _HEADS = 4, 8
@@ -71,6 +72,9 @@ def rope_kernel(
         tl.store(v_place + HALF, high, mask=is_v)
 
 
+_rotate = Launcher(rope_kernel)
+
+
 def kernel_rotate_and_store(
     qkv_TXD: torch.Tensor,
     cos_T1F: torch.Tensor,
@@ -82,7 +86,7 @@ def kernel_rotate_and_store(
     tokens, heads, dim = qkv_TXD.shape
     kv_heads = kv.k_RGD.shape[1]
     q_heads = heads - 2 * kv_heads
-    rope_kernel[(triton.cdiv(tokens, _TOKENS), triton.cdiv(heads, _HEADS))](
+    _rotate[(cdiv(tokens, _TOKENS), cdiv(heads, _HEADS))](
         qkv_TXD,
         cos_T1F,
         sin_T1F,
@@ -96,7 +100,7 @@ def kernel_rotate_and_store(
         KV_HEADS=kv_heads,
         HALF=dim // 2,
         NORMS=norm is not None,
-        BLOCK=triton.next_power_of_2(dim // 2),
+        BLOCK=next_power_of_2(dim // 2),
         TOKENS=_TOKENS,
         HEADS=_HEADS,
         num_warps=4,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import Launcher, cdiv, next_power_of_2
 from .fp8 import empty_rows
 from .fp8_kernel import row_warps, store_fp8_row
 from .norm import LinearInput
@@ -43,14 +44,17 @@ def swiglu_fp8_kernel(gate_up_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr,
     store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS)
 
 
+_activate, _activate_fp8 = Launcher(swiglu_kernel), Launcher(swiglu_fp8_kernel)
+
+
 def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
     """See `swiglu.swiglu`."""
     gate_up_TJ = gate_up_TJ.contiguous()
     rows, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     if fp8:
         made = empty_rows(rows, width, gate_up_TJ.device)
-        swiglu_fp8_kernel[(rows,)](
+        _activate_fp8[(rows,)](
             gate_up_TJ,
             made.values_TI,
             made.scale_T1,
@@ -61,8 +65,8 @@ def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
         return made
     out_TI = torch.empty((rows, width), dtype=gate_up_TJ.dtype, device=gate_up_TJ.device)
     piece = min(block, _PIECE)
-    grid = (rows, triton.cdiv(width, piece))
-    swiglu_kernel[grid](gate_up_TJ, out_TI, COLUMNS=width, BLOCK=piece, num_warps=4)
+    grid = (rows, cdiv(width, piece))
+    _activate[grid](gate_up_TJ, out_TI, COLUMNS=width, BLOCK=piece, num_warps=4)
     return out_TI
 
 

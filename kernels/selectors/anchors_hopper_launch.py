@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..constants import BLOCK, LOG2E
-from ..executors.hopper_launch import descriptor_type, layout_of, multiprocessors
+from ..executors.hopper_launch import Tiles, descriptor_type, multiprocessors
 from ..executors.hopper_plan import WARPGROUP_ROWS
 from ..interface import AttentionInput
+from ..launches import Launcher, cdiv
 from .anchors import AnchorSettings, BlockAnchors
 from .anchors_hopper import WARPGROUPS, anchors_hopper_kernel
 from .rules.sums import Sums
 
+_score = Launcher(anchors_hopper_kernel)
 _BEGIN = 3
 """How many key tiles a program's begin takes as long as."""
 
@@ -53,10 +53,10 @@ def launch(
     batch, groups, _, dim = x.k_BGSD.shape
     blocks = part.shape[2]
     plan = plan_of(dim, form.q.cap, form.k.cap, form.weighted)
-    tiles = triton.cdiv(blocks * x.group, plan.units * WARPGROUPS.value)
+    tiles = cdiv(blocks * x.group, plan.units * WARPGROUPS.value)
     steps = (x.first_block + first_row + blocks) // plan.blocks
     shares = shares_of(tiles * batch * groups, steps, multiprocessors(x.q_BHTD.device))
-    anchors_hopper_kernel[(tiles, batch * groups, shares)](
+    _score[(tiles, batch * groups, shares)](
         *key_tiles(keys),
         keys.first_BGMA,
         queries.vector_BGMAD,
@@ -77,19 +77,16 @@ def launch(
     )
 
 
-def key_tiles(keys: BlockAnchors) -> tuple[TensorDescriptor, TensorDescriptor]:
+def key_tiles(keys: BlockAnchors) -> tuple[Tiles, Tiles]:
     """How the copy engine sees the slots' vectors and counts, so that a tile of 128 arrives with its quarters
     interleaved, vectors by pairs, counts by fours. The tables hold a multiple of 128 slots."""
     vector, count = keys.vector_BGMAD, keys.count_BGMA
     lanes, dim = vector.shape[0] * vector.shape[1], vector.shape[4]
     slots = vector.shape[2] * vector.shape[3]
-    pairs, fours = [1, 16, 4, 2, dim], [1, 8, 4, 4]
+    pairs, fours = (1, 16, 4, 2, dim), (1, 8, 4, 4)
     in_pairs = [lanes, 16, slots // 32, 2, dim], [slots * dim, 2 * dim, 32 * dim, dim, 1]
     in_fours = [lanes, 8, slots // 32, 4], [slots, 4, 32, 1]
-    return (
-        TensorDescriptor(vector, *in_pairs, pairs, layout_of(vector.dtype, *pairs)),
-        TensorDescriptor(count, *in_fours, fours, layout_of(count.dtype, *fours)),
-    )
+    return Tiles(vector, *in_pairs, pairs), Tiles(count, *in_fours, fours)
 
 
 @cache

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..anchor_scan_kernel import check_head_dim
 from ..constants import BLOCK
+from ..launches import Launcher, cdiv
 from .anchors import BlockAnchors, SideSettings
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -157,6 +158,9 @@ def _fill_kernel(
     )
 
 
+_find_next, _find_runs, _fill = Launcher(_next_kernel), Launcher(_orbit_kernel), Launcher(_fill_kernel)
+
+
 def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnchors:
     """Unfilled slots for every block of x, vectors in `dtype`."""
     shape = (*x_BGSD.shape[:2], -(-x_BGSD.shape[2] // BLOCK), cap)
@@ -179,7 +183,7 @@ def kernel_summarise(
     next_ZR = torch.empty((levels * lanes, BLOCK), dtype=torch.uint8, device=x_BGSD.device)
     start_ZR = torch.empty_like(next_ZR)
     runs_Z = torch.empty((levels * lanes,), dtype=torch.int32, device=x_BGSD.device)
-    _next_kernel[(blocks, batch * groups)](
+    _find_next[(blocks, batch * groups)](
         x_BGSD,
         next_ZR,
         *x_BGSD.stride()[:3],
@@ -194,11 +198,9 @@ def kernel_summarise(
         num_warps=4,
         maxnreg=168,
     )
-    _orbit_kernel[(triton.cdiv(levels * lanes, 32),)](
-        next_ZR, start_ZR, runs_Z, levels * lanes, Z=32, num_warps=1
-    )
+    _find_runs[(cdiv(levels * lanes, 32),)](next_ZR, start_ZR, runs_Z, levels * lanes, Z=32, num_warps=1)
     vector, count = table.vector_BGMAD[:, :, place:], table.count_BGMA[:, :, place:]
-    _fill_kernel[(blocks, batch * groups)](
+    _fill[(blocks, batch * groups)](
         x_BGSD,
         start_ZR,
         runs_Z,

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from deltafront.kernels.launches import Launcher
+
 DEVICE = torch.device("cuda", 7)
 """A number that no real one of a test has: what is cached by device is then nobody else's."""
 _META = torch.device("meta")
@@ -31,9 +33,11 @@ _is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class FakeGpu:
-    """reads: where the host waited for a number of the GPU's, by function, file and line."""
+    """reads: where the host waited for a number of the GPU's, by function, file and line. confused: kernels
+    of which a `Launcher` would have launched another form than Triton."""
 
     reads: ClassVar[list[str]] = []
+    confused: ClassVar[set[str]] = set()
 
     @classmethod
     def note(cls, what: str) -> None:
@@ -117,9 +121,18 @@ _CUDA = {
 def fake_gpu() -> Iterator[set[tuple[str, str]]]:
     """Gives a set that fills with what would be compiled: each kernel's name and the key of the form."""
     seen: set[tuple[str, str]] = set()
+    forms: dict[Any, str] = {}
+    by: list[Any] = [None]
 
     def note(function: Any, key: str, *_rest: Any) -> None:
         seen.add((function.__name__, key))
+        if by[0] is not None and forms.setdefault(by[0], key) != key:
+            FakeGpu.confused.add(function.__name__)
+
+    def launch(self: Launcher, grid: Any, *arguments: Any, **constants: Any) -> None:
+        by[0] = id(self), self.key(arguments, constants)
+        self._function[grid](*arguments, **constants)
+        by[0] = None
 
     def at_once(_pool: Any, run: Any, *args: Any) -> Future[Any]:
         """Threads would not know of the mode."""
@@ -132,6 +145,7 @@ def fake_gpu() -> Iterator[set[tuple[str, str]]]:
     try:
         with (
             mock.patch.object(JITFunction, "_do_compile", note),
+            mock.patch.object(Launcher, "_launch", launch),
             mock.patch.object(ThreadPoolExecutor, "submit", at_once),
             mock.patch.multiple(torch.cuda, **_CUDA),
             _Tensors(),

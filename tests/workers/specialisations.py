@@ -2,7 +2,8 @@
 
 Run as a script, without TRITON_INTERPRET: `specialisations.py DIRECTORY CASE …`, each case the fields of
 `Case` as JSON. Prints a JSON object for each: {"name": …, "warm_up": how many, "missing": {kernel: [key …]},
-"waits": [what the host read of the GPU while it launched a chunk], "noticed": [the same of one known read]}.
+"waits": [what the host read of the GPU while it launched a chunk], "noticed": [the same of one known read],
+"confused": [kernels of which another form would have been launched than Triton's]}.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def main() -> None:
         for kernel, key in sorted(new):
             missing.setdefault(kernel, []).append(key)
         found = {"warm_up": len(seen) - len(new), "missing": missing}
-        found |= {"waits": sorted(waits), "noticed": FakeGpu.reads}
+        found |= {"waits": sorted(waits), "noticed": FakeGpu.reads, "confused": sorted(FakeGpu.confused)}
         print(json.dumps({"name": case.name, **found}), flush=True)
 
 

@@ -79,6 +79,13 @@ def test_nothing_is_compiled_after_the_warm_up(found: dict[str, Any], name: str)
     assert found[name]["missing"] == {}
 
 
+@pytest.mark.parametrize("name", [*COLD, *WARM])
+def test_a_launch_without_asking_is_of_the_form_that_triton_would_take(
+    found: dict[str, Any], name: str
+) -> None:
+    assert found[name]["confused"] == []
+
+
 @pytest.mark.parametrize("name", [name for name, case in WARM.items() if case])
 def test_the_host_waits_for_nothing_while_it_launches_a_chunk(found: dict[str, Any], name: str) -> None:
     assert found[name]["waits"] == []

@@ -49,11 +49,18 @@ class Lender:
 
     def __init__(self, cache: PagedKVCache, mark: Callable[[], Any]) -> None:
         self._cache, self._mark = cache, mark
+        self._chunk: tuple[Sequence[int], int, int] = ((), 0, 0)
+        self._runs: Runs = ()
+        """Of that chunk, whose layers come one after the other and lie alike: a thousand pages take longer to
+        go through than a layer to launch."""
 
     def keep(
         self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, pages: Sequence[int]
     ) -> tuple[Runs, Any]:
-        return row_runs(pages, start, k_TGD.shape[0], self._cache.page_tokens), self._mark()
+        chunk = pages, start, k_TGD.shape[0]
+        if chunk != self._chunk:
+            self._chunk, self._runs = chunk, row_runs(*chunk, self._cache.page_tokens)
+        return self._runs, self._mark()
 
 
 K = TypeVar("K", bound=LentKV)

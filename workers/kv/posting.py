@@ -86,8 +86,8 @@ class _Part:
 class PostingSender:
     """A `handoff.Sender` over a packer and a post.
 
-    With `background`, a thread of its own posts what is ready, so that launching the next layers' kernels
-    does not wait for it; else the stage's thread does.
+    With `background`, a thread of its own waits until a message's layers are ready and posts it, so that
+    launching the next layers' kernels waits for neither; else the stage's thread does.
     """
 
     def __init__(self, packer: Packer, post: Post, *, background: bool) -> None:
@@ -97,7 +97,7 @@ class PostingSender:
         self._posting: dict[str, list[Future[None]]] = {}
         """By request: what the posting thread has still to do for it."""
         self._message: list[_Part] = []
-        """Layers of one chunk that are ready and not posted yet. The posting thread's."""
+        """Layers of one chunk whose message is not full yet."""
 
     def announce(
         self,
@@ -114,11 +114,16 @@ class PostingSender:
         kept, ready = self._packer.keep(start, k_TGD, v_TGD, pages)
         size = 2 * k_TGD.numel() * k_TGD.element_size()
         part = _Part(decode_worker, request_id, layer, start, k_TGD.shape[0], size, kept, ready, reading)
-        self._in_order(request_id, self._add, part)
+        if self._message and not part.continues(self._message[-1]):
+            self._post_message()
+        self._message.append(part)
+        if sum(one.bytes for one in self._message) >= self._packer.message_bytes:
+            self._post_message()
         return size
 
     def end_chunk(self, request_id: str) -> Callable[[], None]:
-        self._in_order(request_id, self._post_message)
+        self._post_message()
+        self._in_order(request_id, _all_before)
         mine = self._posting.pop(request_id, [])
         self._posting[request_id] = [work for work in mine if not work.done()]
         return partial(self._settle, request_id, mine)
@@ -140,10 +145,11 @@ class PostingSender:
         return False
 
     def forget(self, request_id: str) -> None:
+        self._message = [part for part in self._message if part.request_id != request_id]
         if self._poster is None:
-            self._drop(request_id)
+            self._post.forget(request_id)
         else:
-            self._poster.submit(self._drop, request_id)  # behind what is still to be posted
+            self._poster.submit(self._post.forget, request_id)  # behind what is still to be posted
 
     def _settle(self, request_id: str, works: Sequence[Future[None]]) -> None:
         for work in works:
@@ -157,35 +163,28 @@ class PostingSender:
         else:
             self._posting.setdefault(request_id, []).append(self._poster.submit(work, *args))
 
-    def _add(self, part: _Part) -> None:
-        if part.ready is not None:
-            part.ready.synchronize()
-        if self._message and not part.continues(self._message[-1]):
-            self._post_message()
-        self._message.append(part)
-        if sum(one.bytes for one in self._message) >= self._packer.message_bytes:
-            self._post_message()
-
     def _post_message(self) -> None:
-        parts = self._message
-        if not parts:
-            return
-        first = parts[0]
-        try:
-            payload = self._packer.payload(first.request_id, [part.kept for part in parts])
-            announcement = KVAnnouncement(
-                first.request_id,
-                first.layer,
-                first.start,
-                first.tokens,
-                payload,
-                len(parts),
-                first.reading,
-            )
-            self._post.kv(first.decode_worker, announcement)
-        finally:
-            self._message = []  # only now, so that `holds` sees them until their answer is owed
+        """Hand what was kept to whoever posts it."""
+        parts, self._message = self._message, []
+        if parts:
+            self._in_order(parts[0].request_id, self._post_parts, parts)
 
-    def _drop(self, request_id: str) -> None:
-        self._message = [part for part in self._message if part.request_id != request_id]
-        self._post.forget(request_id)
+    def _post_parts(self, parts: Sequence[_Part]) -> None:
+        first, last = parts[0], parts[-1]
+        if last.ready is not None:  # and with it those before: a stage launches in order
+            last.ready.synchronize()
+        payload = self._packer.payload(first.request_id, [part.kept for part in parts])
+        announcement = KVAnnouncement(
+            first.request_id,
+            first.layer,
+            first.start,
+            first.tokens,
+            payload,
+            len(parts),
+            first.reading,
+        )
+        self._post.kv(first.decode_worker, announcement)
+
+
+def _all_before() -> None:
+    """When this has run, what was to be posted or forgotten before it has been."""

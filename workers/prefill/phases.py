@@ -93,7 +93,9 @@ class CpuPhases:
 class CudaPhases:
     """Device time between events on the stream current when it was made; only `seconds` waits for them.
 
-    A phase that only the host works in (posting K/V) shows what the stream idled meanwhile: usually nothing.
+    Where one phase follows another, one event ends the one and begins the other: an event costs the host as
+    much as a small kernel's launch. What little is launched between two phases counts for the later one. A
+    phase that only the host works in (posting K/V) shows what the stream idled meanwhile: usually nothing.
     """
 
     def __init__(self) -> None:
@@ -106,7 +108,8 @@ class CudaPhases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self._record()
+        if self._stack or not self._marks:  # else the event that ended the phase before stands here
+            self._record()
         self._stack.append((name, self.layer))
         try:
             yield

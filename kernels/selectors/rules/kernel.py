@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ...constants import BLOCK
 from ...interface import AttentionInput, KernelInputError, TileMask
+from ...launches import Launcher, next_power_of_2
 from .rule import LARGER, LEVELS, MAX_BLOCKS, ROUNDING, TINY, Rule, check_scores
 from .sums import Sums
 
@@ -203,6 +204,9 @@ def _rule_kernel(
         tl.store(count_ptr + batch * stride_cb + head * stride_ch + row, tl.sum(kept_W.to(tl.int32), axis=0))
 
 
+_apply = Launcher(_rule_kernel)
+
+
 def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
     """A TileMask for the chunk, to be filled slab by slab."""
     shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
@@ -219,7 +223,7 @@ def width_of(prompt_tokens: int) -> int:
     blocks = -(-prompt_tokens // BLOCK)
     if blocks > MAX_BLOCKS:
         raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
-    return max(16, int(triton.next_power_of_2(blocks)))
+    return max(16, next_power_of_2(blocks))
 
 
 def select_from_sums(x: AttentionInput, sums: Sums, rule: Rule, out: TileMask) -> None:
@@ -250,7 +254,7 @@ def _launch(
     def at(whole: torch.Tensor | None) -> torch.Tensor | None:
         return None if whole is None else whole[:, :, sums.first_row :]
 
-    _rule_kernel[(rows, batch * heads)](
+    _apply[(rows, batch * heads)](
         part,
         amount_H,
         at(index_BHNM),
@@ -285,8 +289,8 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
     index_BHNM = torch.empty(score_BHNM.shape, dtype=torch.int16, device=device)
     count_BHN = torch.empty(score_BHNM.shape[:3], dtype=torch.int32, device=device)
     kept_BHNM = torch.empty_like(index_BHNM, dtype=torch.float32) if with_scores else None
-    width = max(16, triton.next_power_of_2(columns))
-    _rule_kernel[(rows, batch * heads)](
+    width = max(16, next_power_of_2(columns))
+    _apply[(rows, batch * heads)](
         score_BHNM,
         rule.amounts(heads, device),
         index_BHNM,

@@ -67,6 +67,48 @@ def test_phases_lie_within_the_wall() -> None:
     assert 0.005 <= sum(timer.seconds().values()) <= wall
 
 
+class FakeEvent:
+    """Of a device whose time is `now`, in milliseconds."""
+
+    now = 0.0
+    made = 0
+
+    def __init__(self, **_kind: bool) -> None:
+        FakeEvent.made += 1
+
+    def record(self, _stream: object) -> None:
+        self.at = FakeEvent.now
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at - self.at
+
+
+def test_one_event_stands_between_two_phases_and_time_between_them_is_the_later_ones() -> None:
+    FakeEvent.now, FakeEvent.made = 5.0, 0
+    with (
+        mock.patch.object(torch.cuda, "Event", FakeEvent),
+        mock.patch.object(torch.cuda, "current_stream"),
+    ):
+        timer = CudaPhases()
+        for name, before, within in (("projection", 100.0, 1.0), ("scoring", 2.0, 4.0)):
+            FakeEvent.now += before
+            with timer.phase(name):
+                FakeEvent.now += within
+        with timer.phase("correction"):
+            FakeEvent.now += 8.0
+            for _ in range(2):
+                with timer.phase("attention"):
+                    FakeEvent.now += 16.0
+                FakeEvent.now += 64.0
+    seconds = timer.seconds()
+    assert seconds == pytest.approx(
+        {"projection": 0.001, "scoring": 0.006, "correction": 0.136, "attention": 0.032}
+    )
+    assert FakeEvent.made == 3 + 1 + 4, "begin, two ends, an end that holds two phases of two events each"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_phases_measure_the_device_without_waiting_for_it() -> None:

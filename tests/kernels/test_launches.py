@@ -1,0 +1,127 @@
+"""Launching again what has been launched: which launches are of one form, and what reaches a compiled kernel.
+
+That two launches of one key are of one form to Triton, too, is asked of every kernel of a prompt in
+tests/workers/test_specialisations.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton import cdiv as tritons_cdiv
+from triton import next_power_of_2 as tritons_power
+
+from deltafront.kernels import launches
+from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
+
+
+class Compiled:
+    """What Triton gives for a launch. takes: numbers of so many bits."""
+
+    def __init__(self, bits: int) -> None:
+        self.most = 1 << (bits - 1)
+        self.launched: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any) -> None:
+            if any(isinstance(one, int) and one >= self.most for one in arguments):
+                raise OverflowError("signed integer is greater than maximum")
+            self.launched.append((grid, arguments))
+
+        return run
+
+
+class Function:
+    """A Triton function of a tensor, a number that it specialises on, one that it does not, a constant."""
+
+    params = tuple(
+        SimpleNamespace(num=number, do_not_specialize=number == 2, is_constexpr=number == 3)
+        for number in range(4)
+    )
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.made: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **constants: Any) -> Compiled:
+            self.asked.append((grid, arguments, constants))
+            self.made.append(Compiled(64 if arguments[2] >= 1 << 31 else 32))
+            return self.made[-1]
+
+        return run
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
+    monkeypatch.setattr(launches.triton.runtime, "driver", driver)
+    return Launcher(Function())
+
+
+X = torch.zeros(64)
+
+
+def test_a_form_that_was_launched_is_launched_again_without_asking(launcher: Launcher) -> None:
+    for row in (7, 8, 9):
+        launcher[(5,)](X, 32, row, WIDE=True, num_warps=4)
+    function = launcher._function
+    assert function.asked == [((5, 1, 1), (X, 32, 7), {"WIDE": True, "num_warps": 4})]
+    assert function.made[0].launched == [((5, 1, 1), (X, 32, row, None)) for row in (8, 9)]
+
+
+OTHERS: dict[str, Any] = {
+    "type": ((X.half(), 32, 7), True),
+    "alignment": ((X[1:], 32, 7), True),
+    "no tensor": ((None, 32, 7), True),
+    "number": ((X, 33, 7), True),
+    "constant": ((X, 32, 7), False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_may_be_another_form_is_asked_for(launcher: Launcher, name: str) -> None:
+    arguments, wide = OTHERS[name]
+    for _ in range(2):
+        launcher[(5,)](X, 32, 7, WIDE=True)
+        launcher[(5,)](*arguments, WIDE=wide)
+    assert len(launcher._function.asked) == 2
+    assert [len(one.launched) for one in launcher._function.made] == [1, 1]
+
+
+def test_a_number_that_does_not_fit_the_form_is_asked_for(launcher: Launcher) -> None:
+    for row in (7, 1 << 31, 1 << 32, 7):
+        launcher[(5,)](X, 32, row, WIDE=True)
+    asked = [arguments[2] for _, arguments, _ in launcher._function.asked]
+    assert asked == [7, 1 << 31], "the wider form takes small numbers, too"
+
+
+def test_a_descriptor_is_told_apart_by_its_form(launcher: Launcher) -> None:
+    for block in (64, 128, 64, 128):
+        launcher[(5,)](SimpleNamespace(form=(torch.float16, block)), 32, 7, WIDE=True)
+    assert len(launcher._function.asked) == 2
+
+
+def test_what_triton_interprets_is_always_asked() -> None:
+    function = Function()
+    function.params = ()  # type: ignore[misc]
+    interpreted = Launcher(function)
+    for _ in range(3):
+        interpreted[(2, 3)](X, 32, 7, WIDE=True)
+    assert [grid for grid, *_ in function.asked] == [(2, 3, 1)] * 3
+
+
+def test_no_more_is_kept_than_a_bound(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "_KEPT", 4)
+    for number in range(100):
+        launcher[(1,)](X, number, 7, WIDE=True)
+        assert len(launcher._compiled) <= 4
+
+
+def test_the_hosts_arithmetic_is_tritons() -> None:
+    for number in range(1, 300):
+        assert next_power_of_2(number) == tritons_power(number)
+        assert all(cdiv(number, by) == tritons_cdiv(number, by) for by in range(1, 20))
