@@ -156,7 +156,10 @@ class Run:
     def started(self, setup: Setup) -> Iterator[DeltafrontClient]:
         cache = self.given.kernel_cache
         cold = not cache.is_dir() or not any(cache.iterdir())
-        environment = {"RAY_memory_monitor_refresh_ms": "0"}  # some machines' memory grows as it is used
+        environment = {
+            "RAY_memory_monitor_refresh_ms": "0",  # some machines' memory grows as it is used
+            "PYTHONDONTWRITEBYTECODE": "",  # a warm start has byte code, as installed packages have
+        }
         with tempfile.TemporaryDirectory() as folder:
             path = setup.write(Path(folder))
             service = LocalService(path, start_s=500, environment=environment)
