@@ -216,6 +216,7 @@ TORCH_FREE = [
     "workers.messages.stages",
     "workers.settings",
     "workers.model.config",
+    "workers.model.shares",
     "workers.model.levels",
     "workers.kv.pages.waiting",
     "workers.kv.pages.holding",

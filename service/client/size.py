@@ -95,18 +95,22 @@ def weight_bytes(
     dtype: Dtype,
     quantisation: Quantisation | None,
     *,
+    feeds: int | None = None,
     embedding: bool = True,
     head: bool = True,
 ) -> int:
-    """Weights of so many layers and the ends asked for. In 8 bits are the layers' matrices alone, with a
-    factor for each output channel."""
+    """Weights of the attention of so many layers, of `feeds` feed-forward networks (as many, unless told
+    otherwise) and of the ends asked for. In 8 bits are the layers' matrices alone, with a factor for each
+    output channel."""
+    feeds = layers if feeds is None else feeds
     size = DTYPE_BYTES[dtype]
-    plain = model.weights(layers, embedding=embedding, head=head) * size
+    plain = model.weights(layers, feeds, embedding=embedding, head=head) * size
     if quantisation is None:
         return plain
-    channels = (model.q_heads + 2 * model.kv_heads) * model.head_dim
-    channels += 2 * model.hidden + 2 * model.intermediate
-    return plain - layers * (model.layer_matrices * (size - 1) - channels * FACTOR_BYTES)
+    matrices = layers * model.attention_matrices + feeds * model.feed_forward_matrices
+    channels = layers * ((model.q_heads + 2 * model.kv_heads) * model.head_dim + model.hidden)
+    channels += feeds * (2 * model.intermediate + model.hidden)
+    return plain - matrices * (size - 1) + channels * FACTOR_BYTES
 
 
 def stage_bytes(
@@ -115,11 +119,13 @@ def stage_bytes(
     """Weights and K/V of the fullest of `stages` prefill stages, each with room for cache_tokens tokens.
     kind: of quantisation. Raises ModelError for more stages than layers."""
     room = pages_for(cache_tokens) * PAGE_TOKENS * DTYPE_BYTES[dtype]
-    return max(
-        weight_bytes(model, len(layers), dtype, kind, embedding=stage == 0, head=stage == stages - 1)
-        + room * model.kv_values(len(layers))
-        for stage, layers in enumerate(model.split(stages))
-    )
+    needs = []
+    for stage, share in enumerate(model.split(stages)):
+        ends = {"embedding": stage == 0, "head": stage == stages - 1}
+        layers, feeds = len(share.layers), len(share.feeds)
+        weights = weight_bytes(model, layers, dtype, kind, feeds=feeds, **ends)
+        needs.append(weights + room * model.kv_values(layers))
+    return max(needs)
 
 
 def decode_bytes(

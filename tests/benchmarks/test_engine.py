@@ -203,7 +203,8 @@ def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_block_alone
     assert [rows for rows, _, _ in every] == [256] * (2 * 4 + 1) + [144] * (2 * 4 + 1) + [16] * 3
     assert [one[1:] for one in every[8:13]] == [matrices(SHAPE)[0], *matrices(SHAPE)]
     sums = sum(rows * out * width for rows, out, width in every)
-    assert sums == 400 * 3 * SHAPE.layer_matrices - 384 * (SHAPE.layer_matrices - SHAPE.qkv_matrices)
+    layer = SHAPE.attention_matrices + SHAPE.feed_forward_matrices
+    assert sums == 400 * 3 * layer - 384 * (layer - SHAPE.qkv_matrices)
     whole = list(products(SHAPE, 64, 64))
     assert [rows for rows, _, _ in whole] == [64] * (3 * 4)
 

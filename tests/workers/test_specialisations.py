@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 METHODS = ("dense", "dpxa", "dpxa+delta", "xattention", "delta_xattention", "delta_kv", "streaming")
 SHAPE = replace(
-    SHAPES["8b"], layers=3, hidden=256, intermediate=3072, vocab=512, positions=262_144
+    SHAPES["8b"], layers=4, hidden=256, intermediate=3072, vocab=512, positions=262_144
 )  # heads as they are: they decide how work is divided
 SHORTER = {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128}
 """Options that README names for prompts of 32,768 tokens."""
@@ -35,6 +35,14 @@ WARM: dict[str, dict[str, Any]] = {
     "8 bits": {"method": "dpxa", "warm_up": ["dpxa"], "quantisation": "fp8"},
     "first stage": {"method": "dpxa", "warm_up": ["dpxa"], "stages": 2},
     "last stage": {"method": "dpxa", "warm_up": ["dpxa"], "stage": 1, "stages": 2},
+    "8 bits, first stage": {"method": "dpxa", "warm_up": ["dpxa"], "stages": 2, "quantisation": "fp8"},
+    "8 bits, last stage": {
+        "method": "dpxa",
+        "warm_up": ["dpxa"],
+        "stage": 1,
+        "stages": 2,
+        "quantisation": "fp8",
+    },
 }
 COLD: dict[str, dict[str, Any]] = {
     "cold": {"method": "dpxa"},
@@ -59,6 +67,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return {one["name"]: one for one in map(json.loads, run.stdout.splitlines())}
+
+
+def test_two_stages_cut_a_layer_in_two() -> None:
+    """Else the cases of stages would not meet one that begins with a feed-forward network."""
+    first, last = SHAPE.split(2)
+    assert first.feeds.stop == last.feeds.start == first.layers.stop - 1
 
 
 def test_without_a_warm_up_kernels_are_missing(found: dict[str, Any]) -> None:

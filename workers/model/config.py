@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .shares import LayerShare, balanced
+
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -35,6 +37,10 @@ llama3 scaling; only our own converted directories contain it."""
 
 _SPLIT_TOKENS = 512
 """Tokens per LM-head row when layers are balanced: prefill needs logits once per chunk at most."""
+_SPLIT_KEYS = 5_800
+"""Keys that each query attends to when layers are balanced: half of a prompt of 131,072 tokens, at 0.088 of
+dense attention's time, which is what `dpxa` with its scoring takes there at density 0.055. With dense
+attention a query has 2,048 to 65,536 keys on average in prompts of 4,096 to 131,072 tokens, on both sides."""
 
 
 class ModelError(ValueError):
@@ -77,48 +83,56 @@ class ModelConfig:
     sliding_window: int | None = None
     eos_ids: tuple[int, ...] = ()
 
-    def split(self, stages: int) -> tuple[range, ...]:
-        """Cut the layers into `stages` contiguous ranges so that the slowest stage is as fast as can be.
+    def split(self, stages: int) -> tuple[LayerShare, ...]:
+        """Share the layers out among `stages` stages so that the slowest is as fast as can be; a cut may be
+        between a layer's attention and its feed-forward network.
 
         Counted in multiplications per prefilled token of a prompt of many chunks: every layer costs the same
-        but the model's last, which ends with queries, keys and values; the first stage copies a row of the
-        embedding, the last one also runs the LM head (once per 512 tokens, since prefill needs the logits of
-        a prompt's last row only). Raises ModelError if a stage would stay empty.
+        but the model's last, which ends with queries, keys and values; the last stage also runs the LM head
+        (once per 512 tokens, since prefill needs the logits of a prompt's last row only). Raises ModelError
+        if a stage would stay without a layer.
         """
         if not 1 <= stages <= self.layers:
             raise ModelError(
                 f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}"
             )
-        layer = self.layer_matrices
-        cost = [float(layer)] * stages
-        counts = [1] * stages
-        cost[0] += self.hidden
-        cost[-1] += self.vocab * self.hidden / _SPLIT_TOKENS - (layer - self.qkv_matrices)
-        for _ in range(self.layers - stages):
-            stage = min(range(stages), key=cost.__getitem__)
-            cost[stage] += layer
-            counts[stage] += 1
-        starts = [sum(counts[:stage]) for stage in range(stages)]
-        return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+        attention = self.attention_matrices + self.pair * _SPLIT_KEYS
+        costs = [attention, self.feed_forward_matrices] * self.layers
+        costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
+        return balanced(tuple(costs), stages)
 
     @property
-    def layer_matrices(self) -> int:
-        """Numbers in a layer's matrices, which is its multiplications per token."""
-        return self.hidden * (2 * self.head_dim * (self.q_heads + self.kv_heads) + 3 * self.intermediate)
+    def pair(self) -> int:
+        """Multiplications of a layer's attention for each pair of query and key."""
+        return 2 * self.q_heads * self.head_dim
+
+    @property
+    def attention_matrices(self) -> int:
+        """Numbers in the matrices of a layer's attention: its multiplications per token, but for keys."""
+        return self.qkv_matrices + self.hidden * self.head_dim * self.q_heads
 
     @property
     def qkv_matrices(self) -> int:
         """Of these numbers those that make queries, keys and values."""
         return self.hidden * self.head_dim * (self.q_heads + 2 * self.kv_heads)
 
-    def weights(self, layers: int, *, embedding: bool = True, head: bool = True) -> int:
-        """Numbers in `layers` layers and the ends asked for; tied embeddings once where both are."""
+    @property
+    def feed_forward_matrices(self) -> int:
+        """Numbers in the matrices of a layer's feed-forward network: its multiplications per token."""
+        return 3 * self.hidden * self.intermediate
+
+    def weights(
+        self, layers: int, feeds: int | None = None, *, embedding: bool = True, head: bool = True
+    ) -> int:
+        """Numbers in the attention of `layers` layers, in `feeds` feed-forward networks (as many, unless told
+        otherwise), and in the ends asked for; tied embeddings once where both are."""
         heads = self.q_heads + self.kv_heads
-        layer = self.layer_matrices + 2 * self.hidden
-        layer += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
-        layer += heads * self.head_dim if self.qk_norm else 0
+        attention = self.attention_matrices + self.hidden
+        attention += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
+        attention += heads * self.head_dim if self.qk_norm else 0
+        feed_forward = (self.feed_forward_matrices + self.hidden) * (layers if feeds is None else feeds)
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
-        return layers * layer + (tables * self.vocab + head) * self.hidden
+        return layers * attention + feed_forward + (tables * self.vocab + head) * self.hidden
 
     def kv_values(self, layers: int) -> int:
         """Numbers in the keys and values of one token in `layers` layers."""

@@ -1,4 +1,5 @@
-"""One thin decoder for the Llama family, for any contiguous range of its layers.
+"""One thin decoder for the Llama family, for any contiguous part of its layers, which may begin and end
+between a layer's attention and its feed-forward network.
 
 Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, X = H + 2 G, D head dimension,
 V vocabulary.
@@ -25,7 +26,7 @@ from .config import ModelConfig, ModelError, read_config
 from .linear import Fp8Linear, Linear
 from .rope import Rope
 from .store import adapter_directory, model_directory
-from .weights import LayerWeights, StackWeights, read_stack
+from .weights import AttentionWeights, StackWeights, read_stack
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(absolute layer, q_THD, k_TGD, v_TGD) -> out_THD. q and k are rotated (and normalised where the
@@ -57,7 +58,12 @@ class Stream:
 
 
 class LayerStack:
-    """Layers `layers` of a model, and the embedding or the head where it has those ends."""
+    """The attention of layers `layers` of a model, the feed-forward networks of layers `feeds`, and the
+    embedding or the head where it has those ends.
+
+    feeds: the same layers, unless told otherwise. It may begin with the layer before the first, whose
+    attention another stack computes, and may leave out the last one.
+    """
 
     def __init__(
         self,
@@ -66,11 +72,17 @@ class LayerStack:
         weights: StackWeights,
         dtype: torch.dtype,
         device: torch.device | str,
+        feeds: range | None = None,
     ) -> None:
+        feeds = layers if feeds is None else feeds
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > config.layers:
             raise ModelError(f"layers {layers} are not a contiguous part of the model's {config.layers}")
+        before, after = layers.start - feeds.start, layers.stop - feeds.stop
+        if feeds.step != 1 or feeds.start < 0 or before not in (0, 1) or after not in (0, 1):
+            raise ModelError(f"feed-forward networks {feeds} do not go with the attention of layers {layers}")
         self.config = config
         self.layers = layers
+        self.feeds = feeds
         self.dtype = dtype
         self.device = torch.device(device)
         self._weights = weights
@@ -83,7 +95,7 @@ class LayerStack:
     @property
     def quantised(self) -> bool:
         """Whether its layers multiply in 8 bits."""
-        return self._weights.layers[0].down.quantised
+        return self._weights.attentions[0].qkv.quantised
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """hidden_TC of token ids (any integer dtype). Ids must be in range: CUDA cannot report it here."""
@@ -128,7 +140,10 @@ class LayerStack:
         A prefill stage takes the same steps one by one, since it does more between them.
         """
         angles, stream = self.angles(positions_T), Stream(hidden_TC)
-        for layer in self.layers if layers is None else layers:
+        layers = self.layers if layers is None else layers
+        if layers.start == self.layers.start:
+            self.feed_forward(layers.start - 1, stream)
+        for layer in layers:
             q_THD = self.rotate(layer, self.project(layer, stream), angles, keep(layer))
             self.add_attention(layer, stream, attend(layer, q_THD))
             self.feed_forward(layer, stream)
@@ -140,7 +155,7 @@ class LayerStack:
 
     def project(self, layer: int, stream: Stream) -> torch.Tensor:
         """qkv_TXD: query, key and value heads, not rotated yet."""
-        weights = self._layer(layer)
+        weights = self._attention(layer)
         qkv_TO = weights.qkv(self._norm(stream, weights.input_norm_C, weights.qkv))
         heads = self.config.q_heads + 2 * self.config.kv_heads
         return qkv_TO.view(-1, heads, self.config.head_dim)
@@ -148,29 +163,34 @@ class LayerStack:
     def rotate(self, layer: int, qkv_TXD: torch.Tensor, angles: Angles, kv: KVRows) -> torch.Tensor:
         """q_THD at its positions, normed where the model does so; k and v are written to `kv`. qkv is used
         up."""
-        weight_JD = self._layer(layer).qk_norm_JD
+        weight_JD = self._attention(layer).qk_norm_JD
         norm = None if weight_JD is None else HeadNorm(weight_JD, self.config.rms_eps)
         return rotate_and_store(qkv_TXD, *angles, norm, kv)
 
     def add_attention(self, layer: int, stream: Stream, out_THD: torch.Tensor) -> None:
         """Add what attention found to the stream."""
         stream.hidden_TC = stream.total()
-        stream.update_TC = self._layer(layer).output(out_THD.flatten(1))
+        stream.update_TC = self._attention(layer).output(out_THD.flatten(1))
 
     def output_weight(self, layer: int) -> torch.Tensor:
         """weight_CO of the projection of what attention found, heads side by side."""
-        return self._layer(layer).output.weight_OI
+        return self._attention(layer).output.weight_OI
 
     def feed_forward(self, layer: int, stream: Stream) -> None:
-        """Add the layer's feed-forward network of the stream to it."""
-        weights = self._layer(layer)
+        """Add the layer's feed-forward network of the stream to it; nothing where another stack does that."""
+        if layer not in self.feeds:
+            return
+        weights = self._weights.feeds[layer - self.feeds.start]
         normed = self._norm(stream, weights.post_norm_C, weights.gate_up)
         stream.update_TC = weights.down(weights.gate_up.gated(normed))
 
     def meet_products(self) -> None:
         """Compile what products of many rows take, whichever numbers of rows it is that take it."""
-        weights = self._weights.layers[0]
-        for product in (weights.qkv, weights.output, weights.gate_up, weights.down):
+        attention = self._weights.attentions[0]
+        products = [attention.qkv, attention.output]
+        if self._weights.feeds:
+            products += [self._weights.feeds[0].gate_up, self._weights.feeds[0].down]
+        for product in products:
             product.meet()
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
@@ -180,8 +200,8 @@ class LayerStack:
         head = self._weights.head
         return head(self._norm(Stream(hidden_TC), self._weights.final_norm_C, head)).float()
 
-    def _layer(self, layer: int) -> LayerWeights:
-        return self._weights.layers[layer - self.layers.start]
+    def _attention(self, layer: int) -> AttentionWeights:
+        return self._weights.attentions[layer - self.layers.start]
 
     def _norm(self, stream: Stream, weight_C: torch.Tensor, taker: Linear | Fp8Linear) -> LinearInput:
         """The norm of the whole stream, as `taker` takes it; the stream has nothing left to be added then."""
@@ -196,6 +216,7 @@ def load_stack(
     config: ModelConfig,
     layers: range,
     *,
+    feeds: range | None = None,
     embedding: bool,
     head: bool,
     dtype: torch.dtype,
@@ -204,12 +225,13 @@ def load_stack(
     quantisation: Quantisation | None = None,
     tell: Tell = silent,
 ) -> LayerStack:
-    """Load a layer range of a model directory; see `read_stack` for what is read and what is refused."""
+    """Load a part of a model directory; see `read_stack` for what is read and what is refused."""
     target = torch.device(device)
     weights = read_stack(
         directory,
         config,
         layers,
+        feeds=feeds,
         embedding=embedding,
         head=head,
         dtype=dtype,
@@ -218,7 +240,7 @@ def load_stack(
         quantisation=quantisation,
         tell=tell,
     )
-    return LayerStack(config, layers, weights, dtype, target)
+    return LayerStack(config, layers, weights, dtype, target, feeds)
 
 
 def load_model(
@@ -232,10 +254,12 @@ def load_model(
     _check_quantisation(model, torch.device(device))
     directory = model_directory(model.path)
     config = read_config(directory, model.overrides)
+    share = config.split(stages)[stage]
     return load_stack(
         directory,
         config,
-        config.split(stages)[stage],
+        share.layers,
+        feeds=share.feeds,
         embedding=stage == 0,
         head=stage == stages - 1,
         dtype=torch_dtype(model),

@@ -1,4 +1,4 @@
-"""The weights of a contiguous range of layers, read from safetensors or GGUF, fused for few matmuls.
+"""The weights of one stage's share of the layers, read from safetensors or GGUF, fused for few matmuls.
 
 Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimension.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,11 +20,16 @@ from .config import ModelConfig, ModelError
 from .gguf import GgufSource
 from .linear import Fp8Linear, Linear
 from .lora import LoraAdapter
+from .shares import LayerShare
 from .store import INDEX, weight_index
 from .uploads import THREADS, Uploads, in_threads
 
 _TOLD_LAYERS = 8
 """Progress is told after so many layers."""
+
+_ATTENTION = ("input_layernorm.", "self_attn.")
+_FEED_FORWARD = ("post_attention_layernorm.", "mlp.")
+"""How names of the tensors of a layer's halves begin."""
 
 
 class WeightSource(Protocol):
@@ -82,13 +87,19 @@ def _open_safetensors(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer. q, k and v are one matrix; so are gate and up."""
+class AttentionWeights:
+    """The attention of a decoder layer. q, k and v are one matrix."""
 
     input_norm_C: torch.Tensor
     qkv: Linear | Fp8Linear
     qk_norm_JD: torch.Tensor | None
     output: Linear | Fp8Linear
+
+
+@dataclass(frozen=True)
+class FeedForwardWeights:
+    """The feed-forward network of a decoder layer. gate and up are one matrix."""
+
     post_norm_C: torch.Tensor
     gate_up: Linear | Fp8Linear
     down: Linear | Fp8Linear
@@ -96,12 +107,17 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class StackWeights:
-    """What one stage holds. Tied embeddings are one tensor, shared if a stage has both ends."""
+    """What one stage holds. attentions, feeds: of the layers whose attention and of those whose feed-forward
+    network it computes. Tied embeddings are one tensor, shared if a stage has both ends."""
 
-    layers: tuple[LayerWeights, ...]
+    attentions: tuple[AttentionWeights, ...]
+    feeds: tuple[FeedForwardWeights, ...]
     embedding_VC: torch.Tensor | None
     final_norm_C: torch.Tensor | None
     head: Linear | None
+
+
+Half = TypeVar("Half", AttentionWeights, FeedForwardWeights)
 
 
 @dataclass(frozen=True)
@@ -149,19 +165,21 @@ class _Reader:
             raise ModelError(f"tensor {name!r} is {tensor.dtype}: quantised safetensors are not supported")
         return tensor if self.adapter is None else self.adapter.merge(name, tensor)
 
-    def in_its_bits(self, layer: LayerWeights) -> LayerWeights:
-        """The layer with its matrices in as many bits as the model is to have. Not from several threads: it
-        launches kernels."""
+    def in_its_bits(self, half: Half) -> Half:
+        """Half a layer with its matrices in as many bits as the model is to have. Not from several threads:
+        it launches kernels."""
         if self.quantisation is None:
-            return layer
+            return half
         fewer: dict[str, Any] = {
-            name: Fp8Linear.of(one) for name, one in vars(layer).items() if isinstance(one, Linear)
+            name: Fp8Linear.of(one) for name, one in vars(half).items() if isinstance(one, Linear)
         }
-        return replace(layer, **fewer)
+        return replace(half, **fewer)
 
-    def require_all_taken(self, prefix: str) -> None:
-        """A tensor left over (a bias, say) would be a model computed wrongly without a word."""
+    def require_all_taken(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
+        """A tensor left over (a bias, say) would be a model computed wrongly without a word. elsewhere: how
+        the names go on that another stage reads, and finds what is left of them."""
         left = {name for name in self.source.names() if name.startswith(prefix)} - self.taken
+        left = {name for name in left if not name.removeprefix(prefix).startswith(elsewhere)}
         left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # old checkpoints: derived from the config
         if left:
             raise ModelError(f"the decoder has no place for tensors {', '.join(sorted(left))}")
@@ -179,6 +197,7 @@ def read_stack(
     config: ModelConfig,
     layers: range,
     *,
+    feeds: range | None = None,
     embedding: bool,
     head: bool,
     dtype: torch.dtype,
@@ -187,8 +206,9 @@ def read_stack(
     quantisation: Quantisation | None = None,
     tell: Tell = silent,
 ) -> StackWeights:
-    """Read layers `layers` (and the ends asked for), merge the adapter in float32, cast, move, and quantise
-    the layers' matrices if so asked. tell: of progress.
+    """Read the attention of layers `layers`, the feed-forward networks of layers `feeds` (the same ones,
+    unless told otherwise) and the ends asked for, merge the adapter in float32, cast, move, and quantise the
+    layers' matrices if so asked. tell: of progress.
 
     Raises ModelError if weights are missing, left over, misshapen or quantised, or the adapter does not fit.
     """
@@ -202,27 +222,50 @@ def read_stack(
         head_VC = read.get("model.embed_tokens.weight", *table) if embedding_VC is None else embedding_VC
     elif head:
         head_VC = read.get("lm_head.weight", *table)
+    share = LayerShare(layers, layers if feeds is None else feeds)
+    attentions, feed_forwards = _read_layers(read, config, share, tell)
     return StackWeights(
-        layers=_read_layers(read, config, layers, tell),
+        attentions=attentions,
+        feeds=feed_forwards,
         embedding_VC=embedding_VC,
         final_norm_C=read.get("model.norm.weight", config.hidden) if head else None,
         head=None if head_VC is None else Linear(head_VC),
     )
 
 
-def _read_layers(read: _Reader, config: ModelConfig, layers: range, tell: Tell) -> tuple[LayerWeights, ...]:
-    """For a GPU several at a time; a CPU mostly uses the files' own memory."""
+def _read_layers(
+    read: _Reader, config: ModelConfig, share: LayerShare, tell: Tell
+) -> tuple[tuple[AttentionWeights, ...], tuple[FeedForwardWeights, ...]]:
+    """For a GPU several layers at a time; a CPU mostly uses the files' own memory."""
     threads = 1 if read.device.type == "cpu" else THREADS
-    made: list[LayerWeights] = []
-    for layer in in_threads(lambda number: _read_layer(read, config, number), layers, threads):
-        made.append(read.in_its_bits(layer))
-        if len(made) % _TOLD_LAYERS == 0 or len(made) == len(layers):
-            tell(f"loaded {len(made)} of {len(layers)} layers")
-    return tuple(made)
+    attentions: list[AttentionWeights] = []
+    feeds: list[FeedForwardWeights] = []
+    numbers = range(min(share.layers.start, share.feeds.start), share.layers.stop)
+    made = in_threads(lambda number: _read_layer(read, config, share, number), numbers, threads)
+    for done, (attention, feed_forward) in enumerate(made, start=1):
+        if attention is not None:
+            attentions.append(read.in_its_bits(attention))
+        if feed_forward is not None:
+            feeds.append(read.in_its_bits(feed_forward))
+        if done % _TOLD_LAYERS == 0 or done == len(numbers):
+            tell(f"loaded {done} of {len(numbers)} layers")
+    return tuple(attentions), tuple(feeds)
 
 
-def _read_layer(read: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
-    prefix, hidden, inner = f"model.layers.{layer}.", config.hidden, config.intermediate
+def _read_layer(
+    read: _Reader, config: ModelConfig, share: LayerShare, layer: int
+) -> tuple[AttentionWeights | None, FeedForwardWeights | None]:
+    """The halves of a layer that are in the share."""
+    prefix = f"model.layers.{layer}."
+    attention = _read_attention(read, config, prefix) if layer in share.layers else None
+    feed_forward = _read_feed_forward(read, config, prefix) if layer in share.feeds else None
+    elsewhere = () if attention else _ATTENTION
+    read.require_all_taken(prefix, elsewhere if feed_forward else (*elsewhere, *_FEED_FORWARD))
+    return attention, feed_forward
+
+
+def _read_attention(read: _Reader, config: ModelConfig, prefix: str) -> AttentionWeights:
+    hidden = config.hidden
     heads = {"q": config.q_heads, "k": config.kv_heads, "v": config.kv_heads}
     rows = {name: count * config.head_dim for name, count in heads.items()}
 
@@ -234,15 +277,19 @@ def _read_layer(read: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
     if config.qk_norm:
         norms = [read.get(f"{prefix}self_attn.{n}_norm.weight", config.head_dim) for n in "qk"]
         qk_norm_JD = torch.cat([norm.expand(heads[n], -1) for n, norm in zip("qk", norms, strict=True)])
-    gate_up = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
-    weights = LayerWeights(
+    return AttentionWeights(
         input_norm_C=read.get(f"{prefix}input_layernorm.weight", hidden),
         qkv=Linear(projections("weight", hidden), projections("bias") if config.qkv_bias else None),
         qk_norm_JD=qk_norm_JD,
         output=Linear(read.get(f"{prefix}self_attn.o_proj.weight", hidden, rows["q"])),
+    )
+
+
+def _read_feed_forward(read: _Reader, config: ModelConfig, prefix: str) -> FeedForwardWeights:
+    hidden, inner = config.hidden, config.intermediate
+    gate_up = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
+    return FeedForwardWeights(
         post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight", hidden),
         gate_up=Linear(read.fused(gate_up, [inner, inner], hidden)),
         down=Linear(read.get(f"{prefix}mlp.down_proj.weight", hidden, inner)),
     )
-    read.require_all_taken(prefix)
-    return weights

@@ -5,8 +5,10 @@ Stages that take as long for a chunk as each other (`ModelConfig.split`) take fo
 chunks' times and (stages - 1) times the longest: a proportionate flow shop, whose best cut has, for its
 number of chunks, the least longest one. Attention makes tokens dearer towards the end, and chunks shorter.
 
-The last stage takes less, for the model's last layer ends with keys and values but for a prompt's last block.
-So it keeps up with chunks that grow shorter, and what is waited for at the end is then a short one.
+Stages seldom are quite alike: some have more of attention and some more of products, so that one may be the
+slower with a dense method, another with a sparse one, or at a prompt's beginning and at its end. Where the
+later ones take less, chunks that grow shorter are best, since what is waited for at the end is then a short
+one; where they take more, chunks that grow longer, since the last stage begins the sooner.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
+from statistics import fmean
 
 from ...kernels.constants import BLOCK
 from ..messages.methods import MethodSpec
+from ..model.config import ModelConfig
 
 _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
 """Multiply-adds count as two. What products of 8B shapes reach on an H200, with all that is around them."""
@@ -34,7 +38,7 @@ _SPARSE = 0.12
 _REMEMBERED = 64
 _TRIES = 8
 _HALVINGS = 5
-_GROWTHS = (0.86, 0.9, 0.93, 0.96, 1.04)
+_GROWTHS = (0.88, 0.93, 0.96, 0.98, 1.02, 1.05)
 """Times by which a chunk may take longer than the one before, besides 1."""
 _MORE = (1.0, 1.25, 1.6)
 """Times as many chunks as the best of equal times has, that are tried with these."""
@@ -43,63 +47,105 @@ _MANY = 1000
 
 
 @dataclass(frozen=True)
-class ChunkCost:
-    """What a chunk costs a stage, in tokens' worth of the linear layers of a mean one. pair: for each query
-    and each key at or before it. fixed: whatever its tokens. stages: what each stage takes of that. even:
-    what a chunk of as many tokens or more is a multiple of, blocks."""
+class StageCost:
+    """What a chunk costs one stage, in tokens' worth of the matrix products of a mean one. token: for each
+    token. pair: for each query and each key at or before it. fixed: whatever its tokens."""
 
+    token: float
     pair: float
     fixed: float
-    stages: tuple[float, ...] = (1.0,)
-    even: int = BLOCK
 
     def of(self, start: int, tokens: int) -> float:
         """Tokens start .. start+tokens-1."""
-        return tokens + self.pair * tokens * (start + (tokens + 1) / 2) + self.fixed
+        return self.token * tokens + self.pair * tokens * (start + (tokens + 1) / 2) + self.fixed
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """What a chunk costs each stage. even: what chunks of so many tokens or more are multiples of."""
+
+    stages: tuple[StageCost, ...]
+    even: int = BLOCK
+
+    @cached_property
+    def mean(self) -> StageCost:
+        """Of all stages."""
+        sides = ("token", "pair", "fixed")
+        return StageCost(*(fmean(getattr(stage, side) for stage in self.stages) for side in sides))
+
+    @property
+    def alike(self) -> bool:
+        """Whether all stages take as long as each other."""
+        return len({*self.stages}) == 1
+
+    def of(self, start: int, tokens: int) -> float:
+        """Tokens start .. start+tokens-1, on a mean stage."""
+        return self.mean.of(start, tokens)
 
     def fitting(self, start: int, most: float) -> int:
-        """How many tokens from `start` on cost `most` together, as a chunk may have them; 0 if not one block
-        does."""
-        room = most - self.fixed
+        """How many tokens from `start` on cost a mean stage `most` together, as a chunk may have them; 0 if
+        not one block does."""
+        mean = self.mean
+        room = most - mean.fixed
         if room <= 0:
             return 0
-        slope = 1 + self.pair * (start + 0.5)
-        tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * self.pair * room))
+        slope = mean.token + mean.pair * (start + 0.5)
+        tokens = 2 * room / (slope + math.sqrt(slope * slope + 2 * mean.pair * room))
         blocks = int(tokens * (1 + 1e-12)) // BLOCK * BLOCK
         return blocks if blocks < self.even else blocks // self.even * self.even
 
 
 @dataclass(frozen=True)
-class LayerWork:
-    """A model on GPUs, as far as chunks go. layers: of each stage. linear, pair: multiply-adds of a layer for
-    each token, and for each pair of query and key. ends: those for each token of the model's last layer.
-    quantised: products are of 8 bits."""
+class StageWork:
+    """A stage's share of a model on GPUs, as far as chunks go. linear, pair: multiply-adds for each token,
+    and for each pair of query and key. halves: of layers, attention and feed-forward networks."""
 
-    layers: tuple[int, ...]
     linear: int
     pair: int
-    ends: int
+    halves: int
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """A model on GPUs, by its stages. quantised: products are of 8 bits."""
+
+    stages: tuple[StageWork, ...]
     quantised: bool = False
 
+    @classmethod
+    def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
+        """As `ModelConfig.split` shares it out. The model's last layer ends with keys and values."""
+        shares, works = model.split(stages), []
+        for share in shares:
+            last = share is shares[-1]
+            attentions, feeds = len(share.layers) - last, len(share.feeds) - last
+            linear = attentions * model.attention_matrices + feeds * model.feed_forward_matrices
+            linear += last * model.qkv_matrices
+            works.append(StageWork(linear, attentions * model.pair, attentions + feeds + last))
+        return cls(tuple(works), quantised)
+
     def chunk_cost(self, method: MethodSpec) -> ChunkCost:
-        mean = sum(self.layers) / len(self.layers)
         rate = _FLOPS_8_BITS if self.quantised else _FLOPS
-        token_s = 2 * self.linear * mean / rate
+        mean = fmean(stage.linear for stage in self.stages)
+        token_s = 2 * mean / rate
         dense = method.name.partition("+")[0] == "dense"
-        last = self.layers[-1] - 1 + self.ends / self.linear
-        return ChunkCost(
-            pair=(1.0 if dense else _SPARSE) * self.pair / self.linear * rate / _FLOPS,
-            fixed=(_CHUNK_S + mean * _LAYER_S) / token_s,
-            stages=tuple(count / mean for count in (*self.layers[:-1], last)),
-            even=_EVEN,
+        pair = (1.0 if dense else _SPARSE) * rate / _FLOPS / mean
+        stages = (
+            StageCost(
+                token=stage.linear / mean,
+                pair=pair * stage.pair,
+                fixed=(_CHUNK_S + stage.halves / 2 * _LAYER_S) / token_s,
+            )
+            for stage in self.stages
         )
+        return ChunkCost(tuple(stages), _EVEN)
 
 
 class ChunkSizes:
     """How a group cuts its prompts. work: None where nothing is known of what chunks cost, as on a CPU: then
     all are `largest`."""
 
-    def __init__(self, largest: int, work: LayerWork | None = None) -> None:
+    def __init__(self, largest: int, work: ModelWork | None = None) -> None:
         self._largest, self._work = largest, work
         self._planned = lru_cache(_REMEMBERED)(self._plan)
 
@@ -132,7 +178,7 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
         time = takes(sizes, start, cost)
         if time < least:
             best, least, chosen = sizes, time, count
-    if len({*cost.stages}) == 1 or chosen > _MANY:
+    if cost.alike or chosen > _MANY:
         return best
     for growth, more in product(_GROWTHS, _MORE):
         sizes = _shortest(start, tokens, round(chosen * more), largest, growth, cost)
@@ -143,13 +189,13 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
-    """From the first chunk's start to the last one's end, in `ChunkCost`'s unit: a stage begins with a chunk
+    """From the first chunk's start to the last one's end, in `StageCost`'s unit: a stage begins with a chunk
     when it and the one before it are done with theirs."""
     free = [0.0] * len(cost.stages)
     for size in sizes:
-        chunk, there = cost.of(start, size), 0.0
-        for stage, share in enumerate(cost.stages):
-            there = free[stage] = max(free[stage], there) + share * chunk
+        there = 0.0
+        for number, stage in enumerate(cost.stages):
+            there = free[number] = max(free[number], there) + stage.of(start, size)
         start += size
     return free[-1]
 
@@ -157,8 +203,8 @@ def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
 def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
     """Numbers of chunks to try: around that at which a chunk more costs what it saves if chunks could be cut
     anywhere. The time is flat there."""
-    bare = cost.of(start, tokens - start) - cost.fixed
-    middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.fixed, 1e-9))
+    bare = cost.of(start, tokens - start) - cost.mean.fixed
+    middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.mean.fixed, 1e-9))
     most = -(-(tokens - start) // BLOCK)
     low, high = (min(max(fewest, round(middle * factor)), most) for factor in (0.5, 2.0))
     tried = {round(low + (high - low) * n / (_TRIES - 1)) for n in range(_TRIES)}
@@ -172,8 +218,8 @@ def _shortest(
     as can be."""
     first = max(1.0, growth ** (1 - count))  # the one that may take least takes 1
     together = sum(first * growth**n for n in range(count))
-    low = (cost.of(start, tokens - start) + (count - 1) * cost.fixed) / together  # if cut anywhere
-    step, best = cost.of(max(start, tokens - BLOCK), BLOCK) - cost.fixed, None
+    low = (cost.of(start, tokens - start) + (count - 1) * cost.mean.fixed) / together  # if cut anywhere
+    step, best = cost.of(max(start, tokens - BLOCK), BLOCK) - cost.mean.fixed, None
     enough = max(cost.of(max(start, tokens - largest), largest), cost.of(start, min(largest, tokens - start)))
     while best is None and low < enough:
         high = low + step

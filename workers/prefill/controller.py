@@ -27,7 +27,7 @@ from ..roles import PrefillEvent, Stage
 from ..settings import PrefillConfig
 from ..tracing import NO_TRACER, Span, Tracer
 from . import schedule
-from .chunks import ChunkSizes, LayerWork
+from .chunks import ChunkSizes, ModelWork
 from .pipeline import Pipeline
 from .request import Request
 from .requests import PrefillRequests
@@ -56,7 +56,7 @@ class PrefillController:
         end_stages: Callable[[int | None], None],
         pulse: Callable[[int], Awaitable[object]],
         clock: Callable[[], float] = time.perf_counter,
-        work: LayerWork | None = None,
+        work: ModelWork | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
         if config.chunk_tokens < BLOCK or config.chunk_tokens % BLOCK:

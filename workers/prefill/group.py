@@ -31,7 +31,7 @@ from ..tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
     from .activations import Activations
-    from .chunks import LayerWork
+    from .chunks import ModelWork
     from .controller import PrefillController
     from .stage import PrefillStage
 
@@ -70,7 +70,7 @@ class StageActor:
         self._store = host_store(address, self._config.stages)
         return address, int(self._store.port)
 
-    def load(self) -> tuple[str, LayerWork | None]:
+    def load(self) -> tuple[str, ModelWork | None]:
         """Load the model's share, unless it is here. Returns the id of the node, and what chunks cost."""
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
@@ -135,7 +135,7 @@ class ControllerActor(Leaving):
         stages: Sequence[Any],
         config: PrefillConfig,
         nodes: tuple[str, ...],
-        work: LayerWork | None,
+        work: ModelWork | None,
         pairing: str,
         spans: SpanSink,
     ) -> None:

@@ -26,7 +26,7 @@ from ..messages.stages import FirstLogits, KVAnnouncement
 from ..roles import Form, Stage, stand_in
 from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 from .activations import Activations, LinkClosed, NoActivations, QueueActivations
-from .chunks import LayerWork
+from .chunks import ModelWork
 from .controller import PrefillController
 from .stage import PrefillStage, load_stage
 
@@ -102,7 +102,7 @@ def local_controller(
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
     threads: list[StageThread] = []
-    work: LayerWork | None = None
+    work: ModelWork | None = None
     for number, activations in enumerate(ends):
         made = partial(sender, handoff, sink=sink)
         stage = load_stage(model, config, number, activations, made, source)

@@ -1,4 +1,4 @@
-"""One stage of a prefill group: a range of layers, their K/V pages, and the chunks that pass through.
+"""One stage of a prefill group: its share of the layers, their K/V pages, and the chunks that pass through.
 
 Shape suffixes: T tokens of the chunk, C hidden size, H query heads, G key/value heads, D head dimension,
 S tokens of the prompt so far; B (always 1 here) as the kernels have it.
@@ -38,7 +38,7 @@ from ..settings import ModelSpec, PrefillConfig
 from ..tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
-from .chunks import LayerWork
+from .chunks import ModelWork
 from .phases import phase_timer
 from .warm_up import warm_up
 
@@ -92,14 +92,11 @@ class PrefillStage:
         """When the last chunk was, by perf_counter."""
 
     @property
-    def work(self) -> LayerWork | None:
+    def work(self) -> ModelWork | None:
         """What chunks cost here; None on a CPU."""
         if self.stack.device.type != "cuda":
             return None
-        config, quantised = self.stack.config, self.stack.quantised
-        pair = 2 * config.q_heads * config.head_dim
-        layers = tuple(len(layers) for layers in config.split(self._stages))
-        return LayerWork(layers, config.layer_matrices, pair, config.qkv_matrices, quantised)
+        return ModelWork.of(self.stack.config, self._stages, self.stack.quantised)
 
     def connect(self, activations: Activations) -> None:
         """Take these ends of the links to the neighbours; before the first chunk."""
@@ -218,6 +215,7 @@ class PrefillStage:
             stream, end = Stream(hidden_TC), command.start + command.tokens
             angles = stack.angles(torch.arange(command.start, end, device=stack.device))
             rows_T = self._rows(prompt, command.start, command.tokens)
+            stack.feed_forward(stack.layers.start - 1, stream)  # of a layer that began on the stage before
         for layer in stack.layers:
             if prompt.request.serial in self._abandoned:
                 raise RequestFailed(f"request {command.request_id} was abandoned")

@@ -69,11 +69,12 @@ def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) ->
     directory = make_tiny_model(tmp_path / "tiny")
     config = read_config(directory)
 
-    def loaded(quantisation: Quantisation | None) -> int:
+    def loaded(quantisation: Quantisation | None, layers: range, feeds: range) -> int:
         weights = read_stack(
             directory,
             config,
-            range(config.layers),
+            layers,
+            feeds=feeds,
             embedding=True,
             head=True,
             dtype=torch.bfloat16,
@@ -82,8 +83,25 @@ def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) ->
         )
         return sum(tensor.nbytes for tensor in {id(one): one for one in _tensors(weights)}.values())
 
+    whole = range(config.layers)
     for kind in (None, *get_args(Quantisation)):
-        assert size.weight_bytes(config, config.layers, "bfloat16", kind) == loaded(kind)
+        assert size.weight_bytes(config, len(whole), "bfloat16", kind) == loaded(kind, whole, whole)
+        for layers, feeds in ((range(1, 4), range(3)), (range(2), range(1)), (range(2, 4), range(1, 4))):
+            counted = size.weight_bytes(config, len(layers), "bfloat16", kind, feeds=len(feeds))
+            assert counted == loaded(kind, layers, feeds)
+
+
+@pytest.mark.parametrize("kind", [None, "fp8"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_the_fullest_stage_is_counted_in_what_the_stages_hold(stages: int, kind: Quantisation | None) -> None:
+    model, room = SHAPES["8b"], 131_072 * 2
+    needs = []
+    for stage, share in enumerate(model.split(stages)):
+        ends = {"embedding": stage == 0, "head": stage == stages - 1}
+        counts = len(share.layers), len(share.feeds)
+        weights = size.weight_bytes(model, counts[0], "bfloat16", kind, feeds=counts[1], **ends)
+        needs.append(weights + room * model.kv_values(counts[0]))
+    assert size.stage_bytes(model, stages, 131_072, "bfloat16", kind) == max(needs)
 
 
 def _tensors(held: Any) -> Iterator[torch.Tensor]:

@@ -6,7 +6,8 @@ norm weights and biases are not what they are initialised to, and rope scaling b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.model.config import ModelConfig, ModelError, read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.model.shares import LayerShare
 from deltafront.workers.model.store import DEFAULT_MODEL, embedded_gguf, model_directory
 
 LIMIT = 1e-4
@@ -147,18 +149,24 @@ def table_of(tokens: int, seed: int = 0) -> list[int]:
 def load_stages(
     case: Case, stages: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> list[LayerStack]:
-    parts = case.config.split(stages)
+    return load_shares(case, case.config.split(stages), dtype, device)
+
+
+def load_shares(
+    case: Case, shares: Sequence[LayerShare], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[LayerStack]:
     return [
         load_stack(
             case.directory,
             case.config,
-            layers,
-            embedding=layers is parts[0],
-            head=layers is parts[-1],
+            share.layers,
+            feeds=share.feeds,
+            embedding=share is shares[0],
+            head=share is shares[-1],
             dtype=dtype,
             device=device,
         )
-        for layers in parts
+        for share in shares
     ]
 
 
@@ -183,6 +191,49 @@ def test_logits_equal_transformers(case: Case, stages: int, cuts: tuple[int, ...
     logits_TV = prefill(stack, case.ids_T, cuts, Pages(case.config, [table_of(TOKENS)]))
     assert logits_TV.dtype == torch.float32
     assert float(row_errors(logits_TV, case.logits_TV).max()) < LIMIT
+
+
+def cut_at(halves: Sequence[int]) -> list[LayerShare]:
+    """Shares that end at these places of A0 M0 A1 M1 …, and a last one."""
+    bounds = itertools.pairwise([0, *halves, 2 * SHAPE["num_hidden_layers"]])
+    return [LayerShare(range((a + 1) // 2, (b + 1) // 2), range(a // 2, b // 2)) for a, b in bounds]
+
+
+@pytest.mark.parametrize(
+    "halves",
+    [(1,), (5,), (9,), (6,), (1, 3), (3, 8), (4, 9), (1, 3, 5, 7, 9), (2, 3, 5, 8)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_cut_within_a_layer_changes_no_bit(case: Case, halves: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Logits, keys and values: what goes on between the halves is what the norm would have added up."""
+    whole, cut = load_stages(case, 1, dtype), load_shares(case, cut_at(halves), dtype)
+    pages = [Pages(case.config, [table_of(TOKENS)], dtype) for _ in range(2)]
+    wanted_TV, found_TV = (
+        prefill(stages, case.ids_T, CUTS["ragged"], one)
+        for stages, one in zip((whole, cut), pages, strict=True)
+    )
+    assert torch.equal(found_TV, wanted_TV)
+    for side in ("k_LPSGD", "v_LPSGD"):
+        assert torch.equal(*(getattr(one.cache, side) for one in pages))
+    assert sum(len(stack.layers) for stack in cut) == sum(len(stack.feeds) for stack in cut) == 6
+
+
+@pytest.mark.parametrize(
+    ("layers", "feeds"),
+    [
+        (range(2, 4), range(4)),
+        (range(2, 4), range(2, 5)),
+        (range(2, 4), range(3, 4)),
+        (range(2, 4), range(2, 2)),
+        (range(2), range(-1, 2)),
+        (range(2, 2), range(1, 2)),
+    ],
+)
+def test_feed_forward_networks_of_other_layers_are_refused(case: Case, layers: range, feeds: range) -> None:
+    weights: Any = None
+    with pytest.raises(ModelError, match="layers range"):
+        LayerStack(case.config, layers, weights, torch.float32, "cpu", feeds)
 
 
 def test_decode_steps_of_a_batch_equal_prefill(case: Case) -> None:
@@ -214,7 +265,9 @@ def test_weights_and_kv_are_counted_as_they_are_loaded(case: Case, stages: int) 
     config = case.config
     for stage, stack in enumerate(load_stages(case, stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
-        assert sum(held(stack._weights).values()) == config.weights(len(stack.layers), **ends)
+        assert sum(held(stack._weights).values()) == config.weights(
+            len(stack.layers), len(stack.feeds), **ends
+        )
         cache = PagedKVCache(stack.layers, config.kv_heads, config.head_dim, 3, torch.float16, "cpu")
         assert cache.bytes == 3 * cache.page_tokens * config.kv_values(len(stack.layers)) * 2
 

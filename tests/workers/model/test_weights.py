@@ -18,11 +18,12 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from deltafront.kernels.reference.layers import dequantised_product
 from deltafront.kernels.reference.layers import quantised as quantised_rows
 from deltafront.kernels.testing import assert_rows_close, row_errors
+from deltafront.workers.model import weights as weights_module
 from deltafront.workers.model.config import ModelConfig, ModelError, read_config
 from deltafront.workers.model.decoder import load_model, load_stack
 from deltafront.workers.model.gguf import GgufSource
 from deltafront.workers.model.linear import Fp8Linear
-from deltafront.workers.model.weights import StackWeights, open_weights, read_stack
+from deltafront.workers.model.weights import StackWeights, WeightSource, open_weights, read_stack
 from deltafront.workers.settings import ModelSpec
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 4, 64, 4, 2, 16, 96, 128
@@ -67,11 +68,11 @@ def read(directory: Path, layers: range = range(LAYERS), **more: Any) -> StackWe
 
 
 def test_fused_matrices_hold_the_right_rows(tiny: Path) -> None:
-    raw, layer = load_file(tiny / "model.safetensors"), read(tiny).layers[2]
-    parts = layer.qkv.weight_OI.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])
+    raw, weights = load_file(tiny / "model.safetensors"), read(tiny)
+    parts = weights.attentions[2].qkv.weight_OI.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])
     for name, part in zip("qkv", parts, strict=True):
         assert torch.equal(part, raw[f"model.layers.2.self_attn.{name}_proj.weight"])
-    for name, part in zip(("gate", "up"), layer.gate_up.weight_OI.split(INNER), strict=True):
+    for name, part in zip(("gate", "up"), weights.feeds[2].gate_up.weight_OI.split(INNER), strict=True):
         assert torch.equal(part, raw[f"model.layers.2.mlp.{name}_proj.weight"])
 
 
@@ -91,13 +92,87 @@ def test_a_layer_range_reads_only_its_shards(tiny: Path, tmp_path: Path) -> None
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     middle = read(tmp_path, range(1, 3), embedding=False, head=False)
-    for found, wanted in zip(middle.layers, read(tiny).layers[1:3], strict=True):
-        assert torch.equal(found.qkv.weight_OI, wanted.qkv.weight_OI) and torch.equal(
-            found.down.weight_OI, wanted.down.weight_OI
-        )
+    whole = read(tiny)
+    for attention, wanted in zip(middle.attentions, whole.attentions[1:3], strict=True):
+        assert torch.equal(attention.qkv.weight_OI, wanted.qkv.weight_OI)
+    for feed_forward, wanted in zip(middle.feeds, whole.feeds[1:3], strict=True):
+        assert torch.equal(feed_forward.down.weight_OI, wanted.down.weight_OI)
     assert middle.embedding_VC is middle.head is middle.final_norm_C is None
     with pytest.raises(ModelError, match=r"part-0\.safetensors"):
         read(tmp_path, range(2), embedding=False, head=False)
+
+
+class Noting:
+    """Weights, and how often each was read."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.read_names: list[str] = []
+
+    def names(self) -> frozenset[str]:
+        return self._source.names()
+
+    def read(self, name: str) -> torch.Tensor:
+        self.read_names.append(name)
+        return self._source.read(name)
+
+
+def halved(tiny: Path, cut: int, **more: Any) -> tuple[StackWeights, StackWeights]:
+    """The weights of two stages, cut between the halves of layer `cut`."""
+    first = read(tiny, range(cut + 1), feeds=range(cut), head=False, **more)
+    return first, read(tiny, range(cut + 1, LAYERS), feeds=range(cut, LAYERS), embedding=False, **more)
+
+
+@pytest.mark.parametrize("cut", [0, 1, LAYERS - 2])
+@pytest.mark.parametrize("quantisation", [None, "fp8"])
+def test_of_a_cut_layer_each_stage_reads_its_half(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, quantisation: Any
+) -> None:
+    sources: list[Noting] = []
+
+    def noting(directory: Path) -> Noting:
+        sources.append(Noting(open_weights(directory)))
+        return sources[-1]
+
+    adapter = write_adapter(
+        tmp_path,
+        lora_of(f"layers.{cut}.mlp.up_proj", INNER, HIDDEN)
+        | lora_of("layers.2.self_attn.q_proj", 64, HIDDEN),
+    )
+    more: dict[str, Any] = {"adapter": adapter, "quantisation": quantisation}
+    whole, told = read(tiny, **more), list[str]()
+    monkeypatch.setattr(weights_module, "open_weights", noting)
+    first, last = halved(tiny, cut, tell=told.append, **more)
+    names = [name for source in sources for name in source.read_names]
+    assert sorted(names) == sorted(load_file(tiny / "model.safetensors")), "all of it, and nothing twice"
+    assert told == [
+        f"loaded {cut + 1} of {cut + 1} layers",
+        f"loaded {LAYERS - cut} of {LAYERS - cut} layers",
+    ]
+    assert (len(first.attentions), len(first.feeds)) == (cut + 1, cut)
+    for found, wanted in zip(first.attentions + last.attentions, whole.attentions, strict=True):
+        assert torch.equal(found.qkv.weight_OI, wanted.qkv.weight_OI)
+        assert torch.equal(found.output.weight_OI, wanted.output.weight_OI)
+    for found, wanted in zip(first.feeds + last.feeds, whole.feeds, strict=True):
+        assert torch.equal(found.gate_up.weight_OI, wanted.gate_up.weight_OI)
+        assert torch.equal(found.down.weight_OI, wanted.down.weight_OI)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "stages"),
+    [("self_attn.q_proj.bias", [0]), ("mlp.up_proj.bias", [1]), ("pre_feedforward_layernorm.weight", [0, 1])],
+)
+def test_what_has_no_place_in_a_cut_layer_is_refused_by_whose_half_it_is(
+    tiny: Path, tmp_path: Path, unknown: str, stages: list[int]
+) -> None:
+    copy_of(tiny, tmp_path, {f"model.layers.1.{unknown}": torch.zeros(HIDDEN)})
+    parts = (range(2), range(1)), (range(2, LAYERS), range(1, LAYERS))
+    for stage, (layers, feeds) in enumerate(parts):
+        if stage in stages:
+            with pytest.raises(ModelError, match=f"no place for tensors .*{unknown}"):
+                read(tmp_path, layers, feeds=feeds)
+        else:
+            read(tmp_path, layers, feeds=feeds)
 
 
 def test_an_index_that_names_what_its_shard_lacks_is_refused(tiny: Path, tmp_path: Path) -> None:
@@ -165,8 +240,19 @@ def test_layers_are_quantised_after_the_adapter_is_merged(tiny: Path, tmp_path: 
     """Every matrix of a layer, each output channel over its own largest weight; the head is left alone."""
     adapter = write_adapter(tmp_path, lora_of("layers.1.self_attn.k_proj", KV_HEADS * DIM, HIDDEN))
     merged, fp8 = read(tiny, adapter=adapter), read(tiny, adapter=adapter, quantisation="fp8")
-    for plain, quantised in zip(merged.layers, fp8.layers, strict=True):
-        for name in ("qkv", "output", "gate_up", "down"):
+    halves = [
+        *(
+            (plain, quantised, ("qkv", "output"))
+            for plain, quantised in zip(merged.attentions, fp8.attentions, strict=True)
+        ),
+        *(
+            (plain, quantised, ("gate_up", "down"))
+            for plain, quantised in zip(merged.feeds, fp8.feeds, strict=True)
+        ),
+    ]
+    assert len(halves) == 2 * LAYERS
+    for plain, quantised, names in halves:
+        for name in names:
             found, wanted_OI = getattr(quantised, name), getattr(plain, name).weight_OI
             assert isinstance(found, Fp8Linear)
             values_OI, scale_O1 = quantised_rows(wanted_OI)
@@ -210,15 +296,15 @@ def test_an_adapter_adds_its_product(tiny: Path, tmp_path: Path, rslora: bool) -
         for module in ("layers.1.self_attn.k_proj", "layers.1.mlp.down_proj")
     ]
     rows = slice(HEADS * DIM, (HEADS + KV_HEADS) * DIM)
-    wanted_OC = plain.layers[1].qkv.weight_OI.clone()
+    wanted_OC = plain.attentions[1].qkv.weight_OI.clone()
     wanted_OC[rows] += updates[0].float()
-    assert float(row_errors(merged.layers[1].qkv.weight_OI, wanted_OC).max()) < 1e-6
+    assert float(row_errors(merged.attentions[1].qkv.weight_OI, wanted_OC).max()) < 1e-6
     assert (
-        float(row_errors(merged.layers[1].down.weight_OI, plain.layers[1].down.weight_OI + updates[1]).max())
+        float(row_errors(merged.feeds[1].down.weight_OI, plain.feeds[1].down.weight_OI + updates[1]).max())
         < 1e-6
     )
     for layer in (0, 2, 3):
-        assert torch.equal(merged.layers[layer].qkv.weight_OI, plain.layers[layer].qkv.weight_OI)
+        assert torch.equal(merged.attentions[layer].qkv.weight_OI, plain.attentions[layer].qkv.weight_OI)
 
 
 @pytest.mark.parametrize(

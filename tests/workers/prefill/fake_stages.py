@@ -10,7 +10,7 @@ from deltafront.workers.messages.events import LayerDensity
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import PrefillJob
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
-from deltafront.workers.prefill.chunks import LayerWork
+from deltafront.workers.prefill.chunks import ModelWork
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
@@ -128,7 +128,7 @@ def make(
 
 
 def controller_of(
-    fakes: list[FakeStage], config: PrefillConfig, work: LayerWork | None = None, tracer: Tracer = NO_TRACER
+    fakes: list[FakeStage], config: PrefillConfig, work: ModelWork | None = None, tracer: Tracer = NO_TRACER
 ) -> PrefillController:
     def end_stages(_hanging: int | None) -> None:
         for fake in fakes:

@@ -9,21 +9,37 @@ from dataclasses import replace
 
 import pytest
 
+from deltafront.service.client.size import SHAPES
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.prefill.chunks import (
     ChunkCost,
-    LayerWork,
+    ModelWork,
+    StageCost,
+    StageWork,
     even_chunks,
     plan_chunks,
     takes,
 )
 
-LLAMA_8B = LayerWork(layers=(32,), linear=218_103_808, pair=8192, ends=25_165_824)
+LINEAR, PAIR, QKV = 218_103_808, 8192, 25_165_824
+"""Multiply-adds of an 8B layer: for each token, for each pair of query and key, and those of q, k and v."""
+FEED = 176_160_768
+"""Those of its feed-forward network."""
 DENSE, SPARSE = method_spec("dense"), method_spec("dpxa")
 
 
-def over(stages: int, work: LayerWork = LLAMA_8B) -> LayerWork:
-    return replace(work, layers=(work.layers[0] // stages,) * stages)
+def over(stages: int, quantised: bool = False) -> ModelWork:
+    return ModelWork.of(SHAPES["8b"], stages, quantised)
+
+
+def cost_of(pair: float, fixed: float, factors: tuple[float, ...], even: int = 128) -> ChunkCost:
+    """Stages that take so many times as long as each other, whatever the chunk."""
+    return ChunkCost(tuple(StageCost(one, one * pair, one * fixed) for one in factors), even)
+
+
+def alike(cost: ChunkCost, stages: int | None = None) -> ChunkCost:
+    """The same with stages that are all as the mean one."""
+    return replace(cost, stages=(cost.mean,) * (stages or len(cost.stages)))
 
 
 def ways(tokens: int, largest: int, even: int = 128) -> Iterator[tuple[int, ...]]:
@@ -40,7 +56,7 @@ def test_equal_stages_take_what_a_proportionate_flow_shop_does() -> None:
         rng = random.Random(seed)
         sizes = tuple(rng.randrange(1, 9) * 128 for _ in range(rng.randrange(1, 12)))
         stages, start = rng.randrange(1, 6), 128 * rng.randrange(9)
-        cost = ChunkCost(rng.choice((0.0, 1e-4, 1e-2)), rng.choice((0.0, 50.0)), (1.0,) * stages)
+        cost = cost_of(rng.choice((0.0, 1e-4, 1e-2)), rng.choice((0.0, 50.0)), (1.0,) * stages)
         at = [start, *itertools.accumulate(sizes, initial=start)][1:]
         chunks = [cost.of(*chunk) for chunk in zip(at, sizes, strict=False)]
         assert takes(sizes, start, cost) == pytest.approx(sum(chunks) + (stages - 1) * max(chunks))
@@ -51,11 +67,14 @@ def test_stages_that_differ_take_the_dearest_way_through() -> None:
     for seed in range(50):
         rng = random.Random(seed)
         sizes = tuple(rng.randrange(1, 9) * 128 for _ in range(rng.randrange(1, 7)))
-        stages = tuple(rng.choice((0.6, 0.9, 1.0, 1.2)) for _ in range(rng.randrange(1, 4)))
-        cost = ChunkCost(1e-4, 50.0, stages)
+        stages = tuple(
+            StageCost(rng.choice((0.6, 0.9, 1.2)), rng.choice((0.0, 1e-4, 1e-3)), rng.choice((0.0, 50.0)))
+            for _ in range(rng.randrange(1, 4))
+        )
+        cost = ChunkCost(stages)
 
         def through(chunk: int, stage: int, sizes: tuple[int, ...] = sizes, cost: ChunkCost = cost) -> float:
-            own = cost.stages[stage] * cost.of(sum(sizes[:chunk]), sizes[chunk])
+            own = cost.stages[stage].of(sum(sizes[:chunk]), sizes[chunk])
             before = [through(chunk - 1, stage)] if chunk else []
             before += [through(chunk, stage - 1)] if stage else []
             return own + max(before, default=0.0)
@@ -76,13 +95,27 @@ def test_stages_that_differ_take_the_dearest_way_through() -> None:
         ((1.0, 0.8), 3),
         ((1.0, 1.0, 0.9), 3),
         ((0.97, 0.97, 1.03), 3),
+        ((0.97, 1.03), 3),
     ],
     ids=str,
 )
 def test_no_other_cut_is_much_faster(
     stages: tuple[float, ...], percent: float, pair: float, fixed: float
 ) -> None:
-    cost = ChunkCost(pair, fixed, stages)
+    _no_other_cut(cost_of(pair, fixed, stages), percent)
+
+
+@pytest.mark.parametrize("fixed", [5.0, 60.0, 300.0, 2000.0])
+@pytest.mark.parametrize("pair", [1e-5, 1e-3])
+@pytest.mark.parametrize("stages", [((0.98, 1.03), (1.02, 0.97)), ((1.02, 0.8), (0.98, 1.2))], ids=str)
+def test_nor_where_stages_differ_by_what_they_do(
+    stages: tuple[tuple[float, float], ...], pair: float, fixed: float
+) -> None:
+    """One has more products, the other more of attention: which is the slower changes within a prompt."""
+    _no_other_cut(ChunkCost(tuple(StageCost(one, more * pair, fixed) for one, more in stages)), 3)
+
+
+def _no_other_cut(cost: ChunkCost, percent: float) -> None:
     for tokens, largest, start in ((1500, 1024, 0), (1408, 384, 128), (77, 512, 0), (1280, 2048, 4096)):
         sizes = plan_chunks(start, start + tokens, largest, cost)
         assert sum(sizes) == tokens and max(sizes) <= largest
@@ -95,7 +128,7 @@ def test_no_other_cut_is_much_faster(
 @pytest.mark.parametrize("stages", [(1.0, 1.0), (1.0, 0.94), (1.0, 1.0, 0.9)], ids=str)
 def test_longer_chunks_come_in_even_steps(stages: tuple[float, ...], fixed: float) -> None:
     """Against every way in such steps; what is left of a prompt falls where it may."""
-    cost = ChunkCost(1e-3, fixed, stages, even=512)
+    cost = cost_of(1e-3, fixed, stages, even=512)
     for tokens, largest in ((1664, 1024), (1536, 1536), (1500, 1024)):
         sizes = plan_chunks(0, tokens, largest, cost)
         assert sum(sizes) == tokens and all(size % (128 if size < 512 else 512) == 0 for size in sizes[:-1])
@@ -103,18 +136,40 @@ def test_longer_chunks_come_in_even_steps(stages: tuple[float, ...], fixed: floa
         assert takes(sizes, 0, cost) <= 1.04 * best, (sizes, tokens)
 
 
-def test_a_last_stage_that_takes_less_is_given_shorter_chunks_towards_the_end() -> None:
-    """What a prompt of 131,072 tokens gains by it over the best cut for equal stages, by this model: a
-    hundredth. With four stages the three that are equal decide."""
-    for method, least in ((SPARSE, 0.012), (DENSE, 0.012)):
+def test_work_is_what_a_stage_computes() -> None:
+    """Of two: 15 layers and the attention of the 16th; the rest, of whose last layer q, k and v alone."""
+    first, last = over(2).stages
+    assert first == StageWork(16 * LINEAR - FEED, 16 * PAIR, halves=31)
+    assert last == StageWork(FEED + 15 * LINEAR + QKV, 15 * PAIR, halves=32)
+    assert over(1).stages == (StageWork(31 * LINEAR + QKV, 31 * PAIR, halves=63),)
+    costs = over(2).chunk_cost(DENSE).stages
+    assert [one.token for one in costs] == pytest.approx([0.97652, 1.02348], rel=1e-4)
+    assert costs[0].pair / costs[1].pair == pytest.approx(16 / 15)
+
+
+def test_another_stage_is_the_slower_with_dense_attention_than_with_sparse() -> None:
+    """So chunks grow shorter with the one, and longer with the other."""
+    for method, slower in ((DENSE, 0), (SPARSE, 1)):
         cost = over(2).chunk_cost(method)
-        assert cost.stages == (1.0, pytest.approx((15 + 0.1154) / 16, rel=1e-3))
-        equal = plan_chunks(0, 131_072, 16_384, replace(cost, stages=(1.0, 1.0)))
+        whole = [stage.of(0, 131_072) for stage in cost.stages]
+        assert whole[slower] > whole[1 - slower]
+        sizes = plan_chunks(0, 131_072, 16_384, cost)
+        equal = plan_chunks(0, 131_072, 16_384, alike(cost))
+        assert takes(sizes, 0, cost) < takes(equal, 0, cost)
+        chunks = [cost.of(sum(sizes[:n]), size) for n, size in enumerate(sizes[:-1])]
+        assert (chunks[0] > chunks[-1]) == (slower == 0)
+
+
+def test_a_last_stage_that_takes_less_is_given_shorter_chunks_towards_the_end() -> None:
+    """Two stages of whole layers. What a prompt of 131,072 tokens gains by it over the best cut for equal
+    stages, by this model: a hundredth."""
+    stages = StageWork(16 * LINEAR, 16 * PAIR, 32), StageWork(15 * LINEAR + QKV, 15 * PAIR, 31)
+    for method, least in ((SPARSE, 0.012), (DENSE, 0.012)):
+        cost = ModelWork(stages).chunk_cost(method)
+        equal = plan_chunks(0, 131_072, 16_384, alike(cost))
         sizes = plan_chunks(0, 131_072, 16_384, cost)
         assert takes(sizes, 0, cost) < (1 - least) * takes(equal, 0, cost)
         assert sizes[-1] < equal[-2] and sizes[0] > equal[0]
-    uneven = replace(LLAMA_8B, layers=(11, 11, 10)).chunk_cost(SPARSE)
-    assert uneven.stages == pytest.approx((33 / 32, 33 / 32, 3 * 9.1154 / 32), rel=1e-4)
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)
@@ -123,41 +178,44 @@ def test_a_last_stage_that_takes_less_is_given_shorter_chunks_towards_the_end() 
 def test_long_prompts_lose_little_to_filling_and_draining(tokens: int, stages: int, method: object) -> None:
     cost = over(stages).chunk_cost(method)  # type: ignore[arg-type]
     sizes = plan_chunks(0, tokens, 16_384, cost)
-    alone = takes(even_chunks(0, tokens, 16_384), 0, replace(cost, stages=(1.0,)))
+    alone = takes(even_chunks(0, tokens, 16_384), 0, alike(cost, 1))
     planned = alone / takes(sizes, 0, cost)
     by_hand = [alone / takes(even_chunks(0, tokens, 128 << n), 0, cost) for n in range(3, 8)]
     assert planned >= max(by_hand) - 0.005, "no even chunk length does better"
-    bare = cost.of(0, tokens) - cost.fixed
-    anywhere = min((bare / n + cost.fixed) * (n + stages - 1) for n in range(1, 1000))
+    slowest = max(cost.stages, key=lambda stage: stage.of(0, tokens))
+    bare = slowest.of(0, tokens) - slowest.fixed
+    anywhere = min((bare / n + slowest.fixed) * (n + stages - 1) for n in range(1, 1000))
     assert takes(sizes, 0, cost) <= 1.03 * anywhere, "of chunks that take as long as each other, cut anywhere"
     assert all(size % 512 == 0 for size in sizes[:-1] if size >= 512)
 
 
 def test_chunks_shrink_as_attention_grows() -> None:
-    equal = replace(over(2).chunk_cost(DENSE), stages=(1.0, 1.0))
+    equal = alike(over(2).chunk_cost(DENSE))
     sizes = plan_chunks(0, 131_072, 16_384, equal)
     assert all(b <= a for a, b in itertools.pairwise(sizes)) and sizes[-2] < sizes[0] / 2
-    equal = replace(over(2).chunk_cost(SPARSE), stages=(1.0, 1.0))
+    equal = alike(over(2).chunk_cost(SPARSE))
     sizes = plan_chunks(0, 131_072, 16_384, equal)
     assert sizes[-2] > sizes[0] / 2, "sparse attention hardly grows"
 
 
 def test_products_in_8_bits_leave_a_chunk_s_fixed_cost_and_attention_as_they_are() -> None:
     """In seconds: a token's worth takes 660 / 1210 of the time."""
-    eight = replace(LLAMA_8B, quantised=True)
     for method in (DENSE, SPARSE):
-        plain, quick = over(2).chunk_cost(method), over(2, eight).chunk_cost(method)
-        assert (quick.pair, quick.fixed) == pytest.approx((plain.pair * 1210 / 660, plain.fixed * 1210 / 660))
-    costs = (over(2, work).chunk_cost(SPARSE) for work in (LLAMA_8B, eight))
+        both = over(2).chunk_cost(method).stages, over(2, quantised=True).chunk_cost(method).stages
+        for plain, quick in zip(*both, strict=True):
+            times = 1210 / 660
+            assert (quick.pair, quick.fixed) == pytest.approx((plain.pair * times, plain.fixed * times))
+            assert quick.token == plain.token
+    costs = (over(2, quantised).chunk_cost(SPARSE) for quantised in (False, True))
     chunks = [len(plan_chunks(0, 131_072, 16_384, cost)) for cost in costs]
     assert chunks[1] < chunks[0], "longer ones, since each costs as much beside its tokens as before"
 
 
 def test_one_stage_and_small_models_take_the_largest_chunks() -> None:
-    assert plan_chunks(0, 40_000, 16_384, LLAMA_8B.chunk_cost(DENSE)) == (16_384, 16_384, 7_232)
-    small = LayerWork(layers=(15, 15), linear=3_538_944, pair=1152, ends=552_960)
+    assert plan_chunks(0, 40_000, 16_384, over(1).chunk_cost(DENSE)) == (16_384, 16_384, 7_232)
+    small = ModelWork((StageWork(15 * 3_538_944, 15 * 1152, 30),) * 2)
     assert len(plan_chunks(0, 40_000, 16_384, small.chunk_cost(SPARSE))) == 3
-    assert plan_chunks(128, 256, 512, ChunkCost(0.0, 1e6, (1.0,) * 3)) == (128,)
+    assert plan_chunks(128, 256, 512, cost_of(0.0, 1e6, (1.0,) * 3)) == (128,)
 
 
 @pytest.mark.parametrize("method", [DENSE, SPARSE], ids=lambda m: m.name)

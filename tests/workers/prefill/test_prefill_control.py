@@ -25,7 +25,7 @@ from deltafront.workers.messages.stages import (
     HandoffFailed,
     RequestFailed,
 )
-from deltafront.workers.prefill.chunks import LayerWork, plan_chunks
+from deltafront.workers.prefill.chunks import ModelWork, StageWork, plan_chunks
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.settings import PrefillConfig
 
@@ -92,7 +92,8 @@ async def test_chunks_in_flight_are_bounded_and_short_prompts_overtake() -> None
 async def test_prompts_are_cut_as_planned_where_it_is_known_what_chunks_cost() -> None:
     config = PrefillConfig(stages=3, chunk_tokens=4096, cache_tokens=65_536)
     fakes = [FakeStage(stage, lambda: 0.001, no_trouble) for stage in range(3)]
-    work = LayerWork(layers=(11, 11, 10), linear=218_103_808, pair=8192, ends=25_165_824)
+    layers = (11, 11, 10)
+    work = ModelWork(tuple(StageWork(n * 218_103_808, n * 8192, 2 * n) for n in layers))
     controller = controller_of(fakes, config, work)
     await asyncio.gather(collect(controller, job("a", 30_000)), collect(controller, job("b", 9_000)))
     for name, tokens in (("a", 30_000), ("b", 9_000)):

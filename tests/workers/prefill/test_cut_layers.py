@@ -1,0 +1,88 @@
+"""Stages that begin and end within a layer: whatever is cut where, they hand over what one stage does, bit by
+bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from deltafront.workers.messages.methods import MethodSpec, method_spec
+from deltafront.workers.model.config import ModelConfig
+from deltafront.workers.model.decoder import LayerStack, Stream, load_model
+from deltafront.workers.model.shares import LayerShare
+from deltafront.workers.prefill.warm_up import warm_up
+from deltafront.workers.settings import ModelSpec
+
+from ..tiny_model import LAYERS, make_tiny_model, random_ids
+from .test_prefill_stage import DENSE, SPARSE, Collector, pipeline, prefill
+
+CUTS = [(1,), (5,), (7,), (1, 3), (3, 6), (2, 5, 7), (1, 3, 5, 7)]
+"""In halves of layers, A0 M0 A1 M1 …; at an odd number a layer is cut in two. The last of these leaves the
+first stage an attention alone, and the others a feed-forward network and the next layer's attention."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return ModelSpec(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
+
+
+def force(monkeypatch: pytest.MonkeyPatch, halves: Sequence[int]) -> None:
+    """Have every model cut so where it is cut at all."""
+    bounds = itertools.pairwise([0, *halves, 2 * LAYERS])
+    shares = tuple(LayerShare(range((a + 1) // 2, (b + 1) // 2), range(a // 2, b // 2)) for a, b in bounds)
+
+    def split(self: ModelConfig, stages: int) -> tuple[LayerShare, ...]:
+        whole = range(self.layers)
+        return (LayerShare(whole, whole),) if stages == 1 else shares
+
+    monkeypatch.setattr(ModelConfig, "split", split)
+
+
+@pytest.mark.parametrize("halves", CUTS, ids=str)
+@pytest.mark.parametrize(
+    "method", [DENSE, SPARSE, method_spec("dpxa", {"min_tokens": 0})], ids=lambda m: m.name
+)
+async def test_cut_layers_hand_over_what_whole_ones_do(
+    model: ModelSpec, halves: tuple[int, ...], method: MethodSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, halves)
+    ids, sinks = random_ids(500), (Collector(), Collector())
+    for stages, sink in zip((1, len(halves) + 1), sinks, strict=True):
+        async with pipeline(model, sink, stages=stages, warm_up=("dense",)) as controller:
+            report = await prefill(controller, "r", ids, method)
+        assert [density.layer for density in report.density] == list(range(LAYERS))
+    one, cut = sinks
+    assert np.array_equal(cut.logits["r"], one.logits["r"])
+    for layer in range(LAYERS):
+        for found, wanted in zip(await cut.joined("r", layer), await one.joined("r", layer), strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("halves", CUTS, ids=str)
+def test_warm_up_runs_every_part_that_a_stage_has(
+    model: ModelSpec, halves: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many rows: the feed-forward network that it begins with, and its first layer's, if it has them."""
+    force(monkeypatch, halves)
+    original = LayerStack.feed_forward
+    seen: set[tuple[int, bool]] = set()
+
+    def feed_forward(self: LayerStack, layer: int, stream: Stream) -> None:
+        if layer in self.feeds and len(stream.hidden_TC) > 1:
+            seen.add((layer, stream.update_TC is None))
+        original(self, layer, stream)
+
+    monkeypatch.setattr(LayerStack, "feed_forward", feed_forward)
+    for stage in range(len(halves) + 1):
+        stack = load_model(model, "cpu", stage, len(halves) + 1)
+        seen.clear()
+        warm_up(stack, [DENSE], 128)
+        begins = stack.feeds.start < stack.layers.start
+        wanted = {(stack.feeds.start, True)} if begins else set()
+        if stack.layers.start in stack.feeds:
+            wanted.add((stack.layers.start, False))
+        assert seen == wanted and (seen or not stack.feeds)
