@@ -37,8 +37,8 @@ llama3 scaling; only our own converted directories contain it."""
 
 _SPLIT_TOKENS = 512
 """Tokens per LM-head row when layers are balanced: prefill needs logits once per chunk at most."""
-_SPLIT_KEYS = 5_800
-"""Keys that each query attends to when layers are balanced: half of a prompt of 131,072 tokens, at 0.088 of
+_SPLIT_KEYS = 5_700
+"""Keys that each query attends to when layers are balanced: half of a prompt of 131,072 tokens, at 0.087 of
 dense attention's time, which is what `dpxa` with its scoring takes there at density 0.055. With dense
 attention a query has 2,048 to 65,536 keys on average in prompts of 4,096 to 131,072 tokens, on both sides."""
 

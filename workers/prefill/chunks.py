@@ -33,7 +33,7 @@ this was taken for 1.5; some of it could be mended (docs/LOG.md)."""
 _EVEN = 4 * BLOCK
 """Longer chunks are multiples of it: 32 heads' blocks then fill 132 multiprocessors. Dense attention of 1,152
 tokens takes as long as that of 1,536."""
-_SPARSE = 0.12
+_SPARSE = 0.087
 """Of dense attention's time, what a sparse method takes, scoring included (131,072 tokens, density 0.055)."""
 _REMEMBERED = 64
 _TRIES = 8
