@@ -212,6 +212,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "accuracy_served_cpu": (served, ("accuracy_served_cpu",)),
     "precision_h200": (precision, ("precision_h200",)),
     "engine_h200": (engine, ("engine_h200",)),
+    "engine_h100": (engine, ("engine_h100",)),
     "products_h200": (products, ("products_h200",)),
     "service_overhead": (service_overhead, ("service_overhead",)),
     "chaos": (chaos, ("chaos",)),

@@ -52,7 +52,8 @@ class Launcher:
         """In place of constants, of which a compiled kernel takes none."""
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        return partial(self._launch, (*grid, 1, 1)[:3])
+        x, y, z = (*grid, 1, 1)[:3]
+        return partial(self._launch, (x, y, z))
 
     def key(self, arguments: Sequence[Any], constants: dict[str, Any]) -> Hashable:
         """Equal for launches that are of one compiled form, and mostly different for others."""

@@ -20,7 +20,7 @@ from .launch import PackedKeys, QueryRows
 _attend = Launcher(hopper_kernel)
 
 
-class Tiles(TensorDescriptor):
+class Tiles(TensorDescriptor):  # type: ignore[misc]  # untyped
     """How the copy engine sees a tensor. Without the checks of Triton's own, which take longer than all else
     of it: who makes one has asked whether the tensor can be copied."""
 

@@ -113,7 +113,7 @@ def test_one_event_stands_between_two_phases_and_time_between_them_is_the_later_
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_phases_measure_the_device_without_waiting_for_it() -> None:
     x = torch.randn(8192, 8192, device="cuda")
-    x @ x
+    (x @ x) + 1  # a kernel that is loaded at its first launch waits for the device
     torch.cuda.synchronize()
     began = time.perf_counter()
     timer = CudaPhases()
