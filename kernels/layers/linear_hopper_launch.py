@@ -15,7 +15,7 @@ from ..executors.launch import is_hopper
 from ..launches import Launcher, cdiv
 from .linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel
 
-_multiply = Launcher(linear_hopper_kernel)
+_product = Launcher(linear_hopper_kernel)
 _ROWS = WARPGROUPS.value * WARPGROUP_ROWS
 _FEWEST_ROWS = 1024
 """Below, cuBLAS's smaller tiles are faster, and what a decode worker appends is never here."""
@@ -57,7 +57,7 @@ def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)
     piece = PIECE.value
     row_tiles, column_tiles = cdiv(rows, _ROWS), weight_OI.shape[0] // (2 * piece)
-    _multiply[(min(row_tiles * column_tiles, multiprocessors(x_TI.device)),)](
+    _product[(min(row_tiles * column_tiles, multiprocessors(x_TI.device)),)](
         _descriptor(x_TI, WARPGROUP_ROWS, DEPTH.value),
         _descriptor(weight_OI, piece, DEPTH.value),
         _descriptor(out_TO, WARPGROUP_ROWS, piece),

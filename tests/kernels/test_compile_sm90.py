@@ -39,7 +39,7 @@ def jitted(tree: ast.Module) -> set[str]:
 
 
 def launched(tree: ast.Module) -> set[str]:
-    """What a module launches, `name[grid](…)` or `module.name[grid](…)`, or by a `Launcher(name)`: the names."""
+    """What a module launches, `name[grid](…)`, `module.name[grid](…)` or `Launcher(name)`: the names."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = [ast.unparse(node.func.value) for node in calls if isinstance(node.func, ast.Subscript)]
     names += [ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func) == "Launcher"]
