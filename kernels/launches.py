@@ -93,5 +93,5 @@ class Launcher:
         kinds = list(enumerate(arguments))
         self._descriptors = [place for place, one in kinds if hasattr(one, "form")]
         self._numbers = [place for place, one in kinds if isinstance(one, int) and place not in free]
-        self._pointers = [place for place, one in kinds if one is None or torch.is_tensor(one)]
         self._unused = [None] * sum(one.is_constexpr for one in self._parameters)
+        self._pointers = [place for place, one in kinds if one is None or torch.is_tensor(one)]

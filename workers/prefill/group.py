@@ -78,7 +78,7 @@ class StageActor:
         from ..kv.fetch import RaySource
         from ..kv.transports import sender
         from ..model.computing import computes
-        from .stage import load_stage
+        from .loading import load_stage
 
         computes(self._config.threads, self._config.device)  # on this thread
         sys.setswitchinterval(_SWITCH_S)

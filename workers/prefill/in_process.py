@@ -28,7 +28,8 @@ from ..settings import HandoffConfig, ModelSpec, PrefillConfig
 from .activations import Activations, LinkClosed, NoActivations, QueueActivations
 from .chunks import ModelWork
 from .controller import PrefillController
-from .stage import PrefillStage, load_stage
+from .loading import load_stage
+from .stage import PrefillStage
 
 T = TypeVar("T")
 _WORKER = "in-process"

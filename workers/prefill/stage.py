@@ -27,20 +27,17 @@ from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import NoSource, Source, from_host, pieces
 from ..kv.handoff import HandoffError, Sender
-from ..kv.pages.pool import first_of_run, pages_for
-from ..messages.methods import load_methods, resume_step
+from ..kv.pages.pool import first_of_run
+from ..messages.methods import resume_step
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
-from ..model.decoder import LayerStack, Stream, load_model
+from ..model.decoder import LayerStack, Stream
 from ..model.levels import amounts_for
-from ..model.profile import Profile, load_profile
-from ..progress import Tell, silent
-from ..settings import ModelSpec, PrefillConfig
+from ..model.profile import Profile
 from ..tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
 from .chunks import ModelWork
 from .phases import phase_timer
-from .warm_up import warm_up
 
 _ASK_AGAIN_S = 0.01
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)
@@ -380,29 +377,3 @@ class PrefillStage:
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(x).all()
-
-
-def load_stage(
-    model: ModelSpec,
-    config: PrefillConfig,
-    stage: int,
-    activations: Activations | None,
-    sender: Callable[[PagedKVCache], Sender],
-    source: Source | None = None,
-    tell: Tell = silent,
-    tracer: Tracer = NO_TRACER,
-) -> PrefillStage:
-    """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
-    makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed. tell:
-    of progress. tracer: makes the spans of chunks."""
-    for module in config.method_modules:
-        load_methods(module)
-    profile = load_profile(model)
-    stack = load_model(model, config.device, stage, config.stages, tell)
-    shape, pages = stack.config, pages_for(config.cache_tokens)
-    methods = [config.method(name, options) for name, options in config.warmed_up]
-    longest = min(config.cache_tokens, shape.positions)
-    warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
-    cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
-    ends = activations or NoActivations()
-    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source, tracer)

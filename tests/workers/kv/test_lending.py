@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from deltafront.workers.kv import lending
 from deltafront.workers.kv.handoff import HandoffError
 from deltafront.workers.kv.lending import LentKV
 from deltafront.workers.kv.pages.pool import paired_runs, row_runs
@@ -71,6 +72,28 @@ def test_runs_are_paired_where_both_sides_go_on() -> None:
             rows = [pair[side] + n for pair in pairs for n in range(pair[2])]
             assert rows == [row for first, count in runs for row in range(first, first + count)]
         assert len(pairs) < len(theirs) + len(ours), "no more pieces than there are ends"
+
+
+def test_a_chunks_runs_are_looked_up_once_for_all_its_layers(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And anew for another chunk, or a request with other pages."""
+    bench, asked = Bench(way), []
+
+    def counted(*arguments: Any) -> Any:
+        asked.append(arguments[:3])
+        return row_runs(*arguments)
+
+    monkeypatch.setattr(lending, "row_runs", counted)
+    kv, pages = torch.zeros(2, 16, HEADS, DIM), (3, 1)
+    for start in (0, 16):
+        for layer in bench.stage.layers:
+            bench.sender.announce("r", "decode:x", layer, start, *kv, pages)
+    bench.sender.announce("other", "decode:x", bench.stage.layers.start, 16, *kv, (5, 2))
+    bench.sender.end_chunk("other")
+    assert asked == [(pages, 0, 16), (pages, 16, 16), ((5, 2), 16, 16)]
+    rows = [message.payload.rows for message in bench.ray.sent]
+    assert rows == [((48, 16),), ((16, 16),), ((32, 16),)]
 
 
 # --- when pages are free --------------------------------------------------------------------------------

@@ -35,8 +35,9 @@ from deltafront.workers.prefill import stage as prefill_stage
 from deltafront.workers.prefill.chunk import ChunkWork
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.prefill.in_process import local_controller, run_in_process
+from deltafront.workers.prefill.loading import load_stage
 from deltafront.workers.prefill.phases import CpuPhases
-from deltafront.workers.prefill.stage import PrefillStage, load_stage
+from deltafront.workers.prefill.stage import PrefillStage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 

@@ -1,0 +1,45 @@
+"""From a configuration to a stage that takes requests: methods, its share of the model, warm-up, pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..kv.cache import PagedKVCache
+from ..kv.fetch import Source
+from ..kv.handoff import Sender
+from ..kv.pages.pool import pages_for
+from ..messages.methods import load_methods
+from ..model.decoder import load_model
+from ..model.profile import load_profile
+from ..progress import Tell, silent
+from ..settings import ModelSpec, PrefillConfig
+from ..tracing import NO_TRACER, Tracer
+from .activations import Activations, NoActivations
+from .stage import PrefillStage
+from .warm_up import warm_up
+
+
+def load_stage(
+    model: ModelSpec,
+    config: PrefillConfig,
+    stage: int,
+    activations: Activations | None,
+    sender: Callable[[PagedKVCache], Sender],
+    source: Source | None = None,
+    tell: Tell = silent,
+    tracer: Tracer = NO_TRACER,
+) -> PrefillStage:
+    """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
+    makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed. tell:
+    of progress. tracer: makes the spans of chunks."""
+    for module in config.method_modules:
+        load_methods(module)
+    profile = load_profile(model)
+    stack = load_model(model, config.device, stage, config.stages, tell)
+    shape, pages = stack.config, pages_for(config.cache_tokens)
+    methods = [config.method(name, options) for name, options in config.warmed_up]
+    longest = min(config.cache_tokens, shape.positions)
+    warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
+    cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
+    ends = activations or NoActivations()
+    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source, tracer)
