@@ -112,7 +112,6 @@ STAGES = Row(
             "short",
             [Query(rate(_SECONDS, "phase"), "{{phase}}")],
             stacked=True,
-            columns=12,
         ),
         Panel(
             "Between a prompt's chunks",
@@ -127,7 +126,15 @@ STAGES = Row(
                 )
             ],
             stacked=True,
-            columns=12,
+        ),
+        Panel(
+            "Launching",
+            "The host's time to launch chunks over the stage's time with them; 0 on a CPU. Near 1 the GPU "
+            "waits for its host, and that time hides in the phases: chunks are too short, or the host is "
+            "slow or busy with something else.",
+            "percentunit",
+            [Query(f"{rate('stage_launch_seconds_total', 'stage')} / {_WORK}", "stage {{stage}}")],
+            levels=((0.8, "orange"), (0.95, "red")),
         ),
     ),
 )

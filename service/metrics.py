@@ -132,6 +132,11 @@ class Metrics:
         self._phases = self._counter(
             "stage_seconds_total", "Time of the stages by phase", ("stage", "phase", "method")
         )
+        self._launching = self._counter(
+            "stage_launch_seconds_total",
+            "Time of the stages' hosts to launch what their GPUs compute meanwhile",
+            ("stage", "method"),
+        )
         self._handoff_bytes = self._counter("handoff_bytes_total", "K/V handed to decode workers")
         self._handoff_seconds = self._histogram("handoff_seconds", "Pulling one prompt's K/V", _SECONDS)
         self._handoff_failures = self._counter(
@@ -210,6 +215,8 @@ class Metrics:
         for stage, phases in enumerate(report.stages):
             for phase, seconds in phases.items():
                 self._phases.labels(stage, phase, report.method).inc(seconds)
+        for stage, seconds in enumerate(report.launching):
+            self._launching.labels(stage, report.method).inc(seconds)
 
     def pulled(self, report: DecodeReport) -> None:
         self._handoff_seconds.observe(report.handoff_seconds)

@@ -96,7 +96,7 @@ LIMITED = {
         "Choosing over attention, by layer",
     },
     "prefill": {
-        "Queue in tokens", "Waiting for a group", "Tokens read again", "Bubbles", "Unevenness",
+        "Queue in tokens", "Waiting for a group", "Tokens read again", "Bubbles", "Unevenness", "Launching",
         "Not hidden behind prefill", "Hand-offs that failed",
     },
     "decode": {"Waiting for a place in the batch", "K/V pages in use", "Pages free"},

@@ -51,7 +51,8 @@ class ChunkCommand:
 @dataclass(frozen=True)
 class ChunkReport:
     """What one stage did for one chunk. phases: seconds by name (projection, anchors, scoring, selection,
-    attention, correction, kv_gather, handoff, activation_wait, activation_send); they lie within wall."""
+    attention, correction, kv_gather, handoff, activation_wait, activation_send); they lie within wall.
+    launching: seconds that the host took to launch all that a GPU computes, while it computes; 0 on a CPU."""
 
     request_id: str
     stage: int
@@ -61,6 +62,7 @@ class ChunkReport:
     density: tuple[LayerDensity, ...]
     sampled_share: float
     handoff_bytes: int
+    launching: float = 0.0
 
 
 @dataclass(frozen=True)

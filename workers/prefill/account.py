@@ -32,17 +32,20 @@ class Account:
     _own_wall: float = 0.0
     _others: float = 0.0
     _phases: list[defaultdict[str, float]] = field(default_factory=list)
+    _launching: list[float] = field(default_factory=list)
     _layers: tuple[LayerDensity, ...] = ()
     _sampled: float = 0.0
     _handoff_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._phases = [defaultdict(float) for _ in range(self.stages)]
+        self._launching = [0.0] * self.stages
 
     def own_chunk(self, reports: Sequence[ChunkReport]) -> None:
         """A chunk of this request is through all stages."""
         for report in reports:
             _add(self._phases[report.stage], report.phases)
+            self._launching[report.stage] += report.launching
             self._handoff_bytes += report.handoff_bytes
             self._layers = added_up((*self._layers, *report.density))
             self._sampled += report.sampled_share * sum(layer.causal for layer in report.density)
@@ -72,6 +75,7 @@ class Account:
             method=self.method.name,
             sampled_share=self._sampled / causal if causal else 0.0,
             handoff_bytes=self._handoff_bytes,
+            launching=tuple(self._launching),
         )
 
 

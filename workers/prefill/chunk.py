@@ -27,6 +27,8 @@ class ChunkWork:
     began: float = field(default_factory=time.perf_counter)
     coverage: list[tuple[int, Coverage]] = field(default_factory=list)
     handoff_bytes: int = 0
+    launching: float = 0.0
+    """Seconds that the host took to launch it on a GPU, once its hidden states were there."""
     finite: torch.Tensor | None = None
     """Whether all that came out of the chunk are numbers."""
     logits_V: torch.Tensor | None = None
@@ -65,6 +67,7 @@ class ChunkWork:
             density=density,
             sampled_share=sum(c.sampled for _, c in self.coverage) / max(1, len(self.coverage)),
             handoff_bytes=self.handoff_bytes,
+            launching=self.launching,
         )
 
     def _density(self) -> tuple[LayerDensity, ...]:

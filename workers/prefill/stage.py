@@ -154,6 +154,7 @@ class PrefillStage:
         RequestFailed, having kept in step."""
         work = ChunkWork(command, phase_timer(self.stack.device))
         received_TC = self._receive(work)
+        begun = time.perf_counter()
         try:
             hidden_TC = self._compute(work, received_TC)
         except _REQUEST_ERRORS as error:
@@ -167,6 +168,8 @@ class PrefillStage:
             sent = self._finish(work, hidden_TC)
         except _REQUEST_ERRORS as error:
             raise self._failure(work, error) from error
+        if self.stack.device.type == "cuda":
+            work.launching = time.perf_counter() - begun
         return partial(self._report, work, sent, self._open[command.request_id].request)
 
     def close(self, request_id: str) -> bool:

@@ -15,8 +15,8 @@ from deltafront.workers.prefill.account import Account, Throughput
 seconds = st.floats(0, 50, allow_nan=False)
 
 
-def report(stage: int, wall: float, **phases: float) -> ChunkReport:
-    return ChunkReport("a", stage, 0, wall, phases, (), 0.0, 0)
+def report(stage: int, wall: float, launching: float = 0.0, **phases: float) -> ChunkReport:
+    return ChunkReport("a", stage, 0, wall, phases, (), 0.0, 0, launching)
 
 
 def test_two_requests_sharing_the_last_stage() -> None:
@@ -38,6 +38,16 @@ def test_two_requests_sharing_the_last_stage() -> None:
         "group_overhead": 1.25,
     }
     assert done.stages[0] == {"projection": 4.0}
+
+
+def test_what_each_stages_host_took_to_launch_is_added_up_beside_the_phases() -> None:
+    account = Account(2, method_spec("dense"), arrived=0.0)
+    account.began = 0.0
+    account.own_chunk([report(0, 3.0, 0.5, projection=3.0), report(1, 4.0, 0.25, projection=4.0)])
+    account.own_chunk([report(0, 2.0, 1.0, projection=2.0), report(1, 2.0, 0.25, projection=2.0)])
+    done = account.report(7.0)
+    assert done.launching == (1.5, 0.5)
+    assert done.critical == {"projection": 6.0, "other_requests": 0.0, "group_overhead": 1.0}
 
 
 @given(st.lists(st.tuples(st.booleans(), seconds, st.floats(0, 1)), max_size=12), seconds)
