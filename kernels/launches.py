@@ -88,7 +88,11 @@ class Launcher:
         self._compiled[key] = self._function[grid](*arguments, **constants)
 
     def _look_at(self, arguments: Sequence[Any]) -> None:
-        """Which places decide the form. Numbers that Triton does not specialise on, and fractions, do not."""
+        """Which places decide the form. Numbers that Triton does not specialise on, and fractions, do not.
+        Raises TypeError for what is none of the things that are told apart."""
+        for place, one in enumerate(arguments):
+            if not (one is None or isinstance(one, torch.Tensor | int | float) or hasattr(one, "form")):
+                raise TypeError(f"argument {place} is {type(one).__name__}, of which no form is known")
         free = {one.num for one in self._parameters if one.do_not_specialize}
         kinds = list(enumerate(arguments))
         self._descriptors = [place for place, one in kinds if hasattr(one, "form")]

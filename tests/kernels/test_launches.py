@@ -105,6 +105,13 @@ def test_a_descriptor_is_told_apart_by_its_form(launcher: Launcher) -> None:
     assert len(launcher._function.asked) == 2
 
 
+def test_what_cannot_be_told_apart_is_not_launched(launcher: Launcher) -> None:
+    """A descriptor without a form, say: another one would be launched as if it were this."""
+    with pytest.raises(TypeError, match="argument 0 is SimpleNamespace, of which no form is known"):
+        launcher[(5,)](SimpleNamespace(shape=(2, 2)), 32, 7, WIDE=True)
+    assert launcher._function.asked == []
+
+
 def test_what_triton_interprets_is_always_asked() -> None:
     function = Function()
     function.params = ()  # type: ignore[misc]
