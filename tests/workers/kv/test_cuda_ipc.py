@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ async def test_the_end_of_a_process_is_noticed() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
-def test_cuda_memory_is_read_by_another_process() -> None:
+def test_cuda_memory_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[3])  # where the other finds this module
     context = torch.multiprocessing.get_context("spawn")
     x = torch.arange(4096, device="cuda", dtype=torch.float32)
     memory = CudaPeerMemory(x.device)

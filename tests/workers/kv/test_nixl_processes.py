@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from .fake_nixl import needs_nixl
 
 pytestmark = needs_nixl
 
+ROOT = Path(__file__).resolve().parents[3]
 PAGES, TOKENS, HEADS, DIM = 512, 8192, 2, 32
 LAYERS = range(2, 6)
 THEIRS = tuple(reversed(range(PAGES)))
@@ -133,6 +135,7 @@ class Child:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.syspath_prepend(ROOT)  # where a process that is spawned finds this module
     children: list[Child] = []
 
     def child(work: Callable[[Any], None]) -> Child:
