@@ -36,13 +36,17 @@ class Launcher:
 
     Parameters that are constants, and Triton's options (`num_warps`), come by name, all others by their
     place, which takes always the same kind of thing: tensors (or None), numbers, or descriptors whose
-    `form` (hashable) says what Triton takes from them.
+    `form` (hashable) says what Triton takes from them. Raises TypeError for a kernel whose constants are not
+    its last parameters.
     """
 
     def __init__(self, function: Any) -> None:
         self._function = function
         self._parameters = getattr(function, "params", ())
         """Empty where Triton interprets: then nothing is compiled."""
+        constants = [one.is_constexpr for one in self._parameters]
+        if constants != sorted(constants):
+            raise TypeError(f"{function}: constants must be the last parameters")
         self._compiled: dict[Hashable, Any] = {}
         self._pointers: Sequence[int] | None = None
         """Places of tensors; None before the first launch. What follows is known with it."""

@@ -112,6 +112,14 @@ def test_what_cannot_be_told_apart_is_not_launched(launcher: Launcher) -> None:
     assert launcher._function.asked == []
 
 
+def test_constants_must_come_last() -> None:
+    """A compiled kernel is given all others first."""
+    function = Function()
+    function.params = tuple(reversed(Function.params))  # type: ignore[misc]
+    with pytest.raises(TypeError, match="constants must be the last parameters"):
+        Launcher(function)
+
+
 def test_what_triton_interprets_is_always_asked() -> None:
     function = Function()
     function.params = ()  # type: ignore[misc]
