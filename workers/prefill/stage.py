@@ -354,7 +354,8 @@ class PrefillStage:
         report = work.report(self._stage, after)
         if work.command.trace:
             seconds = {f"seconds.{phase}": seconds for phase, seconds in report.phases.items()}
-            self._trace(work, report.wall, {"finish": "finished", **seconds})
+            about = {"finish": "finished", "launching": report.launching, **seconds}
+            self._trace(work, report.wall, about)
         return report
 
     def _failure(self, work: ChunkWork, error: Exception) -> RequestFailed:
