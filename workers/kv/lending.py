@@ -52,7 +52,7 @@ class Lender:
         self._chunk: tuple[Sequence[int], int, int] = ((), 0, 0)
         self._runs: Runs = ()
         """Of that chunk, whose layers come one after the other and lie alike. Looked up for each, they took
-        an eighth of the time that launching a chunk takes (docs/LOG.md)."""
+        a tenth of the time that launching a chunk takes (docs/LOG.md)."""
 
     def keep(
         self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, pages: Sequence[int]
