@@ -128,13 +128,13 @@ STAGES = Row(
             stacked=True,
         ),
         Panel(
-            "Launching",
-            "The host's time to launch chunks over the stage's time with them; 0 on a CPU. Near 1 the GPU "
-            "waits for its host, and that time hides in the phases: chunks are too short, or the host is "
-            "slow or busy with something else.",
+            "Launch-bound",
+            "Share of a stage's work that was chunks in which the GPU waited for its host's launches, which "
+            "hides in the phases. Short prompts always are; of long ones chunks are too short, or the host "
+            "is slow or busy with something else. 0 on a CPU.",
             "percentunit",
-            [Query(f"{rate('stage_launch_seconds_total', 'stage')} / {_WORK}", "stage {{stage}}")],
-            levels=((0.8, "orange"), (0.95, "red")),
+            [Query(f"{rate('stage_launch_bound_seconds_total', 'stage')} / {_WORK}", "stage {{stage}}")],
+            levels=((0.2, "orange"), (0.5, "red")),
         ),
     ),
 )

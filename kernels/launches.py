@@ -61,9 +61,8 @@ class Launcher:
 
     def key(self, arguments: Sequence[Any], constants: dict[str, Any]) -> Hashable:
         """Equal for launches that are of one compiled form, and mostly different for others."""
-        if self._pointers is None:
-            self._look_at(arguments)
-        pointers = self._pointers or ()
+        if (pointers := self._pointers) is None:
+            pointers = self._look_at(arguments)
         return (
             triton.runtime.driver.active.get_current_device(),
             *constants.items(),
@@ -91,9 +90,9 @@ class Launcher:
             self._compiled.clear()
         self._compiled[key] = self._function[grid](*arguments, **constants)
 
-    def _look_at(self, arguments: Sequence[Any]) -> None:
-        """Which places decide the form. Numbers that Triton does not specialise on, and fractions, do not.
-        Raises TypeError for what is none of the things that are told apart."""
+    def _look_at(self, arguments: Sequence[Any]) -> Sequence[int]:
+        """Which places decide the form: numbers that Triton does not specialise on, and fractions, do not.
+        Gives those of tensors. Raises TypeError for what is none of the things that are told apart."""
         for place, one in enumerate(arguments):
             if not (one is None or isinstance(one, torch.Tensor | int | float) or hasattr(one, "form")):
                 raise TypeError(f"argument {place} is {type(one).__name__}, of which no form is known")
@@ -103,3 +102,4 @@ class Launcher:
         self._numbers = [place for place, one in kinds if isinstance(one, int) and place not in free]
         self._unused = [None] * sum(one.is_constexpr for one in self._parameters)
         self._pointers = [place for place, one in kinds if one is None or torch.is_tensor(one)]
+        return self._pointers

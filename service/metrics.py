@@ -132,9 +132,9 @@ class Metrics:
         self._phases = self._counter(
             "stage_seconds_total", "Time of the stages by phase", ("stage", "phase", "method")
         )
-        self._launching = self._counter(
-            "stage_launch_seconds_total",
-            "Time of the stages' hosts to launch what their GPUs compute meanwhile",
+        self._launch_bound = self._counter(
+            "stage_launch_bound_seconds_total",
+            "Time of the stages with chunks in which GPUs waited for their hosts' launches",
             ("stage", "method"),
         )
         self._handoff_bytes = self._counter("handoff_bytes_total", "K/V handed to decode workers")
@@ -215,8 +215,8 @@ class Metrics:
         for stage, phases in enumerate(report.stages):
             for phase, seconds in phases.items():
                 self._phases.labels(stage, phase, report.method).inc(seconds)
-        for stage, seconds in enumerate(report.launching):
-            self._launching.labels(stage, report.method).inc(seconds)
+        for stage, seconds in enumerate(report.launch_bound):
+            self._launch_bound.labels(stage, report.method).inc(seconds)
 
     def pulled(self, report: DecodeReport) -> None:
         self._handoff_seconds.observe(report.handoff_seconds)

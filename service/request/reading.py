@@ -168,7 +168,7 @@ def together(before: PrefillReport, after: PrefillReport) -> PrefillReport:
         method=after.method,
         sampled_share=sampled / sum(weights) if sum(weights) else 0.0,
         handoff_bytes=before.handoff_bytes + after.handoff_bytes,
-        launching=tuple(map(sum, zip_longest(before.launching, after.launching, fillvalue=0.0))),
+        launch_bound=tuple(map(sum, zip_longest(before.launch_bound, after.launch_bound, fillvalue=0.0))),
     )
 
 

@@ -96,8 +96,8 @@ LIMITED = {
         "Choosing over attention, by layer",
     },
     "prefill": {
-        "Queue in tokens", "Waiting for a group", "Tokens read again", "Bubbles", "Unevenness", "Launching",
-        "Not hidden behind prefill", "Hand-offs that failed",
+        "Queue in tokens", "Waiting for a group", "Tokens read again", "Bubbles", "Unevenness",
+        "Launch-bound", "Not hidden behind prefill", "Hand-offs that failed",
     },
     "decode": {"Waiting for a place in the batch", "K/V pages in use", "Pages free"},
     "workers": {"Workers that answer", "Draining", "Doors", "K/V pages in use", "Replicas healthy"},

@@ -19,7 +19,7 @@ from deltafront.kernels.launches import Launcher, cdiv, next_power_of_2
 
 
 class Compiled:
-    """What Triton gives for a launch. takes: numbers of so many bits."""
+    """What Triton gives for a launch. bits: of the numbers that it takes."""
 
     def __init__(self, bits: int) -> None:
         self.most = 1 << (bits - 1)

@@ -113,13 +113,13 @@ def test_how_much_longer_choosing_took_than_attention_shows(tmp_path: Path) -> N
     assert (buckets["1.0"], buckets["2.0"], buckets["3.0"]) == (0, 0, 1)
 
 
-def test_launching_is_told_by_stage_and_method(tmp_path: Path) -> None:
+def test_launch_bound_time_is_told_by_stage_and_method(tmp_path: Path) -> None:
     metrics, stage = Metrics(tmp_path), {"attention": 1.0}
     report = PrefillReport(0.0, 3.5, stage, (stage, stage), (), "dpxa", 0.0, 0, (0.5, 0.25))
     for _ in range(2):
         metrics.prefilled(report, 1000)
     samples = [s for m in metrics.registry().collect() for s in m.samples]
-    name = "deltafront_stage_launch_seconds_total"
+    name = "deltafront_stage_launch_bound_seconds_total"
     told = {(s.labels["stage"], s.labels["method"]): s.value for s in samples if s.name == name}
     assert told == {("0", "dpxa"): 1.0, ("1", "dpxa"): 0.5}
 

@@ -210,12 +210,12 @@ def test_two_reports_together() -> None:
             stages=({"attention": 2.0}, {"kv_write": 1.0}),
             density=(LayerDensity(0, 30.0, 300), LayerDensity(1, 1.0, 100)),
             sampled_share=0.2,
-            launching=(0.25, 0.5),
+            launch_bound=(0.25, 0.5),
         ),
     )
-    assert both.launching == (0.25, 0.5), "of the group before nothing is known"
-    twice = reading.together(both, replace(both, launching=(1.0, 2.0, 4.0)))
-    assert twice.launching == (1.25, 2.5, 4.0)
+    assert both.launch_bound == (0.25, 0.5), "of the group before nothing is known"
+    twice = reading.together(both, replace(both, launch_bound=(1.0, 2.0, 4.0)))
+    assert twice.launch_bound == (1.25, 2.5, 4.0)
     assert (both.queue, both.wall, both.handoff_bytes) == (2.0, 4.0, 400)
     assert both.critical == {"attention": 2.5, "group_overhead": 0.5, "queue_of_others": 1.0}
     assert both.stages == ({"attention": 3.5}, {"attention": 1.0, "kv_write": 1.0})

@@ -122,17 +122,19 @@ def fake_gpu() -> Iterator[set[tuple[str, str]]]:
     """Gives a set that fills with what would be compiled: each kernel's name and the key of the form."""
     seen: set[tuple[str, str]] = set()
     forms: dict[Any, str] = {}
-    by: list[Any] = [None]
+    asked: Any = None
+    FakeGpu.confused.clear()
 
     def note(function: Any, key: str, *_rest: Any) -> None:
         seen.add((function.__name__, key))
-        if by[0] is not None and forms.setdefault(by[0], key) != key:
+        if asked is not None and forms.setdefault(asked, key) != key:
             FakeGpu.confused.add(function.__name__)
 
     def launch(self: Launcher, grid: Any, *arguments: Any, **constants: Any) -> None:
-        by[0] = id(self), self.key(arguments, constants)
+        nonlocal asked
+        asked = id(self), self.key(arguments, constants)
         self._function[grid](*arguments, **constants)
-        by[0] = None
+        asked = None
 
     def at_once(_pool: Any, run: Any, *args: Any) -> Future[Any]:
         """Threads would not know of the mode."""

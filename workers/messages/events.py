@@ -50,7 +50,7 @@ class PrefillReport:
     critical: seconds by part that add up to wall: the last stage's own phases, activation_wait (blocked on
     the stage before), other_requests (running somebody else's chunk) and group_overhead (the remainder).
     stages: each stage's phases, summed over chunks (they overlap in time, so they do not add up to wall).
-    launching: what each stage's host took to launch them on its GPU.
+    launch_bound: of them, each stage's seconds with chunks in which its GPU waited for its host's launches.
     """
 
     queue: float
@@ -61,7 +61,7 @@ class PrefillReport:
     method: str
     sampled_share: float
     handoff_bytes: int
-    launching: tuple[float, ...] = ()
+    launch_bound: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class ChunkCommand:
 class ChunkReport:
     """What one stage did for one chunk. phases: seconds by name (projection, anchors, scoring, selection,
     attention, correction, kv_gather, handoff, activation_wait, activation_send); they lie within wall.
-    launching: seconds that the host took to launch all that a GPU computes, while it computes; 0 on a CPU."""
+    lead: seconds between the last launch on a GPU and the chunk's end there; None on a CPU."""
 
     request_id: str
     stage: int
@@ -62,7 +62,7 @@ class ChunkReport:
     density: tuple[LayerDensity, ...]
     sampled_share: float
     handoff_bytes: int
-    launching: float = 0.0
+    lead: float | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ from ..messages.stages import ChunkReport
 from ..messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
+_LEAD = 0.2
+"""A GPU that is through with a chunk so soon after its last launch, in the chunk's own time, has waited for
+launches. Where hosts were too slow, the median was 0.04 and 0.06; else no chunk but the shortest of a prompt
+was below it (docs/LOG.md)."""
 
 
 @dataclass
@@ -32,20 +36,20 @@ class Account:
     _own_wall: float = 0.0
     _others: float = 0.0
     _phases: list[defaultdict[str, float]] = field(default_factory=list)
-    _launching: list[float] = field(default_factory=list)
+    _launch_bound: list[float] = field(default_factory=list)
     _layers: tuple[LayerDensity, ...] = ()
     _sampled: float = 0.0
     _handoff_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._phases = [defaultdict(float) for _ in range(self.stages)]
-        self._launching = [0.0] * self.stages
+        self._launch_bound = [0.0] * self.stages
 
     def own_chunk(self, reports: Sequence[ChunkReport]) -> None:
         """A chunk of this request is through all stages."""
         for report in reports:
             _add(self._phases[report.stage], report.phases)
-            self._launching[report.stage] += report.launching
+            self._launch_bound[report.stage] += _launch_bound(report)
             self._handoff_bytes += report.handoff_bytes
             self._layers = added_up((*self._layers, *report.density))
             self._sampled += report.sampled_share * sum(layer.causal for layer in report.density)
@@ -75,8 +79,14 @@ class Account:
             method=self.method.name,
             sampled_share=self._sampled / causal if causal else 0.0,
             handoff_bytes=self._handoff_bytes,
-            launching=tuple(self._launching),
+            launch_bound=tuple(self._launch_bound),
         )
+
+
+def _launch_bound(report: ChunkReport) -> float:
+    """The chunk's seconds on a GPU, if that waited for the host's launches; else 0."""
+    busy = sum(report.phases.values()) - report.phases.get("activation_wait", 0.0)
+    return busy if report.lead is not None and report.lead < _LEAD * busy else 0.0
 
 
 def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:

@@ -27,14 +27,13 @@ class ChunkWork:
     began: float = field(default_factory=time.perf_counter)
     coverage: list[tuple[int, Coverage]] = field(default_factory=list)
     handoff_bytes: int = 0
-    launching: float = 0.0
-    """Seconds that the host took to launch it on a GPU, once its hidden states were there."""
     finite: torch.Tensor | None = None
     """Whether all that came out of the chunk are numbers."""
     logits_V: torch.Tensor | None = None
     """After the prompt's last token, float32; None where nobody wants them."""
+    launched: float = 0.0
     through: float = 0.0
-    """When the device had computed it, by perf_counter."""
+    """When the host had launched all of it, and when the device had computed it, by perf_counter."""
     _computed_L: torch.Tensor | None = None
     _sealed: Any = None
 
@@ -47,6 +46,7 @@ class ChunkWork:
         if self.logits_V is not None:
             self.logits_V = _to_host(self.logits_V)
         self._sealed = self.timer.mark()
+        self.launched = time.perf_counter()
 
     def wait(self) -> None:
         """Until the device has computed the chunk."""
@@ -67,7 +67,7 @@ class ChunkWork:
             density=density,
             sampled_share=sum(c.sampled for _, c in self.coverage) / max(1, len(self.coverage)),
             handoff_bytes=self.handoff_bytes,
-            launching=self.launching,
+            lead=None if self._sealed is None else self.through - self.launched,
         )
 
     def _density(self) -> tuple[LayerDensity, ...]:

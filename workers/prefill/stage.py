@@ -154,7 +154,6 @@ class PrefillStage:
         RequestFailed, having kept in step."""
         work = ChunkWork(command, phase_timer(self.stack.device))
         received_TC = self._receive(work)
-        begun = time.perf_counter()
         try:
             hidden_TC = self._compute(work, received_TC)
         except _REQUEST_ERRORS as error:
@@ -168,8 +167,6 @@ class PrefillStage:
             sent = self._finish(work, hidden_TC)
         except _REQUEST_ERRORS as error:
             raise self._failure(work, error) from error
-        if self.stack.device.type == "cuda":
-            work.launching = time.perf_counter() - begun
         return partial(self._report, work, sent, self._open[command.request_id].request)
 
     def close(self, request_id: str) -> bool:
@@ -354,8 +351,8 @@ class PrefillStage:
         report = work.report(self._stage, after)
         if work.command.trace:
             seconds = {f"seconds.{phase}": seconds for phase, seconds in report.phases.items()}
-            about = {"finish": "finished", "launching": report.launching, **seconds}
-            self._trace(work, report.wall, about)
+            lead = {} if report.lead is None else {"lead": report.lead}
+            self._trace(work, report.wall, {"finish": "finished", **lead, **seconds})
         return report
 
     def _failure(self, work: ChunkWork, error: Exception) -> RequestFailed:

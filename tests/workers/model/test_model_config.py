@@ -147,11 +147,11 @@ def shape(layers: int, hidden: int, intermediate: int, vocab: int) -> ModelConfi
 
 
 def costs_of(config: ModelConfig) -> list[int]:
-    """Multiplications per token of A0, M0, A1, M1 …, written out: q, k, v and output, and for each of 5,800
+    """Multiplications per token of A0, M0, A1, M1 …, written out: q, k, v and output, and for each of 5,700
     keys a score and a value; gate, up, down. The last layer is q, k and v alone, and the head."""
     qkv = config.hidden * config.head_dim * (config.q_heads + 2 * config.kv_heads)
     attention = qkv + config.hidden * config.q_heads * config.head_dim
-    attention += 5_800 * 2 * config.q_heads * config.head_dim
+    attention += 5_700 * 2 * config.q_heads * config.head_dim
     feed_forward = 3 * config.hidden * config.intermediate
     head = config.vocab * config.hidden // 512
     return [attention, feed_forward] * (config.layers - 1) + [qkv + head, 0]

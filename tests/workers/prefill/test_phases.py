@@ -8,6 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
+from deltafront.workers.messages.stages import ChunkCommand
+from deltafront.workers.prefill.chunk import ChunkWork
 from deltafront.workers.prefill.phases import CpuPhases, CudaPhases, phase_timer
 
 
@@ -107,6 +109,21 @@ def test_one_event_stands_between_two_phases_and_time_between_them_is_the_later_
         {"projection": 0.001, "scoring": 0.006, "correction": 0.136, "attention": 0.032}
     )
     assert FakeEvent.made == 3 + 1 + 4, "begin, two ends, an end that holds two phases of two events each"
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_chunks_lead_is_from_its_last_launch_to_its_end_on_the_gpu(on_gpu: bool) -> None:
+    clock, timer = FakeClock(), mock.MagicMock()
+    timer.seconds.return_value = {"projection": 2.0}
+    timer.mark.return_value.synchronize = lambda: setattr(clock, "now", clock.now + 1.5)
+    if not on_gpu:
+        timer.mark.return_value = None
+    with mock.patch.object(time, "perf_counter", clock.perf_counter):
+        work = ChunkWork(ChunkCommand("r", 0, 128, last=False, wants_logits=False), timer)
+        clock.now += 0.5
+        work.seal()
+        work.wait()
+    assert work.report(0, 0.0).lead == (1.5 if on_gpu else None)
 
 
 @pytest.mark.gpu

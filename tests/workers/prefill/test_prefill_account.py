@@ -15,8 +15,8 @@ from deltafront.workers.prefill.account import Account, Throughput
 seconds = st.floats(0, 50, allow_nan=False)
 
 
-def report(stage: int, wall: float, launching: float = 0.0, **phases: float) -> ChunkReport:
-    return ChunkReport("a", stage, 0, wall, phases, (), 0.0, 0, launching)
+def report(stage: int, wall: float, lead: float | None = None, **phases: float) -> ChunkReport:
+    return ChunkReport("a", stage, 0, wall, phases, (), 0.0, 0, lead)
 
 
 def test_two_requests_sharing_the_last_stage() -> None:
@@ -40,14 +40,16 @@ def test_two_requests_sharing_the_last_stage() -> None:
     assert done.stages[0] == {"projection": 4.0}
 
 
-def test_what_each_stages_host_took_to_launch_is_added_up_beside_the_phases() -> None:
+def test_a_gpu_that_is_through_as_soon_as_all_is_launched_has_waited_for_it() -> None:
+    """Soon is in the chunk's own time, without its waiting for the stage before; a CPU has no lead."""
     account = Account(2, method_spec("dense"), arrived=0.0)
     account.began = 0.0
-    account.own_chunk([report(0, 3.0, 0.5, projection=3.0), report(1, 4.0, 0.25, projection=4.0)])
-    account.own_chunk([report(0, 2.0, 1.0, projection=2.0), report(1, 2.0, 0.25, projection=2.0)])
-    done = account.report(7.0)
-    assert done.launching == (1.5, 0.5)
-    assert done.critical == {"projection": 6.0, "other_requests": 0.0, "group_overhead": 1.0}
+    account.own_chunk(
+        [report(0, 3.0, 0.59, projection=3.0), report(1, 6.0, 0.61, projection=3.0, activation_wait=3.0)]
+    )
+    account.own_chunk([report(0, 1.0, 1.5, projection=1.0), report(1, 1.0, 0.0, attention=1.0)])
+    account.own_chunk([report(0, 8.0, projection=8.0), report(1, 8.0, projection=8.0)])
+    assert account.report(15.0).launch_bound == (3.0, 1.0)
 
 
 @given(st.lists(st.tuples(st.booleans(), seconds, st.floats(0, 1)), max_size=12), seconds)

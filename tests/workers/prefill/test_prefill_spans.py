@@ -142,5 +142,5 @@ def test_a_stage_shows_what_it_computed_and_what_it_could_not(tmp_path: Path) ->
     assert failed.status.description == "request r is not open on stage 0"
     assert recorder.seconds(computed) == pytest.approx(report.wall, abs=2e-9)
     about = {f"deltafront.seconds.{phase}": seconds for phase, seconds in report.phases.items()}
-    told = {"finish": "finished", "stage": 0, "handoff_bytes": report.handoff_bytes, "launching": 0.0}
+    told = {"finish": "finished", "stage": 0, "handoff_bytes": report.handoff_bytes}
     assert computed.attributes == about | {f"deltafront.{name}": value for name, value in told.items()}
