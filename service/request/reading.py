@@ -93,7 +93,7 @@ class Reading:
         points = [done for done in self._reached if self._step and done % self._step == 0]
         read = max(self._reached, default=0)
         try:
-            start = await self._placed.worker.resume(self._job.request_id, points, self._job.reading + 1)
+            start = await self._placed.worker.resume(self._job.request_id, points, self._job.attempt + 1)
         except WorkerError:
             self._resources.metrics.read_again(read)
             raise
@@ -102,7 +102,7 @@ class Reading:
         self._replays.read(self._reached[start].own if start > self._job.start else None, lost=True)
         await self._replays.after(error)
         self._reached = {done: reached for done, reached in self._reached.items() if done <= start}
-        self._job = replace(self._job, start=start, reading=self._job.reading + 1)
+        self._job = replace(self._job, start=start, attempt=self._job.attempt + 1)
 
     def _charge(self, group: str) -> None:
         tokens = self._plan.read_tokens - self._job.start

@@ -94,7 +94,7 @@ class Pausing:
 
 
 class FakeGroup(Pausing):
-    """`Group`. deliver(decode_worker, request_id, ids, reading) hands the prompt over, as K/V would be.
+    """`Group`. deliver(decode_worker, request_id, ids, attempt) hands the prompt over, as K/V would be.
 
     fail_after: raise `failure` after so many chunks (once per entry). busy: what to refuse the next jobs
     with, once per entry. full_with: what its queue says, which then looks full.
@@ -147,7 +147,7 @@ class FakeGroup(Pausing):
                 done = min(begin + self.chunk_tokens, job.tokens)
                 self.chunks_read.append(done)
                 yield ChunkRead(done, job.tokens, self._report(job, done, time.monotonic() - started))
-            delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids, job.reading)
+            delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids, job.attempt)
             if delivered is not None:
                 await delivered
         finally:
@@ -206,7 +206,7 @@ class _Request:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
     inexact: bool = False
-    reading: int = 0
+    attempt: int = 0
 
 
 class FakeDecode(Pausing):
@@ -240,9 +240,9 @@ class FakeDecode(Pausing):
         """Sessions."""
         self._serial = 0
 
-    async def deliver(self, request_id: str, ids: bytes, reading: int) -> None:
+    async def deliver(self, request_id: str, ids: bytes, attempt: int) -> None:
         request = self._requests.get(request_id)
-        if request is not None and request.reading == reading:
+        if request is not None and request.attempt == attempt:
             request.ids = ids
             request.arrived.set()
 
@@ -373,10 +373,10 @@ class FakeDecode(Pausing):
         best = max(mine, key=links, default=None)
         return Prefix(best, PAGE * links(best)) if best is not None and links(best) else None
 
-    async def resume(self, request_id: str, points: Sequence[int], reading: int) -> int:
+    async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         if request_id not in self._requests:
             raise DecodeFailed(f"request {request_id} is not being read here")
-        self._requests[request_id].reading = reading
+        self._requests[request_id].attempt = attempt
         here = [point for point in points if self.arrived is None or point <= self.arrived]
         self.resumed.append(max(here, default=0))
         return self.resumed[-1]
@@ -444,7 +444,7 @@ class DecodeProcess(FakeDecode):
         return getattr(self, attribute)
 
 
-def _deliver(worker: str, request_id: str, ids: bytes, reading: int) -> Any:
+def _deliver(worker: str, request_id: str, ids: bytes, attempt: int) -> Any:
     import ray
 
-    return ray.get_actor(worker, namespace=NAMESPACE).deliver.remote(request_id, ids, reading)
+    return ray.get_actor(worker, namespace=NAMESPACE).deliver.remote(request_id, ids, attempt)

@@ -185,10 +185,10 @@ class House:
         self.directory.workers.append(Cut(decode))  # type: ignore[arg-type]
         return decode
 
-    async def deliver(self, worker: str, request_id: str, ids: bytes, reading: int) -> None:
+    async def deliver(self, worker: str, request_id: str, ids: bytes, attempt: int) -> None:
         for link in self.directory.workers:
             if link.name == worker:
-                await link.worker.deliver(request_id, ids, reading)  # type: ignore[attr-defined]
+                await link.worker.deliver(request_id, ids, attempt)  # type: ignore[attr-defined]
 
     def pages_used(self) -> int:
         decode = sum(link.worker.used() for link in self.directory.workers)  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ def test_the_account_is_that_of_a_prompt_read_once(
     assert counter(house, "deltafront_request_prompt_tokens_sum") == TOTAL
     assert counter(house, "deltafront_request_prefill_time_seconds_count") == 1
     assert [job.start for job in house.group.jobs] == [128 * sum(deaths[:n]) for n in range(len(deaths) + 1)]
-    assert [job.reading for job in house.group.jobs] == list(range(len(deaths) + 1))
+    assert [job.attempt for job in house.group.jobs] == list(range(len(deaths) + 1))
     nothing_left(house)
 
 

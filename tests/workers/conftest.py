@@ -129,7 +129,7 @@ class Bench:
         return Prefilled(kv, self.stack.logits(hidden[-1:])[0].numpy())
 
     def pieces(
-        self, request_id: str, prompt: Prefilled, chunk: int = 32, reading: int = 0
+        self, request_id: str, prompt: Prefilled, chunk: int = 32, attempt: int = 0
     ) -> list[KVAnnouncement]:
         """The announcements of a prompt, chunk by chunk and layer by layer."""
         total = len(prompt.kv[0][0])
@@ -140,7 +140,7 @@ class Bench:
                 start,
                 min(chunk, total - start),
                 tuple(np.ascontiguousarray(x[start : start + chunk]) for x in prompt.kv[layer]),
-                reading=reading,
+                attempt=attempt,
             )
             for start in range(0, total, chunk)
             for layer in range(len(prompt.kv))

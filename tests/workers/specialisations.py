@@ -119,8 +119,8 @@ def stage_after_warm_up(
     model = read_config(directory)
     neighbours: Activations = _Neighbours(model.hidden, torch.bfloat16)
     sender = mock.MagicMock()
-    sender.announce.return_value = 0
-    sender.holds.return_value = False
+    sender.open.return_value.put.return_value = 0
+    sender.open.return_value.close.return_value = True
     with mock.patch("deltafront.workers.prefill.loading.load_profile", return_value=profile_of(model)):
         stage = load_stage(spec, config, case.stage, neighbours, lambda _cache: sender)
     warm, waits = set(seen), set[str]()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import GenerateJob, PrefillFailed, PrefillJob, Sampling
@@ -70,8 +70,8 @@ async def group(directory: Path, line: Line, stages: int = 2) -> AsyncIterator[P
         await made.stop()
 
 
-def job_of(name: str, method: MethodSpec, start: int = 0, reading: int = 0) -> PrefillJob:
-    return PrefillJob(name, IDS, method, "decode:test", start=start, reading=reading)
+def job_of(name: str, method: MethodSpec, start: int = 0, attempt: int = 0) -> PrefillJob:
+    return PrefillJob(name, IDS, method, "decode:test", start=start, attempt=attempt)
 
 
 async def read(controller: PrefillController, job: PrefillJob, until: int = TOKENS) -> list[Any]:
@@ -90,8 +90,8 @@ async def held(engine: DecodeEngine, name: str) -> list[np.ndarray]:
     """All that a request holds: K and V of each layer, and its logits."""
     parts = [await engine.kv(KVRange(name, layer, 0, TOKENS)) for layer in range(LAYERS)]
     request = engine._requests.find(name)
-    assert request is not None and request.logits is not None
-    return [*(x for part in parts for x in (part.k, part.v)), request.logits]
+    assert request is not None and request.inbox.logits_V is not None
+    return [*(x for part in parts for x in (part.k, part.v)), request.inbox.logits_V]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -108,7 +108,7 @@ async def test_a_resumed_prompt_is_the_same_to_the_bit(
     points = [event.tokens_done for event in first if isinstance(event, ChunkRead)]
     assert await run.engine.resume("resumed", points, 1) == 4 * CHUNK
     async with group(tiny_llama, line, stages=3) as other:
-        events = await read(other, job_of("resumed", method, start=4 * CHUNK, reading=1))
+        events = await read(other, job_of("resumed", method, start=4 * CHUNK, attempt=1))
     assert [event.tokens_done for event in events[:-1]] == [5 * CHUNK, TOKENS]
     assert isinstance(events[-1], PrefillDone)
     assert {one.layer for one in line.fetched} == set(range(LAYERS))
@@ -128,7 +128,7 @@ async def test_the_report_of_what_is_left_counts_only_that(
     async with group(tiny_llama, line) as controller:
         first = await read(controller, job_of("a", METHODS[0]), until=4 * CHUNK)
         assert await run.engine.resume("a", [4 * CHUNK], 1) == 4 * CHUNK
-        second = await read(controller, job_of("a", METHODS[0], start=4 * CHUNK, reading=1))
+        second = await read(controller, job_of("a", METHODS[0], start=4 * CHUNK, attempt=1))
         whole = await read(controller, job_of("b", METHODS[0]))
     reports = [first[-1].so_far, second[-1].report, whole[-1].report]
     tiles = [sum(layer.causal for layer in report.density) for report in reports]
@@ -148,12 +148,12 @@ async def test_where_no_kv_comes_back_the_request_fails_and_the_group_lives(
         line.broken = True
         start = await run.engine.resume("a", [2 * CHUNK, 4 * CHUNK], 1)
         with pytest.raises(PrefillFailed, match="gave no K/V back"):
-            await read(controller, job_of("a", METHODS[0], start=start, reading=1))
+            await read(controller, job_of("a", METHODS[0], start=start, attempt=1))
         assert await controller.stage_pages() == [0, 0]
         line.broken = False
         start = await run.engine.resume("a", [2 * CHUNK], 2)
         assert start == 2 * CHUNK
-        await read(controller, job_of("a", METHODS[0], start=start, reading=2))
+        await read(controller, job_of("a", METHODS[0], start=start, attempt=2))
     assert len((await run.collect(GenerateJob("a", SAMPLING))).ids) == SAMPLING.max_tokens
 
 

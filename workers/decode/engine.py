@@ -1,7 +1,7 @@
 """A decode worker without Ray: receives K/V, keeps sessions, decodes with continuous batching.
 
 The asyncio methods below run on the event loop's thread, which owns all bookkeeping. Tensors are computed on
-a compute thread (`scheduler`, `runner`) and received K/V is written on a hand-off thread (`kv.transports`),
+a compute thread (`scheduler`, `runner`) and received K/V is written on a hand-off thread (`kv.handoff`),
 so that renewing and cancelling never wait for either.
 """
 
@@ -11,15 +11,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import torch
 
-from ..kv.arrival import ArrivalError
 from ..kv.fetch import to_host
+from ..kv.handoff.inbox import KVInbox
+from ..kv.handoff.transports import kv_reader
 from ..kv.pages.pool import OutOfPages, pages_for
-from ..kv.transports import receiver
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
 from ..messages.requests import (
     DecodeFailed,
@@ -42,6 +41,7 @@ from .reads import appended_ids, prompt_ids
 from .requests import DecodeEvent, DecodeRequest, DecodeRequests
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
+from .times import Times
 
 _TICK_S = 0.1
 """How often deadlines and leases are looked at."""
@@ -76,7 +76,7 @@ class DecodeEngine:
         self._clock = clock
         self._tracer = tracer
         self._plan = plan_layers(config, model.layers)
-        self._requests = DecodeRequests(name, config, model, self._released, wall, clock)
+        self._requests = DecodeRequests(name, config, model, self._kv_changed, wall, clock)
         self._pages = self._requests.pages
         longest = min(self._pages.pool.total, pages_for(model.positions))
         self._runner = DecodeRunner(
@@ -86,8 +86,8 @@ class DecodeEngine:
             ThreadPoolExecutor(1, f"decode-{work}", computes, (config.threads, config.device))
             for work in ("compute", "handoff")
         ]
-        self._receiver = receiver(handoff, self._runner.cache, self._threads[1])
-        self._receiving: set[asyncio.Task[int]] = set()
+        self._reader = kv_reader(handoff, self._runner.cache, self._threads[1])
+        self._receiving: set[asyncio.Task[None]] = set()
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
         )
@@ -157,66 +157,60 @@ class DecodeEngine:
         return await self._requests.reserve(order)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """Receive K/V into pages. Ignored for requests that are not here, for what is of a reading that was
-        given up, and for exact repetitions.
+        """Receive K/V into pages. Ignored for requests and attempts that are not here, and for exact
+        repetitions.
 
         A failed or contradictory announcement is raised, so that the sending stage stops as well:
         HandoffError, and ArrivalError for K/V that the request does not have. No answer is ever computed from
-        what is incomplete then: the request fails, unless it is resumed before anybody waits for its K/V.
+        incomplete K/V: the request fails, unless it is resumed before anybody waits for its K/V.
         """
-        request = self._requests.live(announcement.request_id)
-        if request is None or announcement.reading != request.reading:
+        request = self._expecting(announcement)
+        if request is None:
             return
-        arrival = request.arrival
-        start, tokens, first = announcement.start, announcement.tokens, announcement.layer
-        try:
-            layers = range(first, first + announcement.layers)
-            new = [layer for layer in layers if arrival.claim(layer, start, tokens)]
-            if not new:
-                return
-            receiving = asyncio.create_task(
-                self._receiver.receive(announcement, new, partial(request.hold, arrival))
-            )
-            self._receiving.add(receiving)
-            receiving.add_done_callback(self._receiving.discard)
-            with request.times.handing_over(self._clock):
-                moved = await asyncio.shield(receiving)  # who gives up must not stop a write half way
-        except Exception as error:
-            if arrival is request.arrival:  # else it belongs to a reading that was given up
-                request.not_arrived(error)
-            raise
-        if moved and arrival is request.arrival:
-            request.times.handoff_bytes += moved
-            for layer in new:
-                arrival.written(layer, start, tokens)
-            if arrival.complete and request.ended is None:
-                request.times.complete = self._clock()
-                request.settled.set()
-                self._submit_if_ready(request)
+        receiving = asyncio.create_task(self._receive(request.inbox, request.times, announcement))
+        self._receiving.add(receiving)
+        receiving.add_done_callback(self._receiving.discard)
+        await asyncio.shield(receiving)  # a caller that gives up must not stop a write half way
+
+    async def _receive(self, inbox: KVInbox, times: Times, announcement: KVAnnouncement) -> None:
+        with times.handing_over(self._clock):
+            moved = await inbox.receive(announcement, self._reader)
+        times.handoff_bytes += moved
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """Ignored for requests that are not here, readings that were given up and repetitions. Raises
-        ArrivalError for logits that the request cannot use."""
+        """Ignored for requests and attempts that are not here, and for repetitions. Raises ArrivalError for
+        logits that the request cannot use."""
+        request = self._expecting(message)
+        if request is not None:
+            vocab = self._model.vocab if request.order.session_id is None else 0
+            request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
+
+    def _expecting(self, message: KVAnnouncement | FirstLogits) -> DecodeRequest | None:
+        """The request that this message is for; None where no request expects it any more."""
         request = self._requests.live(message.request_id)
-        if request is None or message.reading != request.reading or request.times.logits is not None:
+        return None if request is None or request.inbox.attempt != message.attempt else request
+
+    def _kv_changed(self, request: DecodeRequest) -> None:
+        """The request's K/V is complete or lost, or its logits have come."""
+        inbox = request.inbox
+        if request.ended is not None:
             return
-        logits_V = np.asarray(message.logits, dtype=np.float32)
-        if request.order.session_id is not None or logits_V.shape != (self._model.vocab,):
-            error = ArrivalError(f"unexpected logits {logits_V.shape}; the vocabulary is {self._model.vocab}")
-            request.not_arrived(error)
-            raise error
-        request.logits = logits_V
-        request.times.logits = self._clock()
+        if inbox.lost:
+            if request.job is not None:
+                request.close(FinishReason.NO_KV, inbox.lost)
+            return
+        if inbox.complete and request.times.complete is None:
+            request.times.complete = self._clock()
+        if inbox.logits_V is not None and request.times.logits is None:
+            request.times.logits = self._clock()
         self._submit_if_ready(request)
 
-    async def resume(self, request_id: str, points: Sequence[int], reading: int) -> int:
+    async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         """See `DecodeWorker.resume`. What is being written ends first, and what is still on its way then is
         not written: neither may come after, and in place of, what is read again."""
         await self._being_read(request_id).holding.let_go()
         request = self._being_read(request_id)  # unless it has ended meanwhile
-        tokens = request.arrival.resume_point(points)
-        request.resume(tokens, reading, self._clock())
-        return tokens
+        return request.resume(points, attempt, self._clock())
 
     def _being_read(self, request_id: str) -> DecodeRequest:
         """Raises DecodeFailed for any other."""
@@ -226,7 +220,7 @@ class DecodeEngine:
         return request
 
     async def kv(self, wanted: KVRange) -> HostKV:
-        """See `KVTaker.kv`."""
+        """See `KVReceiver.kv`."""
         request = self._requests.live(wanted.request_id)
         if request is not None:
             with request.holding.hold() as pages:
@@ -269,8 +263,8 @@ class DecodeEngine:
             request.end_span()
             request.tell_end()
             return
-        if request.lost:
-            request.close(FinishReason.NO_KV, request.lost)
+        if request.inbox.lost:
+            request.close(FinishReason.NO_KV, request.inbox.lost)
             return
         try:
             append_ids = appended_ids(request.order, job, self._model.vocab)
@@ -291,6 +285,7 @@ class DecodeEngine:
 
     def _submit_if_ready(self, request: DecodeRequest) -> None:
         if request.ready:
+            request.logits = request.inbox.logits_V
             self._scheduler.submit(request)
 
     def _before_first(self, request: DecodeRequest) -> None:
@@ -324,9 +319,9 @@ class DecodeEngine:
         request.renewed, request.deadline = self._clock(), job.deadline
         request.times.job = self._clock()
         request.span = self._tracer.begin("keep", job.trace, self._clock, request.times.job)
-        await request.settled.wait()
-        if request.lost:
-            request.close(FinishReason.NO_KV, request.lost)
+        await request.settled()
+        if request.inbox.lost:
+            request.close(FinishReason.NO_KV, request.inbox.lost)
         if request.ended is not None:
             request.end_span()
         self._requests.forget(request)
@@ -369,9 +364,6 @@ class DecodeEngine:
         while True:
             self._requests.expire()
             await asyncio.sleep(_TICK_S)
-
-    def _released(self, request_id: str) -> None:
-        self._receiver.release(request_id)
 
     def _check_available(self) -> None:
         if self._unavailable:

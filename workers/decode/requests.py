@@ -11,11 +11,12 @@ import itertools
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..kv.arrival import KVArrival
+from ..kv.handoff.inbox import KVInbox
 from ..kv.pages.holding import Holding, Reservations
 from ..kv.pages.pool import PAGE_TOKENS, PagePool, pages_for
 from ..kv.pages.sessions import KeptSession, SessionsTable
@@ -41,24 +42,18 @@ class DecodeRequest:
 
     reserved, renewed: seconds of the engine's clock. length: tokens whose K/V is in the pages. token: the
     last token chosen, not in the pages yet. logits: of the position before the first token, until that is
-    sampled.
+    sampled. inbox: of the last attempt to read its prompt.
     """
 
     serial: int
     order: Reserve
     holding: Holding
-    arrival: KVArrival
     reserved: float
     renewed: float
     length: int
+    inbox: KVInbox = field(init=False)
     times: Times = field(default_factory=Times)
     events: asyncio.Queue[DecodeEvent] = field(default_factory=asyncio.Queue)
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the prompt's K/V is complete, when it will not be, and when the request ends."""
-    reading: int = 0
-    """As in `PrefillJob`."""
-    lost: str = ""
-    """Why some of its K/V did not arrive; then it has to be resumed before anybody waits for it."""
     job: GenerateJob | None = None
     deadline: float | None = None
     reads: deque[Step] = field(default_factory=deque)
@@ -121,7 +116,7 @@ class DecodeRequest:
             return False
         if self.order.session_id is not None:
             return True
-        return self.arrival.complete and self.logits is not None
+        return self.inbox.complete and self.inbox.logits_V is not None
 
     @property
     def left(self) -> int:
@@ -137,33 +132,27 @@ class DecodeRequest:
             self.serial, self.holding.table, self.length, self.token, self.job.sampling, self.selects_pages
         )
 
-    def not_arrived(self, error: Exception) -> None:
-        """K/V or logits that were announced did not come, or cannot be its own."""
-        self.lost = f"the prompt's K/V did not arrive: {error}"
-        self.settled.set()
-        if self.job is not None:
-            self.close(FinishReason.NO_KV, self.lost)
+    async def settled(self) -> None:
+        """Wait until the prompt's K/V is complete or lost in its last attempt, or the request has ended."""
+        waited = None
+        while waited is not self.inbox:
+            waited = self.inbox
+            await waited.settled()
 
-    @contextmanager
-    def hold(self, arrival: KVArrival) -> Iterator[Sequence[int] | None]:
-        """The page table for what comes of this arrival; None where the request has ended, or has another."""
-        with self.holding.hold() as pages:
-            yield pages if arrival is self.arrival else None
-
-    def resume(self, tokens: int, reading: int, now: float) -> None:
-        """All but the first `tokens` tokens of K/V are to come once more, and the logits, by this reading."""
-        self.arrival, self.reading = self.arrival.until(tokens), reading
-        self.lost, self.logits, self.renewed = "", None, now
+    def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
+        """Begin another attempt to read the prompt. Returns the point from which on K/V, and the logits, are
+        to come again."""
+        tokens, self.inbox = self.inbox.resumed(points, attempt)
+        self.renewed = now
         self.times.logits = self.times.complete = None
-        if self.ended is None:
-            self.settled.clear()
+        return tokens
 
     def close(self, reason: FinishReason, message: str) -> None:
         """The one way to end; what comes later changes nothing."""
         if self.ended is not None:
             return
         self.ended = (reason, message)
-        self.settled.set()
+        self.inbox.close()
         self.logits = None
         self.end_span()
         if self.job is not None:
@@ -195,7 +184,7 @@ class DecodeRequest:
 class DecodeRequests:
     """By id, from reservation until their callers have heard how they ended.
 
-    name: the worker's. released: told a request's id when its pages are free. wall: seconds since the epoch.
+    name: the worker's. kv_changed: told the request whose inbox has changed. wall: seconds since the epoch.
     clock: seconds.
     """
 
@@ -204,13 +193,13 @@ class DecodeRequests:
         name: str,
         config: DecodeConfig,
         model: ModelConfig,
-        released: Callable[[str], None],
+        kv_changed: Callable[[DecodeRequest], None],
         wall: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
         self._layers = model.layers
         self._lease_s = config.stream_lease_s
-        self._released = released
+        self._kv_changed = kv_changed
         self._wall = wall
         self._clock = clock
         pool = PagePool(config.cache_tokens // PAGE_TOKENS, on_free=self._pages_came_back)
@@ -252,21 +241,19 @@ class DecodeRequests:
             return holding
         began = self._clock()
 
-        def freed() -> None:
-            self._released(order.request_id)
-            self._holds.ended(self._clock() - began)
-
-        holding.on_free = freed
+        holding.on_free = lambda: self._holds.ended(self._clock() - began)
         expected = order.prompt_tokens if order.session_id is None else 0
-        self._requests[order.request_id] = DecodeRequest(
+        request = DecodeRequest(
             serial=next(self._serials),
             order=order,
             holding=holding,
-            arrival=KVArrival(self._layers, expected),
             reserved=began,
             renewed=began,
             length=holding.session_tokens + expected,
         )
+        arrival = KVArrival(self._layers, expected)
+        request.inbox = KVInbox(arrival, holding, partial(self._kv_changed, request))
+        self._requests[order.request_id] = request
         return Reserved(holding.pages, holding.session_tokens)
 
     def _pages_came_back(self) -> None:

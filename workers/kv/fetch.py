@@ -18,11 +18,10 @@ import torch
 
 from ..messages.stages import HostKV, KVRange
 from ..messages.states import NAMESPACE
-from ..roles import KVTaker, sent
-from .actor_post import plain
+from ..roles import KVReceiver, sent
 from .cache import PagedKVCache
-from .handoff import HandoffError
-from .host_copies import NUMPY_TYPES, as_numpy
+from .handoff.host_copies import NUMPY_TYPES, as_numpy
+from .handoff.protocols import HandoffError, plain
 
 PIECE_BYTES = 8 << 20
 _AHEAD = 3
@@ -84,7 +83,7 @@ class RaySource:
         try:
             actor = self._ray.get_actor(decode_worker, namespace=NAMESPACE)
             for one in wanted:
-                coming.append((one, sent(actor, KVTaker.kv, one)))
+                coming.append((one, sent(actor, KVReceiver.kv, one)))
                 if len(coming) >= _AHEAD:
                     yield self._first(coming)
             while coming:

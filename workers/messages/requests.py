@@ -132,8 +132,8 @@ class Wish:
 class PrefillJob:
     """What a prefill group needs. token_ids: little-endian uint32. decode_worker: the actor name that
     reserved pages for request_id; K/V is announced to it. start: so many tokens are to be brought from
-    there instead of computed, a multiple of BLOCK; another group has. reading: how often the request has been
-    resumed; what comes of a reading before the last is not taken. trace: the W3C `traceparent` that spans
+    there instead of computed, a multiple of BLOCK; another group has. attempt: how often the prompt has
+    been begun before; messages of an earlier attempt are not taken. trace: the W3C `traceparent` that spans
     of the work belong under; empty if nobody records it, in every message that has one."""
 
     request_id: str
@@ -143,7 +143,7 @@ class PrefillJob:
     deadline: float | None = None
     wants_logits: bool = True
     start: int = 0
-    reading: int = 0
+    attempt: int = 0
     trace: str = ""
 
     @property

@@ -23,7 +23,7 @@ class OpenRequest:
     """First command of a request on every stage: its pages there and whom its K/V is announced to.
 
     serial: unique in the group for ever, unlike the request's id; what `abandon` names. start: tokens whose
-    K/V is to be brought from the decode worker. reading: as in `PrefillJob`."""
+    K/V is to be brought from the decode worker. attempt: as in `PrefillJob`."""
 
     request_id: str
     pages: tuple[int, ...]
@@ -32,7 +32,7 @@ class OpenRequest:
     decode_worker: str
     serial: int = 0
     start: int = 0
-    reading: int = 0
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ChunkReport:
 class KVAnnouncement:
     """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be pulled.
 
-    payload: what the transport's two ends agreed on, opaque to everybody else. reading: as in
+    payload: what the transport's two ends agreed on, opaque to everybody else. attempt: as in
     `PrefillJob`."""
 
     request_id: str
@@ -78,7 +78,7 @@ class KVAnnouncement:
     tokens: int
     payload: Any = field(repr=False)
     layers: int = 1
-    reading: int = 0
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class HostKV:
 
 @dataclass(frozen=True)
 class FirstLogits:
-    """Logits of the prompt's last position, float32 [V] (numpy), from the last stage. reading: as in
+    """Logits of the prompt's last position, float32 [V] (numpy), from the last stage. attempt: as in
     `PrefillJob`."""
 
     request_id: str
     logits: Any = field(repr=False)
-    reading: int = 0
+    attempt: int = 0

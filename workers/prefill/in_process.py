@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from ..kv.fetch import Source
-from ..kv.handoff import Sink
-from ..kv.transports import sender
+from ..kv.handoff.protocols import LocalReceiver
+from ..kv.handoff.transports import kv_sender
 from ..messages.events import PrefillDone, PrefillReport
 from ..messages.methods import MethodSpec
 from ..messages.requests import PrefillFailed, PrefillJob
@@ -81,8 +81,8 @@ class StageThread:
         return method(*arguments)
 
 
-class LogitsSink:
-    """Takes hand-offs and keeps only each request's first logits (float32 [V])."""
+class LogitsReceiver:
+    """A `LocalReceiver` that drops K/V and keeps only each request's first logits (float32 [V])."""
 
     def __init__(self) -> None:
         self.logits: dict[str, np.ndarray[Any, Any]] = {}
@@ -94,7 +94,7 @@ class LogitsSink:
 
 
 def local_controller(
-    model: ModelSpec, config: PrefillConfig, sink: Sink, source: Source | None = None
+    model: ModelSpec, config: PrefillConfig, receiver: LocalReceiver, source: Source | None = None
 ) -> PrefillController:
     """Load a group into this process. `stop()` it when done; use it from one event loop. source: None where
     no prompt is ever resumed."""
@@ -105,7 +105,7 @@ def local_controller(
     threads: list[StageThread] = []
     work: ModelWork | None = None
     for number, activations in enumerate(ends):
-        made = partial(sender, handoff, sink=sink)
+        made = partial(kv_sender, handoff, local=receiver)
         stage = load_stage(model, config, number, activations, made, source)
         threads.append(StageThread(stage, config.threads, activations.close))
         work = stage.work
@@ -129,10 +129,10 @@ def run_in_process(
     Loading the model is not part of the report. Raises PrefillFailed.
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec(str(model))
-    config, sink = replace(config, stream_lease_s=_NO_DOOR_S), LogitsSink()
+    config, receiver = replace(config, stream_lease_s=_NO_DOOR_S), LogitsReceiver()
 
     async def run() -> PrefillReport:
-        controller = local_controller(spec, config, sink)
+        controller = local_controller(spec, config, receiver)
         try:
             async for event in controller.prefill(PrefillJob("prompt", token_ids, method, _WORKER)):
                 if isinstance(event, PrefillDone):
@@ -142,4 +142,4 @@ def run_in_process(
             await controller.stop()
 
     report = asyncio.run(run())
-    return report, sink.logits["prompt"]
+    return report, receiver.logits["prompt"]

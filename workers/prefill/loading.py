@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import Source
-from ..kv.handoff import Sender
+from ..kv.handoff.protocols import KVSender
 from ..kv.pages.pool import pages_for
 from ..messages.methods import load_methods
 from ..model.decoder import load_model
@@ -24,7 +24,7 @@ def load_stage(
     config: PrefillConfig,
     stage: int,
     activations: Activations | None,
-    sender: Callable[[PagedKVCache], Sender],
+    sender: Callable[[PagedKVCache], KVSender],
     source: Source | None = None,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,

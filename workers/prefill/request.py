@@ -67,7 +67,7 @@ class Request:
             job.decode_worker,
             self.serial,
             job.start,
-            job.reading,
+            job.attempt,
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:

@@ -26,7 +26,7 @@ from ...kernels.layers.rope import KVRows
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import NoSource, Source, from_host, pieces
-from ..kv.handoff import HandoffError, Sender
+from ..kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
 from ..kv.pages.pool import first_of_run
 from ..messages.methods import resume_step
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
@@ -50,6 +50,7 @@ class _Prompt:
 
     request: OpenRequest
     method: Attention
+    stream: KVStream
     spec: StateSpec
     states: dict[int, Any]
     pages_N: torch.Tensor
@@ -64,7 +65,7 @@ class PrefillStage:
         self,
         stack: LayerStack,
         cache: PagedKVCache,
-        sender: Sender,
+        sender: KVSender,
         activations: Activations,
         stage: int,
         stages: int,
@@ -82,8 +83,8 @@ class PrefillStage:
         self._last = stage == stages - 1
         self._open: dict[str, _Prompt] = {}
         self._abandoned: set[int] = set()
-        self._held: set[str] = set()
-        """Closed requests whose pages decode workers still read."""
+        self._streams: dict[str, KVStream] = {}
+        """By request, until its pages are free: decode workers may read those of closed requests."""
         self._tracer = tracer
         self._through = 0.0
         """When the last chunk was, by perf_counter."""
@@ -107,10 +108,11 @@ class PrefillStage:
         if self.stack.device.type == "cuda":
             torch.cuda.synchronize(self.stack.device)
         del links  # and with them the neighbours' memory, which the device may have read until now
-        for request_id in list(self._open):
-            self.close(request_id)
-        while not all(self.close(request_id) for request_id in list(self._held)):
-            time.sleep(_ASK_AGAIN_S)
+        while self._streams:
+            for request_id in list(self._streams):
+                self.close(request_id)
+            if self._streams:
+                time.sleep(_ASK_AGAIN_S)
         self._abandoned.clear()
 
     # --- the role ----------------------------------------------------------------------------------------
@@ -127,8 +129,16 @@ class PrefillStage:
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error
         pages_N = self._to_device(np.array(request.pages, dtype=np.int64))
-        prompt = _Prompt(request, method, spec, states, pages_N, first_of_run(request.pages))
-        self._open[request.request_id] = prompt
+        destination = Destination(
+            request_id=request.request_id,
+            decode_worker=request.decode_worker,
+            attempt=request.attempt,
+            pages=request.pages,
+        )
+        stream = self._sender.open(destination)
+        first_page = first_of_run(request.pages)
+        self._streams[request.request_id] = stream
+        self._open[request.request_id] = _Prompt(request, method, stream, spec, states, pages_N, first_page)
         try:
             self._bring_back(request)
         except _REQUEST_ERRORS as error:
@@ -163,21 +173,21 @@ class PrefillStage:
             self._pass_on(work, torch.zeros(shape, dtype=self.stack.dtype, device=self.stack.device))
             raise failure from error
         self._pass_on(work, hidden_TC)
+        stream = self._open[command.request_id].stream
         try:
-            sent = self._finish(work, hidden_TC)
+            sent = self._finish(work, hidden_TC, stream)
         except _REQUEST_ERRORS as error:
             raise self._failure(work, error) from error
-        return partial(self._report, work, sent, self._open[command.request_id].request)
+        return partial(self._report, work, sent, stream)
 
     def close(self, request_id: str) -> bool:
         """Forget a request; nothing of it may run here afterwards. Unknown ids are fine. Whether its pages
         are free."""
         self._drop(request_id)
-        self._sender.forget(request_id)
-        if self._sender.holds(request_id):
-            self._held.add(request_id)
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.close():
             return False
-        self._held.discard(request_id)
+        self._streams.pop(request_id, None)
         return True
 
     def pages_used(self) -> int:
@@ -222,7 +232,7 @@ class PrefillStage:
             with phase("kv_gather"):
                 k_GSD, v_GSD = self._seen(prompt, layer, end)
             with phase("handoff"):  # before attention, so that K/V travels meanwhile
-                work.handoff_bytes += self._announce(prompt.request, layer, command.start, k_GSD, v_GSD)
+                work.handoff_bytes += _put(prompt.stream, layer, command.start, k_GSD, v_GSD)
             first = self._first_wanted(layer, prompt, command)
             if first > command.start:
                 with phase("projection"):
@@ -277,22 +287,6 @@ class PrefillStage:
             return self._cache.gather(layer, prompt.pages_N, end)
         return self._cache.view_run(layer, prompt.first_page, end)
 
-    def _announce(
-        self, request: OpenRequest, layer: int, start: int, k_GSD: torch.Tensor, v_GSD: torch.Tensor
-    ) -> int:
-        """Hand over what is in the prompt's pages from `start` on; its bytes."""
-        k_TGD, v_TGD = k_GSD[:, start:].transpose(0, 1), v_GSD[:, start:].transpose(0, 1)
-        return self._sender.announce(
-            request.request_id,
-            request.decode_worker,
-            layer,
-            start,
-            k_TGD,
-            v_TGD,
-            request.pages,
-            request.reading,
-        )
-
     def _attend(
         self,
         prompt: _Prompt,
@@ -319,7 +313,7 @@ class PrefillStage:
         work.coverage.append((layer, coverage))
         return out_BHTD[0].transpose(0, 1)
 
-    def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor) -> Callable[[], None]:
+    def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
         """Launch the first logits and what is left to hand over; what to call when it has been computed.
 
         A number that overflowed in any layer stays in the residual stream, also where sparse attention and
@@ -332,11 +326,11 @@ class PrefillStage:
             if self._last and command.last and command.wants_logits:
                 work.logits_V = self.stack.logits(hidden_TC[-1:])[0]
         with phase("handoff"):
-            sent = self._sender.end_chunk(command.request_id)
+            sent = stream.end_chunk()
         work.seal()
         return sent
 
-    def _report(self, work: ChunkWork, sent: Callable[[], None], of: OpenRequest) -> ChunkReport:
+    def _report(self, work: ChunkWork, sent: Callable[[], None], stream: KVStream) -> ChunkReport:
         """The chunk's end, beside the launching of the next. Raises RequestFailed."""
         work.wait()
         after, self._through = self._through, work.through
@@ -344,7 +338,7 @@ class PrefillStage:
             if not bool(work.finite):
                 raise RequestFailed(f"activations are not finite numbers in {self.stack.dtype}")
             if work.logits_V is not None:
-                self._sender.first_logits(of.request_id, of.decode_worker, work.logits_V, of.reading)
+                stream.put_logits(work.logits_V)
             sent()
         except _REQUEST_ERRORS as error:
             raise self._failure(work, error) from error
@@ -374,6 +368,11 @@ class PrefillStage:
         prompt = self._open.pop(request_id, None)
         if prompt is not None:
             self._abandoned.discard(prompt.request.serial)
+
+
+def _put(stream: KVStream, layer: int, start: int, k_GSD: torch.Tensor, v_GSD: torch.Tensor) -> int:
+    """Hand over what is in the prompt's pages from `start` on; returns its bytes."""
+    return stream.put(layer, start, k_GSD[:, start:].transpose(0, 1), v_GSD[:, start:].transpose(0, 1))
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
 from deltafront.workers.kv.cache import KVCacheError
-from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import DecodeFailed, GenerateJob, KeepSession, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement, KVRange
@@ -70,7 +70,7 @@ async def test_a_prompt_that_is_resumed_answers_as_one_that_was_not(bench: Calla
     await run.engine.first_logits(FirstLogits("a", np.zeros(199, np.float32)))
     assert await run.engine.resume("a", [32, 64, 96, 128], 1) == 96
     assert run.used == used, "its pages stay"
-    await announce(run, run.pieces("a", prompt, reading=1))
+    await announce(run, run.pieces("a", prompt, attempt=1))
     await run.engine.first_logits(FirstLogits("a", prompt.logits, 1))
     answer = await run.collect(GenerateJob("a", SHORT))
     assert answer.ids == whole.ids
@@ -121,7 +121,7 @@ async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Ca
     assert run.used == 0
     await half("resumed")
     assert await run.engine.resume("resumed", [32, 64], 1) == 32
-    await announce(run, run.pieces("resumed", prompt, reading=1)[LAYERS:])
+    await announce(run, run.pieces("resumed", prompt, attempt=1)[LAYERS:])
     await run.engine.first_logits(FirstLogits("resumed", prompt.logits, 1))
     assert len((await run.collect(GenerateJob("resumed", SHORT))).ids) == 8
 
@@ -155,7 +155,7 @@ async def test_what_is_on_its_way_from_a_reading_that_was_given_up_is_not_writte
     late = [pulled_late(run, one, release) for one in (wrong(first), replace(second, payload=None))]
     await asyncio.sleep(0)
     assert await run.engine.resume("a", [32], 1) == 0
-    await announce(run, run.pieces("a", prompt, reading=1))
+    await announce(run, run.pieces("a", prompt, attempt=1))
     release.set()
     outcomes = await asyncio.gather(*late, return_exceptions=True)
     assert outcomes[0] is None and isinstance(outcomes[1], HandoffError)
@@ -170,10 +170,10 @@ async def test_what_a_reading_that_was_given_up_says_later_is_not_heard(bench: C
     await run.reserve("a", len(IDS), 8)
     assert await run.engine.resume("a", [32], 1) == 0
     assert await run.engine.resume("a", [32], 2) == 0
-    for reading in (0, 1):
-        await run.engine.announce(wrong(run.pieces("a", prompt, reading=reading)[0]))
-        await run.engine.first_logits(FirstLogits("a", np.ones_like(prompt.logits), reading))
-    await announce(run, run.pieces("a", prompt, reading=2))
+    for attempt in (0, 1):
+        await run.engine.announce(wrong(run.pieces("a", prompt, attempt=attempt)[0]))
+        await run.engine.first_logits(FirstLogits("a", np.ones_like(prompt.logits), attempt))
+    await announce(run, run.pieces("a", prompt, attempt=2))
     await run.engine.first_logits(FirstLogits("a", prompt.logits, 2))
     assert (await run.collect(GenerateJob("a", SHORT))).ids == whole.ids
 
@@ -186,7 +186,7 @@ async def test_a_late_end_of_a_reading_does_not_start_a_request_twice(bench: Cal
     late = pulled_late(run, run.pieces("a", prompt)[0], release)
     await asyncio.sleep(0)
     assert await run.engine.resume("a", [32], 1) == 0
-    await announce(run, run.pieces("a", prompt, reading=1))
+    await announce(run, run.pieces("a", prompt, attempt=1))
     await run.engine.first_logits(FirstLogits("a", prompt.logits, 1))
     said = np.full(200, 5, dtype="<u4").tobytes()
     answering = asyncio.create_task(run.collect(GenerateJob("a", SHORT, said, answered_tokens=200)))

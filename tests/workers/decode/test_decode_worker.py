@@ -46,7 +46,8 @@ async def stream(actor: Any, job: GenerateJob) -> AsyncIterator[Any]:
 async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     cluster: Any, replica: Any, bench: Any
 ) -> None:
-    from deltafront.workers.kv.object_store import ObjectStorePost
+    from deltafront.workers.kv.handoff.object_store import ObjectStoreOutbox
+    from deltafront.workers.kv.handoff.outbox import Delivery
 
     ids = np.random.default_rng(0).integers(0, 198, 70).tolist()
     sampling = Sampling(0.8, max_tokens=NEW, seed=5, ignore_eos=True)
@@ -55,12 +56,12 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
 
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
     assert await actor.reserve.remote(Reserve("r", "me", 70, NEW)) == Reserved(6)
-    post, prompt = ObjectStorePost(256 << 20, 60.0), run.prefill(ids)
+    outbox, prompt, delivery = ObjectStoreOutbox(256 << 20, 60.0), run.prefill(ids), Delivery(replica.name)
     for piece in run.pieces("r", prompt):
-        post.kv(replica.name, piece)
-    post.logits(replica.name, FirstLogits("r", prompt.logits))
+        outbox.send_kv(delivery, piece)
+    outbox.send_logits(delivery, FirstLogits("r", prompt.logits))
     events = [event async for event in stream(actor, GenerateJob("r", sampling, keep_tokens=70))]
-    post.check("r")
+    outbox.check(delivery)
     assert isinstance(events[0], FirstTokenTimings)
     assert isinstance(events[-1], FinishEvent) and events[-1].reason is FinishReason.LENGTH
     tokens = [event.token_id for event in events if isinstance(event, Token)]

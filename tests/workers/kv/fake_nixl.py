@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deltafront.workers.kv.nixl_agent import Agent
+from deltafront.workers.kv.handoff.nixl_agent import Agent
 
 NIXL = importlib.util.find_spec("nixl") is not None
 needs_nixl = pytest.mark.skipif(not NIXL, reason="needs the package nixl")

@@ -1,4 +1,4 @@
-"""K/V that a decode worker copies from a stage's pages by CUDA IPC: what `test_lending.py` does not have. The
+"""K/V that a decode worker copies from a stage's pages by CUDA IPC, beyond `test_exported_pages.py`. The
 device is a stand-in: tensors of this process, behind handles; so is Ray."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.handoff import HandoffError
-from deltafront.workers.kv.peer_memory import CudaPeerMemory, home
-from deltafront.workers.kv.transports import receiver, sender
+from deltafront.workers.kv.handoff.peer_memory import CudaPeerMemory, home
+from deltafront.workers.kv.handoff.protocols import HandoffError
+from deltafront.workers.kv.handoff.transports import kv_reader, kv_sender
 from deltafront.workers.settings import HandoffConfig
 
-from .lending_bench import DIM, HEADS, Bench, ByCudaIpc
+from .export_bench import DIM, HEADS, Bench, ByCudaIpc
 
 CONFIG = HandoffConfig(transport="cuda_ipc")
 
@@ -31,7 +31,7 @@ async def test_what_was_read_after_its_time_is_not_taken() -> None:
     bench.clock.now += 30.0
     with pytest.raises(HandoffError, match=r"K/V of r, layers 3 \.\. 5 at 0 was read too late"):
         await bench.deliver(message, range(2))
-    assert not bench.sender.holds("r"), "the same clock says so on both sides"
+    assert not bench.in_use("r"), "the same clock says so on both sides"
 
 
 async def test_a_dead_stage_fails_what_it_announced_and_is_unmapped() -> None:
@@ -42,10 +42,10 @@ async def test_a_dead_stage_fails_what_it_announced_and_is_unmapped() -> None:
     for message in bench.ray.sent:
         await bench.deliver(message, range(4))
     assert way.peers.opened == [0, 1], "mapped once"
-    assert bench.receiver._mapped
+    assert bench.reader._mapped
     assert len(way.peers.gone[message.payload.cache.pid]) == 1, "watched once: each watch is an open file"
     way.peers.end(message.payload.cache.pid)
-    assert not bench.receiver._mapped, "its memory is not kept from the next stage"
+    assert not bench.reader._mapped, "its memory is not kept from the next stage"
     with pytest.raises(HandoffError, match=r"cannot be reached: RuntimeError: invalid resource handle$"):
         await bench.deliver(message, range(4))
 
@@ -64,7 +64,7 @@ async def test_pages_of_another_host_are_refused() -> None:
 
 def test_it_needs_a_gpu() -> None:
     cache = PagedKVCache(range(1), HEADS, DIM, 2, torch.float32, "cpu")
-    for end in (lambda: sender(CONFIG, cache), lambda: receiver(CONFIG, cache, ThreadPoolExecutor(1))):
+    for end in (lambda: kv_sender(CONFIG, cache), lambda: kv_reader(CONFIG, cache, ThreadPoolExecutor(1))):
         with pytest.raises(ValueError, match="CUDA IPC needs a GPU, not cpu"):
             end()
     assert home() == home() and "pid:" in home()

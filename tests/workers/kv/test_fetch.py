@@ -11,7 +11,7 @@ import torch
 from deltafront.workers.kv import fetch
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.fetch import NoSource, RaySource, from_host, pieces, to_host
-from deltafront.workers.kv.handoff import HandoffError
+from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.stages import HostKV, KVRange
 
 

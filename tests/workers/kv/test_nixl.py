@@ -1,4 +1,4 @@
-"""K/V that a decode worker reads from a stage's pages by NIXL: what `test_lending.py` does not have. `Fabric`
+"""K/V that a decode worker reads from a stage's pages by NIXL, beyond `test_exported_pages.py`. `Fabric`
 stands in for NIXL; where that is installed, itself does some of it too, within this process here and between
 processes in `test_nixl_processes.py`."""
 
@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.handoff import HandoffError
-from deltafront.workers.kv.transports import receiver, sender
+from deltafront.workers.kv.handoff.protocols import HandoffError
+from deltafront.workers.kv.handoff.transports import kv_reader, kv_sender
 from deltafront.workers.messages.requests import DecodeFailed
 from deltafront.workers.messages.stages import KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
 
-from . import test_lending
+from . import test_exported_pages
+from .export_bench import DIM, HEADS, Bench, ByNixl, ByRealNixl
 from .fake_nixl import needs_nixl
-from .lending_bench import DIM, HEADS, Bench, ByNixl, ByRealNixl
 
 CONFIG = HandoffConfig(transport="nixl")
 
@@ -54,7 +54,7 @@ async def test_pages_that_go_while_they_are_read_are_not_taken(moment: int) -> N
     def give_away(number: int) -> None:
         if number == moment:
             bench.clock.now += 30.0
-            assert not bench.sender.holds("r")
+            assert not bench.in_use("r")
             bench.stage.k_LPSGD.fill_(-1.0)
 
     way.fabric.on_begin = give_away
@@ -75,8 +75,8 @@ def test_a_lease_ends_exactly_when_its_pages_are_free() -> None:
             if event == "announce" and len(pages) < 4:
                 sent = len(bench.ray.sent)
                 page = pages.setdefault(name, min({*range(4)} - {*pages.values()}))
-                bench.sender.announce(name, "decode:x", 3, 0, *torch.zeros(2, 16, HEADS, DIM), (page,))
-                bench.sender._post_message()
+                bench.stream(name, (page,)).put(3, 0, *torch.zeros(2, 16, HEADS, DIM))
+                bench.stream(name, (page,)).end_chunk()
                 for message in bench.ray.sent[sent:]:  # none where this request has failed
                     kv = message.payload
                     leases.setdefault(name, set()).add((kv.lease[0], kv.serial))
@@ -86,8 +86,7 @@ def test_a_lease_ends_exactly_when_its_pages_are_free() -> None:
                 bench.clock.now += rng.choice((0.5, 4.0))
             elif event == "close" and pages:
                 name = rng.choice([*pages])
-                bench.sender.forget(name)
-                if not bench.sender.holds(name):
+                if not bench.in_use(name):
                     del pages[name]
                     gone = leases.pop(name, set())
                     assert not any(valid(bench, lease) for lease in gone), (seed, "its pages are free")
@@ -95,7 +94,7 @@ def test_a_lease_ends_exactly_when_its_pages_are_free() -> None:
 
 
 def valid(bench: Bench, lease: tuple[int, int]) -> bool:
-    words = bench.lender._leases
+    words = bench.exporter._leases
     return lease in {(words.span(page)[0], words[page]) for page in range(bench.stage.pages)}
 
 
@@ -118,8 +117,8 @@ async def test_pages_are_held_for_as_long_as_data_may_come() -> None:
 async def test_a_stage_that_dies_in_mid_read_fails_what_it_announced_and_nothing_else() -> None:
     way = ByNixl()
     dying, other = Bench(way), Bench(way)
-    worker = other.receiver
-    dying.receiver, dying.worker = worker, other.worker
+    worker = other.reader
+    dying.reader, dying.worker = worker, other.worker
     messages = [announced(dying), announced(dying, "s", 4)]
     way.fabric.stalled.add("agent-0")
     reading = [
@@ -142,7 +141,7 @@ async def test_a_stage_that_dies_in_mid_read_fails_what_it_announced_and_nothing
 async def test_a_connection_that_failed_is_made_anew() -> None:
     way = ByNixl()
     bench = Bench(way)
-    message, agent = announced(bench), bench.receiver._agent
+    message, agent = announced(bench), bench.reader._agent
     way.fabric.stalled.add("agent-0")
     reading = asyncio.create_task(bench.deliver(message, range(2)))
     await until(lambda: way.fabric.under_way == 1)
@@ -169,14 +168,14 @@ async def test_a_prompt_is_not_read_again_while_old_kv_may_still_come(
 ) -> None:
     """Its group is gone, but what was being read from there could land on what the next one hands over."""
     way = ByNixl()
-    monkeypatch.setattr("deltafront.workers.kv.nixl.new_agent", way.agent)
+    monkeypatch.setattr("deltafront.workers.kv.handoff.nixl.new_agent", way.agent)
     run = await bench(transport="nixl")
     cache = run.engine._runner.cache
     stage = PagedKVCache(cache.layers, cache.kv_heads, cache.head_dim, 8, cache.dtype, "cpu")
-    lender = way.lender(stage, 60.0, lambda: 0.0)
+    exporter = way.exporter(stage, 60.0, lambda: 0.0)
     await run.reserve("a", 70, 8)
-    message = KVAnnouncement("a", 0, 0, 32, lender.payload("a", [((0, 32),)]))
-    way.fabric.stalled.add(lender._agent.name)
+    message = KVAnnouncement("a", 0, 0, 32, exporter.export((0, 1)).payload([((0, 32),)]))
+    way.fabric.stalled.add(exporter._agent.name)
     reading = asyncio.create_task(run.engine.announce(message))
     await until(lambda: way.fabric.under_way == 1)
     resuming = asyncio.create_task(run.engine.resume("a", [32], 1))
@@ -185,7 +184,7 @@ async def test_a_prompt_is_not_read_again_while_old_kv_may_still_come(
         await ending
     await asyncio.sleep(0.01)
     assert not resuming.done()
-    way.fabric.dead.add(lender._agent.name)
+    way.fabric.dead.add(exporter._agent.name)
     with pytest.raises(HandoffError):
         await reading
     assert await resuming == 0
@@ -199,18 +198,18 @@ async def test_a_prompt_is_not_read_again_while_old_kv_may_still_come(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 async def test_nixl_itself_moves_pages(dtype: torch.dtype) -> None:
     theirs, ours = (9, 10, 3, 4, 0, 15, 16), (20, 3, 4, 29, 1, 0, 7)
-    await test_lending.test_chunks_arrive_whatever_pages_they_lie_in(ByRealNixl(), theirs, ours, dtype)
+    await test_exported_pages.test_chunks_arrive_whatever_pages_they_lie_in(ByRealNixl(), theirs, ours, dtype)
 
 
 @needs_nixl
 async def test_nixl_itself_reads_the_lease() -> None:
-    await test_lending.test_what_was_read_when_its_pages_had_gone_is_not_taken(ByRealNixl())
+    await test_exported_pages.test_what_was_read_when_its_pages_had_gone_is_not_taken(ByRealNixl())
 
 
 def test_where_it_is_missing_both_ends_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     cache = PagedKVCache(range(1), HEADS, DIM, 2, torch.float32, "cpu")
-    for end in (lambda: sender(CONFIG, cache), lambda: receiver(CONFIG, cache, ThreadPoolExecutor(1))):
+    for end in (lambda: kv_sender(CONFIG, cache), lambda: kv_reader(CONFIG, cache, ThreadPoolExecutor(1))):
         with pytest.raises(ValueError, match=r"^handoff\.transport: nixl needs the package nixl"):
             end()

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.handoff import HandoffError
-from deltafront.workers.kv.nixl import NixlLender, NixlReceiver
-from deltafront.workers.kv.nixl_agent import new_agent
+from deltafront.workers.kv.handoff.nixl import NixlExporter, NixlReader
+from deltafront.workers.kv.handoff.nixl_agent import new_agent
+from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.kv.pages.pool import row_runs
 from deltafront.workers.messages.stages import KVAnnouncement
 
@@ -47,18 +47,19 @@ def filled() -> PagedKVCache:
 
 
 def serve(pipe: Any) -> None:
-    """A stage's process: lends all of its pages to any request that is asked for, until told to take them
-    back."""
+    """A stage's process: exports all of its pages to any request that is asked for, until told to revoke
+    that."""
     cache = filled()
-    lender = NixlLender(cache, new_agent())
+    exporter, exports = NixlExporter(cache, new_agent()), {}
     rows = row_runs(THEIRS, 0, TOKENS)
     while True:
         order, name = pipe.recv()
-        if order == "lend":
-            payload = lender.payload(name, [rows] * len(LAYERS))
+        if order == "export":
+            exports[name] = exporter.export(THEIRS)
+            payload = exports[name].payload([rows] * len(LAYERS))
             pipe.send(KVAnnouncement(name, LAYERS.start, 0, TOKENS, payload, len(LAYERS)))
-        elif order == "take back":
-            lender.take_back(name)
+        elif order == "revoke":
+            exports[name].revoke()
             for side in (cache.k_LPSGD, cache.v_LPSGD):
                 side.fill_(-1.0)
             pipe.send("done")
@@ -70,20 +71,20 @@ def read(pipe: Any) -> None:
 
 
 async def _read(pipe: Any) -> None:
-    receiver, cache = worker()
+    reader, cache = worker()
     while True:
         message = await asyncio.to_thread(pipe.recv)
-        reading = asyncio.create_task(receiver.receive(message, LAYERS, hold))
-        await under_way(receiver, reading)
+        reading = asyncio.create_task(reader.read(message, LAYERS, hold))
+        await under_way(reader, reading)
         pipe.send("under way")
         await reading
         pipe.send(rows_that_differ(cache))
 
 
-def worker() -> tuple[NixlReceiver, PagedKVCache]:
+def worker() -> tuple[NixlReader, PagedKVCache]:
     cache = cache_of(range(8))
     cache.k_LPSGD.fill_(torch.nan), cache.v_LPSGD.fill_(torch.nan)
-    return NixlReceiver(cache, ThreadPoolExecutor(1), new_agent), cache
+    return NixlReader(cache, ThreadPoolExecutor(1), new_agent), cache
 
 
 @contextlib.contextmanager
@@ -91,9 +92,9 @@ def hold() -> Iterator[Sequence[int]]:
     yield range(PAGES)
 
 
-async def under_way(receiver: NixlReceiver, reading: asyncio.Task[int]) -> None:
+async def under_way(reader: NixlReader, reading: asyncio.Task[int]) -> None:
     """Or over, where no stopped process keeps it."""
-    while not receiver._reading.total() and not reading.done():
+    while not reader._reading.total() and not reading.done():
         await asyncio.sleep(0.001)
 
 
@@ -149,32 +150,32 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
 
 async def test_pages_cross_processes_and_a_lease_ends_with_them(start: Callable[..., Child]) -> None:
     stage = start(serve)
-    receiver, cache = worker()
-    message = stage.ask("lend", "r")
-    assert await receiver.receive(message, LAYERS, hold) == 2 * len(LAYERS) * TOKENS * HEADS * DIM * 4
+    reader, cache = worker()
+    message = stage.ask("export", "r")
+    assert await reader.read(message, LAYERS, hold) == 2 * len(LAYERS) * TOKENS * HEADS * DIM * 4
     assert rows_that_differ(cache) == 0
-    assert stage.ask("take back", "r") == "done"
+    assert stage.ask("revoke", "r") == "done"
     with pytest.raises(HandoffError, match="was read too late"):
-        await receiver.receive(message, LAYERS, hold)
+        await reader.read(message, LAYERS, hold)
 
 
 async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read(
     start: Callable[..., Child],
 ) -> None:
     dying, other = start(serve), start(serve)
-    receiver, cache = worker()
-    message, good = dying.ask("lend", "r"), other.ask("lend", "s")
-    await receiver.receive(message, LAYERS, hold)
+    reader, cache = worker()
+    message, good = dying.ask("export", "r"), other.ask("export", "s")
+    await reader.read(message, LAYERS, hold)
     dying.signal(signal.SIGSTOP)
-    reading = asyncio.create_task(receiver.receive(message, LAYERS, hold))
-    await under_way(receiver, reading)
+    reading = asyncio.create_task(reader.read(message, LAYERS, hold))
+    await under_way(reader, reading)
     cache.k_LPSGD.fill_(torch.nan), cache.v_LPSGD.fill_(torch.nan)
-    await receiver.receive(good, LAYERS, hold)
+    await reader.read(good, LAYERS, hold)
     assert not reading.done() and rows_that_differ(cache) == 0, "nobody waits for the stage that hangs"
     dying.end()
     with pytest.raises(HandoffError, match=r"K/V of r, layers 2 \.\. 5 at 0 could not be read: nixl"):
         await reading
-    await receiver.receive(good, LAYERS, hold)
+    await reader.read(good, LAYERS, hold)
 
 
 async def test_a_decode_worker_that_dies_in_mid_read_does_its_stage_no_harm(
@@ -182,12 +183,12 @@ async def test_a_decode_worker_that_dies_in_mid_read_does_its_stage_no_harm(
 ) -> None:
     """The stage goes on meanwhile. One that stands still then may be ended by UCX (docs/LOG.md)."""
     stage, dying = start(serve), start(read)
-    message = stage.ask("lend", "r")
+    message = stage.ask("export", "r")
     dying.pipe.send(message)
     assert dying.hear() == "under way" and dying.hear() == 0
     dying.pipe.send(message)
     assert dying.hear() == "under way"
     dying.end()
-    receiver, cache = worker()
-    await receiver.receive(stage.ask("lend", "s"), LAYERS, hold)
+    reader, cache = worker()
+    await reader.read(stage.ask("export", "s"), LAYERS, hold)
     assert rows_that_differ(cache) == 0

@@ -14,57 +14,58 @@ import numpy as np
 import pytest
 import torch
 
-from deltafront.workers.kv.handoff import HandoffError
-from deltafront.workers.kv.host_copies import HostCopies
-from deltafront.workers.kv.object_store import ObjectStorePost, pull
-from deltafront.workers.kv.posting import PostingSender
+from deltafront.workers.kv.handoff.host_copies import HostCopies
+from deltafront.workers.kv.handoff.object_store import ObjectStoreOutbox, pull
+from deltafront.workers.kv.handoff.outbox import Delivery
+from deltafront.workers.kv.handoff.protocols import Destination, HandoffError
+from deltafront.workers.kv.handoff.stream import MessageSender, MessageStream
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
 class Box:
-    """A post that keeps what it is given, and the trouble of the request that it refuses."""
+    """An outbox that keeps what it is given, and the failure of the request that it refuses."""
 
     def __init__(self) -> None:
         self.announced: list[KVAnnouncement] = []
         self.sent_logits: list[FirstLogits] = []
         self.refuse = ""
-        self.failed: set[str] = set()
 
-    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+    def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
         if announcement.request_id == self.refuse:
-            self.failed.add(announcement.request_id)
+            delivery.fail(f"{announcement.request_id} was not taken")
         else:
             self.announced.append(announcement)
 
-    def logits(self, decode_worker: str, message: FirstLogits) -> None:
+    def send_logits(self, delivery: Delivery, message: FirstLogits) -> None:
         self.sent_logits.append(message)
 
-    def check(self, request_id: str) -> None:
-        if request_id in self.failed:
-            raise HandoffError(f"{request_id} was not taken")
+    def check(self, delivery: Delivery) -> None:
+        if delivery.failure:
+            raise HandoffError(delivery.failure)
 
-    def owed(self, request_id: str) -> bool:
+    def unanswered(self, delivery: Delivery) -> bool:
         return False
 
-    def forget(self, request_id: str) -> None:
-        self.failed.discard(request_id)
+
+def sender_to(box: Box, background: bool = False) -> MessageSender:
+    return MessageSender(HostCopies("cpu"), box, background=background)
 
 
-def sender_to(box: Box, background: bool = False) -> PostingSender:
-    return PostingSender(HostCopies("cpu"), box, background=background)
+def stream_of(sender: MessageSender, name: str = "r", attempt: int = 0) -> MessageStream:
+    return sender.open(Destination(request_id=name, decode_worker="decode:x", attempt=attempt))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     box = Box()
-    sender = sender_to(box)
+    stream = stream_of(sender_to(box), attempt=2)
     kv_TJD = torch.randn(37, 6, 8).to(dtype)
     k, v = kv_TJD[:, :3], kv_TJD[:, 3:]
-    assert sender.announce("r", "decode:x", 4, 128, k, v, reading=2) == 2 * 37 * 3 * 8 * dtype.itemsize
-    sender.end_chunk("r")()
+    assert stream.put(4, 128, k, v) == 2 * 37 * 3 * 8 * dtype.itemsize
+    stream.end_chunk()()
     (announced,) = box.announced
     assert (announced.request_id, announced.layer, announced.start, announced.tokens) == ("r", 4, 128, 37)
-    assert announced.reading == 2
+    assert announced.attempt == 2
     ((got_k, got_v),) = await pull(announced, 3, 8, dtype)
     assert got_k.dtype is dtype
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
@@ -74,22 +75,24 @@ async def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
 def test_small_layers_travel_together_and_big_ones_alone(
     background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message is posted when it is full, when the next layer is another chunk's, and at the chunk's end."""
+    """A message is sent when it is full, when the next layer is another chunk's, and at the chunk's end."""
     layer_bytes = 2 * 2 * 3 * 8 * 4
     monkeypatch.setattr(HostCopies, "message_bytes", 3 * layer_bytes)
     box = Box()
     sender = sender_to(box, background)
+    streams = {name: stream_of(sender, name) for name in "rs"}
     made = {}
 
-    def announce(request_id: str, layer: int, start: int) -> None:
-        made[request_id, start, layer] = torch.randn(2, 2, 3, 8)
-        sender.announce(request_id, "decode:x", layer, start, *made[request_id, start, layer])
+    def put(name: str, layer: int, start: int) -> None:
+        made[name, start, layer] = torch.randn(2, 2, 3, 8)
+        streams[name].put(layer, start, *made[name, start, layer])
 
     for layer in range(4, 9):
-        announce("r", layer, 0)
-    announce("r", 4, 2)
-    announce("s", 5, 2)
-    sender.end_chunk("s")()
+        put("r", layer, 0)
+    put("r", 4, 2)
+    streams["r"].end_chunk()()
+    put("s", 5, 2)
+    streams["s"].end_chunk()()
     found = [(a.request_id, a.start, a.layer, a.layers) for a in box.announced]
     assert found == [("r", 0, 4, 3), ("r", 0, 7, 2), ("r", 2, 4, 1), ("s", 2, 5, 1)]
     for a in box.announced:
@@ -97,30 +100,33 @@ def test_small_layers_travel_together_and_big_ones_alone(
             assert torch.equal(torch.stack((k, v)), made[a.request_id, a.start, a.layer + n])
     monkeypatch.setattr(HostCopies, "message_bytes", layer_bytes)
     box.announced.clear()
+    streams["r"] = stream_of(sender)
     for layer in range(3):
-        announce("r", layer, 4)
+        put("r", layer, 4)
     if background:
-        sender.end_chunk("r")()
+        streams["r"].end_chunk()()
     assert [(a.layer, a.layers) for a in box.announced] == [(0, 1), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_is_left_of_a_closed_request_is_not_posted(background: bool) -> None:
+def test_what_is_left_of_a_closed_request_is_not_sent(background: bool) -> None:
     box = Box()
     sender = sender_to(box, background)
     kv = torch.zeros(2, 3, 8)
-    sender.announce("gone", "decode:x", 0, 0, kv, kv)
-    sender.forget("gone")
-    sender.announce("r", "decode:x", 0, 0, kv, kv)
-    sender.end_chunk("r")()
+    gone, stays = stream_of(sender, "gone"), stream_of(sender, "r")
+    gone.put(0, 0, kv, kv)
+    gone.close()
+    gone.end_chunk()()
+    stays.put(0, 0, kv, kv)
+    stays.end_chunk()()
     assert [a.request_id for a in box.announced] == ["r"]
 
 
 async def test_logits_travel_as_float32() -> None:
     box = Box()
     logits_V = torch.randn(50)
-    sender_to(box).first_logits("r", "decode:x", logits_V, 2)
-    assert box.sent_logits[0].logits.dtype == np.float32 and box.sent_logits[0].reading == 2
+    stream_of(sender_to(box), attempt=2).put_logits(logits_V)
+    assert box.sent_logits[0].logits.dtype == np.float32 and box.sent_logits[0].attempt == 2
     assert np.array_equal(box.sent_logits[0].logits, logits_V.numpy())
 
 
@@ -163,11 +169,11 @@ async def test_a_wrong_payload_is_refused(case: str) -> None:
 
 
 def test_a_sender_refuses_what_is_no_kv() -> None:
-    sender = sender_to(Box())
+    stream = stream_of(sender_to(Box()))
     good = torch.zeros(2, 3, 8)
     for k, v in ((good, good[:1]), (good[0], good[0]), (good.double(), good.double())):
         with pytest.raises(HandoffError, match="cannot hand over"):
-            sender.announce("r", "decode:x", 0, 0, k, v)
+            stream.put(0, 0, k, v)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -176,35 +182,35 @@ def test_a_refused_announcement_shows_at_the_end_of_the_chunk(background: bool) 
     box.refuse = "r"
     sender = sender_to(box, background)
     kv = torch.zeros(2, 3, 8)
-    sender.announce("r", "decode:x", 0, 0, kv, kv)
-    sender.announce("other", "decode:x", 0, 0, kv, kv)
-    sender.end_chunk("other")()
+    streams = {name: stream_of(sender, name) for name in ("r", "other")}
+    for stream in streams.values():
+        stream.put(0, 0, kv, kv)
+    streams["other"].end_chunk()()
     with pytest.raises(HandoffError, match="r was not taken"):
-        sender.end_chunk("r")()
-    sender.forget("r")
-    sender.end_chunk("r")()
+        streams["r"].end_chunk()()
 
 
-def test_a_slow_post_holds_a_chunks_report_and_not_the_stage() -> None:
+def test_a_slow_outbox_holds_a_chunks_report_and_not_the_stage() -> None:
     let_go = threading.Event()
 
     class Slow(Box):
-        def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
+        def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
             assert let_go.wait(20)
-            super().kv(decode_worker, announcement)
+            super().send_kv(delivery, announcement)
 
     box = Slow()
     sender = sender_to(box, background=True)
     kv = torch.zeros(2, 3, 8)
+    streams = {name: stream_of(sender, name) for name in "rs"}
     sent = []
     for name, start in (("r", 0), ("r", 2), ("s", 0)):  # would hang if the stage waited
-        sender.announce(name, "decode:x", 0, start, kv, kv)
-        sent.append(sender.end_chunk(name))
+        streams[name].put(0, start, kv, kv)
+        sent.append(streams[name].end_chunk())
     assert not box.announced
     threading.Timer(0.05, let_go.set).start()
     sent[0]()
     assert let_go.is_set() and box.announced[0].start == 0
-    sender.first_logits("r", "decode:x", torch.zeros(5))
+    streams["r"].put_logits(torch.zeros(5))
     sent[1]()
     sent[2]()
     assert sorted((a.request_id, a.start) for a in box.announced) == [("r", 0), ("r", 2), ("s", 0)]
@@ -216,23 +222,22 @@ def test_a_refusal_shows_in_its_chunks_report_and_only_to_its_request() -> None:
     box.refuse = "r"
     sender = sender_to(box, background=True)
     kv = torch.zeros(2, 3, 8)
+    streams = {name: stream_of(sender, name) for name in ("r", "other")}
     sent = {}
     for chunk in range(2):
-        for name in ("r", "other"):
-            sender.announce(name, "decode:x", 0, 2 * chunk, kv, kv)
-            sent[name, chunk] = sender.end_chunk(name)
+        for name, stream in streams.items():
+            stream.put(0, 2 * chunk, kv, kv)
+            sent[name, chunk] = stream.end_chunk()
     for chunk in range(2):
         sent["other", chunk]()
         with pytest.raises(HandoffError, match="r was not taken"):
             sent["r", chunk]()
-    for name in ("r", "other"):
-        sender.forget(name)
-        assert not sender.holds(name), "host copies are no pages"
-    assert not sender._posting
+    for stream in streams.values():
+        assert stream.close(), "host copies are no pages"
 
 
 class FakeRay:
-    """The four calls that ActorPost makes. Replies are answered when `answered` names them, or by waiting."""
+    """The calls that ActorOutbox makes. Replies are answered when `answered` names them, or by waiting."""
 
     def __init__(self) -> None:
         self.answered: set[int] = set()
@@ -272,10 +277,10 @@ class FakeRay:
             raise self.errors[reply]
 
 
-def post_on(fake: FakeRay, max_bytes: int) -> ObjectStorePost:
-    post = ObjectStorePost(max_bytes, 60.0)
-    post._ray = fake
-    return post
+def outbox_on(fake: FakeRay, max_bytes: int) -> ObjectStoreOutbox:
+    outbox = ObjectStoreOutbox(max_bytes, 60.0)
+    outbox._ray = fake
+    return outbox
 
 
 def announcement(request_id: str, floats: int = 256) -> KVAnnouncement:
@@ -285,61 +290,55 @@ def announcement(request_id: str, floats: int = 256) -> KVAnnouncement:
 
 def test_unanswered_bytes_are_bounded() -> None:
     fake = FakeRay()
-    post = post_on(fake, max_bytes=10 * 2048)
+    outbox, r = outbox_on(fake, max_bytes=10 * 2048), Delivery("decode:x")
     for _ in range(50):
-        post.kv("decode:x", announcement("r"))
+        outbox.send_kv(r, announcement("r"))
     assert fake.unanswered_peak <= 11
     assert all(message.payload[0] == "reference" for message in fake.sent)
-    post.kv("decode:x", announcement("r", floats=100_000))
-    post.check("r")
+    outbox.send_kv(r, announcement("r", floats=100_000))
+    outbox.check(r)
 
 
 def test_a_failed_answer_fails_its_request_once_and_only_it() -> None:
     fake = FakeRay()
-    post = post_on(fake, max_bytes=1 << 20)
-    post.kv("decode:x", announcement("a"))
-    post.kv("decode:x", announcement("b"))
-    post.check("a")
+    outbox = outbox_on(fake, max_bytes=1 << 20)
+    a, b = Delivery("decode:x"), Delivery("decode:x")
+    outbox.send_kv(a, announcement("a"))
+    outbox.send_kv(b, announcement("b"))
+    outbox.check(a)
     fake.errors[0] = RuntimeError("page table too short\ntraceback")
     fake.answered |= {0, 1}
-    post.check("b")
+    outbox.check(b)
     with pytest.raises(HandoffError, match=r"decode:x did not take K/V: RuntimeError: page table too short$"):
-        post.check("a")
-    post.kv("decode:x", announcement("a"))
+        outbox.check(a)
+    outbox.send_kv(a, announcement("a"))
     assert len(fake.sent) == 2, "nothing more is sent for a lost request"
-    post.forget("a")
-    post.check("a")
 
 
 def test_a_full_object_store_is_its_requests_trouble_alone() -> None:
     fake = FakeRay()
-    post = post_on(fake, max_bytes=1 << 20)
+    outbox = outbox_on(fake, max_bytes=1 << 20)
+    a, b = Delivery("decode:x"), Delivery("decode:x")
     put = fake.put
 
     def full(_value: Any) -> Any:
         raise MemoryError("no room for 4096 bytes\ntraceback")
 
     fake.put = full  # type: ignore[method-assign]
-    post.kv("decode:x", announcement("a"))
+    outbox.send_kv(a, announcement("a"))
     with pytest.raises(HandoffError, match=r"the object store did not take K/V: MemoryError: no room .*s$"):
-        post.check("a")
+        outbox.check(a)
     fake.put = put  # type: ignore[method-assign]
-    post.kv("decode:x", announcement("b"))
-    post.check("b")
+    outbox.send_kv(b, announcement("b"))
+    outbox.check(b)
     assert [message.request_id for message in fake.sent] == ["b"]
 
 
-def test_an_unknown_decode_worker_is_reported_and_late_answers_are_ignored() -> None:
-    fake = FakeRay()
-    post = post_on(fake, max_bytes=1 << 20)
-    post.kv("decode:gone", announcement("a"))
+def test_an_unknown_decode_worker_is_reported() -> None:
+    outbox, a = outbox_on(FakeRay(), max_bytes=1 << 20), Delivery("decode:gone")
+    outbox.send_kv(a, announcement("a"))
     with pytest.raises(HandoffError, match="decode:gone"):
-        post.check("a")
-    post.kv("decode:x", announcement("b"))
-    post.forget("b")
-    fake.errors[0] = RuntimeError("cancelled")
-    fake.answered.add(0)
-    post.check("b")
+        outbox.check(a)
 
 
 def test_pulls_share_one_loop() -> None:

@@ -12,22 +12,23 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.handoff import HandoffError, Hold, Sender
-from deltafront.workers.kv.host_copies import HostCopies
-from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
-from deltafront.workers.kv.posting import PostingSender
-from deltafront.workers.kv.transports import TRANSPORTS, Transport, receiver, sender
+from deltafront.workers.kv.handoff.host_copies import HostCopies
+from deltafront.workers.kv.handoff.in_process import DeviceKV, InProcessSender, InProcessStream
+from deltafront.workers.kv.handoff.outbox import Delivery
+from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, Hold, KVSender
+from deltafront.workers.kv.handoff.stream import MessageSender
+from deltafront.workers.kv.handoff.transports import TRANSPORTS, Transport, kv_reader, kv_sender
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.settings import HandoffConfig
 
 from ..prompts import SHORT, ids_of
-from .lending_bench import ByCudaIpc, ByNixl
+from .export_bench import ByCudaIpc, ByNixl
 from .test_object_store import Box
 
 
-class EngineSink:
+class EngineReceiver:
     """An engine of this process, for a stage on another thread."""
 
     def __init__(self, engine: Any) -> None:
@@ -54,36 +55,45 @@ class Memory:
         self.exported[handle] = request_id, k_TGD, v_TGD
         return handle
 
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+        held = self.exported.items()
+        self.exported = {handle: kept for handle, kept in held if kept[0] != request_id}
 
-class ToySender(InProcessSender):
+
+class ToySender:
     """Announces handles of tensors that stay where they are."""
 
-    def __init__(self, memory: Memory, sink: Any) -> None:
-        super().__init__(sink)
-        self._memory = memory
+    def __init__(self, memory: Memory, receiver: Any) -> None:
+        self._memory, self._receiver = memory, receiver
 
-    def announce(
-        self,
-        request_id: str,
-        decode_worker: str,
-        layer: int,
-        start: int,
-        k_TGD: Any,
-        v_TGD: Any,
-        pages: Sequence[int] = (),
-    ) -> int:
-        handle = self._memory.export(request_id, k_TGD, v_TGD)
-        self._sink.announce(KVAnnouncement(request_id, layer, start, len(k_TGD), handle))
+    def open(self, destination: Destination) -> ToyStream:
+        stream = ToyStream(destination, self._receiver)
+        stream.memory = self._memory
+        return stream
+
+
+class ToyStream(InProcessStream):
+    memory: Memory
+
+    def put(self, layer: int, start: int, k_TGD: Any, v_TGD: Any) -> int:
+        request_id = self._to.request_id
+        handle = self.memory.export(request_id, k_TGD, v_TGD)
+        self._receiver.announce(KVAnnouncement(request_id, layer, start, len(k_TGD), handle))
         return int(k_TGD.nbytes + v_TGD.nbytes)
 
+    def close(self) -> bool:
+        self.memory.release(self._to.request_id)
+        return super().close()
 
-class ToyReceiver:
+
+class ToyReader:
     """Pulls by handle, straight into pages."""
 
     def __init__(self, memory: Memory, cache: PagedKVCache) -> None:
         self._memory, self._cache = memory, cache
 
-    async def receive(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
         _, k_TGD, v_TGD = self._memory.exported[announcement.payload]
         with hold() as pages:
             if pages is None:
@@ -91,65 +101,62 @@ class ToyReceiver:
             self._cache.write_layers(pages, announcement.start, dict.fromkeys(layers, (k_TGD, v_TGD)))
         return int(k_TGD.nbytes + v_TGD.nbytes)
 
-    def release(self, request_id: str) -> None:
-        self._memory.released.append(request_id)
-        held = self._memory.exported.items()
-        self._memory.exported = {handle: kept for handle, kept in held if kept[0] != request_id}
 
+class LocalOutbox(Box):
+    """Delivers at once, as an actor would be called."""
 
-class SinkPost(Box):
-    """Delivers to a sink at once, as an actor would be called."""
-
-    def __init__(self, sink: Any) -> None:
+    def __init__(self, receiver: Any) -> None:
         super().__init__()
-        self._sink = sink
+        self._receiver = receiver
 
-    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
-        self._sink.announce(announcement)
+    def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
+        self._receiver.announce(announcement)
 
-    def logits(self, decode_worker: str, message: FirstLogits) -> None:
-        self._sink.first_logits(message)
+    def send_logits(self, delivery: Delivery, message: FirstLogits) -> None:
+        self._receiver.first_logits(message)
 
 
 def without_ray_and_gpu(name: str) -> Transport:
     """A transport with stand-ins for the actor that is called and for the device's memory."""
     if name == "object_store":
         return Transport(
-            lambda _config, _cache, sink: PostingSender(HostCopies("cpu"), SinkPost(sink), background=True),
-            TRANSPORTS[name].receiver,
+            lambda _config, _cache, local: MessageSender(
+                HostCopies("cpu"), LocalOutbox(local), background=True
+            ),
+            TRANSPORTS[name].reader,
         )
     way = ByCudaIpc() if name == "cuda_ipc" else ByNixl()
     return Transport(
-        lambda config, cache, sink: PostingSender(
-            way.lender(cache, config.ack_timeout_s, time.monotonic), SinkPost(sink), background=True
+        lambda config, cache, local: MessageSender(
+            way.exporter(cache, config.ack_timeout_s, time.monotonic), LocalOutbox(local), background=True
         ),
-        lambda _config, cache, thread: way.receiver(cache, thread, time.monotonic),
+        lambda _config, cache, thread: way.reader(cache, thread, time.monotonic),
     )
 
 
-def send_prompt(run: Any, end: Sender, cache: PagedKVCache, request_id: str, ids: list[int]) -> None:
+def send_prompt(run: Any, end: KVSender, cache: PagedKVCache, request_id: str, ids: list[int]) -> None:
     """As a stage does it: chunk by chunk, layer by layer, into its pages and on from there."""
     prompt, pages = run.prefill(ids), (9, 2, 3, 0, 5)
+    stream = end.open(Destination(request_id=request_id, decode_worker="decode:test", pages=pages))
     for start in range(0, len(ids), 32):
         for layer, sides in enumerate(prompt.kv):
             k_TGD, v_TGD = (torch.from_numpy(side[start : start + 32]) for side in sides)
             cache.write(layer, torch.tensor(pages), start, k_TGD, v_TGD)
-            end.announce(request_id, "decode:test", layer, start, k_TGD, v_TGD, pages)
-        sent = end.end_chunk(request_id)
+            stream.put(layer, start, k_TGD, v_TGD)
+        sent = stream.end_chunk()
         if start + 32 >= len(ids):
-            end.first_logits(request_id, "decode:test", torch.from_numpy(prompt.logits))
+            stream.put_logits(torch.from_numpy(prompt.logits))
         sent()
-    end.forget(request_id)
+    assert stream.close()
 
 
 async def answer_by(bench: Callable[..., Any], transport: str) -> Any:
     run = await bench(transport=transport)
     there = run.engine._runner.cache
     cache = PagedKVCache(there.layers, there.kv_heads, there.head_dim, 10, there.dtype, "cpu")
-    end = sender(HandoffConfig(transport=transport), cache, EngineSink(run.engine))
+    end = kv_sender(HandoffConfig(transport=transport), cache, EngineReceiver(run.engine))
     await run.reserve("a", 70, 8)
     await asyncio.to_thread(send_prompt, run, end, cache, "a", ids_of(70))
-    assert not end.holds("a")
     answer = await run.collect(GenerateJob("a", SHORT))
     assert run.used == 0
     return answer
@@ -172,14 +179,14 @@ async def test_a_transport_from_outside_is_chosen_by_its_name(
 ) -> None:
     memory = Memory()
     toy = Transport(
-        lambda _config, _cache, sink: ToySender(memory, sink),
-        lambda _config, cache, _thread: ToyReceiver(memory, cache),
+        lambda _config, _cache, local: ToySender(memory, local),
+        lambda _config, cache, _thread: ToyReader(memory, cache),
     )
     monkeypatch.setitem(TRANSPORTS, "toy", toy)
     wanted = await (await bench()).ask("a", ids_of(70), SHORT)
     answer = await answer_by(bench, "toy")
     assert answer.ids == wanted.ids
-    assert memory.released == ["a"] and not memory.exported, "released once, when its pages were free"
+    assert memory.released == ["a"] and not memory.exported, "released once, when the stage was through"
 
 
 def test_a_transport_needs_a_name_that_is_known_and_what_it_works_with() -> None:
@@ -187,11 +194,11 @@ def test_a_transport_needs_a_name_that_is_known_and_what_it_works_with() -> None
     with pytest.raises(
         ValueError, match=r"'pigeons' is unknown; known: object_store, cuda_ipc, nixl, in_process$"
     ):
-        sender(config, None)  # type: ignore[arg-type]
+        kv_sender(config, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'pigeons' is unknown"):
-        receiver(config, None, None)  # type: ignore[arg-type]
+        kv_reader(config, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="in one process"):
-        sender(HandoffConfig(transport="in_process"), None)  # type: ignore[arg-type]
+        kv_sender(HandoffConfig(transport="in_process"), None)  # type: ignore[arg-type]
 
 
 # --- in process -----------------------------------------------------------------------------------------
@@ -218,22 +225,23 @@ def test_tensors_are_copied_where_they_are_and_trouble_shows_at_the_end_of_the_c
     sink = Picky()
     end = InProcessSender(sink)
     k, v = torch.randn(2, 5, 3, 8, dtype=torch.bfloat16)
+    streams = {}
     for name in ("refused", "other"):
-        assert end.announce(name, "decode:x", 4, 0, k, v) == 2 * 5 * 3 * 8 * 2
-        end.first_logits(name, "decode:x", torch.ones(7))
+        streams[name] = end.open(Destination(request_id=name, decode_worker="decode:x"))
+        assert streams[name].put(4, 0, k, v) == 2 * 5 * 3 * 8 * 2
+        streams[name].put_logits(torch.ones(7))
     payload, logits = sink.taken
     assert isinstance(payload, DeviceKV) and payload.ready is None
     k_before, v_before = k.clone(), v.clone()
     k.zero_(), v.zero_()  # the stage's pages belong to another prompt by now
     assert torch.equal(payload.k_TGD, k_before) and torch.equal(payload.v_TGD, v_before)
     assert logits.dtype == "float32"
-    end.end_chunk("other")()
+    streams["other"].end_chunk()()
     with pytest.raises(HandoffError, match=r"^decode:x did not take K/V: not here$"):
-        end.end_chunk("refused")()
-    end.forget("refused")
-    end.end_chunk("refused")()
+        streams["refused"].end_chunk()()
+    assert streams["refused"].close()
     with pytest.raises(HandoffError, match="cannot hand over"):
-        end.announce("other", "decode:x", 0, 0, k, v[:1])
+        streams["other"].put(0, 0, k, v[:1])
 
 
 @pytest.mark.parametrize("payload", [None, DeviceKV(torch.zeros(31, 2, 16), torch.zeros(32, 2, 16))])

@@ -56,7 +56,7 @@ def group(cluster: Any, model: ModelSpec) -> Iterator[PrefillGroup]:
 @pytest.fixture(scope="module")
 def worker(cluster: Any) -> Iterator[Any]:
     """An actor that pulls what is announced, as a decode worker would; defined here to travel by value."""
-    from deltafront.workers.kv.object_store import pull
+    from deltafront.workers.kv.handoff.object_store import pull
 
     class FakeDecode:
         def __init__(self) -> None:

@@ -17,8 +17,8 @@ import torch
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.testing import assert_rows_close, row_errors
-from deltafront.workers.kv.handoff import HandoffError
-from deltafront.workers.kv.in_process import DeviceKV, InProcessSender
+from deltafront.workers.kv.handoff.in_process import DeviceKV, InProcessSender
+from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillFailed, PrefillJob
@@ -266,7 +266,7 @@ def test_a_hand_off_that_failed_is_called_so(model: ModelSpec, monkeypatch: pyte
 
     stage = stage_of(model, Collector())
     stage.open(OpenRequest("r", tuple(range(40, 49)), 130, DENSE, "decode:x"))
-    monkeypatch.setattr(stage._sender, "end_chunk", lambda _: lost)
+    monkeypatch.setattr(stage._streams["r"], "end_chunk", lambda: lost)
     begun = stage.run_chunk(ChunkCommand("r", 0, 128, False, True, random_ids(128)))
     with pytest.raises(HandoffFailed, match="K/V of r is lost"):
         begun()

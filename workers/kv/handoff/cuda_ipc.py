@@ -1,11 +1,10 @@
 """The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
 
-A stage announces where in its cache a chunk's K/V lies once that is computed, so nobody ever waits on
-another process's events (a stream that does hangs for good if the process dies first). Copy engines do the
-rest where the worker's pages follow one another; into scattered ones a kernel writes. The stage gives a
-request's pages away when the decode worker has answered all announcements, or has died, or the time it was
-given is over; the worker looks at the same clock (one host, one clock) and takes nothing that it read later
-than that.
+A stage announces where in its cache a chunk's K/V lies once that is computed. So no process ever waits on
+another's events: a stream that does hangs for good if the other process dies first. Copy engines do the rest
+where the worker's pages follow one another; a kernel writes into scattered ones. The stage gives a request's
+pages away when the decode worker has answered all announcements, has died, or has used up its time. The
+worker reads the same clock (one host, one clock) and takes nothing that it read later than that.
 
 Shape suffixes: L layers of a stage, P pages, S slots of a page, T tokens of a chunk, G key/value heads,
 D head dimension.
@@ -24,14 +23,14 @@ from typing import Any
 
 import torch
 
-from ..messages.stages import KVAnnouncement
-from ..settings import HandoffConfig
-from .actor_post import ActorPost, plain
-from .cache import PagedKVCache
-from .handoff import HandoffError, Hold, Sink, described
-from .lending import Lender, LentCache, LentKV, Runs, checked, moved, too_late
+from ...messages.stages import KVAnnouncement
+from ...settings import HandoffConfig
+from ..cache import PagedKVCache
+from .exported_pages import ExportedCache, ExportedKV, PageExport, Runs, checked, moved_bytes, too_late
+from .outbox import ActorOutbox
 from .peer_memory import CudaPeerMemory, PeerMemory
-from .posting import PostingSender
+from .protocols import HandoffError, Hold, LocalReceiver, described, plain
+from .stream import MessageSender
 
 MESSAGE_BYTES = 256 << 20
 """Where a decode worker shares a GPU with a stage, the stage's kernels stop for each message's copies, some
@@ -39,7 +38,7 @@ MESSAGE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class MappedCache(LentCache):
+class MappedCache(ExportedCache):
     """name: its own, for ever. home, pid: of its process. k, v: handles that `PeerMemory.open` takes."""
 
     name: str
@@ -50,17 +49,18 @@ class MappedCache(LentCache):
 
 
 @dataclass(frozen=True)
-class MappedKV(LentKV):
+class MappedKV(ExportedKV):
     """The payload. until: seconds of the host's monotonic clock."""
 
     cache: MappedCache
     until: float
 
 
-class CudaIpcLender(Lender):
-    """A `posting.Packer`: a message says where K/V lies, and how long it stays."""
+class CudaIpcExporter:
+    """A `stream.KVExporter`: a message says where K/V lies, and until when it stays there."""
 
     message_bytes = MESSAGE_BYTES
+    in_place = True
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class CudaIpcLender(Lender):
         hold_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(cache, peers.mark)
+        self._cache, self._peers = cache, peers
         self._hold_s, self._clock = hold_s, clock
-        self._lent = MappedCache(
+        self._exported = MappedCache(
             layers=cache.layers,
             shape=tuple(cache.k_LPSGD.shape),
             dtype=str(cache.dtype),
@@ -82,16 +82,36 @@ class CudaIpcLender(Lender):
             v=peers.export(cache.v_LPSGD),
         )
 
-    def payload(self, request_id: str, kept: Sequence[Runs]) -> MappedKV:
-        return MappedKV(self._lent, kept[0], self._clock() + self._hold_s)
+    def export(self, pages: Sequence[int]) -> CudaIpcExport:
+        return CudaIpcExport(self._cache, pages, self._peers.mark, self._describe)
 
-    def take_back(self, request_id: str) -> None:
+    def _describe(self, rows: Runs) -> MappedKV:
+        return MappedKV(self._exported, rows, self._clock() + self._hold_s)
+
+
+class CudaIpcExport(PageExport):
+    """describe: makes the payload of a chunk's rows."""
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        pages: Sequence[int],
+        mark: Callable[[], Any],
+        describe: Callable[[Runs], MappedKV],
+    ) -> None:
+        super().__init__(cache, pages, mark)
+        self._describe = describe
+
+    def payload(self, layers: Sequence[Runs]) -> MappedKV:
+        return self._describe(layers[0])
+
+    def revoke(self) -> None:
         """The decode worker sees it from the clock."""
 
 
-class CudaIpcReceiver:
+class CudaIpcReader:
     """Copies from stages' caches, which stay mapped while their processes live. Nothing else outlives
-    `receive`."""
+    `read`."""
 
     def __init__(
         self,
@@ -103,7 +123,7 @@ class CudaIpcReceiver:
         self._cache, self._thread, self._peers, self._clock = cache, thread, peers, clock
         self._mapped: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    async def receive(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
         kv = self._checked(announcement)
         loop = asyncio.get_running_loop()
         with hold() as pages:
@@ -114,10 +134,7 @@ class CudaIpcReceiver:
                 self._mapped[kv.cache.name] = sides
                 self._peers.when_gone(kv.cache.pid, lambda: self._unmap(kv.cache.name))
             await loop.run_in_executor(self._thread, self._pull, announcement, kv, sides, layers, pages)
-        return moved(announcement, layers, self._cache)
-
-    def release(self, request_id: str) -> None:
-        """Nothing is kept: the stage hears that K/V was taken from the answer to its announcement."""
+        return moved_bytes(announcement, layers, self._cache)
 
     def _checked(self, announcement: KVAnnouncement) -> MappedKV:
         """Raises HandoffError for what cannot be read from here."""
@@ -130,12 +147,12 @@ class CudaIpcReceiver:
             )
         return kv
 
-    def _map(self, announcement: KVAnnouncement, lent: MappedCache) -> tuple[torch.Tensor, torch.Tensor]:
-        known = self._mapped.get(lent.name)
+    def _map(self, announcement: KVAnnouncement, exported: MappedCache) -> tuple[torch.Tensor, torch.Tensor]:
+        known = self._mapped.get(exported.name)
         if known is not None:
             return known
         try:
-            return self._peers.open(lent.k), self._peers.open(lent.v)
+            return self._peers.open(exported.k), self._peers.open(exported.v)
         except RuntimeError as error:
             raise HandoffError(f"{described(announcement)} cannot be reached: {plain(error)}") from error
 
@@ -166,13 +183,13 @@ class CudaIpcReceiver:
             raise too_late(announcement)
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, sink: Sink | None) -> PostingSender:
+def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
     """Raises ValueError for a cache on a CPU."""
-    lender = CudaIpcLender(cache, CudaPeerMemory(cache.device), config.ack_timeout_s)
-    post = ActorPost(config.max_unanswered_bytes, config.ack_timeout_s)
-    return PostingSender(lender, post, background=True)
+    exporter = CudaIpcExporter(cache, CudaPeerMemory(cache.device), config.ack_timeout_s)
+    outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
+    return MessageSender(exporter, outbox, background=True)
 
 
-def receiver(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> CudaIpcReceiver:
+def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> CudaIpcReader:
     """Raises ValueError for a cache on a CPU."""
-    return CudaIpcReceiver(cache, thread, CudaPeerMemory(cache.device))
+    return CudaIpcReader(cache, thread, CudaPeerMemory(cache.device))

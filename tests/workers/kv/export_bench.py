@@ -1,4 +1,4 @@
-"""A stage that lends its pages and a decode worker that reads them, by each transport that does so. Devices,
+"""A stage that exports its pages and a decode worker that reads them, by each transport in turn. Devices,
 the network and Ray are stand-ins; `nixl` is NIXL itself, within this process, where it is installed."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from deltafront.workers.kv.actor_post import ActorPost
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.cuda_ipc import CudaIpcLender, CudaIpcReceiver
-from deltafront.workers.kv.handoff import Receiver
-from deltafront.workers.kv.nixl import NixlLender, NixlReceiver
-from deltafront.workers.kv.nixl_agent import Agent, new_agent
-from deltafront.workers.kv.posting import PostingSender
+from deltafront.workers.kv.handoff.cuda_ipc import CudaIpcExporter, CudaIpcReader
+from deltafront.workers.kv.handoff.nixl import NixlExporter, NixlReader
+from deltafront.workers.kv.handoff.nixl_agent import Agent, new_agent
+from deltafront.workers.kv.handoff.outbox import ActorOutbox
+from deltafront.workers.kv.handoff.protocols import Destination, KVReader
+from deltafront.workers.kv.handoff.stream import MessageSender, MessageStream
 from deltafront.workers.messages.stages import KVAnnouncement
 
 from .fake_nixl import Fabric
@@ -71,11 +71,11 @@ class ByCudaIpc:
     def __init__(self) -> None:
         self.peers = Neighbours()
 
-    def lender(self, cache: PagedKVCache, hold_s: float, clock: Callable[[], float]) -> Any:
-        return CudaIpcLender(cache, self.peers, hold_s, clock)
+    def exporter(self, cache: PagedKVCache, hold_s: float, clock: Callable[[], float]) -> Any:
+        return CudaIpcExporter(cache, self.peers, hold_s, clock)
 
-    def receiver(self, cache: PagedKVCache, thread: Executor, clock: Callable[[], float]) -> Receiver:
-        return CudaIpcReceiver(cache, thread, self.peers, clock)
+    def reader(self, cache: PagedKVCache, thread: Executor, clock: Callable[[], float]) -> KVReader:
+        return CudaIpcReader(cache, thread, self.peers, clock)
 
     @property
     def touched(self) -> bool:
@@ -90,11 +90,11 @@ class ByNixl:
         self.fabric = Fabric()
         self.agent: Callable[[], Agent] = self.fabric.agent
 
-    def lender(self, cache: PagedKVCache, _hold_s: float, _clock: Callable[[], float]) -> Any:
-        return NixlLender(cache, self.agent())
+    def exporter(self, cache: PagedKVCache, _hold_s: float, _clock: Callable[[], float]) -> Any:
+        return NixlExporter(cache, self.agent())
 
-    def receiver(self, cache: PagedKVCache, thread: Executor, _clock: Callable[[], float]) -> Receiver:
-        return NixlReceiver(cache, thread, self.agent)
+    def reader(self, cache: PagedKVCache, thread: Executor, _clock: Callable[[], float]) -> KVReader:
+        return NixlReader(cache, thread, self.agent)
 
     @property
     def touched(self) -> bool:
@@ -123,23 +123,38 @@ class Bench:
         for cache in (self.stage, self.worker):
             for side in (cache.k_LPSGD, cache.v_LPSGD):
                 side.fill_(torch.nan)
-        post = ActorPost(1 << 20, hold_s, self.clock)
-        post._ray = self.ray
-        self.lender = way.lender(self.stage, hold_s, self.clock)
-        self.sender = PostingSender(self.lender, post, background=False)
-        self.receiver: Any = way.receiver(self.worker, ThreadPoolExecutor(1), self.clock)
+        self.outbox = ActorOutbox(1 << 20, hold_s, self.clock)
+        self.outbox._ray = self.ray
+        self.exporter = way.exporter(self.stage, hold_s, self.clock)
+        self.sender = MessageSender(self.exporter, self.outbox, background=False)
+        self.streams: dict[str, MessageStream] = {}
+        self.reader: Any = way.reader(self.worker, ThreadPoolExecutor(1), self.clock)
         self.held = 0
+
+    def stream(self, name: str, pages: Sequence[int]) -> MessageStream:
+        """The request's, opened with its pages."""
+        if name not in self.streams:
+            to = Destination(request_id=name, decode_worker="decode:x", pages=pages)
+            self.streams[name] = self.sender.open(to)
+        return self.streams[name]
+
+    def in_use(self, name: str) -> bool:
+        """Whether the pages of a request that is over are not free yet."""
+        if not self.streams[name].close():
+            return True
+        del self.streams[name]
+        return False
 
     def announce(self, pages: Sequence[int], start: int, tokens: int, name: str = "r") -> dict[int, Any]:
         """Write a chunk into the stage's pages and announce it, layer by layer."""
-        made = {}
+        made, stream = {}, self.stream(name, pages)
         for layer in self.stage.layers:
             k, v = torch.randn(2, tokens, HEADS, DIM).to(self.stage.dtype)
             self.stage.write(layer, torch.tensor(pages), start, k, v)
-            size = self.sender.announce(name, "decode:x", layer, start, k, v, pages)
+            size = stream.put(layer, start, k, v)
             assert size == 2 * tokens * HEADS * DIM * self.stage.dtype.itemsize
             made[layer] = k, v
-        self.sender.end_chunk(name)()
+        stream.end_chunk()()
         return made
 
     async def deliver(self, message: KVAnnouncement, pages: Sequence[int] | None) -> int:
@@ -154,7 +169,7 @@ class Bench:
                 self.held -= 1
 
         layers = range(message.layer, message.layer + message.layers)
-        moved: int = await self.receiver.receive(message, layers, hold)
+        moved: int = await self.reader.read(message, layers, hold)
         return moved
 
     def taken(self, pages: Sequence[int], layer: int, tokens: int) -> tuple[torch.Tensor, ...]:

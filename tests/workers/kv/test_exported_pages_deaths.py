@@ -16,11 +16,11 @@ import pytest
 import ray
 import torch
 
-from deltafront.workers.kv.actor_post import ActorPost
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.cuda_ipc import CudaIpcLender, CudaIpcReceiver
-from deltafront.workers.kv.handoff import HandoffError
-from deltafront.workers.kv.posting import PostingSender
+from deltafront.workers.kv.handoff.cuda_ipc import CudaIpcExporter, CudaIpcReader
+from deltafront.workers.kv.handoff.outbox import ActorOutbox
+from deltafront.workers.kv.handoff.protocols import Destination, HandoffError
+from deltafront.workers.kv.handoff.stream import MessageSender
 from deltafront.workers.messages.states import NAMESPACE
 
 LAYERS, HEADS, DIM, TOKENS = range(2, 5), 2, 8, 64
@@ -75,7 +75,7 @@ def reader_class() -> type:
 
             self.cache.write_layers = slowly  # type: ignore[method-assign]
             thread = ThreadPoolExecutor(1)
-            self.receiver = CudaIpcReceiver(self.cache, thread, MappedFiles({}))
+            self.reader = CudaIpcReader(self.cache, thread, MappedFiles({}))
 
         async def announce(self, announcement: Any) -> None:
             @contextmanager
@@ -83,7 +83,7 @@ def reader_class() -> type:
                 yield range(4)
 
             layers = range(announcement.layer, announcement.layer + announcement.layers)
-            await self.receiver.receive(announcement, layers, hold)
+            await self.reader.read(announcement, layers, hold)
 
         async def held(self) -> Any:
             return [self.cache.gather(layer, torch.arange(4), TOKENS) for layer in LAYERS]
@@ -108,8 +108,9 @@ def test_a_decode_worker_that_dies_in_mid_read_hurts_its_own_request_alone(
         path.write_bytes(torch.zeros(SHAPE).numpy().tobytes())
         setattr(stage, side, mapped(str(path), SHAPE))
         files[getattr(stage, side).data_ptr()] = str(path)
-    lender = CudaIpcLender(stage, MappedFiles(files), PATIENCE_S)
-    sender = PostingSender(lender, ActorPost(1 << 30, PATIENCE_S), background=False)
+    exporter = CudaIpcExporter(stage, MappedFiles(files), PATIENCE_S)
+    sender = MessageSender(exporter, ActorOutbox(1 << 30, PATIENCE_S), background=False)
+    streams = {}
     readers = {}
     for name in ("dies", "lives"):
         gates = [str(tmp_path / f"{name}.{gate}") for gate in ("begun", "go")]
@@ -117,24 +118,26 @@ def test_a_decode_worker_that_dies_in_mid_read_hurts_its_own_request_alone(
         readers[name] = actor.remote(*gates)
     made: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {"dies": [], "lives": []}
     for name, pages in (("dies", range(4)), ("lives", range(4, 8))):
+        to = Destination(request_id=name, decode_worker=f"decode:{name}", pages=pages)
+        streams[name] = sender.open(to)
         for layer in LAYERS:
             k, v = torch.randn(2, TOKENS, HEADS, DIM)
             stage.write(layer, torch.tensor(pages), 0, k, v)
-            sender.announce(name, f"decode:{name}", layer, 0, k, v, pages)
+            streams[name].put(layer, 0, k, v)
             made[name].append((k, v))
-    ends = {name: sender.end_chunk(name) for name in readers}
+    ends = {name: stream.end_chunk() for name, stream in streams.items()}
     until(lambda: all((tmp_path / f"{name}.begun").exists() for name in readers))
-    assert sender.holds("dies") and sender.holds("lives"), "both are being read"
+    assert not streams["dies"].close() and not streams["lives"].close(), "both are being read"
 
     ray.kill(readers["dies"])
-    until(lambda: not sender.holds("dies"))
-    assert sender.holds("lives")
+    until(streams["dies"].close)
+    assert not streams["lives"].close()
     with pytest.raises(HandoffError, match="decode:dies did not take K/V"):
         ends["dies"]()
     stage.write(LAYERS.start, torch.arange(4), 0, *torch.full((2, TOKENS, HEADS, DIM), torch.nan))
 
     (tmp_path / "lives.go").touch()
-    until(lambda: not sender.holds("lives"))
+    until(streams["lives"].close)
     ends["lives"]()
     for (k, v), (got_k, got_v) in zip(made["lives"], ray.get(readers["lives"].held.remote()), strict=True):
         assert torch.equal(got_k.transpose(0, 1), k) and torch.equal(got_v.transpose(0, 1), v)

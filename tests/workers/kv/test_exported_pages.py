@@ -1,5 +1,5 @@
-"""Pages that a stage lends to decode workers: what arrives, and when pages are given back, by every transport
-that lends."""
+"""Pages that a stage exports to decode workers: what arrives, when pages are free. By every transport that
+reads them in place."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from deltafront.workers.kv import lending
-from deltafront.workers.kv.handoff import HandoffError
-from deltafront.workers.kv.lending import LentKV
+from deltafront.workers.kv.handoff import exported_pages
+from deltafront.workers.kv.handoff.exported_pages import ExportedKV
+from deltafront.workers.kv.handoff.protocols import Destination, HandoffError
+from deltafront.workers.kv.handoff.stream import MessageSender
 from deltafront.workers.kv.pages.pool import paired_runs, row_runs
-from deltafront.workers.kv.posting import PostingSender
 
-from .lending_bench import DIM, HEADS, Bench, ByCudaIpc, ByNixl, Way
+from .export_bench import DIM, HEADS, Bench, ByCudaIpc, ByNixl, Way
 
 
 @pytest.fixture(params=[ByCudaIpc, ByNixl])
@@ -84,13 +84,14 @@ def test_a_chunks_runs_are_looked_up_once_for_all_its_layers(
         asked.append(arguments[:3])
         return row_runs(*arguments)
 
-    monkeypatch.setattr(lending, "row_runs", counted)
+    monkeypatch.setattr(exported_pages, "row_runs", counted)
     kv, pages = torch.zeros(2, 16, HEADS, DIM), (3, 1)
     for start in (0, 16):
         for layer in bench.stage.layers:
-            bench.sender.announce("r", "decode:x", layer, start, *kv, pages)
-    bench.sender.announce("other", "decode:x", bench.stage.layers.start, 16, *kv, (5, 2))
-    bench.sender.end_chunk("other")
+            bench.stream("r", pages).put(layer, start, *kv)
+        bench.stream("r", pages).end_chunk()
+    bench.stream("other", (5, 2)).put(bench.stage.layers.start, 16, *kv)
+    bench.stream("other", (5, 2)).end_chunk()
     assert asked == [(pages, 0, 16), (pages, 16, 16), ((5, 2), 16, 16)]
     rows = [message.payload.rows for message in bench.ray.sent]
     assert rows == [((48, 16),), ((16, 16),), ((32, 16),)]
@@ -104,13 +105,11 @@ def test_pages_are_held_until_every_announcement_is_answered(way: Way) -> None:
     for name, pages in (("r", range(4)), ("other", range(4, 8))):
         bench.announce(pages, 0, 32, name)
         bench.announce(pages, 32, 32, name)
-        bench.sender.forget(name)
-    assert bench.sender.holds("r") and bench.sender.holds("other")
+    assert bench.in_use("r") and bench.in_use("other")
     bench.ray.answered |= {0, 2}
-    assert bench.sender.holds("r")
+    assert bench.in_use("r")
     bench.ray.answered |= {1}
-    assert not bench.sender.holds("r") and bench.sender.holds("other")
-    assert not bench.sender.holds("unknown")
+    assert not bench.in_use("r") and bench.in_use("other")
 
 
 def test_a_dead_decode_worker_lets_go_at_once_and_a_silent_one_in_time(way: Way) -> None:
@@ -119,15 +118,16 @@ def test_a_dead_decode_worker_lets_go_at_once_and_a_silent_one_in_time(way: Way)
     bench.announce(range(4, 8), 0, 32, "silent")
     bench.ray.errors[0] = RuntimeError("the actor died")
     bench.ray.answered.add(0)
-    assert not bench.sender.holds("dead")
+    dead, silent = bench.streams["dead"], bench.streams["silent"]
     with pytest.raises(HandoffError, match=r"decode:x did not take K/V: RuntimeError: the actor died"):
-        bench.sender.end_chunk("dead")()
+        dead.end_chunk()()
+    assert not bench.in_use("dead")
     bench.clock.now += 29.9
-    assert bench.sender.holds("silent")
+    assert bench.in_use("silent")
     bench.clock.now += 0.2
-    assert not bench.sender.holds("silent")
     with pytest.raises(HandoffError, match="decode:x did not take K/V"):
-        bench.sender.end_chunk("silent")()
+        silent.end_chunk()()
+    assert not bench.in_use("silent")
 
 
 async def test_what_was_read_when_its_pages_had_gone_is_not_taken(way: Way) -> None:
@@ -139,7 +139,7 @@ async def test_what_was_read_when_its_pages_had_gone_is_not_taken(way: Way) -> N
     bench.ray.answered.add(1)
     await bench.deliver(good, range(4, 6))
     bench.clock.now += 30.0
-    assert not bench.sender.holds("r")
+    assert not bench.in_use("r")
     bench.announce(range(4), 0, 32, "next")
     with pytest.raises(HandoffError, match=r"K/V of r, layers 3 \.\. 5 at 0 was read too late"):
         await bench.deliver(late, range(2))
@@ -150,17 +150,17 @@ PAGE = {"a": 1, "b": 2}
 
 
 def test_no_order_of_events_frees_a_page_that_may_be_read(way: Way) -> None:
-    """Announcements, answers, failures and time in any order: `holds` is exactly what is still owed."""
+    """Announcements, answers, failures and time in any order: pages are in use while an answer is owed."""
     for seed in range(60):
         rng = random.Random(seed)
         bench = Bench(way, hold_s=10.0)
         owed: dict[int, tuple[str, float]] = {}
         for _ in range(40):
-            event = rng.choice(("announce", "answer", "fail", "wait", "forget"))
+            event = rng.choice(("announce", "answer", "fail", "wait"))
             name = rng.choice("ab")
             if event == "announce" and not failed(bench, name):
-                bench.sender.announce(name, "decode:x", 3, 0, *torch.zeros(2, 16, HEADS, DIM), (PAGE[name],))
-                bench.sender._post_message()
+                bench.stream(name, (PAGE[name],)).put(3, 0, *torch.zeros(2, 16, HEADS, DIM))
+                bench.stream(name, (PAGE[name],)).end_chunk()
                 owed[len(bench.ray.sent) - 1] = name, bench.clock.now + 10.0
             elif event in ("answer", "fail") and owed:
                 number = rng.choice(sorted(owed))
@@ -170,35 +170,35 @@ def test_no_order_of_events_frees_a_page_that_may_be_read(way: Way) -> None:
                     bench.ray.errors[number] = RuntimeError("no")
             elif event == "wait":
                 bench.clock.now += rng.choice((0.5, 4.0))
-            elif event == "forget":
-                bench.sender.forget(name)
             owed = {n: (who, until) for n, (who, until) in owed.items() if until > bench.clock.now}
-            for one in "ab":
-                assert bench.sender.holds(one) == (one in {who for who, _ in owed.values()}), (seed, event)
+            for one in [*bench.streams]:
+                assert bench.in_use(one) == (one in {who for who, _ in owed.values()}), (seed, event)
 
 
 def failed(bench: Bench, name: str) -> bool:
+    if name not in bench.streams:
+        return False
     try:
-        bench.sender.end_chunk(name)()
+        bench.streams[name].end_chunk()()
     except HandoffError:
         return True
     return False
 
 
-def test_what_the_posting_thread_has_not_sent_yet_is_held(way: Way) -> None:
+def test_pages_that_the_sending_thread_has_not_announced_yet_are_in_use(way: Way) -> None:
     bench = Bench(way)
-    begun = PostingSender(bench.lender, bench.sender._post, background=True)
+    background = MessageSender(bench.exporter, bench.outbox, background=True)
+    stream = background.open(Destination(request_id="r", decode_worker="decode:x", pages=(1,)))
     computed = Event()
-    bench.lender._mark = lambda: computed
-    begun.announce("r", "decode:x", 3, 0, *torch.zeros(2, 16, HEADS, DIM), (1,))
-    sent = begun.end_chunk("r")
-    begun.forget("r")
-    assert begun.holds("r") and not bench.ray.sent
+    stream._export._mark = lambda: computed
+    stream.put(3, 0, *torch.zeros(2, 16, HEADS, DIM))
+    sent = stream.end_chunk()
+    assert not stream.close() and not bench.ray.sent
     computed.happened.set()
     sent()
-    assert begun.holds("r") and len(bench.ray.sent) == 1
+    assert not stream.close() and len(bench.ray.sent) == 1
     bench.ray.answered.add(0)
-    assert not begun.holds("r")
+    assert stream.close()
 
 
 # --- what cannot be read --------------------------------------------------------------------------------
@@ -223,9 +223,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 async def test_what_cannot_be_read_is_refused_plainly(way: Way, case: str) -> None:
     bench = Bench(way)
     bench.announce(range(4), 0, 32)
-    lent, kv, message = WRONG[case]
-    payload: LentKV = bench.ray.sent[0].payload
-    wrong = replace(payload, cache=replace(payload.cache, **lent), **kv)
+    exported, kv, message = WRONG[case]
+    payload: ExportedKV = bench.ray.sent[0].payload
+    wrong = replace(payload, cache=replace(payload.cache, **exported), **kv)
     with pytest.raises(HandoffError, match=message):
         await bench.deliver(replace(bench.ray.sent[0], payload=wrong), range(2))
     with pytest.raises(HandoffError, match="is tuple, not pages"):

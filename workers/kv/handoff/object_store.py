@@ -20,39 +20,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..messages.stages import KVAnnouncement
-from ..roles import KVTaker
-from ..settings import HandoffConfig
-from .actor_post import ActorPost, plain
-from .cache import PagedKVCache
-from .handoff import HandoffError, Hold, Sink, described
+from ...messages.stages import KVAnnouncement
+from ...roles import KVReceiver
+from ...settings import HandoffConfig
+from ..cache import PagedKVCache
 from .host_copies import NUMPY_TYPES, HostCopies
-from .posting import PostingSender
+from .outbox import ActorOutbox, Delivery
+from .protocols import HandoffError, Hold, LocalReceiver, described, plain
+from .stream import MessageSender
 
 
-class ObjectStorePost(ActorPost):
+class ObjectStoreOutbox(ActorOutbox):
     """Puts arrays into Ray's object store and sends the reference to the decode actor."""
 
-    def kv(self, decode_worker: str, announcement: KVAnnouncement) -> None:
-        if self._dead(announcement.request_id):
+    def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
+        if delivery.failure:
             return
         size = sum(x_TGD.nbytes for x_TGD in announcement.payload)
         try:
             reference = self._ray.put(announcement.payload)
         except Exception as error:  # the store may be full: this request's trouble, not the group's
-            self._fail(announcement.request_id, f"the object store did not take K/V: {plain(error)}")
+            delivery.fail(f"the object store did not take K/V: {plain(error)}")
             return
-        self._call(KVTaker.announce, decode_worker, replace(announcement, payload=reference), size)
+        self._call(KVReceiver.announce, delivery, replace(announcement, payload=reference), size)
 
 
-class ObjectStoreReceiver:
-    """Copies what lies in the object store into pages. Nothing outlives `receive`."""
+class ObjectStoreReader:
+    """Copies what lies in the object store into pages. Nothing outlives `read`."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor) -> None:
         self._cache = cache
         self._thread = thread
 
-    async def receive(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
         cache = self._cache
         pulled = await pull(announcement, cache.kv_heads, cache.head_dim, cache.dtype)
         parts = {layer: pulled[layer - announcement.layer] for layer in layers}
@@ -63,9 +63,6 @@ class ObjectStoreReceiver:
                 self._thread, cache.write_layers, pages, announcement.start, parts
             )
         return sum(k_TGD.nbytes + v_TGD.nbytes for k_TGD, v_TGD in parts.values())
-
-    def release(self, request_id: str) -> None:
-        """Nothing is kept: the reference goes with the announcement."""
 
 
 async def pull(
@@ -108,11 +105,11 @@ def _tensor(
     return x.view(dtype) if dtype == torch.bfloat16 else x
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, sink: Sink | None) -> PostingSender:
-    """Posts from a thread of its own beside a GPU; on the CPU, whose cores all compute, from the stage's."""
-    post = ObjectStorePost(config.max_unanswered_bytes, config.ack_timeout_s)
-    return PostingSender(HostCopies(cache.device), post, background=cache.device.type == "cuda")
+def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
+    """Sends from a thread of its own beside a GPU; on the CPU, whose cores all compute, from the stage's."""
+    outbox = ObjectStoreOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
+    return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 
 
-def receiver(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> ObjectStoreReceiver:
-    return ObjectStoreReceiver(cache, thread)
+def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> ObjectStoreReader:
+    return ObjectStoreReader(cache, thread)

@@ -1,4 +1,4 @@
-"""K/V on its way through host memory: device to host, then whatever a post does with host arrays.
+"""K/V on its way through host memory: device to host, then whatever an outbox does with host arrays.
 
 Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension.
 """
@@ -20,20 +20,24 @@ MESSAGE_BYTES = 4 << 20
 
 
 class HostCopies:
-    """A `posting.Packer`: a message carries host arrays [T, G, D], k then v of each layer.
+    """A `stream.KVExporter`, and the export of every request. A message carries host arrays [T, G, D], k then
+    v of each layer.
 
     On CUDA the copies run on a side stream into pinned memory while the layer computes.
     """
 
     message_bytes = MESSAGE_BYTES
-    lends = False
+    in_place = False
 
     def __init__(self, device: torch.device | str) -> None:
         cuda = torch.device(device).type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
-    def keep(
-        self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor, pages: Sequence[int]
+    def export(self, pages: Sequence[int]) -> HostCopies:
+        return self
+
+    def layer(
+        self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], Any]:
         if self._stream is None:
             return (k_TGD.detach().contiguous(), v_TGD.detach().contiguous()), None
@@ -48,11 +52,11 @@ class HostCopies:
             landed.record(self._stream)
         return (copies[0], copies[1]), landed
 
-    def payload(self, request_id: str, kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
-        return tuple(as_numpy(x) for sides in kept for x in sides)
+    def payload(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, ...]:
+        return tuple(as_numpy(x) for sides in layers for x in sides)
 
-    def take_back(self, request_id: str) -> None:
-        """Nothing is lent."""
+    def revoke(self) -> None:
+        """Nobody reads the pages themselves."""
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:

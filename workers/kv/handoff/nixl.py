@@ -3,9 +3,9 @@
 A stage registers its cache once and announces where in it a chunk's K/V lies. The decode worker posts READs;
 over RDMA they cost the stage's process nothing. Both caches may be on a GPU or on the host.
 
-The stage gives a request's pages away as `PostingSender.holds` says. Two hosts have two clocks, so it lends a
-word with them, the lease, and clears that before they are anybody else's. The worker reads the lease once the
-rows have come: if it still is what was announced, the rows were the request's when they were read.
+The stage gives a request's pages away as `MessageStream.close` says. Two hosts have two clocks, so it exports
+a word with them, the lease, and clears that before they are another request's. The worker reads the lease
+once the rows have come: if it still is what was announced, the rows were the request's when they were read.
 
 NIXL does not stop a transfer that has begun, even where it forgets it. So a decode worker's pages stay held
 until a transfer is over: it is done, or its stage has ended, which breaks the connection.
@@ -24,16 +24,25 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..messages.stages import KVAnnouncement
-from ..settings import HandoffConfig
-from .actor_post import ActorPost, plain
-from .cache import PagedKVCache
-from .handoff import HandoffError, Hold, Sink, described
-from .lending import Lender, LentCache, LentKV, Runs, checked, moved, row_bytes, too_late
+from ...messages.stages import KVAnnouncement
+from ...settings import HandoffConfig
+from ..cache import PagedKVCache
+from ..pages.pool import paired_runs, row_runs
+from .exported_pages import (
+    ExportedCache,
+    ExportedKV,
+    PageExport,
+    Runs,
+    checked,
+    moved_bytes,
+    row_bytes,
+    too_late,
+)
 from .nixl_agent import HOST, Agent, Memory, Span, Words, memory_of, new_agent
-from .pages.pool import paired_runs, row_runs
+from .outbox import ActorOutbox
 from .peer_memory import launched
-from .posting import PostingSender
+from .protocols import HandoffError, Hold, LocalReceiver, described, plain
+from .stream import MessageSender
 
 MESSAGE_BYTES = 64 << 20
 """1.3 ms of a link of 400 Gb/s, which is what the last message exposes."""
@@ -42,7 +51,7 @@ _POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
-class RegisteredCache(LentCache):
+class RegisteredCache(ExportedCache):
     """agent: the name of the stage's, which nothing else ever has. metadata: how to reach it. k, v: addresses
     there."""
 
@@ -54,7 +63,7 @@ class RegisteredCache(LentCache):
 
 
 @dataclass(frozen=True)
-class RegisteredKV(LentKV):
+class RegisteredKV(ExportedKV):
     """The payload. lease: where a word of the stage is `serial` for as long as the rows are the request's."""
 
     cache: RegisteredCache
@@ -62,21 +71,19 @@ class RegisteredKV(LentKV):
     serial: int
 
 
-class NixlLender(Lender):
-    """A `posting.Packer`: a message says where K/V lies, and where the lease."""
+class NixlExporter:
+    """A `stream.KVExporter`: a message says where K/V lies, and where its lease."""
 
     message_bytes = MESSAGE_BYTES
+    in_place = True
 
     def __init__(self, cache: PagedKVCache, agent: Agent) -> None:
-        super().__init__(cache, partial(launched, cache.device))
+        self._cache = cache
         self._agent = agent  # which nobody reaches any more once it is collected
         self._leases = Words(agent, cache.pages)
-        """A request's is the word of one of its pages: nobody else has that."""
-        self._pages: dict[str, int] = {}
-        """By request: which."""
         self._serials = itertools.count(1)
         _register(cache, agent)
-        self._lent = RegisteredCache(
+        self._exported = RegisteredCache(
             layers=cache.layers,
             shape=tuple(cache.k_LPSGD.shape),
             dtype=str(cache.dtype),
@@ -87,25 +94,40 @@ class NixlLender(Lender):
             v=cache.v_LPSGD.data_ptr(),
         )
 
-    def payload(self, request_id: str, kept: Sequence[Runs]) -> RegisteredKV:
-        rows = kept[0]
-        if request_id not in self._pages:
-            page = rows[0][0] // self._cache.page_tokens
-            self._leases[page] = next(self._serials)
-            self._pages[request_id] = page
-        page = self._pages[request_id]
-        return RegisteredKV(self._lent, rows, self._leases.span(page), self._leases[page])
+    def export(self, pages: Sequence[int]) -> NixlExport:
+        return NixlExport(self._cache, pages, self._exported, self._leases, self._serials)
 
-    def take_back(self, request_id: str) -> None:
-        page = self._pages.pop(request_id, None)
-        if page is not None:
-            self._leases[page] = 0
+
+class NixlExport(PageExport):
+    """The request's lease is the word of its first page, which no other request has meanwhile."""
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        pages: Sequence[int],
+        exported: RegisteredCache,
+        leases: Words,
+        serials: Iterator[int],
+    ) -> None:
+        super().__init__(cache, pages, partial(launched, cache.device))
+        self._exported, self._leases, self._serials = exported, leases, serials
+        self._leased = False
+
+    def payload(self, layers: Sequence[Runs]) -> RegisteredKV:
+        page = self._pages[0]
+        if not self._leased:
+            self._leases[page], self._leased = next(self._serials), True
+        return RegisteredKV(self._exported, layers[0], self._leases.span(page), self._leases[page])
+
+    def revoke(self) -> None:
+        if self._leased:
+            self._leases[self._pages[0]], self._leased = 0, False
 
 
 T = TypeVar("T")
 
 
-class NixlReceiver:
+class NixlReader:
     """Reads from stages' caches. Its agent is used on `thread` only, which no transfer keeps busy."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
@@ -120,7 +142,7 @@ class NixlReceiver:
         self._lost: set[str] = set()
         """Agents of stages whose connection failed. It is made anew once nobody uses it any more."""
 
-    async def receive(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
         kv = checked(announcement, self._cache, RegisteredKV)
         slot = await self._slots.get()
         try:
@@ -133,10 +155,7 @@ class NixlReceiver:
                 raise too_late(announcement)
         finally:
             self._slots.put_nowait(slot)
-        return moved(announcement, layers, self._cache)
-
-    def release(self, request_id: str) -> None:
-        """Nothing is kept: the stage hears that K/V was taken from the answer to its announcement."""
+        return moved_bytes(announcement, layers, self._cache)
 
     async def _read(
         self, announcement: KVAnnouncement, kv: RegisteredKV, rows: list[tuple[int, int, int]], slot: int
@@ -163,12 +182,12 @@ class NixlReceiver:
 
     def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
         """(address at the stage, address here, bytes) of all rows."""
-        cache, lent, size = self._cache, kv.cache, row_bytes(self._cache)
+        cache, theirs, size = self._cache, kv.cache, row_bytes(self._cache)
         runs = list(paired_runs(kv.rows, ours))
         for layer in layers:
-            there = (layer - lent.layers.start) * lent.shape[1] * cache.page_tokens
+            there = (layer - theirs.layers.start) * theirs.shape[1] * cache.page_tokens
             here = (layer - cache.layers.start) * cache.pages * cache.page_tokens
-            for source, target in ((lent.k, cache.k_LPSGD), (lent.v, cache.v_LPSGD)):
+            for source, target in ((theirs.k, cache.k_LPSGD), (theirs.v, cache.v_LPSGD)):
                 for their_row, our_row, count in runs:
                     yield (
                         source + (there + their_row) * size,
@@ -224,12 +243,12 @@ def _register(cache: PagedKVCache, agent: Agent) -> None:
     memory_of(cache.device).register(agent, [(side.data_ptr(), side.nbytes) for side in sides])
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, sink: Sink | None) -> PostingSender:
+def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
     """Raises ValueError where NIXL is missing."""
-    post = ActorPost(config.max_unanswered_bytes, config.ack_timeout_s)
-    return PostingSender(NixlLender(cache, new_agent()), post, background=cache.device.type == "cuda")
+    outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
+    return MessageSender(NixlExporter(cache, new_agent()), outbox, background=cache.device.type == "cuda")
 
 
-def receiver(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> NixlReceiver:
+def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> NixlReader:
     """Raises ValueError where NIXL is missing."""
-    return NixlReceiver(cache, thread, new_agent)
+    return NixlReader(cache, thread, new_agent)

@@ -1,0 +1,125 @@
+"""The hand-off inside one process: a stage's tensors are copied twice on their device, since nobody tells the
+stage when they are in the decode worker's pages.
+
+Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...messages.stages import FirstLogits, KVAnnouncement
+from ...settings import HandoffConfig
+from ..cache import PagedKVCache
+from .protocols import Destination, HandoffError, Hold, LocalReceiver, check_kv, described
+
+
+@dataclass(frozen=True)
+class DeviceKV:
+    """The payload: one layer's chunk. ready: the CUDA event after which it may be read, None on the CPU."""
+
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+    ready: Any = None
+
+
+class InProcessSender:
+    """Gives the tensors to a decode worker of this process, on the stage's thread."""
+
+    def __init__(self, receiver: LocalReceiver) -> None:
+        self._receiver = receiver
+
+    def open(self, destination: Destination) -> InProcessStream:
+        return InProcessStream(destination, self._receiver)
+
+
+class InProcessStream:
+    """A `KVStream` of an `InProcessSender`."""
+
+    def __init__(self, destination: Destination, receiver: LocalReceiver) -> None:
+        self._to, self._receiver = destination, receiver
+        self._failure = ""
+
+    def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
+        check_kv(k_TGD, v_TGD)
+        payload = DeviceKV(k_TGD.clone(), v_TGD.clone(), _now(k_TGD.device))
+        announcement = KVAnnouncement(
+            self._to.request_id, layer, start, k_TGD.shape[0], payload, attempt=self._to.attempt
+        )
+        with self._noting("K/V"):
+            self._receiver.announce(announcement)
+        return k_TGD.nbytes + v_TGD.nbytes
+
+    def put_logits(self, logits_V: torch.Tensor) -> None:
+        with self._noting("logits"):
+            message = FirstLogits(self._to.request_id, logits_V.numpy(), self._to.attempt)
+            self._receiver.first_logits(message)
+
+    def end_chunk(self) -> Callable[[], None]:
+        return self._check
+
+    def close(self) -> bool:
+        """The payloads are copies, so nobody reads the pages."""
+        self._failure = ""
+        return True
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Remember the first failure."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or f"{self._to.decode_worker} did not take {what}: {error}"
+
+    def _check(self) -> None:
+        if self._failure:
+            raise HandoffError(self._failure)
+
+
+class InProcessReader:
+    """Copies the sender's tensors into pages. Nothing outlives `read`."""
+
+    def __init__(self, cache: PagedKVCache, thread: Executor) -> None:
+        self._cache = cache
+        self._thread = thread
+
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+        kv = announcement.payload
+        expected = (announcement.tokens, self._cache.kv_heads, self._cache.head_dim)
+        if not isinstance(kv, DeviceKV) or kv.k_TGD.shape != expected or kv.v_TGD.shape != expected:
+            raise HandoffError(f"{described(announcement)} is not two tensors as expected, {expected}")
+        parts = dict.fromkeys(layers, (kv.k_TGD, kv.v_TGD))
+        with hold() as pages:
+            if pages is None:
+                return 0
+            await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._cache.write_layers, pages, announcement.start, parts, kv.ready
+            )
+        return kv.k_TGD.nbytes + kv.v_TGD.nbytes
+
+
+def _now(device: torch.device) -> Any:
+    """An event of everything that was launched so far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> InProcessSender:
+    """Raises ValueError without a decode worker of this process."""
+    if local is None:
+        raise ValueError("transport 'in_process' is for a stage and a decode worker in one process")
+    return InProcessSender(local)
+
+
+def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> InProcessReader:
+    return InProcessReader(cache, thread)

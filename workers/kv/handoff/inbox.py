@@ -1,0 +1,110 @@
+"""The decode worker's side of a hand-off: what has arrived of one attempt to read a prompt.
+
+One inbox belongs to one request and attempt. Resuming the prompt closes it and opens the next one, so a late
+message of an earlier attempt finds nothing to write to. Used on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from ...messages.stages import KVAnnouncement
+from ..arrival import ArrivalError, KVArrival
+from ..pages.holding import Holding
+from .protocols import KVReader
+
+
+class KVInbox:
+    """It ends up complete, lost, or closed.
+
+    Args:
+        attempt: the number that its messages carry.
+        holding: the request's pages.
+        changed: called when the K/V is complete or lost, and when the logits have come.
+    """
+
+    def __init__(
+        self, arrival: KVArrival, holding: Holding, changed: Callable[[], None], attempt: int = 0
+    ) -> None:
+        self.attempt = attempt
+        self.logits_V: np.ndarray | None = None
+        """Logits of the prompt's last position, float32."""
+        self.lost = ""
+        """Why some of the K/V did not arrive; empty while none is known to be missing."""
+        self._arrival, self._holding, self._changed = arrival, holding, changed
+        self._settled = asyncio.Event()
+        self._closed = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all K/V is in the pages."""
+        return self._arrival.complete
+
+    async def receive(self, announcement: KVAnnouncement, reader: KVReader) -> int:
+        """Read what was announced into the pages; an exact repetition is ignored.
+
+        Returns: bytes moved, 0 where nothing was written.
+        Raises: HandoffError, and ArrivalError for K/V that the prompt does not have. The inbox is lost then.
+        """
+        first, start, tokens = announcement.layer, announcement.start, announcement.tokens
+        layers = range(first, first + announcement.layers)
+        try:
+            new = [layer for layer in layers if self._arrival.claim(layer, start, tokens)]
+            moved = await reader.read(announcement, new, self._hold) if new else 0
+        except Exception as error:
+            self.lose(error)
+            raise
+        if not moved or self._closed:
+            return 0
+        for layer in new:
+            self._arrival.written(layer, start, tokens)
+        if self.complete:
+            self._settle()
+        return moved
+
+    def put_logits(self, logits_V: np.ndarray, vocab: int) -> None:
+        """A repetition is ignored. Raises ArrivalError for logits of another vocabulary."""
+        if self.logits_V is not None:
+            return
+        if logits_V.shape != (vocab,):
+            error = ArrivalError(f"unexpected logits {logits_V.shape}; the vocabulary is {vocab}")
+            self.lose(error)
+            raise error
+        self.logits_V = logits_V
+        self._changed()
+
+    def lose(self, error: Exception) -> None:
+        """K/V or logits that were announced did not come, or cannot be this prompt's."""
+        if not self._closed:
+            self.lost = f"the prompt's K/V did not arrive: {error}"
+            self._settle()
+
+    def resumed(self, points: Sequence[int], attempt: int) -> tuple[int, KVInbox]:
+        """Close this inbox. Returns the last of these points before which all K/V is here, and the inbox of
+        the next attempt, which expects everything after it."""
+        tokens = self._arrival.resume_point(points)
+        self.close()
+        return tokens, KVInbox(self._arrival.until(tokens), self._holding, self._changed, attempt)
+
+    def close(self) -> None:
+        """Nothing that comes later is written."""
+        self._closed, self.logits_V = True, None
+        self._settled.set()
+
+    async def settled(self) -> None:
+        """Wait until the K/V is complete, lost, or no longer wanted."""
+        await self._settled.wait()
+
+    def _settle(self) -> None:
+        self._settled.set()
+        self._changed()
+
+    @contextmanager
+    def _hold(self) -> Iterator[Sequence[int] | None]:
+        """A `protocols.Hold`."""
+        with self._holding.hold() as pages:
+            yield None if self._closed else pages

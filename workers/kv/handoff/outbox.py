@@ -1,0 +1,144 @@
+"""Messages from a stage to decode actors, and the answers that these still owe.
+
+Ray is needed only to find an actor and to wait for its answers; a test brings a stand-in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol, TypeVar
+
+from ...messages.stages import FirstLogits, KVAnnouncement
+from ...messages.states import NAMESPACE
+from ...roles import KVReceiver, sent
+from .protocols import HandoffError, plain
+
+M = TypeVar("M", KVAnnouncement, FirstLogits)
+
+
+@dataclass(eq=False)
+class Delivery:
+    """One stream's messages to its decode worker. failure: the first reason why one was not taken."""
+
+    decode_worker: str
+    failure: str = ""
+
+    def fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+
+
+class Outbox(Protocol):
+    """Delivers messages, those of one thread in order. Used from several threads. A message that is not
+    taken never raises here: its delivery remembers the failure."""
+
+    def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None: ...
+
+    def send_logits(self, delivery: Delivery, message: FirstLogits) -> None: ...
+
+    def check(self, delivery: Delivery) -> None:
+        """Raises HandoffError if a message of this delivery is known to have failed."""
+
+    def unanswered(self, delivery: Delivery) -> bool:
+        """Whether the decode worker still owes an answer, and so may be reading what it was told of."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Unanswered:
+    """A message that a decode worker has not answered, and until when it may."""
+
+    reply: Any
+    delivery: Delivery
+    bytes: int
+    until: float
+
+
+class ActorOutbox:
+    """An `Outbox` to Ray actors.
+
+    Announcements are not waited for, but at most `max_bytes` of them are unanswered at a time: a slow decode
+    worker slows prefill down instead of filling a store. A worker that does not answer for `ack_timeout_s`
+    counts as failed. clock: seconds, of this host.
+    """
+
+    def __init__(
+        self, max_bytes: int, ack_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        import ray
+
+        self._ray = ray
+        self._max_bytes = max_bytes
+        self._ack_timeout_s = ack_timeout_s
+        self._clock = clock
+        self._lock = Lock()
+        self._actors: dict[str, Any] = {}
+        self._unanswered: deque[_Unanswered] = deque()
+
+    def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
+        """The payload travels inside the message."""
+        self._call(KVReceiver.announce, delivery, announcement, 0)
+
+    def send_logits(self, delivery: Delivery, message: FirstLogits) -> None:
+        self._call(KVReceiver.first_logits, delivery, message, message.logits.nbytes)
+
+    def check(self, delivery: Delivery) -> None:
+        self._settle_answered()
+        if delivery.failure:
+            raise HandoffError(delivery.failure)
+
+    def unanswered(self, delivery: Delivery) -> bool:
+        self._settle_answered()
+        with self._lock:
+            return any(one.delivery is delivery for one in self._unanswered)
+
+    def _call(
+        self, method: Callable[[KVReceiver, M], Awaitable[None]], delivery: Delivery, message: M, size: int
+    ) -> None:
+        """Nothing more is sent of a delivery that has failed."""
+        if delivery.failure:
+            return
+        name = delivery.decode_worker
+        try:
+            if name not in self._actors:
+                self._actors[name] = self._ray.get_actor(name, namespace=NAMESPACE)
+            reply = sent(self._actors[name], method, message)
+        except Exception as error:
+            self._not_taken(delivery, error)
+            return
+        until = self._clock() + self._ack_timeout_s
+        with self._lock:
+            self._unanswered.append(_Unanswered(reply, delivery, size, until))
+        while (oldest := self._over_limit()) is not None:
+            patience = max(0.0, oldest.until - self._clock())
+            self._ray.wait([oldest.reply], num_returns=1, timeout=patience, fetch_local=False)
+            self._settle_answered()
+
+    def _over_limit(self) -> _Unanswered | None:
+        """The message whose answer must come before more may be sent."""
+        with self._lock:
+            over = len(self._unanswered) > 1 and sum(one.bytes for one in self._unanswered) > self._max_bytes
+            return self._unanswered[0] if over else None
+
+    def _settle_answered(self) -> None:
+        """Drop the messages that were answered, and those whose time is over."""
+        with self._lock:
+            replies = [one.reply for one in self._unanswered]
+            answered: set[Any] = set()
+            if replies:
+                ready, _ = self._ray.wait(replies, num_returns=len(replies), timeout=0, fetch_local=False)
+                answered = set(ready)
+            now = self._clock()
+            done = [one for one in self._unanswered if one.reply in answered or one.until <= now]
+            self._unanswered = deque(one for one in self._unanswered if one not in done)
+        for one in done:
+            try:
+                self._ray.get(one.reply, timeout=0)
+            except Exception as error:
+                self._not_taken(one.delivery, error)
+
+    def _not_taken(self, delivery: Delivery, error: Exception) -> None:
+        self._actors.pop(delivery.decode_worker, None)
+        delivery.fail(f"{delivery.decode_worker} did not take K/V: {plain(error)}")

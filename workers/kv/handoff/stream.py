@@ -1,0 +1,163 @@
+"""A stage's side of a hand-off by messages: each says which layers of a chunk can be read, and where.
+
+A layer's chunk of a big model is a message of its own. Small ones share a message with the next layers,
+because every process that a message passes spends some hundred microseconds on it.
+
+Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ...messages.stages import FirstLogits, KVAnnouncement
+from .outbox import Delivery, Outbox
+from .protocols import Destination, check_kv
+
+
+class KVExport(Protocol):
+    """One request's K/V, described so that a decode worker can read it."""
+
+    def layer(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[Any, Any]:
+        """Describe one layer's chunk.
+
+        Returns: the description, and the CUDA event after which it may be sent (None: at once).
+        """
+
+    def payload(self, layers: Sequence[Any]) -> Any:
+        """The payload of an announcement of these layers of one chunk, in order. layers: descriptions."""
+
+    def revoke(self) -> None:
+        """The pages are about to be another request's: no reader may take anything described so far."""
+
+
+class KVExporter(Protocol):
+    """Describes a stage's pages to decode workers, in the way of one transport."""
+
+    message_bytes: int
+    """A message is sent once it stands for this much K/V, at the latest when its chunk ends."""
+    in_place: bool
+    """Whether decode workers read the request's own pages."""
+
+    def export(self, pages: Sequence[int]) -> KVExport: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """A layer's chunk that was put and not sent yet."""
+
+    layer: int
+    start: int
+    tokens: int
+    bytes: int
+    description: Any
+    ready: Any
+
+
+class MessageSender:
+    """A `KVSender` over an exporter and an outbox.
+
+    With `background`, a thread of its own waits until a message's layers are computed and sends it, so that
+    launching the next layers' kernels waits for neither. Otherwise the stage's thread does both.
+    """
+
+    def __init__(self, exporter: KVExporter, outbox: Outbox, *, background: bool) -> None:
+        self._exporter, self._outbox = exporter, outbox
+        self._thread = ThreadPoolExecutor(1, "kv-send") if background else None
+
+    def open(self, destination: Destination) -> MessageStream:
+        return MessageStream(destination, self._exporter, self._outbox, self._thread)
+
+
+class MessageStream:
+    """A `KVStream` of a `MessageSender`."""
+
+    def __init__(
+        self,
+        destination: Destination,
+        exporter: KVExporter,
+        outbox: Outbox,
+        thread: ThreadPoolExecutor | None,
+    ) -> None:
+        self._to = destination
+        self._message_bytes, self._in_place = exporter.message_bytes, exporter.in_place
+        self._export = exporter.export(destination.pages)
+        self._outbox, self._delivery = outbox, Delivery(destination.decode_worker)
+        self._thread = thread
+        self._sending: list[Future[None]] = []
+        """Work of the sending thread that may not be done."""
+        self._layers: list[_Layer] = []
+        """Layers of one chunk whose message is not full yet."""
+
+    def put(self, layer: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> int:
+        check_kv(k_TGD, v_TGD)
+        if self._layers and (start, layer) != (self._layers[-1].start, self._layers[-1].layer + 1):
+            self._send_message()
+        size = 2 * k_TGD.numel() * k_TGD.element_size()
+        description, ready = self._export.layer(start, k_TGD, v_TGD)
+        self._layers.append(
+            _Layer(
+                layer=layer,
+                start=start,
+                tokens=k_TGD.shape[0],
+                bytes=size,
+                description=description,
+                ready=ready,
+            )
+        )
+        if sum(one.bytes for one in self._layers) >= self._message_bytes:
+            self._send_message()
+        return size
+
+    def end_chunk(self) -> Callable[[], None]:
+        self._send_message()
+        sending = self._sending
+        self._sending = [work for work in sending if not work.done()]
+        return partial(self._settle, sending)
+
+    def put_logits(self, logits_V: torch.Tensor) -> None:
+        message = FirstLogits(self._to.request_id, logits_V.numpy(), self._to.attempt)
+        self._outbox.send_logits(self._delivery, message)
+
+    def close(self) -> bool:
+        self._layers = []
+        sending = any(not work.done() for work in self._sending)
+        if self._in_place and (sending or self._outbox.unanswered(self._delivery)):
+            return False
+        self._export.revoke()
+        return True
+
+    def _settle(self, sending: Sequence[Future[None]]) -> None:
+        for work in sending:
+            work.result()
+        self._outbox.check(self._delivery)
+
+    def _send_message(self) -> None:
+        layers, self._layers = self._layers, []
+        if not layers:
+            return
+        if self._thread is None:
+            self._send(layers)
+        else:
+            self._sending.append(self._thread.submit(self._send, layers))
+
+    def _send(self, layers: Sequence[_Layer]) -> None:
+        first, last = layers[0], layers[-1]
+        if last.ready is not None:  # and with it those before: a stage launches in order
+            last.ready.synchronize()
+        announcement = KVAnnouncement(
+            self._to.request_id,
+            first.layer,
+            first.start,
+            first.tokens,
+            self._export.payload([one.description for one in layers]),
+            len(layers),
+            self._to.attempt,
+        )
+        self._outbox.send_kv(self._delivery, announcement)
