@@ -51,7 +51,7 @@ def curves(
 
     def look(layer: int, x: AttentionInput) -> None:
         score_BHNM = selector.scores(x, selector.new_state(state_spec(x, layer)), no_phase)
-        of_layer = selector.rule, stack.output_weight(layer), quotas
+        of_layer = selector.rule, stack.layer(layer).output_weight_CO, quotas
         density_HI, error_HI = layer_curve(x, score_BHNM, *of_layer, prose)
         fact_error_HI = layer_curve(x, score_BHNM, *of_layer, facts)[1] if facts else error_HI
         found.append((density_HI, error_HI, fact_error_HI))

@@ -27,7 +27,7 @@ from ..kv.cache import PagedKVCache
 from ..kv.pages.holding import PageCopy
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..messages.requests import Sampling
-from ..model.decoder import LayerStack
+from ..model.decoder import AttentionCalls, LayerStack
 from ..model.recompute import Looks, recompute, rows_of_blocks
 from .page_selection import BatchRows, LayerPlan, StepAttention
 from .reads import Read
@@ -172,7 +172,7 @@ class DecodeRunner:
         rows_T = cache.rows_of(table_N, start, tokens)
         looks = Looks(step.among) if step.looks else None
 
-        def keep(layer: int) -> KVRows:
+        def kv_rows(layer: int) -> KVRows:
             return KVRows(*cache.rows(layer), rows_T)
 
         def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class DecodeRunner:
                 looks.add(q_THD, k_GSD)
             return self._attend_densely(q_THD, k_GSD, v_GSD, start)
 
-        hidden_TC = self.stack.forward_stored(self.stack.embed(ids_T), positions_T, keep, attend)
+        hidden_TC = self.stack.run(self.stack.embed(ids_T), positions_T, AttentionCalls(kv_rows, attend))
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         blocks = () if looks is None else looks.most(step.looks)
         self._wait()
@@ -200,13 +200,13 @@ class DecodeRunner:
         before_N = table_N[: blocks[-1] * per_block]
         seen_N = torch.cat([before_N, *(table_N[b * per_block : (b + 1) * per_block] for b in blocks)])
 
-        def keep(layer: int) -> KVRows:
+        def kv_rows(layer: int) -> KVRows:
             return KVRows(*cache.rows(layer), rows_P)
 
         def seen(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
             return cache.gather(layer, seen_N, len(seen_N) * PAGE_TOKENS)
 
-        recompute(self.stack, ids_P, blocks, keep, seen)
+        recompute(self.stack, ids_P, blocks, kv_rows, seen)
         self._wait()
         return Appended(blocks=blocks)
 
@@ -250,13 +250,15 @@ class DecodeRunner:
         selects_R = batch.selects_R if batch.shape.selects else None
         step = StepAttention(self._plan, BatchRows(batch.table_RP, positions_R + 1, selects_R), self._scale)
 
-        def keep(layer: int) -> KVRows:
+        def kv_rows(layer: int) -> KVRows:
             return KVRows(*self.cache.rows(layer), rows_R)
 
         def attend(layer: int, q_RHD: torch.Tensor) -> torch.Tensor:
             return step.attend(layer, q_RHD, *self.cache.layer(layer))
 
-        hidden_RC = self.stack.forward_stored(self.stack.embed(batch.ids_R), positions_R, keep, attend)
+        hidden_RC = self.stack.run(
+            self.stack.embed(batch.ids_R), positions_R, AttentionCalls(kv_rows, attend)
+        )
         return self.stack.logits(hidden_RC)
 
     @torch.inference_mode()

@@ -22,7 +22,7 @@ from ...kernels.constants import BLOCK
 from ...kernels.executors.block_sparse import BlockSparseExecutor
 from ...kernels.interface import AttentionInput, TileMask, no_phase
 from ...kernels.layers.rope import KVRows
-from .decoder import LayerStack
+from .decoder import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
 """Of a question so many rows are looked at, the last ones."""
@@ -85,12 +85,12 @@ def recompute(
     stack: LayerStack,
     ids_P: torch.Tensor,
     blocks: Sequence[int],
-    keep: Callable[[int], KVRows],
+    kv_rows: Callable[[int], KVRows],
     seen: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     """Compute the blocks' keys and values in every layer with dense attention over all that stands before.
 
-    ids_P: the blocks' tokens. blocks: ascending, whole ones. keep(layer): where their K and V are written to.
+    ids_P: the blocks' tokens. blocks: ascending, whole ones. kv_rows(layer): where their K and V go.
     seen(layer), asked after that: k_GSD and v_GSD of all tokens before the last block, the blocks' new ones
     among them, and behind these once more those of the blocks (S = (last block + B) x BLOCK).
     """
@@ -105,7 +105,7 @@ def recompute(
         out_BHTD = dense.attend(x, mask, None, no_phase)
         return out_BHTD[0].transpose(0, 1).to(q_PHD.dtype)
 
-    stack.forward_stored(stack.embed(ids_P), rows_of_blocks(blocks, device), keep, attend)
+    stack.run(stack.embed(ids_P), rows_of_blocks(blocks, device), AttentionCalls(kv_rows, attend))
 
 
 def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,40 +21,25 @@ import numpy as np
 import torch
 
 from ...kernels.build import build
-from ...kernels.interface import Attention, AttentionInput, KernelInputError, StateSpec
-from ...kernels.layers.rope import KVRows
+from ...kernels.interface import KernelInputError, StateSpec
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
 from ..kv.fetch import NoSource, Source, from_host, pieces
 from ..kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
 from ..kv.pages.pool import first_of_run
-from ..messages.methods import resume_step
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
-from ..model.decoder import LayerStack, Stream
+from ..model.decoder import LayerStack
 from ..model.levels import amounts_for
 from ..model.profile import Profile
 from ..tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
+from .chunk_attention import ChunkAttention, OpenPrompt, finite
 from .chunks import ModelWork
 from .phases import phase_timer
 
 _ASK_AGAIN_S = 0.01
 _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, torch.OutOfMemoryError)
-
-
-@dataclass
-class _Prompt:
-    """An open request: its pages here, the first of them if they are one run, and what its method remembers
-    of each layer, where it has seen all queries so far."""
-
-    request: OpenRequest
-    method: Attention
-    stream: KVStream
-    spec: StateSpec
-    states: dict[int, Any]
-    pages_N: torch.Tensor
-    first_page: int | None
 
 
 class PrefillStage:
@@ -81,7 +66,7 @@ class PrefillStage:
         self._activations = activations
         self._stage, self._stages = stage, stages
         self._last = stage == stages - 1
-        self._open: dict[str, _Prompt] = {}
+        self._open: dict[str, OpenPrompt] = {}
         self._abandoned: set[int] = set()
         self._streams: dict[str, KVStream] = {}
         """By request, until its pages are free: decode workers may read those of closed requests."""
@@ -138,7 +123,9 @@ class PrefillStage:
         stream = self._sender.open(destination)
         first_page = first_of_run(request.pages)
         self._streams[request.request_id] = stream
-        self._open[request.request_id] = _Prompt(request, method, stream, spec, states, pages_N, first_page)
+        self._open[request.request_id] = OpenPrompt(
+            request, method, stream, spec, states, pages_N, first_page
+        )
         try:
             self._bring_back(request)
         except _REQUEST_ERRORS as error:
@@ -219,44 +206,10 @@ class PrefillStage:
             raise RequestFailed(f"request {command.request_id} is not open on stage {self._stage}")
         with phase("projection"):
             hidden_TC = self._embed(command) if received_TC is None else received_TC
-            stream, end = Stream(hidden_TC), command.start + command.tokens
-            angles = stack.angles(torch.arange(command.start, end, device=stack.device))
-            rows_T = self._rows(prompt, command.start, command.tokens)
-            stack.feed_forward(stack.layers.start - 1, stream)  # of a layer that began on the stage before
-        for layer in stack.layers:
-            if prompt.request.serial in self._abandoned:
-                raise RequestFailed(f"request {command.request_id} was abandoned")
-            with phase("projection"):
-                qkv_TXD = stack.project(layer, stream)
-                q_THD = stack.rotate(layer, qkv_TXD, angles, KVRows(*self._cache.rows(layer), rows_T))
-            with phase("kv_gather"):
-                k_GSD, v_GSD = self._seen(prompt, layer, end)
-            with phase("handoff"):  # before attention, so that K/V travels meanwhile
-                work.handoff_bytes += _put(prompt.stream, layer, command.start, k_GSD, v_GSD)
-            first = self._first_wanted(layer, prompt, command)
-            if first > command.start:
-                with phase("projection"):
-                    work.finite = _finite(k_GSD[:, command.start :]) & _finite(v_GSD[:, command.start :])
-                prompt.states.pop(layer, None)
-                if first == end:
-                    break
-                q_THD, stream = q_THD[first - command.start :], stream.rows_from(first - command.start)
-            out_THD = self._attend(prompt, layer, work, q_THD, k_GSD, v_GSD, first)
-            with phase("projection"):
-                stack.add_attention(layer, stream, out_THD)
-                stack.feed_forward(layer, stream)
-        with phase("projection"):
-            return stream.total()
-
-    def _first_wanted(self, layer: int, prompt: _Prompt, command: ChunkCommand) -> int:
-        """From which position on the layer's attention is wanted, the chunk's end if nowhere; before it only
-        K/V. From the model's last layer nothing goes on but a prompt's logits: there it is the last place
-        before them where the method can begin, since it has not seen the queries until then."""
-        if layer != self.stack.config.layers - 1 or not (step := resume_step(prompt.request.method)):
-            return command.start
-        end = command.start + command.tokens
-        wanted = end - 1 if command.last and command.wants_logits else end
-        return max(command.start, wanted // step * step)
+            positions_T = torch.arange(command.start, command.start + command.tokens, device=stack.device)
+        serial, last_layer = prompt.request.serial, stack.config.layers - 1
+        attention = ChunkAttention(prompt, work, self._cache, last_layer, lambda: serial in self._abandoned)
+        return stack.run(hidden_TC, positions_T, attention, phase=phase)
 
     def _embed(self, command: ChunkCommand) -> torch.Tensor:
         ids_T = np.frombuffer(command.token_ids, dtype="<u4").astype(np.int64)
@@ -275,44 +228,6 @@ class PrefillStage:
             return x.pin_memory().to(self.stack.device, non_blocking=True)
         return x
 
-    def _rows(self, prompt: _Prompt, start: int, tokens: int) -> torch.Tensor:
-        """Where a chunk's K/V go in each layer's pages."""
-        if prompt.first_page is None:
-            return self._cache.rows_of(prompt.pages_N, start, tokens)
-        return self._cache.rows_of_run(prompt.first_page, start, tokens)
-
-    def _seen(self, prompt: _Prompt, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt's k_GSD, v_GSD so far, in place where its pages are one run."""
-        if prompt.first_page is None:
-            return self._cache.gather(layer, prompt.pages_N, end)
-        return self._cache.view_run(layer, prompt.first_page, end)
-
-    def _attend(
-        self,
-        prompt: _Prompt,
-        layer: int,
-        work: ChunkWork,
-        q_THD: torch.Tensor,
-        k_GSD: torch.Tensor,
-        v_GSD: torch.Tensor,
-        start: int,
-    ) -> torch.Tensor:
-        """out_THD of queries from `start` on."""
-        x = AttentionInput.of(
-            q_THD.transpose(0, 1)[None],
-            k_GSD[None],
-            v_GSD[None],
-            q_start=start,
-            prompt_tokens=prompt.request.prompt_tokens,
-        )
-        work.timer.layer = layer
-        if layer not in prompt.states:
-            prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
-        out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], work.timer.phase)
-        work.timer.layer = None
-        work.coverage.append((layer, coverage))
-        return out_BHTD[0].transpose(0, 1)
-
     def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
         """Launch the first logits and what is left to hand over; what to call when it has been computed.
 
@@ -321,8 +236,8 @@ class PrefillStage:
         """
         command, phase = work.command, work.timer.phase
         with phase("projection"):
-            finite = _finite(hidden_TC)
-            work.finite = finite if work.finite is None else finite & work.finite
+            stays_finite = finite(hidden_TC)
+            work.finite = stays_finite if work.finite is None else stays_finite & work.finite
             if self._last and command.last and command.wants_logits:
                 work.logits_V = self.stack.logits(hidden_TC[-1:])[0]
         with phase("handoff"):
@@ -368,12 +283,3 @@ class PrefillStage:
         prompt = self._open.pop(request_id, None)
         if prompt is not None:
             self._abandoned.discard(prompt.request.serial)
-
-
-def _put(stream: KVStream, layer: int, start: int, k_GSD: torch.Tensor, v_GSD: torch.Tensor) -> int:
-    """Hand over what is in the prompt's pages from `start` on; returns its bytes."""
-    return stream.put(layer, start, k_GSD[:, start:].transpose(0, 1), v_GSD[:, start:].transpose(0, 1))
-
-
-def _finite(x: torch.Tensor) -> torch.Tensor:
-    return torch.isfinite(x).all()

@@ -38,7 +38,7 @@ def test_curves_are_those_of_masked_attention(
         logit_HTS = x.q_BHTD[0] @ k_HSD.transpose(1, 2) * x.scale
         logit_HTS = logit_HTS.masked_fill(torch.ones(len(IDS), len(IDS)).triu(1) > 0, float("-inf"))
         score = SELECTOR.cpu_scores(x, None, lambda _: torch.no_grad())
-        given = x.q_BHTD.shape[1], logit_HTS, v_HSD, score, tiny_stack.output_weight(layer)
+        given = x.q_BHTD.shape[1], logit_HTS, v_HSD, score, tiny_stack.layer(layer).output_weight_CO
         expected.append((*_slowly(*given, [2, 5]), _slowly(*given, [3])[1]))
         return (logit_HTS.softmax(-1) @ v_HSD)[None]
 

@@ -12,7 +12,7 @@ import torch
 
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.model.config import ModelConfig
-from deltafront.workers.model.decoder import LayerStack, Stream, load_model
+from deltafront.workers.model.decoder import DecoderLayer, Residual, load_model
 from deltafront.workers.model.shares import LayerShare
 from deltafront.workers.prefill.warm_up import warm_up
 from deltafront.workers.settings import ModelSpec
@@ -68,15 +68,15 @@ def test_warm_up_runs_every_part_that_a_stage_has(
 ) -> None:
     """Of many rows: the feed-forward network that it begins with, and its first layer's, if it has them."""
     force(monkeypatch, halves)
-    original = LayerStack.feed_forward
+    original = DecoderLayer.mlp
     seen: set[tuple[int, bool]] = set()
 
-    def feed_forward(self: LayerStack, layer: int, stream: Stream) -> None:
-        if layer in self.feeds and len(stream.hidden_TC) > 1:
-            seen.add((layer, stream.update_TC is None))
-        original(self, layer, stream)
+    def mlp(self: DecoderLayer, residual: Residual) -> None:
+        if self.mlp_weights is not None and len(residual.hidden_TC) > 1:
+            seen.add((self.number, residual.update_TC is None))
+        original(self, residual)
 
-    monkeypatch.setattr(LayerStack, "feed_forward", feed_forward)
+    monkeypatch.setattr(DecoderLayer, "mlp", mlp)
     for stage in range(len(halves) + 1):
         stack = load_model(model, "cpu", stage, len(halves) + 1)
         seen.clear()

@@ -31,8 +31,10 @@ from deltafront.workers.messages.stages import (
     RequestFailed,
 )
 from deltafront.workers.model.decoder import torch_dtype
+from deltafront.workers.prefill import chunk_attention
 from deltafront.workers.prefill import stage as prefill_stage
 from deltafront.workers.prefill.chunk import ChunkWork
+from deltafront.workers.prefill.chunk_attention import ChunkAttention
 from deltafront.workers.prefill.controller import PrefillController
 from deltafront.workers.prefill.in_process import local_controller, run_in_process
 from deltafront.workers.prefill.loading import load_stage
@@ -150,7 +152,7 @@ async def test_of_the_last_layer_all_but_the_last_block_is_keys_and_values_alone
     model: ModelSpec, method: MethodSpec, chunk: int, step: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the method can begin behind them, at multiples of `step`; nothing that is read is another."""
-    monkeypatch.setattr(prefill_stage, "resume_step", lambda _spec: step)
+    monkeypatch.setattr(chunk_attention, "resume_step", lambda _spec: step)
     ids, sink = random_ids(500), Collector()
     async with pipeline(model, sink, stages=2, chunk_tokens=chunk) as controller:
         report = await prefill(controller, "r", ids, method)
@@ -324,12 +326,12 @@ def test_every_linear_layer_counts_as_projection_and_attention_does_not(
                 products.append(list(inside))
             return func(*args, **(kwargs or {}))
 
-    def attend(self: PrefillStage, *arguments: Any) -> torch.Tensor:
+    def attend(self: ChunkAttention, *arguments: Any) -> torch.Tensor:
         attended.append(list(inside))
         return original(self, *arguments)
 
-    original, inside = PrefillStage._attend, list[str]()
-    monkeypatch.setattr(PrefillStage, "_attend", attend)
+    original, inside = ChunkAttention.attend, list[str]()
+    monkeypatch.setattr(ChunkAttention, "attend", attend)
     monkeypatch.setattr(prefill_stage, "phase_timer", lambda _device: Phases())
     stage = stage_of(model, Collector())
     stage.open(OpenRequest("r", tuple(range(8)), 128, DENSE, "decode:x"))

@@ -1,0 +1,126 @@
+"""A chunk's attention at every layer of a stage: K/V into the prompt's pages, hand-off, attention.
+
+Shape suffixes: T tokens of the chunk, H query heads, G key/value heads, D head dimension, S tokens of the
+prompt so far; B (always 1 here) as the kernels have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...kernels.interface import Attention, AttentionInput, StateSpec
+from ...kernels.layers.rope import KVRows
+from ..kv.cache import PagedKVCache
+from ..kv.handoff.protocols import KVStream
+from ..messages.methods import resume_step
+from ..messages.stages import OpenRequest, RequestFailed
+from .chunk import ChunkWork
+
+
+@dataclass
+class OpenPrompt:
+    """A request that is open on a stage.
+
+    states: what its method remembers of each layer whose queries it has all seen. pages_N: its pages here.
+    first_page: the first of them if they are one run, else None.
+    """
+
+    request: OpenRequest
+    method: Attention
+    stream: KVStream
+    spec: StateSpec
+    states: dict[int, Any]
+    pages_N: torch.Tensor
+    first_page: int | None
+
+
+class ChunkAttention:
+    """A `LayerAttention` of one chunk.
+
+    Args:
+        last_layer: the model's last layer, after whose K/V nothing but a prompt's logits is needed.
+        abandoned: whether the request was abandoned meanwhile.
+    """
+
+    def __init__(
+        self,
+        prompt: OpenPrompt,
+        work: ChunkWork,
+        cache: PagedKVCache,
+        last_layer: int,
+        abandoned: Callable[[], bool],
+    ) -> None:
+        self._prompt, self._work, self._cache = prompt, work, cache
+        self._last_layer, self._abandoned = last_layer, abandoned
+        self._start = work.command.start
+        self._end = work.command.start + work.command.tokens
+        with work.timer.phase("projection"):
+            self._rows_T = self._rows(work.command.tokens)
+
+    def kv_rows(self, layer: int) -> KVRows:
+        """Raises RequestFailed for a request that was abandoned."""
+        if self._abandoned():
+            raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
+        return KVRows(*self._cache.rows(layer), self._rows_T)
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
+        work, prompt, phase = self._work, self._prompt, self._work.timer.phase
+        with phase("kv_gather"):
+            k_GSD, v_GSD = self._seen(layer)
+        with phase("handoff"):  # before attention, so that K/V travels meanwhile
+            chunk = k_GSD[:, self._start :].transpose(0, 1), v_GSD[:, self._start :].transpose(0, 1)
+            work.handoff_bytes += prompt.stream.put(layer, self._start, *chunk)
+        first = self._first_needed(layer)
+        if first > self._start:
+            with phase("projection"):
+                work.finite = finite(k_GSD[:, self._start :]) & finite(v_GSD[:, self._start :])
+            prompt.states.pop(layer, None)
+        if first == self._end:
+            return None
+        x = AttentionInput.of(
+            q_THD[first - self._start :].transpose(0, 1)[None],
+            k_GSD[None],
+            v_GSD[None],
+            q_start=first,
+            prompt_tokens=prompt.request.prompt_tokens,
+        )
+        work.timer.layer = layer
+        if layer not in prompt.states:
+            prompt.states[layer] = prompt.method.new_state(replace(prompt.spec, layer=layer))
+        out_BHTD, coverage = prompt.method.attend(x, prompt.states[layer], phase)
+        work.timer.layer = None
+        work.coverage.append((layer, coverage))
+        return out_BHTD[0].transpose(0, 1)
+
+    def _first_needed(self, layer: int) -> int:
+        """The first position whose attention is needed, the chunk's end if none is.
+
+        After the model's last layer only a prompt's logits are. There it is the last place before them where
+        the method can begin, because it has not seen the queries until then.
+        """
+        command = self._work.command
+        if layer != self._last_layer or not (step := resume_step(self._prompt.request.method)):
+            return self._start
+        needed = self._end - 1 if command.last and command.wants_logits else self._end
+        return max(self._start, needed // step * step)
+
+    def _rows(self, tokens: int) -> torch.Tensor:
+        """rows_T: where the chunk's K/V go in each layer's pages."""
+        if self._prompt.first_page is None:
+            return self._cache.rows_of(self._prompt.pages_N, self._start, tokens)
+        return self._cache.rows_of_run(self._prompt.first_page, self._start, tokens)
+
+    def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prompt's k_GSD and v_GSD so far, in place where its pages are one run."""
+        if self._prompt.first_page is None:
+            return self._cache.gather(layer, self._prompt.pages_N, self._end)
+        return self._cache.view_run(layer, self._prompt.first_page, self._end)
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    """Whether all are finite numbers, without waiting for the device."""
+    return torch.isfinite(x).all()
