@@ -84,7 +84,7 @@ HOMES = {
     "PIL": "service.client.drawing",
     "torch": "kernels workers.model workers.calibration workers.kv workers.prefill workers.decode",
     "triton": "kernels",
-    "transformers": "workers.model.store",
+    "transformers": "",
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from .config import ModelError
+from .gguf_tokenizer import end_ids
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -33,6 +35,15 @@ _BLOCK = {
 }
 
 _ROPE_FACTORS = "rope_freqs.weight"
+
+_READ = frozenset(
+    """vocab_size context_length embedding_length block_count feed_forward_length tensor_data_layout
+    attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon
+    rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor rope.scale_linear
+    rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
+    rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
+)
+"""The architecture's keys that are read, or that say nothing about what is computed."""
 
 
 class GgufSource:
@@ -90,6 +101,7 @@ class GgufSource:
         head_dim = self.model_field("attention.key_length", hidden // heads)
         if self.model_field("rope.dimension_count", head_dim) != head_dim:
             raise ModelError(f"{self.path}: rotary embedding of a part of the head is not supported")
+        self._refuse_unread(head_dim)
         config = {
             "architectures": [_ARCHITECTURES[self._architecture]],
             "model_type": self._architecture,
@@ -99,34 +111,95 @@ class GgufSource:
             "num_attention_heads": heads,
             "num_key_value_heads": self.model_field("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "vocab_size": self._vocab(),
             "max_position_embeddings": self.model_field("context_length"),
             "rms_norm_eps": _shortest_float(self.model_field("attention.layer_norm_rms_epsilon")),
             "rope_parameters": self._rope(),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "hidden_act": "silu",
+            "eos_token_id": end_ids(self),
         }
-        for key in ("bos_token_id", "eos_token_id"):
-            if self.has_field(f"tokenizer.ggml.{key}"):
-                config[key] = self.field(f"tokenizer.ggml.{key}")
+        if self.has_field("tokenizer.ggml.bos_token_id"):
+            config["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
         return config
+
+    def _vocab(self) -> int:
+        """Rows of the embedding: as many as there are tokens, or more."""
+        rows = int(self._tensors["token_embd.weight"].shape[1])
+        if (tokens := len(self.field("tokenizer.ggml.tokens", []))) > rows:
+            raise ModelError(f"{self.path}: {tokens} tokens, but only {rows} embeddings")
+        return rows
+
+    def _refuse_unread(self, head_dim: int) -> None:
+        """A key that is not read changes nothing: it is zero, or has the one value that means what is computed."""
+        same = {
+            "attention.causal": True,
+            "attention.value_length": head_dim,
+            "attention.scale": head_dim**-0.5,
+            "attention.output_scale": 1.0,
+            "hidden_activation": "silu",
+            "logit_scale": 1.0,
+            "embedding_scale": 1.0,
+            "residual_scale": 1.0,
+            "rope.scaling.yarn_ext_factor": 1.0,
+        }
+        for name in self._reader.fields:
+            prefix, _, key = name.partition(".")
+            if prefix != self._architecture or key in _READ:
+                continue
+            value = self.field(name)
+            if key == "attention.sliding_window" and value >= self.model_field("context_length"):
+                continue
+            if value and not (key in same and _same(value, same[key])):
+                raise ModelError(
+                    f"{self.path}: GGUF key {name} = {value!r} is not supported, and without it this model "
+                    "would compute something else"
+                )
 
     def _rope(self) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_theta": float(self.model_field("rope.freq_base", 10_000.0))}
-        kind = str(self.model_field("rope.scaling.type", "none"))
+        kind = str(self.model_field("rope.scaling.type", "linear"))
+        factor = self._rope_number("factor", self.model_field("rope.scale_linear", 1.0)) or 1.0
+        attention = self._rope_number("attn_factor", 1.0)
+        if kind != "yarn" and attention != 1.0:
+            self._refuse_rope("attn_factor", attention)
         if _ROPE_FACTORS in self._tensors:
-            return {
-                **rope,
-                "rope_type": "factors",
-                "factors": _to_torch(self._tensors[_ROPE_FACTORS]).tolist(),
-            }
-        if kind == "none":
+            if kind != "none" and factor != 1.0:
+                self._refuse_rope("factor", factor)
+            factors = _to_torch(self._tensors[_ROPE_FACTORS]).tolist()
+            return {**rope, "rope_type": "factors", "factors": factors}
+        if kind == "none" or (kind == "linear" and factor == 1.0):
             return {**rope, "rope_type": "default"}
-        rope |= {"rope_type": kind, "factor": self.model_field("rope.scaling.factor")}
+        rope |= {"rope_type": kind, "factor": factor}
         if self.has_field(f"{self._architecture}.rope.scaling.original_context_length"):
             original = self.model_field("rope.scaling.original_context_length")
             rope["original_max_position_embeddings"] = original
-        return rope
+        return rope | (self._yarn(factor, attention) if kind == "yarn" else {})
+
+    def _yarn(self, factor: float, attention: float) -> dict[str, float]:
+        """llama.cpp multiplies YaRN's own temperature by the file's factor; Hugging Face stores the product."""
+        temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        said = self._rope_number("yarn_attn_factor", temperature)
+        if not _same(said, temperature):
+            self._refuse_rope("yarn_attn_factor", said)
+        options = {"attention_factor": attention * temperature}
+        for key in ("beta_fast", "beta_slow"):
+            if self.has_field(f"{self._architecture}.rope.scaling.yarn_{key}"):
+                options[key] = self._rope_number(f"yarn_{key}")
+        return options
+
+    def _rope_number(self, key: str, default: float | None = None) -> float:
+        return _shortest_float(self.model_field(f"rope.scaling.{key}", default))
+
+    def _refuse_rope(self, key: str, value: float) -> NoReturn:
+        name = f"{self._architecture}.rope.scaling.{key}"
+        raise ModelError(f"{self.path}: GGUF key {name} = {value} is not supported with this kind of scaling")
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, float):
+        return isinstance(value, int | float) and math.isclose(value, wanted, rel_tol=1e-6)
+    return bool(value == wanted)
 
 
 def _hugging_face_name(name: str) -> str:

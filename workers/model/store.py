@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import ModelError
+from .config import ModelError, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ _TREE = Path(__file__).resolve().parents[2]
 INDEX = "model.safetensors.index.json"
 """Of weights in several safetensors files: the file of each tensor."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of the cache directory's name: raise it when a conversion's result changes."""
 
 _SHARD_BYTES = 2 << 30
@@ -158,44 +158,22 @@ def _convert(path: Path, work: Path) -> None:
     ids: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(source, work)
+    read_config(work)  # what cannot be served is refused before the weights are converted
     _write_weights(source, work)
 
 
 def _write_tokenizer(source: GgufSource, work: Path) -> None:
-    """tokenizer.json by transformers' converter; its configuration from the file's own metadata.
+    from tokenizers import Tokenizer
 
-    The converter leaves two things wrong: special tokens are guessed, and SmolLM's splitting of digits is
-    dropped, which changes how spaces before numbers are cut.
-    """
-    from transformers import AutoTokenizer
+    from .gguf_tokenizer import tokenizer_config, tokenizer_json
 
-    path = source.path
+    _write_json(work / "tokenizer.json", tokenizer_json(source))
+    positions = {"model_max_length": source.model_field("context_length")}
+    _write_json(work / "tokenizer_config.json", tokenizer_config(source) | positions)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        tokenizer.save_pretrained(str(work))
-    except Exception as error:  # transformers raises whatever its converters happen to raise
-        raise ModelError(f"the tokenizer in {path} cannot be converted: {error}") from error
-    if source.field("tokenizer.ggml.pre", "") == "smollm":
-        content = json.loads((work / "tokenizer.json").read_text(encoding="utf-8"))
-        digits = {"type": "Digits", "individual_digits": True}
-        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
-        _write_json(work / "tokenizer.json", content)
-    _write_json(work / "tokenizer_config.json", _tokenizer_config(source))
-
-
-def _tokenizer_config(source: GgufSource) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": source.model_field("context_length"),
-    }
-    tokens = source.field("tokenizer.ggml.tokens")
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        if source.has_field(f"tokenizer.ggml.{key}_token_id"):
-            config[f"{name}_token"] = tokens[source.field(f"tokenizer.ggml.{key}_token_id")]
-    if source.has_field("tokenizer.chat_template"):
-        config["chat_template"] = source.field("tokenizer.chat_template")
-    return config
+        Tokenizer.from_file(str(work / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"the tokenizer in {source.path} cannot be rebuilt: {error}") from error
 
 
 def _write_weights(source: GgufSource, work: Path) -> None:
