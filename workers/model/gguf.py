@@ -131,8 +131,8 @@ class GgufSource:
         return rows
 
     def _refuse_unread(self, head_dim: int) -> None:
-        """A key that is not read changes nothing: it is zero, or has the one value that means what is computed."""
-        same = {
+        """Raises ModelError for a key that is not read, unless it says what is computed anyway."""
+        inert = {
             "attention.causal": True,
             "attention.value_length": head_dim,
             "attention.scale": head_dim**-0.5,
@@ -150,7 +150,7 @@ class GgufSource:
             value = self.field(name)
             if key == "attention.sliding_window" and value >= self.model_field("context_length"):
                 continue
-            if value and not (key in same and _same(value, same[key])):
+            if not _is_inert(value, inert.get(key, 0)):
                 raise ModelError(
                     f"{self.path}: GGUF key {name} = {value!r} is not supported, and without it this model "
                     "would compute something else"
@@ -177,10 +177,13 @@ class GgufSource:
         return rope | (self._yarn(factor, attention) if kind == "yarn" else {})
 
     def _yarn(self, factor: float, attention: float) -> dict[str, float]:
-        """llama.cpp multiplies YaRN's own temperature by the file's factor; Hugging Face stores the product."""
+        """llama.cpp multiplies YaRN's own temperature by attn_factor; Hugging Face stores the product.
+
+        yarn_attn_factor is Hugging Face's product, and llama.cpp does not read it: both must agree.
+        """
         temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         said = self._rope_number("yarn_attn_factor", temperature)
-        if not _same(said, temperature):
+        if not math.isclose(said, temperature, rel_tol=1e-6):
             self._refuse_rope("yarn_attn_factor", said)
         options = {"attention_factor": attention * temperature}
         for key in ("beta_fast", "beta_slow"):
@@ -196,10 +199,11 @@ class GgufSource:
         raise ModelError(f"{self.path}: GGUF key {name} = {value} is not supported with this kind of scaling")
 
 
-def _same(value: Any, wanted: Any) -> bool:
+def _is_inert(value: Any, wanted: Any) -> bool:
+    """Whether a value changes nothing. Zero does: no scale, or an unknown key that is not used."""
     if isinstance(wanted, float):
-        return isinstance(value, int | float) and math.isclose(value, wanted, rel_tol=1e-6)
-    return bool(value == wanted)
+        return isinstance(value, int | float) and (value == 0 or math.isclose(value, wanted, rel_tol=1e-6))
+    return bool(value == wanted) if wanted else not value
 
 
 def _hugging_face_name(name: str) -> str:

@@ -20,7 +20,7 @@ _SPACE = "▁"
 
 
 class Metadata(Protocol):
-    """The key-value pairs of a GGUF file. `field` raises ModelError for what has neither value nor default."""
+    """The key-value pairs of a GGUF file. `field` raises ModelError without a value and a default."""
 
     def field(self, key: str, default: Any = None) -> Any: ...
 
@@ -28,10 +28,10 @@ class Metadata(Protocol):
 
 
 @dataclass(frozen=True)
-class Rule:
+class PreTokenizer:
     """How text becomes words. Each regex in turn cuts what the ones before it left.
 
-    ignore_merges: a word that is a token is one, whatever its merges. add_bos: unless the file says otherwise.
+    ignore_merges: a word that is a token is one, whatever its merges. add_bos: where the file does not say.
     """
 
     splits: tuple[str, ...]
@@ -74,29 +74,30 @@ _DEEPSEEK_CODER = (
     r"\p{N}",
 )
 
-RULES: Mapping[str, Rule] = {
-    name: rule
-    for rule, names in (
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    name: pre
+    for pre, names in (
         (
-            Rule((_LLAMA_3,), ignore_merges=True, add_bos=True),
-            "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+            PreTokenizer((_LLAMA_3,), ignore_merges=True, add_bos=True),
+            "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0",
         ),
-        (Rule((_LLAMA_3,)), "dbrx smaug-bpe glm4 chatglm-bpe"),
-        (Rule((_QWEN_2,), nfc=True), "qwen2"),
-        (Rule((_QWEN_2,)), "deepseek-r1-qwen stablelm2 megrez hunyuan kormo grok-2"),
-        (Rule((_QWEN_35,), nfc=True), "qwen35"),
-        (Rule((_TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
-        (Rule((_GPT_4O,)), "gpt-4o llama4 kanana2"),
-        (Rule(_DEEPSEEK_3), "deepseek-v3 hunyuan-dense"),
-        (Rule(_DEEPSEEK_CODER), "deepseek-coder"),
-        (Rule((_SEED,)), "seed-coder"),
-        (Rule((_GPT_2,)), "gpt-2 phi-2 mpt olmo jais exaone4 trillion gigachat a.x-4.0 mellum"),
-        (Rule((r"\p{N}", _GPT_2)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
+        (PreTokenizer((_LLAMA_3,)), "smaug-bpe"),
+        (PreTokenizer((_QWEN_2,), nfc=True), "qwen2"),
+        (PreTokenizer((_QWEN_2,)), "deepseek-r1-qwen megrez"),
+        (PreTokenizer((_QWEN_35,), nfc=True), "qwen35"),
+        (PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True), "tekken"),
+        (PreTokenizer((_GPT_4O,)), "gpt-4o llama4"),
+        (PreTokenizer(_DEEPSEEK_3), "deepseek-v3"),
+        (PreTokenizer(_DEEPSEEK_CODER), "deepseek-coder"),
+        (PreTokenizer((_SEED,)), "seed-coder"),
+        (PreTokenizer((_GPT_2,)), "gpt-2 trillion a.x-4.0 mellum"),
+        (PreTokenizer((r"\p{N}", _GPT_2)), "smollm starcoder refact minerva-7b"),
     )
     for name in names.split()
 }
-"""`tokenizer.ggml.pre` → how llama.cpp cuts text for it (src/llama-vocab.cpp); regexes as the models' own
-tokenizers have them, where llama.cpp had to spell them otherwise. `nfc` is the models' own as well."""
+"""`tokenizer.ggml.pre` → how llama.cpp cuts text for it (its src/llama-vocab.cpp), for the names that files of
+the served architectures have. Regexes are those of the models' own tokenizers, which llama.cpp spells
+otherwise; so is `nfc`, which it leaves out."""
 
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_turn|> <end_of_turn> <|endoftext|> <|end_of_text|> "
@@ -202,7 +203,7 @@ def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, A
 
 def _post_processor(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any] | None:
     """BOS before a text and EOS after it, where the file asks for them."""
-    add_bos = _rule(metadata).add_bos if _kind(metadata) == "gpt2" else True
+    add_bos = _pre_tokenizer(metadata).add_bos if _kind(metadata) == "gpt2" else True
     around = {
         key: _required_id(metadata, key)
         for key, default in (("bos", add_bos), ("eos", False))
@@ -233,31 +234,31 @@ def _required_id(metadata: Metadata, key: str) -> int:
     return token
 
 
-def _rule(metadata: Metadata) -> Rule:
+def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
     name = str(metadata.field("tokenizer.ggml.pre", ""))
-    if name not in RULES:
+    if name not in PRE_TOKENIZERS:
         said = f"tokenizer.ggml.pre = {name!r}, which is not known" if name else "no tokenizer.ggml.pre"
         raise ModelError(
             f"the GGUF file has {said}, so how text is cut into tokens would be guessed: convert the model "
             "again with a recent llama.cpp, or use its safetensors directory, which has its tokenizer.json. "
-            f"Known: {', '.join(sorted(RULES))}"
+            f"Known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
-    return RULES[name]
+    return PRE_TOKENIZERS[name]
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
-    rule = _rule(metadata)
+    pre = _pre_tokenizer(metadata)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in rule.splits
+        for regex in pre.splits
     ]
     merges = [merge.split(" ") for merge in metadata.field("tokenizer.ggml.merges")]
     return {
-        "normalizer": {"type": "NFC"} if rule.nfc else None,
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "decoder": byte_level,
-        "model": _bpe(tokens, merges, ignore_merges=rule.ignore_merges),
+        "model": _bpe(tokens, merges, ignore_merges=pre.ignore_merges),
     }
 
 
@@ -265,9 +266,7 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]:
     if metadata.field("tokenizer.ggml.remove_extra_whitespaces", False):
         raise ModelError("GGUF tokenizer.ggml.remove_extra_whitespaces is not supported")
     types, scores = _types(metadata, tokens), metadata.field("tokenizer.ggml.scores")
-    pieces = {
-        tokens[id_]: float(scores[id_]) for id_, kind in enumerate(types) if kind == TokenType.NORMAL
-    }
+    pieces = {tokens[id_]: float(scores[id_]) for id_, kind in enumerate(types) if kind == TokenType.NORMAL}
     prefix = bool(metadata.field("tokenizer.ggml.add_space_prefix", True))
     before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []

@@ -241,7 +241,8 @@ def test_the_embedded_model_is_complete() -> None:
     config = read_config(directory, {"rope_theta": 8e6, "max_position_embeddings": 131072})
     assert (config.layers, config.q_heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.hidden, config.vocab, config.positions) == (576, 49152, 131072)
-    assert config.tied_embeddings and config.eos_ids == (2,) and config.rope.theta == 8e6
+    assert config.tied_embeddings and config.rope.theta == 8e6
+    assert config.eos_ids == (2, 0), "the end of a turn, and of a text"
     ids = (
         Tokenizer.from_file(str(directory / "tokenizer.json")).encode("<|im_start|>user\nHi 12<|im_end|>").ids
     )
