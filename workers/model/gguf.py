@@ -61,6 +61,8 @@ class GgufSource:
         if self._architecture not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
             raise ModelError(f"{self.path}: GGUF architecture {self._architecture!r} is not one of {known}")
+        if (parts := int(self.field("split.count", 1))) > 1:
+            raise ModelError(f"{self.path} is one of {parts} parts: join them by llama-gguf-split --merge")
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._names = {_hugging_face_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
 
@@ -125,6 +127,8 @@ class GgufSource:
 
     def _vocab(self) -> int:
         """Rows of the embedding: as many as there are tokens, or more."""
+        if "token_embd.weight" not in self._tensors:
+            raise ModelError(f"{self.path} has no tensor token_embd.weight: it is not a whole model")
         rows = int(self._tensors["token_embd.weight"].shape[1])
         if (tokens := len(self.field("tokenizer.ggml.tokens", []))) > rows:
             raise ModelError(f"{self.path}: {tokens} tokens, but only {rows} embeddings")

@@ -95,9 +95,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     )
     for name in names.split()
 }
-"""`tokenizer.ggml.pre` → how llama.cpp cuts text for it (its src/llama-vocab.cpp): the names that files of the
-served architectures have. Regexes are the models' own, which llama.cpp spells otherwise; so is `nfc`, which it
-leaves out."""
+"""`tokenizer.ggml.pre` → how llama.cpp cuts text for it (its src/llama-vocab.cpp): the names that files of
+the served architectures have. Regexes are the models' own, which llama.cpp spells otherwise; so is `nfc`,
+which it leaves out."""
 
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_turn|> <end_of_turn> <|endoftext|> <|end_of_text|> "

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltafront.workers.model import store
 from deltafront.workers.model.config import ModelConfig, ModelError, read_config
 from deltafront.workers.model.gguf import GgufSource
 from deltafront.workers.model.rope import inverse_frequencies
@@ -37,7 +38,7 @@ def write(path: Path, architecture: str = "llama", *, factors: bool = False, **k
     }
     for key, value in keys.items():
         name = key.replace("__", ".")
-        name = name if name.startswith("tokenizer.") else f"{architecture}.{name}"
+        name = name if name.startswith(("tokenizer.", "split.")) else f"{architecture}.{name}"
         adders[type(value)](name, value)
     writer.add_tensor("token_embd.weight", np.zeros((VOCAB, HEADS * DIM), dtype=np.float32))
     if factors:
@@ -84,6 +85,7 @@ LINEAR = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
         ("llama", {**LINEAR, "rope__scaling__attn_factor": 1.5}, "rope.scaling.attn_factor = 1.5"),
         ("llama", {**LINEAR, "factors": True}, "rope.scaling.factor = 4.0"),
         ("llama", {"rope__scaling__type": "longrope"}, "rope scaling 'longrope'"),
+        ("llama", {"split__count": 3}, "some.gguf is one of 3 parts: join them"),
         ("llama", {"tokenizer__ggml__tokens": list("abcdefghi")}, "9 tokens, but only 8 embeddings"),
     ],
 )
@@ -92,6 +94,17 @@ def test_what_would_compute_something_else_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
         config(tmp_path, architecture, **keys)
+
+
+def test_what_is_refused_is_refused_before_weights_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    keys: dict[str, Any] = {f"tokenizer__ggml__{key}": value for key, value in tokenizer.items()}
+    path = write(tmp_path / "some.gguf", rope__scaling__type="longrope", **keys)
+    monkeypatch.setattr(store, "_write_weights", None)
+    with pytest.raises(ModelError, match="rope scaling 'longrope'"):
+        store.model_directory(str(path), tmp_path / "cache")
 
 
 def test_what_says_the_same_is_taken(tmp_path: Path) -> None:
