@@ -219,7 +219,7 @@ TORCH_FREE = [
     "workers.model.shares",
     "workers.model.levels",
     "workers.kv.pages.waiting",
-    "workers.kv.pages.holding",
+    "workers.kv.pages.request_pages",
     "workers.prefill.schedule",
     "workers.prefill.controller",
 ]

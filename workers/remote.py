@@ -51,8 +51,8 @@ def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
             if not hasattr(actor_class, name):
                 setattr(actor_class, name, _forwarding(name, form))
         actor_class.forms = forms(role)
-        if Form.BEGUN in actor_class.forms.values():
-            actor_class.end_begun = _end_begun
+        if Form.DEFERRED in actor_class.forms.values():
+            actor_class.end_begun = _finish_deferred
         return actor_class
 
     return complete
@@ -71,17 +71,17 @@ def _forwarding(name: str, form: Form) -> Callable[..., Any]:
         return getattr(self.hosted, name)(*arguments)
 
     def begin(self: Host[Any], key: str, *arguments: Any) -> None:
-        begun = _begun_of(self)
+        begun = _deferred_of(self)
         try:
             begun.began(key, getattr(self.hosted, name)(*arguments))
         except Exception as error:
             begun.failed(key, error)
 
-    made: dict[Form, Callable[..., Any]] = {Form.CALL: call, Form.STREAM: stream, Form.BEGUN: begin}
+    made: dict[Form, Callable[..., Any]] = {Form.CALL: call, Form.STREAM: stream, Form.DEFERRED: begin}
     return made.get(form, run)
 
 
-class BegunWork:
+class DeferredWork:
     """What two-part commands have begun in an actor, by key: whose end is asked for before it has begun
     waits until it has."""
 
@@ -109,15 +109,15 @@ class BegunWork:
             return self._works.setdefault(key, Future())
 
 
-def _begun_of(actor: Any) -> BegunWork:
+def _deferred_of(actor: Any) -> DeferredWork:
     """An actor's own."""
-    begun: BegunWork = vars(actor).setdefault("_begun_work", BegunWork())
+    begun: DeferredWork = vars(actor).setdefault("_begun_work", DeferredWork())
     return begun
 
 
-def _end_begun(self: Any, key: str) -> Any:
+def _finish_deferred(self: Any, key: str) -> Any:
     """The second part of any two-part command of an actor."""
-    return _begun_of(self).end(key)
+    return _deferred_of(self).end(key)
 
 
 # --- calling ----------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class _Caller:
             Form.CALL: self._call,
             Form.STREAM: self._stream,
             Form.COMMAND: self._command,
-            Form.BEGUN: self._two_part,
+            Form.DEFERRED: self._two_part,
             Form.NOTICE: self._notice,
         }
         return partial(made[form], name)

@@ -8,8 +8,8 @@ is an actor far away, `prefill/in_process.py` a stage on a thread. How a method 
 - `def … -> AsyncIterator`: a stream; closing it early ends the work behind it.
 - `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in the
   order sent.
-- `def … -> Begun`: a command of two parts. The first runs as other commands do, and gives a function; calling
-  that, beside the commands that follow, waits for what was begun and gives the answer.
+- `def … -> Deferred`: a command of two parts. The first runs as other commands do and returns a function.
+  Calling that function, beside the commands that follow, waits for the result.
 - `def … -> None`: a notice. It overtakes commands, and nobody hears how it ended.
 """
 
@@ -46,7 +46,7 @@ Role = TypeVar("Role")
 
 Answer: TypeAlias = T | Awaitable[T]
 """A command's: at once from the plain class, to be awaited from afar. `settled` takes either."""
-Begun: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "begun"]
+Deferred: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "deferred"]
 """A two-part command's: to be called, for the plain class, or awaited, from afar."""
 
 PrefillEvent = ChunkRead | PrefillDone | Refused
@@ -59,7 +59,7 @@ class Stage(Protocol):
 
     def open(self, request: OpenRequest) -> Answer[None]: ...
 
-    def run_chunk(self, command: ChunkCommand) -> Begun[ChunkReport]:
+    def run_chunk(self, command: ChunkCommand) -> Deferred[ChunkReport]:
         """Begun when everything is launched, so that the next chunk's launches need not wait for it."""
 
     def close(self, request_id: str) -> Answer[bool]:
@@ -151,7 +151,7 @@ class Form(Enum):
     CALL = "call"
     STREAM = "stream"
     COMMAND = "command"
-    BEGUN = "begun"
+    DEFERRED = "deferred"
     NOTICE = "notice"
 
 
@@ -166,7 +166,7 @@ def _form(method: Callable[..., object]) -> Form:
         return Form.CALL
     returned = get_type_hints(method, include_extras=True)["return"]
     if get_origin(returned) is Annotated:
-        return Form.BEGUN
+        return Form.DEFERRED
     if returned is type(None):
         return Form.NOTICE
     return Form.STREAM if get_origin(returned) is AsyncIterator else Form.COMMAND
@@ -197,6 +197,6 @@ async def settled(answer: Answer[T]) -> T:
     return await answer if isinstance(answer, Awaitable) else answer
 
 
-async def ended(begun: Begun[T]) -> T:
+async def finished(deferred: Deferred[T]) -> T:
     """A two-part command's outcome, from near or afar."""
-    return await begun if isinstance(begun, Awaitable) else begun()
+    return await deferred if isinstance(deferred, Awaitable) else deferred()

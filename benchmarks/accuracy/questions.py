@@ -23,7 +23,7 @@ from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.reader import Reader, parse_method
 from deltafront.kernels.methods import resume_step
 from deltafront.workers.calibration.probes import Question
-from deltafront.workers.model.recompute import Looks
+from deltafront.workers.model.recompute import BlockAttention
 from deltafront.workers.prefill.phases import phase_timer
 
 READ_AGAIN = 512
@@ -55,7 +55,7 @@ class Answered:
 class Looked:
     """What a question looks at in the document, and how long that took to find."""
 
-    looks: Looks
+    looks: BlockAttention
     milliseconds: float
 
 
@@ -87,7 +87,7 @@ def ask(
 
 def ask_and_look(reader: Reader, questions: Sequence[Question]) -> tuple[list[Answered], list[Looked]]:
     """As `ask`, and what each question looks at."""
-    looks = [Looks(reader.length) for _ in questions]
+    looks = [BlockAttention(reader.length) for _ in questions]
     timers = [phase_timer(reader.stack.device) for _ in questions]
 
     def look(layer: int, index: int, q_LHD: torch.Tensor) -> None:

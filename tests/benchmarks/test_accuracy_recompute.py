@@ -25,7 +25,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
-from deltafront.workers.model.recompute import QUESTION_ROWS, Looks
+from deltafront.workers.model.recompute import QUESTION_ROWS, BlockAttention
 
 from ..workers.tiny_model import make_tiny_model
 
@@ -134,7 +134,7 @@ def test_looks_do_not_depend_on_who_else_is_asked(
 def test_only_the_prompt_looks(reader: Reader) -> None:
     """With another right answer a question looks at the same; and at what its last prompt rows do."""
     read(reader, SPARSE)
-    prompt, looks = tuple(ids(QUESTION_ROWS + 3, 5)), Looks(reader.length)
+    prompt, looks = tuple(ids(QUESTION_ROWS + 3, 5)), BlockAttention(reader.length)
     seen: dict[int, torch.Tensor] = {}
 
     def look(layer: int, index: int, q_LHD: torch.Tensor) -> None:

@@ -113,7 +113,7 @@ class Bench:
 
     @property
     def used(self) -> int:
-        return self.engine._pages.pool.used
+        return self.engine._manager.pool.used
 
     @torch.inference_mode()
     def prefill(self, ids: list[int]) -> Prefilled:

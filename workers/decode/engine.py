@@ -77,10 +77,10 @@ class DecodeEngine:
         self._tracer = tracer
         self._plan = plan_layers(config, model.layers)
         self._requests = DecodeRequests(name, config, model, self._kv_changed, wall, clock)
-        self._pages = self._requests.pages
-        longest = min(self._pages.pool.total, pages_for(model.positions))
+        self._manager = self._requests.manager
+        longest = min(self._manager.pool.total, pages_for(model.positions))
         self._runner = DecodeRunner(
-            stack, self._plan, pages=self._pages.pool.total, max_batch=config.max_batch, max_pages=longest
+            stack, self._plan, pages=self._manager.pool.total, max_batch=config.max_batch, max_pages=longest
         )
         self._threads = [
             ThreadPoolExecutor(1, f"decode-{work}", computes, (config.threads, config.device))
@@ -131,7 +131,7 @@ class DecodeEngine:
     async def stats(self) -> DecodeStats:
         """Raises DecodeFailed while the worker takes no requests, so that no door counts on it."""
         self._check_available()
-        pool, running = self._pages.pool, self._scheduler.running
+        pool, running = self._manager.pool, self._scheduler.running
         waiting = max(0, self._requests.unended - running) + len(self._requests.queue)
         return DecodeStats(
             self.name,
@@ -139,7 +139,7 @@ class DecodeEngine:
             pool.free,
             running,
             waiting,
-            len(self._pages.sessions),
+            len(self._manager.sessions),
             decoding=self._scheduler.submitted,
             uses=tuple(self._requests.uses()),
         )
@@ -208,7 +208,7 @@ class DecodeEngine:
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         """See `DecodeWorker.resume`. What is being written ends first, and what is still on its way then is
         not written: neither may come after, and in place of, what is read again."""
-        await self._being_read(request_id).holding.let_go()
+        await self._being_read(request_id).pages.unused()
         request = self._being_read(request_id)  # unless it has ended meanwhile
         return request.resume(points, attempt, self._clock())
 
@@ -223,7 +223,7 @@ class DecodeEngine:
         """See `KVReceiver.kv`."""
         request = self._requests.live(wanted.request_id)
         if request is not None:
-            with request.holding.hold() as pages:
+            with request.pages.use() as pages:
                 if pages is not None:
                     return await asyncio.get_running_loop().run_in_executor(
                         self._threads[1], to_host, self._runner.cache, pages, wanted
@@ -246,7 +246,7 @@ class DecodeEngine:
             while True:
                 event = await request.events.get()
                 if isinstance(event, FinishEvent):
-                    await request.holding.freed.wait()  # who hears the end finds the pages free
+                    await request.pages.freed.wait()  # who hears the end finds the pages free
                     yield event
                     return
                 yield event
@@ -272,12 +272,12 @@ class DecodeEngine:
                 reserved = request.order.recompute_blocks
                 raise ValueError(f"recompute_blocks {job.recompute_blocks}, but {reserved} were reserved")
             known = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
-            request.known_ids.frombytes(known or request.holding.session_ids)
+            request.known_ids.frombytes(known or request.pages.session_ids)
             request.plan_reads(append_ids, self._config.append_chunk_tokens)
             request.selects_pages = self._plan.selects_pages(job.page_selection, self._config.page_selection)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
-            self._pages.prepare_keep(request.holding, job.keep_tokens)
+            self._manager.prepare_keep(request.pages, job.keep_tokens)
         except (ValueError, OutOfPages) as error:
             request.close(FinishReason.FAILED, str(error))
             return
@@ -293,8 +293,8 @@ class DecodeEngine:
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
             owner = request.order.owner
-            kept = self._pages.keep(
-                request.holding,
+            kept = self._manager.keep(
+                request.pages,
                 job.keep_tokens,
                 owner,
                 job.keep_ttl_s,
@@ -334,8 +334,8 @@ class DecodeEngine:
             expired = reason is FinishReason.DEADLINE
             return Refused(RefusalReason.DEADLINE, message) if expired else missing
         tokens, owner = request.order.prompt_tokens, request.order.owner
-        session = self._pages.hand_over(
-            request.holding, tokens, owner, job.ttl_s, self._wall(), job.chain, ids
+        session = self._manager.hand_over(
+            request.pages, tokens, owner, job.ttl_s, self._wall(), job.chain, ids
         )
         request.close(FinishReason.STOP, "")
         report = request.times.report()
@@ -348,13 +348,13 @@ class DecodeEngine:
         if request is not None:
             request.close(FinishReason.CANCELLED, "cancelled")
             self._requests.forget(request)
-            await request.holding.freed.wait()
+            await request.pages.freed.wait()
 
     async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
-        return self._pages.sessions.longest_prefix(owner, chain, self._wall())
+        return self._manager.sessions.longest_prefix(owner, chain, self._wall())
 
     async def release_session(self, session_id: str, owner: str) -> bool:
-        return self._pages.sessions.release(session_id, owner, self._wall())
+        return self._manager.sessions.release(session_id, owner, self._wall())
 
     async def renew(self, request_ids: Iterable[str]) -> None:
         """Their door is still there; unknown ids are fine. It knows of a session whose request has ended."""

@@ -17,10 +17,16 @@ from typing import Any
 
 from ..kv.arrival import KVArrival
 from ..kv.handoff.inbox import KVInbox
-from ..kv.pages.holding import Holding, Reservations
 from ..kv.pages.pool import PAGE_TOKENS, PagePool, pages_for
+from ..kv.pages.request_pages import PageManager, RequestPages
 from ..kv.pages.sessions import KeptSession, SessionsTable
-from ..kv.pages.waiting import OVERDUE_LOOKS, HoldTime, ReserveQueue, last_holders, seconds_until_room
+from ..kv.pages.waiting import (
+    OVERDUE_LOOKS,
+    ReservationQueue,
+    ReservationTime,
+    last_holders,
+    seconds_until_room,
+)
 from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
 from ..messages.methods import BLOCK
 from ..messages.requests import GenerateJob, RefusalReason, Refused, Reserve, Reserved
@@ -47,7 +53,7 @@ class DecodeRequest:
 
     serial: int
     order: Reserve
-    holding: Holding
+    pages: RequestPages
     reserved: float
     renewed: float
     length: int
@@ -81,7 +87,7 @@ class DecodeRequest:
     @property
     def prompt_tokens(self) -> int:
         """Tokens before the answer, a session's included."""
-        return self.holding.session_tokens + self.order.prompt_tokens
+        return self.pages.session_tokens + self.order.prompt_tokens
 
     def plan_reads(self, append_ids: array[int], chunk: int) -> None:
         """What is to be read once all is there; see `reads`. Raises ValueError."""
@@ -96,12 +102,12 @@ class DecodeRequest:
 
     def prepare(self, step: Step) -> None:
         """What it is about to write over, and others may share, it writes to pages of its own."""
-        size, there = PAGE_TOKENS, self.holding.session_tokens or self.order.prompt_tokens
+        size, there = PAGE_TOKENS, self.pages.session_tokens or self.order.prompt_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
-            self.holding.divert([b * pages + page for b in self.blocks for page in range(pages)])
+            self.pages.divert([b * pages + page for b in self.blocks for page in range(pages)])
         elif step.looks and step.start < there:
-            self.holding.divert(range(step.start // size, pages_for(there)))
+            self.pages.divert(range(step.start // size, pages_for(there)))
 
     def ids_of_blocks(self) -> array[int]:
         ids = array("I")
@@ -129,7 +135,7 @@ class DecodeRequest:
         """Of the next decode step, or of the token that is sampled first."""
         assert self.job is not None  # a request without a job is never ready
         return Row(
-            self.serial, self.holding.table, self.length, self.token, self.job.sampling, self.selects_pages
+            self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
         )
 
     async def settled(self) -> None:
@@ -157,7 +163,7 @@ class DecodeRequest:
         self.end_span()
         if self.job is not None:
             self.tell_end()
-        self.holding.end()
+        self.pages.end()
 
     def end_span(self) -> None:
         """Once it has ended, with the parts that it came to."""
@@ -204,9 +210,9 @@ class DecodeRequests:
         self._clock = clock
         pool = PagePool(config.cache_tokens // PAGE_TOKENS, on_free=self._pages_came_back)
         sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
-        self.pages = Reservations(pool, sessions, model.positions)
-        self.queue = ReserveQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
-        self._holds = HoldTime()
+        self.manager = PageManager(pool, sessions, model.positions)
+        self.queue = ReservationQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
+        self._holds = ReservationTime()
         self._serials = itertools.count()
         self._requests: dict[str, DecodeRequest] = {}
 
@@ -236,25 +242,25 @@ class DecodeRequests:
 
     def _take(self, order: Reserve, behind: int) -> Reserved | Refused:
         """The request is here from now on, if its pages are."""
-        holding = self.pages.reserve(order, self._wall(), behind)
-        if isinstance(holding, Refused):
-            return holding
+        held = self.manager.reserve(order, self._wall(), behind)
+        if isinstance(held, Refused):
+            return held
         began = self._clock()
 
-        holding.on_free = lambda: self._holds.ended(self._clock() - began)
+        held.on_free = lambda: self._holds.ended(self._clock() - began)
         expected = order.prompt_tokens if order.session_id is None else 0
         request = DecodeRequest(
             serial=next(self._serials),
             order=order,
-            holding=holding,
+            pages=held,
             reserved=began,
             renewed=began,
-            length=holding.session_tokens + expected,
+            length=held.session_tokens + expected,
         )
         arrival = KVArrival(self._layers, expected)
-        request.inbox = KVInbox(arrival, holding, partial(self._kv_changed, request))
+        request.inbox = KVInbox(arrival, held, partial(self._kv_changed, request))
         self._requests[order.request_id] = request
-        return Reserved(holding.pages, holding.session_tokens)
+        return Reserved(held.count, held.session_tokens)
 
     def _pages_came_back(self) -> None:
         """Not in the middle of whatever gave them back."""
@@ -263,20 +269,20 @@ class DecodeRequests:
 
     def _expected_wait(self, pages: int, ahead: Sequence[int]) -> float | None:
         """Seconds until so many pages are there behind those `ahead`; None until a request has ended here."""
-        hold = self._holds.mean
-        if hold is None:
+        use = self._holds.mean
+        if use is None:
             return None
-        now, free = self._clock(), self.pages.pool.free
-        held = self.pages.sessions.leases(self._wall())
+        now, free = self._clock(), self.manager.pool.free
+        held = self.manager.sessions.leases(self._wall())
         held += [
-            (self._holds.left(now - request.reserved), request.holding.every_page)
+            (self._holds.left(now - request.reserved), request.pages.every_page)
             for request in self
-            if not request.holding.freed.is_set()
+            if not request.pages.freed.is_set()
         ]
-        return seconds_until_room(pages, free, last_holders(held), ahead, hold)
+        return seconds_until_room(pages, free, last_holders(held), ahead, use)
 
     def _is_there(self, session: KeptSession) -> bool:
-        return self.pages.sessions.find(session.session_id, session.owner, self._wall()) is not None
+        return self.manager.sessions.find(session.session_id, session.owner, self._wall()) is not None
 
     @property
     def unended(self) -> int:
@@ -292,9 +298,9 @@ class DecodeRequests:
                 requests[order.owner, order.door] += 1
                 own = order.prompt_tokens + order.append_tokens + order.max_tokens
                 if request.kept is not None and self._is_there(request.kept):
-                    own -= request.kept.tokens - request.holding.session_tokens  # its pages are counted below
+                    own -= request.kept.tokens - request.pages.session_tokens  # its pages are counted below
                 tokens[order.owner, order.door] += max(0, own)
-        for owner, held in self.pages.sessions.held():
+        for owner, held in self.manager.sessions.held():
             tokens[owner, ""] += held
         for (owner, door), held in tokens.items():
             yield OwnerUse(owner, door, requests[owner, door], held)
@@ -313,7 +319,7 @@ class DecodeRequests:
     def expire(self) -> None:
         """End sessions past their lease, and requests past their deadline or not renewed."""
         wall, now = self._wall(), self._clock()
-        self.pages.sessions.expire(wall)
+        self.manager.sessions.expire(wall)
         self.queue.expire(self._lease_s)
         for request in self:
             late = now - request.renewed > self._lease_s
@@ -327,7 +333,7 @@ class DecodeRequests:
         """End what no door waits for any more, the session that its client was to be told of included."""
         request.close(FinishReason.CANCELLED, "nobody renewed the request")
         if request.kept is not None:
-            self.pages.sessions.release(request.kept.session_id, request.kept.owner, self._wall())
+            self.manager.sessions.release(request.kept.session_id, request.kept.owner, self._wall())
         self.forget(request)
 
     def clear(self, message: str) -> None:
@@ -335,4 +341,4 @@ class DecodeRequests:
         self.queue.clear(message)
         for request in self:
             request.close(FinishReason.CANCELLED, message)
-        self.pages.sessions.clear()
+        self.manager.sessions.clear()

@@ -24,11 +24,11 @@ from ...kernels.layers.rope import KVRows
 from ...kernels.layers.sampling import sample
 from ...kernels.methods import method_spec
 from ..kv.cache import PagedKVCache
-from ..kv.pages.holding import PageCopy
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
+from ..kv.pages.request_pages import PageCopy
 from ..messages.requests import Sampling
 from ..model.decoder import AttentionCalls, LayerStack
-from ..model.recompute import Looks, recompute, rows_of_blocks
+from ..model.recompute import BlockAttention, recompute, rows_of_blocks
 from .page_selection import BatchRows, LayerPlan, StepAttention
 from .reads import Read
 from .rows import Batch, BatchShape, Row, StepRows, sampling_rows
@@ -42,7 +42,7 @@ _ROOM = 64
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledToken:
     """A row's next token, its log-probability, and the pages that sparse layers read and could have read."""
 
     token: int
@@ -52,7 +52,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Appended:
+class ReadResult:
     """logits_V: of the last token that was read, if they were asked for. blocks: those that were looked at
     most, ascending."""
 
@@ -60,7 +60,7 @@ class Appended:
     blocks: Sequence[int] = ()
 
 
-class Launched:
+class LaunchedStep:
     """What is chosen for each row, on its way to the host. read: pages read and held of each."""
 
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
@@ -76,12 +76,12 @@ class Launched:
             self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._there.record()
 
-    def chosen(self) -> list[Chosen]:
+    def chosen(self) -> list[SampledToken]:
         """Waits for the device, but not for what was launched after it."""
         if self._there is not None:
             self._there.synchronize()
         both = zip(self._both_R2.tolist(), self._read, strict=True)
-        return [Chosen(int(token), logprob, *pages) for (token, logprob), pages in both]
+        return [SampledToken(int(token), logprob, *pages) for (token, logprob), pages in both]
 
 
 class StepGraphs:
@@ -147,7 +147,7 @@ class DecodeRunner:
     @torch.inference_mode()
     def first_tokens(
         self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
-    ) -> list[Chosen]:
+    ) -> list[SampledToken]:
         """Sample each row's token at position `length` from the logits (float32 [V]) before it. When this
         returns, the pages of `copies` are copied too."""
         for source, target in copies:
@@ -157,10 +157,12 @@ class DecodeRunner:
         positions_R = torch.tensor([row.length for row in rows], device=self.stack.device)
         sampling = sampling_rows([row.sampling for row in rows], logits_RV.shape[1], self.stack.device)
         ids_R, logprob_R = sample(logits_RV, sampling, positions_R)
-        return Launched(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
+        return LaunchedStep(ids_R, logprob_R, [(0, 0)] * len(rows)).chosen()
 
     @torch.inference_mode()
-    def append(self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None) -> Appended:
+    def append(
+        self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None
+    ) -> ReadResult:
         """Read the step's tokens over the K/V before them; the last one's logits if `last`. copy: pages to be
         copied before that."""
         cache, device, start, tokens = self.cache, self.stack.device, step.start, len(step.ids)
@@ -170,7 +172,7 @@ class DecodeRunner:
         ids_T = torch.tensor(step.ids, dtype=torch.int64, device=device)
         positions_T = torch.arange(start, step.end, device=device)
         rows_T = cache.rows_of(table_N, start, tokens)
-        looks = Looks(step.among) if step.looks else None
+        looks = BlockAttention(step.among) if step.looks else None
 
         def kv_rows(layer: int) -> KVRows:
             return KVRows(*cache.rows(layer), rows_T)
@@ -185,13 +187,13 @@ class DecodeRunner:
         logits_V = self.stack.logits(hidden_TC[-1:])[0] if last else None
         blocks = () if looks is None else looks.most(step.looks)
         self._wait()
-        return Appended(logits_V, blocks)
+        return ReadResult(logits_V, blocks)
 
     @torch.inference_mode()
-    def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> Appended:
+    def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
         """Compute these blocks (whole ones, ascending) again, with dense attention; ids: their tokens."""
         if not blocks:
-            return Appended()
+            return ReadResult()
         cache, device, per_block = self.cache, self.stack.device, BLOCK // PAGE_TOKENS
         table_N = torch.tensor(pages, dtype=torch.int64, device=device)
         ids_P = torch.tensor(ids, dtype=torch.int64, device=device)
@@ -208,7 +210,7 @@ class DecodeRunner:
 
         recompute(self.stack, ids_P, blocks, kv_rows, seen)
         self._wait()
-        return Appended(blocks=blocks)
+        return ReadResult(blocks=blocks)
 
     def _wait(self) -> None:
         """Pages of what was computed may be given away after this."""
@@ -226,12 +228,12 @@ class DecodeRunner:
         out_BHTD, _coverage = self._dense.attend(x, self._dense.new_state(spec))
         return out_BHTD[0].transpose(0, 1).to(q_THD.dtype)
 
-    def decode(self, rows: Sequence[Row]) -> list[Chosen]:
+    def decode(self, rows: Sequence[Row]) -> list[SampledToken]:
         """One step: every row's next token. Rows do not influence each other."""
         return self.launch(rows).chosen()
 
     @torch.inference_mode()
-    def launch(self, rows: Sequence[Row]) -> Launched:
+    def launch(self, rows: Sequence[Row]) -> LaunchedStep:
         """A step that may still be computed when this returns. The next one may be launched behind it: of
         rows that stay it needs no token."""
         batch, count = self._rows.batch(rows), len(rows)
@@ -240,7 +242,7 @@ class DecodeRunner:
         ids_R, logprob_R = sample(logits_RV[:count], batch.sampling, lengths_R)
         batch.ids_R[:count].copy_(ids_R)
         read = [self._plan.pages_read(row.length + 1, row.selects_pages) for row in rows]
-        return Launched(ids_R, logprob_R, read)
+        return LaunchedStep(ids_R, logprob_R, read)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """logits_RV of a batch, padding included: what a CUDA graph holds."""
@@ -278,7 +280,7 @@ def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]
     if runner.asynchronous:
         runner.capture()
-    runner.stack.meet_products()
+    runner.stack.compile_products()
     key, ragged = 0, min(_RAGGED, tokens // 2)
     longest = tokens - ragged - 2  # two steps follow
     for length in sorted({min(100, longest), longest}):

@@ -21,7 +21,7 @@ from ..messages.methods import BLOCK
 from ..settings import DecodeConfig
 from .reads import Recompute, Step
 from .requests import DecodeRequest
-from .runner import Appended, Chosen, DecodeRunner, Launched
+from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
@@ -33,7 +33,7 @@ class _Flight:
     """A decode step that was launched before the one ahead of it had landed. held: its requests' pages."""
 
     requests: tuple[DecodeRequest, ...]
-    step: Launched
+    step: LaunchedStep
     held: ExitStack
 
 
@@ -129,7 +129,7 @@ class DecodeScheduler:
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
         """First tokens; the page that a kept session has to itself is copied by the same computation."""
         logits, rows = [request.logits for request in requests], [request.row for request in requests]
-        copies = [request.holding.copy_out for request in requests if request.holding.copy_out is not None]
+        copies = [request.pages.copy_out for request in requests if request.pages.copy_out is not None]
         chosen = await self._computed(
             "first tokens", requests, lambda: self._runner.first_tokens(logits, rows, copies)
         )
@@ -166,12 +166,12 @@ class DecodeScheduler:
             request.times.read = self._clock()
             await self._sample_first([request])
 
-    def _work(self, request: DecodeRequest, step: Step, last: bool) -> Callable[[], Appended]:
-        pages = request.holding.table
+    def _work(self, request: DecodeRequest, step: Step, last: bool) -> Callable[[], ReadResult]:
+        pages = request.pages.table
         if isinstance(step, Recompute):
             ids, blocks = request.ids_of_blocks(), request.blocks
             return lambda: self._runner.recompute(pages, blocks, ids)
-        copy = request.holding.copy_in if step.start == request.holding.session_tokens else None
+        copy = request.pages.copy_in if step.start == request.pages.session_tokens else None
         return lambda: self._runner.append(pages, step, last, copy)
 
     async def _decode(self) -> None:
@@ -182,12 +182,12 @@ class DecodeScheduler:
         rows = [request.row for request in requests]
         ahead = [replace(row, length=row.length + 1) for row in rows] if self._looks_ahead(requests) else []
 
-        def work() -> tuple[list[Chosen], Launched | None]:
+        def work() -> tuple[list[SampledToken], LaunchedStep | None]:
             step = self._runner.launch(rows) if flight is None else flight.step
             following = self._runner.launch(ahead) if ahead else None
             return step.chosen(), following
 
-        held = _hold(requests)
+        held = _use_pages(requests)
         outcome = await self._computed("a decode step", requests, work)
         if flight is not None:
             flight.held.close()
@@ -215,7 +215,7 @@ class DecodeScheduler:
         self, what: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
     ) -> T | None:
         """Run `work` on the compute thread with the requests' pages held; None if it raised."""
-        with _hold(requests):
+        with _use_pages(requests):
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
                 self._failures[what] = 0
@@ -232,7 +232,7 @@ class DecodeScheduler:
         for request in requests:
             request.close(FinishReason.FAILED, text)
 
-    def _deliver(self, request: DecodeRequest, choice: Chosen) -> None:
+    def _deliver(self, request: DecodeRequest, choice: SampledToken) -> None:
         """Send a token, and end the request if it was the last one."""
         if not math.isfinite(choice.logprob):
             text = "the model's logits are not finite numbers (in float16 its activations may overflow)"
@@ -251,9 +251,9 @@ class DecodeScheduler:
             request.close(FinishReason.LENGTH, "")
 
 
-def _hold(requests: Sequence[DecodeRequest]) -> ExitStack:
+def _use_pages(requests: Sequence[DecodeRequest]) -> ExitStack:
     """Keeps the requests' pages until it is closed."""
     held = ExitStack()
     for request in requests:
-        held.enter_context(request.holding.hold())
+        held.enter_context(request.pages.use())
     return held

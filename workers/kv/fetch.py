@@ -28,7 +28,7 @@ _AHEAD = 3
 """Pieces that are under way at once."""
 
 
-class Source(Protocol):
+class KVSource(Protocol):
     """Where a stage gets K/V back from, used from the stage's thread."""
 
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
@@ -69,7 +69,7 @@ def _tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype, wanted: KVRa
     return x.view(dtype) if dtype == torch.bfloat16 else x
 
 
-class RaySource:
+class RayKVSource:
     """Asks decode actors by name. timeout_s: for one piece."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -96,7 +96,7 @@ class RaySource:
         return one, self._ray.get(reply, timeout=self._timeout_s)
 
 
-class NoSource:
+class NoKVSource:
     """For groups that nobody resumes anything in."""
 
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:

@@ -240,7 +240,7 @@ class LayerStack:
         """The rotations of these positions, the same in all layers."""
         return self._rope.angles(positions_T.to(self.device))
 
-    def meet_products(self) -> None:
+    def compile_products(self) -> None:
         """Compile what products of many rows take, whichever numbers of rows it is that take it."""
         attention = self._weights.attentions[0]
         products = [attention.qkv, attention.output]

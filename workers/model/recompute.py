@@ -30,7 +30,7 @@ KEYS_AT_ONCE = 1 << 17
 """Of a longer document so many keys are looked at after each other: it takes memory."""
 
 
-class Looks:
+class BlockAttention:
     """How much of its attention a question gives to each block of the `tokens` tokens before it: the most
     that any of its last rows gives, in any head of any layer, of what it gives to those tokens."""
 

@@ -75,7 +75,7 @@ class StageActor:
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._stage.work
-        from ..kv.fetch import RaySource
+        from ..kv.fetch import RayKVSource
         from ..kv.handoff.transports import kv_sender
         from ..model.computing import computes
         from .loading import load_stage
@@ -85,7 +85,7 @@ class StageActor:
         self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")
         ends = partial(kv_sender, self._handoff)
-        source = RaySource(self._handoff.ack_timeout_s)
+        source = RayKVSource(self._handoff.ack_timeout_s)
         tracer = Tracer(provider(self._spans, f"stage{self._number}:{node[:8]}:{os.getpid()}"))
         self._stage = load_stage(self._model, self._config, self._number, None, ends, source, tell, tracer)
         self._compilations.ready = True

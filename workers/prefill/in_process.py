@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..kv.fetch import Source
+from ..kv.fetch import KVSource
 from ..kv.handoff.protocols import LocalReceiver
 from ..kv.handoff.transports import kv_sender
 from ..messages.events import PrefillDone, PrefillReport
@@ -60,7 +60,7 @@ class StageThread:
         method = getattr(self._plain, name)
         made: dict[Form, Callable[..., Any]] = {
             Form.NOTICE: method,
-            Form.BEGUN: partial(self._begin, method),
+            Form.DEFERRED: partial(self._begin, method),
         }
         return made.get(form, partial(self._send, method))
 
@@ -94,7 +94,7 @@ class LogitsReceiver:
 
 
 def local_controller(
-    model: ModelSpec, config: PrefillConfig, receiver: LocalReceiver, source: Source | None = None
+    model: ModelSpec, config: PrefillConfig, receiver: LocalReceiver, source: KVSource | None = None
 ) -> PrefillController:
     """Load a group into this process. `stop()` it when done; use it from one event loop. source: None where
     no prompt is ever resumed."""

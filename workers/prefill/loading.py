@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..kv.cache import PagedKVCache
-from ..kv.fetch import Source
+from ..kv.fetch import KVSource
 from ..kv.handoff.protocols import KVSender
 from ..kv.pages.pool import pages_for
 from ..messages.methods import load_methods
@@ -25,7 +25,7 @@ def load_stage(
     stage: int,
     activations: Activations | None,
     sender: Callable[[PagedKVCache], KVSender],
-    source: Source | None = None,
+    source: KVSource | None = None,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> PrefillStage:

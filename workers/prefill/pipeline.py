@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
-from ..roles import Answer, Stage, ended, settled
+from ..roles import Answer, Stage, finished, settled
 from .watch import StageWatch
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Pipeline:
         name, before = f"the chunk of {command.request_id} at token {command.start}", None
         chunks: list[asyncio.Task[Any]] = []
         for stage, reply in enumerate(replies):
-            chunks.append(self.spawn(_outcome(ended(reply))))
+            chunks.append(self.spawn(_outcome(finished(reply))))
             before = self._watch.expect(stage, name, allowed, chunks[-1], before)
         chunks[0].add_done_callback(self._entry_free)
         self._last = self.spawn(self._reports([*opened, *chunks], self._last))

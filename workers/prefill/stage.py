@@ -24,7 +24,7 @@ from ...kernels.build import build
 from ...kernels.interface import KernelInputError, StateSpec
 from ...kernels.methods import MethodError
 from ..kv.cache import PagedKVCache
-from ..kv.fetch import NoSource, Source, from_host, pieces
+from ..kv.fetch import KVSource, NoKVSource, from_host, pieces
 from ..kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
 from ..kv.pages.pool import first_of_run
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
@@ -55,11 +55,11 @@ class PrefillStage:
         stage: int,
         stages: int,
         profile: Profile | None = None,
-        source: Source | None = None,
+        source: KVSource | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
         self.stack = stack
-        self._source = source or NoSource()
+        self._source = source or NoKVSource()
         self._profile = profile
         self._cache = cache
         self._sender = sender

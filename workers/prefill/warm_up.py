@@ -49,9 +49,9 @@ def warm_up(
             whole, rest = divmod(tokens, chunk_tokens)
             _read(stack, method, [chunk_tokens] * whole + [rest] * (rest > 0))
         if on_gpu and longest:
-            _meet_lengths(stack, method, shortest, chunk_tokens, longest)
-    _meet_one_row(stack)
-    stack.meet_products()
+            _compile_for_lengths(stack, method, shortest, chunk_tokens, longest)
+    _compile_for_one_row(stack)
+    stack.compile_products()
     if on_gpu:
         torch.cuda.synchronize(stack.device)
         torch.cuda.empty_cache()
@@ -70,7 +70,7 @@ def length_classes(longest: int) -> list[int]:
     return [BLOCK << power for power in range(longest.bit_length()) if BLOCK << power < longest] + [longest]
 
 
-def _meet_lengths(
+def _compile_for_lengths(
     stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int
 ) -> None:
     """The last tile of prompts of all classes of length, and a chunk of the longest. Keys of what counts as a
@@ -88,7 +88,7 @@ def _meet_lengths(
         method.attend(x, method.new_state(_spec(stack, total)))
 
 
-def _meet_one_row(stack: LayerStack) -> None:
+def _compile_for_one_row(stack: LayerStack) -> None:
     """A last chunk of one token, and the row that the first token is chosen from: products of few rows are
     other kernels than those of many."""
     hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)

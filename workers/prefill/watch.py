@@ -26,7 +26,7 @@ ASK_AGAIN_S = 1.0
 
 
 @dataclass(eq=False)
-class Owed:
+class ExpectedAnswer:
     """A command that a stage has to answer. allowed: seconds from when it can work on it. after: the same
     chunk on the stage before. waited: seconds so far, of those. asking: for a sign of life; silent: seconds
     without it. asked_again: `waited` from which the stage is asked again."""
@@ -34,7 +34,7 @@ class Owed:
     stage: int
     what: str
     allowed: Callable[[], float]
-    after: Owed | None = None
+    after: ExpectedAnswer | None = None
     waited: float = 0.0
     answered: bool = False
     asking: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class StageWatch:
     ) -> None:
         self._pulse, self._hangs, self._clock = pulse, hangs, clock
         self._stall_s = stall_s
-        self._owed: list[deque[Owed]] = [deque() for _ in range(stages)]
+        self._expected: list[deque[ExpectedAnswer]] = [deque() for _ in range(stages)]
         self._looked = 0.0
         self._next: asyncio.TimerHandle | None = None
         self._asking: set[asyncio.Task[None]] = set()
@@ -70,16 +70,16 @@ class StageWatch:
         what: str,
         allowed: Callable[[], float],
         answer: asyncio.Future[Any],
-        after: Owed | None = None,
-    ) -> Owed:
+        after: ExpectedAnswer | None = None,
+    ) -> ExpectedAnswer:
         """Watch over a command until it is answered, well or badly."""
-        owed = Owed(stage, what, allowed, after)
-        self._owed[stage].append(owed)
-        answer.add_done_callback(lambda _: self._answered(owed))
+        expected = ExpectedAnswer(stage, what, allowed, after)
+        self._expected[stage].append(expected)
+        answer.add_done_callback(lambda _: self._answered(expected))
         if self._next is None:
             self._looked = self._clock()
             self._arm()
-        return owed
+        return expected
 
     async def stop(self) -> None:
         """Look no more; returns when no question is open."""
@@ -93,41 +93,42 @@ class StageWatch:
     def _arm(self) -> None:
         self._next = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
-    def _answered(self, owed: Owed) -> None:
-        owed.answered = True
-        if owed.asking is not None:
-            owed.asking.cancel()
-        self._owed[owed.stage].remove(owed)
+    def _answered(self, expected: ExpectedAnswer) -> None:
+        expected.answered = True
+        if expected.asking is not None:
+            expected.asking.cancel()
+        self._expected[expected.stage].remove(expected)
 
     def _look(self) -> None:
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
-        for waiting in self._owed:
+        for waiting in self._expected:
             first = waiting[0] if waiting else None
             if first is not None and (first.after is None or first.after.answered):
                 self._judge(first, passed)
         self._next = None
-        if any(self._owed):
+        if any(self._expected):
             self._arm()
 
-    def _judge(self, owed: Owed, passed: float) -> None:
-        owed.waited += passed
-        if owed.asking is not None:
-            owed.silent += passed
-        if owed.waited >= self._stall_s:
-            self._blame(owed, "has not finished")
-        elif owed.silent >= PULSE_S:
-            self._blame(owed, "does not answer")
-        elif owed.asking is None and owed.waited >= max(owed.allowed(), owed.asked_again):
-            owed.asking = asyncio.get_running_loop().create_task(self._ask(owed))
-            self._asking.add(owed.asking)
-            owed.asking.add_done_callback(self._asking.discard)
+    def _judge(self, expected: ExpectedAnswer, passed: float) -> None:
+        expected.waited += passed
+        if expected.asking is not None:
+            expected.silent += passed
+        if expected.waited >= self._stall_s:
+            self._blame(expected, "has not finished")
+        elif expected.silent >= PULSE_S:
+            self._blame(expected, "does not answer")
+        elif expected.asking is None and expected.waited >= max(expected.allowed(), expected.asked_again):
+            expected.asking = asyncio.get_running_loop().create_task(self._ask(expected))
+            self._asking.add(expected.asking)
+            expected.asking.add_done_callback(self._asking.discard)
 
-    async def _ask(self, owed: Owed) -> None:
+    async def _ask(self, expected: ExpectedAnswer) -> None:
         """A stage that is dead does not hang: what it owes says so."""
         with contextlib.suppress(Exception):
-            await self._pulse(owed.stage)
-        owed.asking, owed.silent, owed.asked_again = None, 0.0, owed.waited + ASK_AGAIN_S
+            await self._pulse(expected.stage)
+        expected.asking, expected.silent, expected.asked_again = None, 0.0, expected.waited + ASK_AGAIN_S
 
-    def _blame(self, owed: Owed, what: str) -> None:
-        self._hangs(owed.stage, f"stage {owed.stage} {what}: {owed.what} has taken {owed.waited:.1f} s")
+    def _blame(self, expected: ExpectedAnswer, what: str) -> None:
+        took = f"{expected.what} has taken {expected.waited:.1f} s"
+        self._hangs(expected.stage, f"stage {expected.stage} {what}: {took}")

@@ -16,7 +16,7 @@ import torch
 from deltafront.workers.decode.page_selection import plan_layers
 from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.rows import BatchShape, Row, StepRows
-from deltafront.workers.decode.runner import Chosen, DecodeRunner
+from deltafront.workers.decode.runner import DecodeRunner, SampledToken
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
@@ -55,7 +55,7 @@ class Request:
         self.row = replace(self.row, token=chosen.token)
         self.answer, self.logprobs = [chosen.token], [chosen.logprob]
 
-    def take(self, chosen: Chosen) -> None:
+    def take(self, chosen: SampledToken) -> None:
         self.row = replace(self.row, token=chosen.token, length=self.row.length + 1)
         self.answer.append(chosen.token)
         self.logprobs.append(chosen.logprob)
@@ -215,5 +215,5 @@ async def test_warming_up_writes_to_the_scratch_page_alone(bench: Any, max_batch
         assert not side[:, :32].any() and side[:, 32].any() and side.isfinite().all()
     await run.reserve("everything", 500, 12)
     (request,) = run.engine._requests
-    assert sorted(request.holding.table) == list(range(32))
+    assert sorted(request.pages.table) == list(range(32))
     await run.engine.cancel("everything")

@@ -41,7 +41,7 @@ async def test_nobody_is_served_before_the_warm_up_is_over(
         for call in (engine.stats(), engine.reserve(ORDER)):
             with pytest.raises(DecodeFailed, match=r"^the decode worker is still starting$"):
                 await call
-        assert engine._pages.pool.used == 0, moment
+        assert engine._manager.pool.used == 0, moment
         if starting is None:
             starting = asyncio.create_task(engine.start())
             await asyncio.to_thread(warm_up.began.wait)
@@ -49,11 +49,11 @@ async def test_nobody_is_served_before_the_warm_up_is_over(
     await starting
     assert (await engine.stats()).pages_free == 32
     await engine.reserve(ORDER)
-    assert engine._pages.pool.used == 1
+    assert engine._manager.pool.used == 1
     await engine.close()
     with pytest.raises(DecodeFailed, match="shutting down"):
         await engine.reserve(ORDER)
-    assert engine._pages.pool.used == 0
+    assert engine._manager.pool.used == 0
 
 
 async def test_closing_leaves_no_task_behind(bench: Any, tiny_stack: LayerStack) -> None:
@@ -72,7 +72,7 @@ async def test_closing_leaves_no_task_behind(bench: Any, tiny_stack: LayerStack)
     with pytest.raises(asyncio.CancelledError):
         await announcing
     assert asyncio.all_tasks() - set(run.engine._tasks) == before
-    assert engine._pages.pool.used == 0
+    assert engine._manager.pool.used == 0
 
 
 async def test_an_engine_that_never_started_can_be_closed(tiny_stack: LayerStack) -> None:

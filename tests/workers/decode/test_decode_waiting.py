@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.workers.kv.pages.waiting import HoldTime, last_holders, seconds_until_room
+from deltafront.workers.kv.pages.waiting import ReservationTime, last_holders, seconds_until_room
 from deltafront.workers.messages.requests import (
     DecodeFailed,
     GenerateJob,
@@ -63,7 +63,7 @@ def test_a_page_comes_back_with_the_last_who_holds_it(held: list[tuple[int, set[
 
 
 def test_who_holds_pages_longer_than_others_did_may_do_so_for_a_while() -> None:
-    hold = HoldTime()
+    hold = ReservationTime()
     assert hold.mean is None
     hold.ended(8.0)
     assert (hold.mean, hold.left(3.0), hold.left(100.0)) == (8.0, 5.0, 2.0)

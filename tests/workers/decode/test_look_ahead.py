@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltafront.workers.decode.rows import Row
-from deltafront.workers.decode.runner import Chosen, Launched
+from deltafront.workers.decode.runner import LaunchedStep, SampledToken
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 
@@ -31,23 +31,23 @@ class Watch:
         self.log: list[tuple[str, int, int]] = []
         self.lengths: list[list[int]] = []
         self.before_landing: Callable[[int], None] = lambda step: None
-        launch, chosen, steps = run.engine._runner.launch, Launched.chosen, dict[int, tuple[int, int]]()
+        launch, chosen, steps = run.engine._runner.launch, LaunchedStep.chosen, dict[int, tuple[int, int]]()
 
-        def launched(rows: list[Row]) -> Launched:
-            made: Launched = launch(rows)
+        def launched(rows: list[Row]) -> LaunchedStep:
+            made: LaunchedStep = launch(rows)
             steps[id(made)] = len(self.lengths), len(rows)
             self.log.append(("launch", *steps[id(made)]))
             self.lengths.append([row.length for row in rows])
             return made
 
-        def landed(step: Launched) -> list[Chosen]:
+        def landed(step: LaunchedStep) -> list[SampledToken]:
             if id(step) in steps:
                 self.before_landing(steps[id(step)][0])
                 self.log.append(("land", *steps.pop(id(step))))
             return chosen(step)
 
         run.engine._runner.launch = launched
-        monkeypatch.setattr(Launched, "chosen", landed)
+        monkeypatch.setattr(LaunchedStep, "chosen", landed)
 
 
 async def test_the_next_step_is_launched_before_this_one_lands(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.workers.decode.runner import Launched
+from deltafront.workers.decode.runner import LaunchedStep
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits
@@ -25,7 +25,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     waits for its results. Returns the queue."""
     queue: list[tuple[int, int]] = []
     caches: list[PagedKVCache] = []
-    copy, forward, chosen = PagedKVCache.copy_page, LayerStack.forward, Launched.chosen
+    copy, forward, chosen = PagedKVCache.copy_page, LayerStack.forward, LaunchedStep.chosen
 
     def asked(self: PagedKVCache, source: int, target: int) -> None:
         queue.append((source, target))
@@ -45,7 +45,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(PagedKVCache, "copy_page", asked)
     monkeypatch.setattr(LayerStack, "forward", flushed_forward)
-    monkeypatch.setattr(Launched, "chosen", flushed_chosen)
+    monkeypatch.setattr(LaunchedStep, "chosen", flushed_chosen)
     return queue
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
-from deltafront.workers.kv.pages import holding
+from deltafront.workers.kv.pages import request_pages
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling, recompute_pages
 from tests.workers.conftest import Answer, Bench, Prefilled
@@ -167,7 +167,7 @@ async def test_what_is_kept_behind_a_session_does_not_depend_on_the_question(
         )
         answer = await run.collect(job)
         assert answer.finish.report.recomputed_tokens == BLOCK * blocks
-        session = run.engine._pages.sessions._sessions[answer.first.session.session_id]
+        session = run.engine._manager.sessions._sessions[answer.first.session.session_id]
         cache = run.engine._runner.cache
         sides = [
             cache.read(layer, session.pages, len(DOCUMENT), kept - len(DOCUMENT)) for layer in cache.layers
@@ -214,7 +214,7 @@ async def test_pages_that_are_missing_fail_their_request_alone(
     sparse: Sparse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(holding, "recompute_pages", lambda *_, **__: 3)
+        patch.setattr(request_pages, "recompute_pages", lambda *_, **__: 3)
         answer = await sparse.ask("missing", DOCUMENT, 8)
     assert answer.finish.reason is FinishReason.FAILED
     assert "places of the table, but 3 pages of its own" in answer.finish.message

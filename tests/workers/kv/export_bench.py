@@ -161,7 +161,7 @@ class Bench:
         """held: deliveries that hold their pages."""
 
         @contextmanager
-        def hold() -> Iterator[Sequence[int] | None]:
+        def use_pages() -> Iterator[Sequence[int] | None]:
             self.held += 1
             try:
                 yield pages
@@ -169,7 +169,7 @@ class Bench:
                 self.held -= 1
 
         layers = range(message.layer, message.layer + message.layers)
-        moved: int = await self.reader.read(message, layers, hold)
+        moved: int = await self.reader.read(message, layers, use_pages)
         return moved
 
     def taken(self, pages: Sequence[int], layer: int, tokens: int) -> tuple[torch.Tensor, ...]:

@@ -79,11 +79,11 @@ def reader_class() -> type:
 
         async def announce(self, announcement: Any) -> None:
             @contextmanager
-            def hold() -> Any:
+            def use_pages() -> Any:
                 yield range(4)
 
             layers = range(announcement.layer, announcement.layer + announcement.layers)
-            await self.reader.read(announcement, layers, hold)
+            await self.reader.read(announcement, layers, use_pages)
 
         async def held(self) -> Any:
             return [self.cache.gather(layer, torch.arange(4), TOKENS) for layer in LAYERS]

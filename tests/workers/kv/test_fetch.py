@@ -10,7 +10,7 @@ import torch
 
 from deltafront.workers.kv import fetch
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.fetch import NoSource, RaySource, from_host, pieces, to_host
+from deltafront.workers.kv.fetch import NoKVSource, RayKVSource, from_host, pieces, to_host
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.stages import HostKV, KVRange
 
@@ -76,8 +76,8 @@ class FakeRay:
         return reply
 
 
-def source_of(**fails: Exception) -> tuple[RaySource, FakeRay]:
-    source = RaySource(5.0)
+def source_of(**fails: Exception) -> tuple[RayKVSource, FakeRay]:
+    source = RayKVSource(5.0)
     ray = FakeRay({int(name[1:]): error for name, error in fails.items()})
     source._ray = ray
     return source, ray
@@ -100,4 +100,4 @@ def test_a_decode_worker_that_dies_fails_the_request_in_one_line() -> None:
     ):
         list(source.fetch("decode:gone", iter(wanted)))
     with pytest.raises(HandoffError, match="gives no K/V back to this group"):
-        list(NoSource().fetch("decode:x", iter(wanted)))
+        list(NoKVSource().fetch("decode:x", iter(wanted)))

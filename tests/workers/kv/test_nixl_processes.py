@@ -74,7 +74,7 @@ async def _read(pipe: Any) -> None:
     reader, cache = worker()
     while True:
         message = await asyncio.to_thread(pipe.recv)
-        reading = asyncio.create_task(reader.read(message, LAYERS, hold))
+        reading = asyncio.create_task(reader.read(message, LAYERS, use_pages))
         await under_way(reader, reading)
         pipe.send("under way")
         await reading
@@ -88,7 +88,7 @@ def worker() -> tuple[NixlReader, PagedKVCache]:
 
 
 @contextlib.contextmanager
-def hold() -> Iterator[Sequence[int]]:
+def use_pages() -> Iterator[Sequence[int]]:
     yield range(PAGES)
 
 
@@ -152,11 +152,11 @@ async def test_pages_cross_processes_and_a_lease_ends_with_them(start: Callable[
     stage = start(serve)
     reader, cache = worker()
     message = stage.ask("export", "r")
-    assert await reader.read(message, LAYERS, hold) == 2 * len(LAYERS) * TOKENS * HEADS * DIM * 4
+    assert await reader.read(message, LAYERS, use_pages) == 2 * len(LAYERS) * TOKENS * HEADS * DIM * 4
     assert rows_that_differ(cache) == 0
     assert stage.ask("revoke", "r") == "done"
     with pytest.raises(HandoffError, match="was read too late"):
-        await reader.read(message, LAYERS, hold)
+        await reader.read(message, LAYERS, use_pages)
 
 
 async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read(
@@ -165,17 +165,17 @@ async def test_a_stage_that_dies_in_mid_read_fails_that_and_the_next_one_is_read
     dying, other = start(serve), start(serve)
     reader, cache = worker()
     message, good = dying.ask("export", "r"), other.ask("export", "s")
-    await reader.read(message, LAYERS, hold)
+    await reader.read(message, LAYERS, use_pages)
     dying.signal(signal.SIGSTOP)
-    reading = asyncio.create_task(reader.read(message, LAYERS, hold))
+    reading = asyncio.create_task(reader.read(message, LAYERS, use_pages))
     await under_way(reader, reading)
     cache.k_LPSGD.fill_(torch.nan), cache.v_LPSGD.fill_(torch.nan)
-    await reader.read(good, LAYERS, hold)
+    await reader.read(good, LAYERS, use_pages)
     assert not reading.done() and rows_that_differ(cache) == 0, "nobody waits for the stage that hangs"
     dying.end()
     with pytest.raises(HandoffError, match=r"K/V of r, layers 2 \.\. 5 at 0 could not be read: nixl"):
         await reading
-    await reader.read(good, LAYERS, hold)
+    await reader.read(good, LAYERS, use_pages)
 
 
 async def test_a_decode_worker_that_dies_in_mid_read_does_its_stage_no_harm(
@@ -190,5 +190,5 @@ async def test_a_decode_worker_that_dies_in_mid_read_does_its_stage_no_harm(
     assert dying.hear() == "under way"
     dying.end()
     reader, cache = worker()
-    await reader.read(stage.ask("export", "s"), LAYERS, hold)
+    await reader.read(stage.ask("export", "s"), LAYERS, use_pages)
     assert rows_that_differ(cache) == 0

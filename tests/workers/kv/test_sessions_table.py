@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltafront.workers.kv.arrival import ArrivalError, KVArrival
-from deltafront.workers.kv.pages.holding import Holding, Reservations
 from deltafront.workers.kv.pages.pool import OutOfPages, PagePool
+from deltafront.workers.kv.pages.request_pages import PageManager, RequestPages
 from deltafront.workers.kv.pages.sessions import SessionsTable
 from deltafront.workers.messages.requests import RefusalReason, Refused, Reserve
 
@@ -49,14 +49,14 @@ def test_ids_differ_and_pages_must_fit_the_tokens() -> None:
 # --- reservations ---------------------------------------------------------------------------------------
 
 
-def pages_of(pages: int, positions: int = 4096) -> Reservations:
+def pages_of(pages: int, positions: int = 4096) -> PageManager:
     pool, sessions = table(pages)
-    return Reservations(pool, sessions, positions)
+    return PageManager(pool, sessions, positions)
 
 
-def reserve(pages: Reservations, prompt: int, new: int, **more: Any) -> Holding:
+def reserve(pages: PageManager, prompt: int, new: int, **more: Any) -> RequestPages:
     answer = pages.reserve(Reserve("r", "me", prompt, new, **more), now=0.0)
-    assert isinstance(answer, Holding), answer
+    assert isinstance(answer, RequestPages), answer
     return answer
 
 
@@ -75,8 +75,8 @@ def test_a_request_on_a_session_shares_full_pages_and_copies_the_last() -> None:
     assert second.table[:2] == session.pages[:2] and second.table[2] not in session.pages
     assert second.copy_in == (session.pages[2], second.table[2])
     assert pages.pool._references[session.pages[0]] == 3
-    for holding in (first, second):
-        holding.end()
+    for held in (first, second):
+        held.end()
     assert pages.pool.used == 3
     pages.sessions.clear()
     assert pages.pool.used == 0
@@ -102,17 +102,17 @@ def test_the_source_of_a_copy_outlives_its_session() -> None:
 def test_pages_are_given_back_by_whichever_comes_last() -> None:
     pages = pages_of(20)
     freed = []
-    holding = reserve(pages, 40, 8)
-    holding.on_free = lambda: freed.append(pages.pool.used)
-    with holding.hold() as outer:
-        with holding.hold() as inner:
-            assert inner == outer == holding.table and len(holding.table) == 3
-            holding.end()
-            with holding.hold() as late:
+    held = reserve(pages, 40, 8)
+    held.on_free = lambda: freed.append(pages.pool.used)
+    with held.use() as outer:
+        with held.use() as inner:
+            assert inner == outer == held.table and len(held.table) == 3
+            held.end()
+            with held.use() as late:
                 assert late is None, "what has ended is written to by nobody new"
-        assert pages.pool.used == 3 and not holding.freed.is_set()
-    assert holding.freed.is_set() and freed == [0]
-    holding.end()
+        assert pages.pool.used == 3 and not held.freed.is_set()
+    assert held.freed.is_set() and freed == [0]
+    held.end()
     assert freed == [0]
 
 
@@ -135,18 +135,18 @@ def test_too_large_counts_the_copy_of_a_sessions_last_page() -> None:
     first = reserve(pages, 40, 0)
     session = pages.hand_over(first, 40, "me", 10.0, now=0.0)
     first.end()
-    assert isinstance(reserve(pages, 1, 7, session_id=session.session_id), Holding)
+    assert isinstance(reserve(pages, 1, 7, session_id=session.session_id), RequestPages)
     refused = pages.reserve(Reserve("r", "me", 1, 8, session.session_id), now=0.0)
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.TOO_LARGE
 
 
 def test_room_for_a_kept_page_is_ensured_or_refused_before_work_starts() -> None:
     pages = pages_of(3)
-    holding = reserve(pages, 33, 1)
-    pages.prepare_keep(holding, 32)
-    assert holding.copy_out is None
+    held = reserve(pages, 33, 1)
+    pages.prepare_keep(held, 32)
+    assert held.copy_out is None
     with pytest.raises(OutOfPages):
-        pages.prepare_keep(holding, 33)
+        pages.prepare_keep(held, 33)
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,8 +176,8 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
         holdings.append(answer)
         if end:
             holdings.pop(0).end()
-    for holding in holdings:
-        holding.end()
+    for held in holdings:
+        held.end()
     pages.sessions.clear()
     assert pages.pool.used == 0
 

@@ -15,7 +15,7 @@ from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.handoff.host_copies import HostCopies
 from deltafront.workers.kv.handoff.in_process import DeviceKV, InProcessSender, InProcessStream
 from deltafront.workers.kv.handoff.outbox import Delivery
-from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, Hold, KVSender
+from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, UsePages
 from deltafront.workers.kv.handoff.stream import MessageSender
 from deltafront.workers.kv.handoff.transports import TRANSPORTS, Transport, kv_reader, kv_sender
 from deltafront.workers.messages.events import FinishReason
@@ -93,9 +93,9 @@ class ToyReader:
     def __init__(self, memory: Memory, cache: PagedKVCache) -> None:
         self._memory, self._cache = memory, cache
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         _, k_TGD, v_TGD = self._memory.exported[announcement.payload]
-        with hold() as pages:
+        with use_pages() as pages:
             if pages is None:
                 return 0
             self._cache.write_layers(pages, announcement.start, dict.fromkeys(layers, (k_TGD, v_TGD)))

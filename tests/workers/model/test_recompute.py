@@ -11,7 +11,7 @@ from deltafront.workers.model import recompute as recomputing
 from deltafront.workers.model.decoder import LayerStack, load_model
 from deltafront.workers.model.recompute import (
     QUESTION_ROWS,
-    Looks,
+    BlockAttention,
     attention_by_block,
     recompute,
     rows_of_blocks,
@@ -41,7 +41,7 @@ def test_attention_by_block_is_the_largest_share_of_any_row_and_head(
 
 def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_never_among_them() -> None:
     torch.manual_seed(0)
-    looks = Looks(5 * BLOCK + 5)
+    looks = BlockAttention(5 * BLOCK + 5)
     key_GSD = torch.zeros(1, 5 * BLOCK + 9, 16)
     for place, channel in ((0, 0), (1, 1), (2, 2), (3, 3), (5, 4)):
         key_GSD[0, place * BLOCK, channel] = 1.0
@@ -62,7 +62,7 @@ def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_
 
 def test_the_last_whole_block_comes_after_all_others() -> None:
     """Heads that look at what is near give it most, whatever is asked."""
-    looks = Looks(4 * BLOCK + 5)
+    looks = BlockAttention(4 * BLOCK + 5)
     key_GSD = torch.zeros(1, 4 * BLOCK + 9, 16)
     for place in range(4):
         key_GSD[0, place * BLOCK, place] = 1.0
@@ -75,7 +75,7 @@ def test_the_last_whole_block_comes_after_all_others() -> None:
 
 @pytest.mark.parametrize("tokens", [1, BLOCK, 2 * BLOCK - 1])
 def test_without_a_whole_block_behind_the_first_there_is_nothing_to_choose(tokens: int) -> None:
-    looks = Looks(tokens)
+    looks = BlockAttention(tokens)
     looks.add(torch.randn(3, 2, 16), torch.randn(1, tokens + 3, 16))
     assert looks.most(4) == []
 

@@ -29,7 +29,7 @@ from ..cache import PagedKVCache
 from .exported_pages import ExportedCache, ExportedKV, PageExport, Runs, checked, moved_bytes, too_late
 from .outbox import ActorOutbox
 from .peer_memory import CudaPeerMemory, PeerMemory
-from .protocols import HandoffError, Hold, LocalReceiver, described, plain
+from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 256 << 20
@@ -123,10 +123,10 @@ class CudaIpcReader:
         self._cache, self._thread, self._peers, self._clock = cache, thread, peers, clock
         self._mapped: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         kv = self._checked(announcement)
         loop = asyncio.get_running_loop()
-        with hold() as pages:
+        with use_pages() as pages:
             if pages is None:
                 return 0
             sides = await loop.run_in_executor(self._thread, self._map, announcement, kv.cache)

@@ -18,7 +18,7 @@ import torch
 from ...messages.stages import FirstLogits, KVAnnouncement
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from .protocols import Destination, HandoffError, Hold, LocalReceiver, check_kv, described
+from .protocols import Destination, HandoffError, LocalReceiver, UsePages, check_kv, described
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class InProcessReader:
         self._cache = cache
         self._thread = thread
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         kv = announcement.payload
         expected = (announcement.tokens, self._cache.kv_heads, self._cache.head_dim)
         if not isinstance(kv, DeviceKV) or kv.k_TGD.shape != expected or kv.v_TGD.shape != expected:
             raise HandoffError(f"{described(announcement)} is not two tensors as expected, {expected}")
         parts = dict.fromkeys(layers, (kv.k_TGD, kv.v_TGD))
-        with hold() as pages:
+        with use_pages() as pages:
             if pages is None:
                 return 0
             await asyncio.get_running_loop().run_in_executor(

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...messages.stages import KVAnnouncement
 from ..arrival import ArrivalError, KVArrival
-from ..pages.holding import Holding
+from ..pages.request_pages import RequestPages
 from .protocols import KVReader
 
 
@@ -23,19 +23,19 @@ class KVInbox:
 
     Args:
         attempt: the number that its messages carry.
-        holding: the request's pages.
+        pages: the request's.
         changed: called when the K/V is complete or lost, and when the logits have come.
     """
 
     def __init__(
-        self, arrival: KVArrival, holding: Holding, changed: Callable[[], None], attempt: int = 0
+        self, arrival: KVArrival, pages: RequestPages, changed: Callable[[], None], attempt: int = 0
     ) -> None:
         self.attempt = attempt
         self.logits_V: np.ndarray | None = None
         """Logits of the prompt's last position, float32."""
         self.lost = ""
         """Why some of the K/V did not arrive; empty while none is known to be missing."""
-        self._arrival, self._holding, self._changed = arrival, holding, changed
+        self._arrival, self._pages, self._changed = arrival, pages, changed
         self._settled = asyncio.Event()
         self._closed = False
 
@@ -54,7 +54,7 @@ class KVInbox:
         layers = range(first, first + announcement.layers)
         try:
             new = [layer for layer in layers if self._arrival.claim(layer, start, tokens)]
-            moved = await reader.read(announcement, new, self._hold) if new else 0
+            moved = await reader.read(announcement, new, self._use_pages) if new else 0
         except Exception as error:
             self.lose(error)
             raise
@@ -88,7 +88,7 @@ class KVInbox:
         the next attempt, which expects everything after it."""
         tokens = self._arrival.resume_point(points)
         self.close()
-        return tokens, KVInbox(self._arrival.until(tokens), self._holding, self._changed, attempt)
+        return tokens, KVInbox(self._arrival.until(tokens), self._pages, self._changed, attempt)
 
     def close(self) -> None:
         """Nothing that comes later is written."""
@@ -104,7 +104,7 @@ class KVInbox:
         self._changed()
 
     @contextmanager
-    def _hold(self) -> Iterator[Sequence[int] | None]:
+    def _use_pages(self) -> Iterator[Sequence[int] | None]:
         """A `protocols.Hold`."""
-        with self._holding.hold() as pages:
+        with self._pages.use() as pages:
             yield None if self._closed else pages

@@ -38,10 +38,10 @@ from .exported_pages import (
     row_bytes,
     too_late,
 )
-from .nixl_agent import HOST, Agent, Memory, Span, Words, memory_of, new_agent
+from .nixl_agent import HOST, Agent, Memory, RegisteredWords, Span, memory_of, new_agent
 from .outbox import ActorOutbox
 from .peer_memory import launched
-from .protocols import HandoffError, Hold, LocalReceiver, described, plain
+from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 64 << 20
@@ -80,7 +80,7 @@ class NixlExporter:
     def __init__(self, cache: PagedKVCache, agent: Agent) -> None:
         self._cache = cache
         self._agent = agent  # which nobody reaches any more once it is collected
-        self._leases = Words(agent, cache.pages)
+        self._leases = RegisteredWords(agent, cache.pages)
         self._serials = itertools.count(1)
         _register(cache, agent)
         self._exported = RegisteredCache(
@@ -106,7 +106,7 @@ class NixlExport(PageExport):
         cache: PagedKVCache,
         pages: Sequence[int],
         exported: RegisteredCache,
-        leases: Words,
+        leases: RegisteredWords,
         serials: Iterator[int],
     ) -> None:
         super().__init__(cache, pages, partial(launched, cache.device))
@@ -142,11 +142,11 @@ class NixlReader:
         self._lost: set[str] = set()
         """Agents of stages whose connection failed. It is made anew once nobody uses it any more."""
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         kv = checked(announcement, self._cache, RegisteredKV)
         slot = await self._slots.get()
         try:
-            with hold() as pages:
+            with use_pages() as pages:
                 if pages is None:
                     return 0
                 ours = row_runs(pages, announcement.start, announcement.tokens, self._cache.page_tokens)
@@ -200,10 +200,10 @@ class NixlReader:
     async def _on_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    def _start(self, new: Callable[[], Agent]) -> tuple[Agent, Words]:
+    def _start(self, new: Callable[[], Agent]) -> tuple[Agent, RegisteredWords]:
         agent = new()
         _register(self._cache, agent)
-        return agent, Words(agent, READS_AT_ONCE)
+        return agent, RegisteredWords(agent, READS_AT_ONCE)
 
     def _reach(self, stage: RegisteredCache) -> None:
         if stage.agent in self._lost:

@@ -80,7 +80,7 @@ def memory_of(device: torch.device) -> Memory:
     return Memory("VRAM", torch.cuda.current_device() if device.index is None else device.index)
 
 
-class Words:
+class RegisteredWords:
     """Numbers on the host that agents read from each other."""
 
     def __init__(self, agent: Agent, count: int) -> None:

@@ -26,7 +26,7 @@ from ...settings import HandoffConfig
 from ..cache import PagedKVCache
 from .host_copies import NUMPY_TYPES, HostCopies
 from .outbox import ActorOutbox, Delivery
-from .protocols import HandoffError, Hold, LocalReceiver, described, plain
+from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
 from .stream import MessageSender
 
 
@@ -52,11 +52,11 @@ class ObjectStoreReader:
         self._cache = cache
         self._thread = thread
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         cache = self._cache
         pulled = await pull(announcement, cache.kv_heads, cache.head_dim, cache.dtype)
         parts = {layer: pulled[layer - announcement.layer] for layer in layers}
-        with hold() as pages:
+        with use_pages() as pages:
             if pages is None:
                 return 0
             await asyncio.get_running_loop().run_in_executor(

@@ -78,7 +78,7 @@ class KVSender(Protocol):
     def open(self, destination: Destination) -> KVStream: ...
 
 
-Hold = Callable[[], AbstractContextManager[Sequence[int] | None]]
+UsePages = Callable[[], AbstractContextManager[Sequence[int] | None]]
 """`with hold() as pages`: a request's page table. No page of it is given away before the block ends. None:
 the request is over, and nothing may be written."""
 
@@ -86,7 +86,7 @@ the request is over, and nothing may be written."""
 class KVReader(Protocol):
     """A decode worker's end of a transport, made for its paged cache."""
 
-    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], hold: Hold) -> int:
+    async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         """Write these layers of what was announced into the request's pages. Many reads run side by side.
 
         Returns: bytes written, once everything that runs later sees them; 0 if the request was over.

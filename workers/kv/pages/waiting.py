@@ -51,7 +51,7 @@ def seconds_until_room(
     return now
 
 
-class HoldTime:
+class ReservationTime:
     """How long reservations keep their pages: a mean in which older ones fade by a tenth each. Seconds."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Waiter:
     overdue: int = 0
 
 
-class ReserveQueue:
+class ReservationQueue:
     """Reservations that wait.
 
     take: reserves for an order behind so many others, or says why not. expected: seconds until so many pages

@@ -22,7 +22,7 @@ PageCopy = tuple[int, int]
 
 
 @dataclass(eq=False)
-class Holding:
+class RequestPages:
     """A request's pages: its table in order, and the spare for a kept session's partly filled last page.
 
     session_tokens: tokens of K/V that are there from the start. copy_in: the session's partly filled page
@@ -50,8 +50,8 @@ class Holding:
     _aside: tuple[int, ...] = ()
     """Pages that were in the table before others were put in their place."""
     _ended: bool = False
-    _holders: int = 0
-    _let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    _users: int = 0
+    _unused: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when nobody holds it any more."""
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Holding:
         """The table as it was at first: what can be kept."""
 
     @property
-    def pages(self) -> int:
+    def count(self) -> int:
         """How many it holds, those of its session included."""
         return len(self.table) + len(self.spare) + len(self.own) + len(self._aside)
 
@@ -81,25 +81,25 @@ class Holding:
         self.table, self.own = tuple(table), self.own[len(places) :]
 
     @contextmanager
-    def hold(self) -> Iterator[tuple[int, ...] | None]:
+    def use(self) -> Iterator[tuple[int, ...] | None]:
         """The table, of which nothing is given away inside the `with`; None if the request has ended."""
         if self._ended:
             yield None
             return
-        self._holders += 1
-        self._let_go.clear()
+        self._users += 1
+        self._unused.clear()
         try:
             yield self.table
         finally:
-            self._holders -= 1
-            if not self._holders:
-                self._let_go.set()
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
             self._free_if_idle()
 
-    async def let_go(self) -> None:
+    async def unused(self) -> None:
         """Returns when nobody holds it."""
-        while self._holders:
-            await self._let_go.wait()
+        while self._users:
+            await self._unused.wait()
 
     def end(self) -> None:
         self._ended = True
@@ -107,7 +107,7 @@ class Holding:
 
     def _free_if_idle(self) -> None:
         """The one place where a request's pages are given back."""
-        if self._ended and self._holders == 0 and not self.freed.is_set():
+        if self._ended and self._users == 0 and not self.freed.is_set():
             self.pool.release(self.every_page)
             self.table, self.spare, self.own, self._aside = (), (), (), ()
             self.copy_in = self.copy_out = None
@@ -115,7 +115,7 @@ class Holding:
             self.on_free()
 
 
-class Reservations:
+class PageManager:
     """The pool and the sessions of one worker; `positions` is the model's limit in tokens."""
 
     def __init__(self, pool: PagePool, sessions: SessionsTable, positions: int) -> None:
@@ -123,7 +123,7 @@ class Reservations:
         self.sessions = sessions
         self._positions = positions
 
-    def reserve(self, order: Reserve, now: float, behind: int = 0) -> Holding | Refused:
+    def reserve(self, order: Reserve, now: float, behind: int = 0) -> RequestPages | Refused:
         """Take everything that `order` will ever need, or nothing; nothing either while others, `behind` in
         number, have waited for longer. ValueError for counts that make no sense (the door checks them)."""
         _check_counts(order)
@@ -155,7 +155,7 @@ class Reservations:
 
     def _take(
         self, order: Reserve, session: KeptSession | None, total: int, behind: int
-    ) -> Holding | Refused:
+    ) -> RequestPages | Refused:
         size = self.pool.page_tokens
         before = self._before(order, session)
         shared = () if session is None else session.pages[: before // size]
@@ -179,25 +179,25 @@ class Reservations:
             return Refused(RefusalReason.PAGES, str(error), error.needed, error.free)
         self.pool.share(shared)
         table, spares = shared + taken[:fresh], taken[fresh : fresh + spare]
-        holding = Holding(self.pool, table, before, spares, own=taken[fresh + spare :])
+        held = RequestPages(self.pool, table, before, spares, own=taken[fresh + spare :])
         if session is not None:
-            holding.session_ids = session.ids[: before * ID_BYTES]
+            held.session_ids = session.ids[: before * ID_BYTES]
         if session is not None and before % size:
-            holding.copy_in = (session.pages[-1], taken[0])
+            held.copy_in = (session.pages[-1], taken[0])
             self.pool.share(session.pages[-1:])
-        return holding
+        return held
 
-    def prepare_keep(self, holding: Holding, tokens: int) -> None:
+    def prepare_keep(self, held: RequestPages, tokens: int) -> None:
         """Make sure that `keep` of so many tokens cannot fail, and say what must be copied before it. Raises
         OutOfPages where no room was reserved."""
         full, rest = divmod(tokens, self.pool.page_tokens)
         if rest:
-            holding.spare = holding.spare or self.pool.allocate(1)
-            holding.copy_out = (holding.taken[full], holding.spare[0])
+            held.spare = held.spare or self.pool.allocate(1)
+            held.copy_out = (held.taken[full], held.spare[0])
 
     def keep(
         self,
-        holding: Holding,
+        held: RequestPages,
         tokens: int,
         owner: str,
         ttl_s: float,
@@ -207,17 +207,17 @@ class Reservations:
     ) -> KeptSession:
         """A session of the first `tokens` tokens of a request that goes on, prepared and copied: full pages
         are shared, and the copy changes hands."""
-        shared = holding.taken[: tokens // self.pool.page_tokens]
-        copied = () if holding.copy_out is None else holding.copy_out[1:]
+        shared = held.taken[: tokens // self.pool.page_tokens]
+        copied = () if held.copy_out is None else held.copy_out[1:]
         session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain, ids)
         self.pool.share(shared)
         if copied:
-            holding.spare, holding.copy_out = (), None
+            held.spare, held.copy_out = (), None
         return session
 
     def hand_over(
         self,
-        holding: Holding,
+        held: RequestPages,
         tokens: int,
         owner: str,
         ttl_s: float,
@@ -226,7 +226,7 @@ class Reservations:
         ids: bytes = b"",
     ) -> KeptSession:
         """A session of the first `tokens` tokens of a request that ends here."""
-        pages = holding.table[: pages_for(tokens, self.pool.page_tokens)]
+        pages = held.table[: pages_for(tokens, self.pool.page_tokens)]
         self.pool.share(pages)
         return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain, ids)
 
