@@ -47,9 +47,10 @@ ROOMS = {
     "service.gauges": "workers.messages",
     "service.scrape": "",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
-    "service.request": """workers.messages workers.roles workers.settings workers.model.levels
-        workers.model.profile service.errors service.config service.metrics service.tracing
-        service.fleet""",
+    "service.request": """workers.messages workers.roles workers.settings workers.model.chat_template
+        workers.model.files workers.model.levels workers.model.profile workers.model.tokenizer_files
+        service.errors service.config service.metrics
+        service.tracing service.fleet""",
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.tracing workers.model.config

@@ -1,24 +1,25 @@
 """Text and chat messages to token ids and back, with the `tokenizers` library alone (no transformers).
 
-Reads tokenizer.json, tokenizer_config.json and chat_template.jinja of a model directory.
+Reads tokenizer.json of a model directory, and what stands beside it (`workers/model/tokenizer_files.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import numpy as np
+import tokenizers
 from tokenizers import Tokenizer
+
+from ...workers.model.chat_template import OURS, ChatTemplate
+from ...workers.model.files import ModelError, refuse_pointer
+from ...workers.model.tokenizer_files import AddedToken, TokenizerFiles
 
 Message = Mapping[str, str]
 
@@ -29,7 +30,6 @@ _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
 _MARKED = re.compile("\N{ASTERISM}([^\N{ASTERISM}]+)\N{ASTERISM}")
 """What stands for a message's content where only its place matters."""
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TemplateError(ValueError):
@@ -39,25 +39,40 @@ class TemplateError(ValueError):
 class TextTokenizer:
     """Thread-safe; encoding releases the interpreter lock, so call it in a thread."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None, special: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
         self._tokenizer = tokenizer
         self._divisible = _splits_at_spaces(tokenizer)
-        self._special = dict(special)
-        self._template = None if template is None else _environment().from_string(template)
+        self._template = template
+        self._variables: Mapping[str, Any] = {}
 
     @classmethod
     def load(cls, directory: Path) -> TextTokenizer:
-        """Raises FileNotFoundError or ValueError for a directory without a usable tokenizer."""
+        """Raises FileNotFoundError or ModelError for a directory without a usable tokenizer."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: the model directory has no tokenizer")
-        tokenizer = Tokenizer.from_file(str(path))
+        files, tokenizer = TokenizerFiles.read(directory), _read(path)
+        _add(tokenizer, files.added, path)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config_path = directory / "tokenizer_config.json"
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-        special = {name: text for name in _SPECIAL if (text := _token_text(config.get(name)))}
-        return cls(tokenizer, _template(directory, config), special)
+        return cls(tokenizer, files.template)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> TextTokenizer:
+        """The same, which gives the chat template these too (`chat_template_kwargs`).
+
+        Raises TemplateError for one that a request may not set, and for text that holds a control token.
+        """
+        for name in OURS:
+            if name in variables:
+                raise TemplateError(f"chat_template_kwargs: {name} is not for a request to set")
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        controls = [token.content for token in added if token.special]
+        for text in _texts(variables):
+            if found := next((token for token in controls if token in text), None):
+                raise TemplateError(f"chat_template_kwargs: the control token {found!r} may not stand in it")
+        other = copy.copy(self)
+        other._variables = dict(variables)
+        return other
 
     def encode(self, text: str, *, opening: bool) -> bytes:
         """Little-endian uint32 ids. opening: this begins a sequence, so the model's BOS is added."""
@@ -116,13 +131,42 @@ class TextTokenizer:
         if self._template is None:
             raise TemplateError("this model has no chat template: send text instead of messages")
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=answer,
-                **self._special,
-            )
+            return self._template.render(messages, answer, self._variables)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from None
+
+
+def _read(path: Path) -> Tokenizer:
+    try:
+        refuse_pointer(path)
+        return Tokenizer.from_file(str(path))
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ModelError(f"{path} cannot be read as a tokenizer: {error}: download it again") from None
+
+
+def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> None:
+    """Those that only the files beside tokenizer.json have. Raises ModelError where they get other ids."""
+    there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for number, token in added.items():
+        if token.content not in there:
+            tokenizer.add_tokens([tokenizers.AddedToken(**vars(token))])
+            found = tokenizer.token_to_id(token.content)
+            if found != number:
+                raise ModelError(
+                    f"{path} would number {token.content!r} as {found}, the files beside it say {number}: "
+                    "they belong to different models"
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names of keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in [*value, *value.values()] if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _marked(role: str, mark: str) -> Message:
@@ -179,46 +223,3 @@ def _flat(state: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]
 
 def _packed(ids: Sequence[int]) -> bytes:
     return np.asarray(ids, dtype="<u4").tobytes()
-
-
-def _token_text(value: Any) -> str:
-    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
-
-
-def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return None if template is None else str(template)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what to train on; for serving it means nothing."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-    """The dialect that chat templates are written in, without access to anything outside."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment

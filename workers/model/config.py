@@ -5,14 +5,17 @@ Free of torch, because the front door reads it too (vocabulary, positions, end t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .ends import end_tokens
+from .files import ModelError, read_json, read_json_if_there
 from .shares import LayerShare, balanced
+
+__all__ = ["ARCHITECTURES", "OVERRIDES", "ModelConfig", "ModelError", "RopeConfig", "read_config"]
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -41,10 +44,6 @@ _SPLIT_KEYS = 5_700
 """Keys that each query attends to when layers are balanced: half of a prompt of 131,072 tokens, at 0.087 of
 dense attention's time, which is what `dpxa` with its scoring takes there at density 0.055. With dense
 attention a query has 2,048 to 65,536 keys on average in prompts of 4,096 to 131,072 tokens, on both sides."""
-
-
-class ModelError(ValueError):
-    """A model directory, configuration, weight file or adapter that cannot be used, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class ModelConfig:
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read config.json (and generation_config.json, for end tokens) of a model directory.
+    """Read config.json of a model directory, and end tokens from everywhere they stand.
 
     `overrides` replaces keys of config.json, of which only OVERRIDES may be given. Raises ModelError for
     a missing file or key and for anything that our decoder would silently compute wrongly.
@@ -165,7 +164,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         kv_heads=_whole(raw, "num_key_value_heads", heads),
         head_dim=_whole(raw, "head_dim", default_dim),
         vocab=_whole(raw, "vocab_size"),
-        positions=_whole(raw, "max_position_embeddings"),
+        positions=_positions(raw, rope, extra),
         rms_eps=_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -175,20 +174,8 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     )
     _refuse_uneven_heads(config)
     _refuse_sliding_window(raw, config)
+    _refuse_dual_chunks(raw, config)
     return config
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError naming the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist: a model directory needs a config.json") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} does not contain a JSON object")
-    return content
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
@@ -219,27 +206,88 @@ def _number(where: str, key: str, value: object) -> float:
 
 
 def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`; older configs have `rope_theta` and `rope_scaling`."""
-    given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = str(given.get("rope_type", given.get("type", "default")))
+    given = _rope_keys(raw)
+    kind = str(given["rope_type"])
     if kind not in _ROPE_KEYS or any(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_ROPE_KEYS)}")
-    if given.get("mscale") or float(given.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"rope scaling with mscale or a partial rotary factor is not supported: {given}")
+    _refuse_partial(given, raw)
     if "original_max_position_embeddings" in _ROPE_KEYS[kind]:
-        given.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+        given.setdefault("original_max_position_embeddings", _trained_positions(raw))
+        _refuse_two_lengths(given, raw)
     missing = [key for key in _ROPE_KEYS[kind] if given.get(key) is None]
     if missing:
         raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
     for key in _ROPE_KEYS[kind]:
         for number in given[key] if isinstance(given[key], list) else [given[key]]:
             _number(f"rope scaling {kind!r}", key, number)
-    theta = overrides.get("rope_theta", given.get("rope_theta", raw.get("rope_theta")))
+    theta = overrides.get("rope_theta", given.get("rope_theta"))
     theta = 10_000.0 if theta is None else _number("config.json", "rope_theta", theta)
     if theta <= 1.0:
         raise ModelError(f"rope_theta = {theta} must be above 1")
-    scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
-    return RopeConfig(theta, {**scaling, "rope_type": kind})
+    return RopeConfig(theta, _without_theta(given))
+
+
+def _trained_positions(raw: Mapping[str, Any]) -> Any:
+    """Where the scaling itself does not say it: the key at the top level, or else all positions."""
+    return raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+
+
+def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
+    key = "original_max_position_embeddings"
+    if raw.get(key) not in (None, scaling[key]):
+        raise ModelError(
+            f"config.json says {key} = {raw[key]}, but {scaling[key]} in its rope scaling: leave one"
+        )
+
+
+def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`; older configs have `rope_theta` and `rope_scaling`. Raises
+    ModelError where they contradict each other: transformers 5 would take `rope_scaling`, and forget the
+    theta in `rope_parameters`."""
+    new, old = (_one_spelling(raw, key) for key in ("rope_parameters", "rope_scaling"))
+    top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
+    if new and old and _without_theta(new) != _without_theta(old):
+        raise ModelError(
+            f"config.json has rope_parameters ({new['rope_type']}) and another rope_scaling "
+            f"({old['rope_type']}): put the scaling into rope_parameters, beside its rope_theta, and delete "
+            "rope_scaling"
+        )
+    thetas = [keys["rope_theta"] for keys in (new, old, top) if "rope_theta" in keys]
+    if any(theta != thetas[0] for theta in thetas[1:]):
+        raise ModelError(f"config.json has several rope_theta, {thetas}: leave the right one")
+    return {"rope_type": "default", **top, **old, **new}
+
+
+def _one_spelling(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """A section's keys, without those that are null; empty where there is none."""
+    given = raw.get(section) or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"config.json: {section} = {given!r} is not a section of keys")
+    keys = {key: value for key, value in given.items() if value is not None}
+    if not keys:
+        return {}
+    kind = keys.pop("type", "default")
+    return {"rope_type": kind, **keys}
+
+
+def _without_theta(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key != "rope_theta"}
+
+
+def _refuse_partial(given: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
+    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    part = 1.0 if part is None else _number("config.json", "partial_rotary_factor", part)
+    if given.get("mscale") or part != 1.0:
+        raise ModelError(f"rope scaling with mscale or a partial rotary factor is not supported: {given}")
+
+
+def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, Any]) -> int:
+    """As vLLM counts them: YaRN reaches `factor` times as far as the model was trained, whatever
+    max_position_embeddings says. A deployment's override wins."""
+    given = _whole(raw, "max_position_embeddings")
+    if rope.kind != "yarn" or "max_position_embeddings" in overrides:
+        return given
+    return int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
@@ -259,24 +307,49 @@ def _refuse_uneven_heads(config: ModelConfig) -> None:
 
 
 def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    window = raw.get("sliding_window")
-    if config.architecture.startswith("Qwen") and not raw.get("use_sliding_window", False):
-        window = None
-    if config.architecture == "MistralForCausalLM" and "sliding_window" not in raw:
-        window = 4096  # what transformers assumes when the key is absent
-    if isinstance(window, int) and window < config.positions:
+    window = _window(raw, config)
+    if window is not None and window < config.positions:
         raise ModelError(
             f"sliding-window attention ({window} of {config.positions} positions) is not supported: use a "
             "model with full attention, or set max_position_embeddings to the window"
         )
 
 
+def _window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
+    """The window of a layer that has one. Keys that are absent are what transformers takes them for."""
+    qwen = config.architecture.startswith("Qwen")
+    if qwen and not (raw.get("use_sliding_window", False) and _slides(raw, config.layers)):
+        return None
+    assumed = 4096 if qwen or config.architecture == "MistralForCausalLM" else None
+    window = raw.get("sliding_window", assumed)
+    return window if isinstance(window, int) else None
+
+
+def _slides(raw: Mapping[str, Any], layers: int) -> bool:
+    """Whether a Qwen has a layer with a window: those named so, or from `max_window_layers` on."""
+    named = raw.get("layer_types")
+    return layers > raw.get("max_window_layers", 28) if named is None else "sliding_attention" in named
+
+
+def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
+    """Up to one chunk's length dual chunk attention is attention."""
+    chunks = raw.get("dual_chunk_attention_config")
+    if not chunks:
+        return
+    size = _whole(chunks, "chunk_size") if isinstance(chunks, dict) else 0
+    if size < config.positions:
+        raise ModelError(
+            f"dual_chunk_attention_config: attention by chunks, beyond {size} tokens, is not supported: set "
+            f"the override max_position_embeddings to {size} or less"
+        )
+
+
 def _eos_ids(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    path = directory / "generation_config.json"
-    generation = read_json(path) if path.exists() else {}
+    """Of generation_config.json, config.json, the tokenizer and the chat template."""
+    generation = read_json_if_there(directory / "generation_config.json")
     found: list[int] = []
     for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
         found += value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) for one in found):
+    if not all(type(one) is int for one in found):
         raise ModelError(f"{directory}: eos_token_id holds something else than token ids: {found}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys([*found, *end_tokens(directory)]))

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..settings import ModelSpec
-from .config import ModelError, read_config, read_json
+from .config import ModelError, read_config
+from .files import read_json
 from .store import adapter_directory, model_directory, weight_index
 
 SAMPLE_BYTES = 4096

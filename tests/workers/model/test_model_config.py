@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from deltafront.service.client.size import SHAPES
 from deltafront.workers.model.config import ModelConfig, ModelError, RopeConfig, read_config
@@ -70,6 +71,59 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA31).eos_ids == (128009, 7, 128001, 128008)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SAVED_BY_TRANSFORMERS_5: dict[str, Any] = {
+    key: value for key, value in LLAMA31.items() if key not in ("rope_theta", "rope_scaling")
+} | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("pasted", "message"),
+    [
+        ({"rope_scaling": YARN}, r"rope_parameters \(default\) and another rope_scaling \(yarn\)"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "another rope_scaling"),
+        ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}, "another rope_scaling"),
+        ({"rope_theta": 5e5}, r"several rope_theta, \[1000000.0, 500000.0\]"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, "several rope_theta"),
+    ],
+)
+def test_rope_keys_that_contradict_each_other_are_refused(
+    tmp_path: Path, pasted: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, SAVED_BY_TRANSFORMERS_5 | pasted)
+
+
+def test_rope_keys_that_agree_may_stand_twice(tmp_path: Path) -> None:
+    both = SAVED_BY_TRANSFORMERS_5 | {
+        "rope_parameters": YARN | {"rope_theta": 1e6},
+        "rope_scaling": {"type": "yarn", **{key: YARN[key] for key in YARN if key != "rope_type"}},
+        "rope_theta": 1e6,
+    }
+    assert read(tmp_path, both).rope == RopeConfig(1e6, YARN)
+
+
+def test_the_trained_length_may_stand_at_the_top(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    top = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": scaling, "max_position_embeddings": 40960}
+    assert read(tmp_path, top).rope.scaling["original_max_position_embeddings"] == 40960
+    found = read(tmp_path, top | {"original_max_position_embeddings": 32768})
+    assert found.rope.scaling["original_max_position_embeddings"] == 32768 and found.positions == 131072
+    twice = {"rope_parameters": YARN, "original_max_position_embeddings": 8192}
+    with pytest.raises(ModelError, match="= 8192, but 32768 in its rope scaling"):
+        read(tmp_path, top | twice)
+
+
+@pytest.mark.parametrize("said", [32768, 40960, 131072])
+def test_yarn_raises_the_positions(tmp_path: Path, said: int) -> None:
+    """As vLLM: `factor` times what the model was trained for, whatever max_position_embeddings says."""
+    yarn = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": YARN, "max_position_embeddings": said}
+    assert read(tmp_path, yarn).positions == 131072
+    assert read(tmp_path, yarn, {"max_position_embeddings": 65536}).positions == 65536
+    linear = {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    assert read(tmp_path, yarn | linear).positions == said
+
+
 def test_overrides_replace_theta_and_positions(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA31, {"rope_theta": 8e6, "max_position_embeddings": 262144})
     assert config.rope.theta == 8e6 and config.positions == 262144
@@ -101,7 +155,10 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "yarn", "factor": "4x"}}, "factor = '4x' is not a number above 0"),
         ({"rope_scaling": {"rope_type": "factors", "factors": [1.0, -1.0]}}, "is not a number above 0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "full_attention",
+        ),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -113,6 +170,10 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ({"rope_theta": "1e4"}, "rope_theta = '1e4' is not a number above 0"),
         ({"rope_theta": float("nan")}, "rope_theta = nan is not a number above 0"),
         ({"eos_token_id": {"id": 2}}, "eos_token_id holds something else than token ids"),
+        ({"eos_token_id": True}, r"eos_token_id holds something else than token ids: \[True\]"),
+        ({"eos_token_id": [2, False]}, "eos_token_id holds something else than token ids"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary factor"),
+        ({"rope_scaling": ["yarn"]}, "is not a section of keys"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(
@@ -131,6 +192,51 @@ def test_sliding_windows_are_refused_unless_nothing_slides(tmp_path: Path) -> No
         read(tmp_path, {key: value for key, value in MISTRAL.items() if key != "sliding_window"})
     with pytest.raises(ModelError, match="sliding-window"):
         read(tmp_path, windowed | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True})
+
+
+QWEN = MISTRAL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 8192},
+        {"sliding_window": 8192, "max_window_layers": 31},
+        {"sliding_window": 8192, "max_window_layers": 32},
+        {"sliding_window": None},
+        {"sliding_window": 8192, "layer_types": ["full_attention"] * 32},
+        {"sliding_window": 8192, "layer_types": ["full_attention"] * 31 + ["sliding_attention"]},
+        {"sliding_window": 8192, "use_sliding_window": False},
+        {},
+        {"max_window_layers": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_a_qwen_slides_where_transformers_lets_it(tmp_path: Path, change: dict[str, Any], kind: str) -> None:
+    """Without a window it assumes one of 4,096."""
+    raw = {key: value for key, value in QWEN.items() if key != "sliding_window"} | change
+    raw |= {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    window = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
+    if window is None:
+        assert read(tmp_path, raw).sliding_window is None
+    else:
+        with pytest.raises(ModelError, match=rf"sliding-window attention \({window} of 131072 positions\)"):
+            read(tmp_path, raw)
+        assert read(tmp_path, raw, {"max_position_embeddings": window}).positions == window
+
+
+def test_dual_chunk_attention_is_refused_beyond_its_chunk(tmp_path: Path) -> None:
+    """Qwen2.5-1M's key; transformers computes another attention than the model was made for."""
+    chunks = {"chunk_size": 65536, "local_size": 8192, "original_max_position_embeddings": 65536}
+    raw = QWEN | {"use_sliding_window": False, "dual_chunk_attention_config": chunks}
+    with pytest.raises(ModelError, match=r"dual_chunk_attention_config: .*beyond 65536 tokens"):
+        read(tmp_path, raw)
+    assert read(tmp_path, raw, {"max_position_embeddings": 65536}).positions == 65536
+    with pytest.raises(ModelError, match="chunk_size"):
+        read(tmp_path, raw | {"dual_chunk_attention_config": {"local_size": 8192}})
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
