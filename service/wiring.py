@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from .. import __version__
 from ..workers.messages.methods import PRESETS
 from ..workers.messages.states import DecodeStats, GroupStats
 from ..workers.model.config import read_config
+from ..workers.model.headers import check_weights
 from ..workers.model.profile import Profile, load_profile
 from ..workers.model.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec, PrefillConfig
@@ -29,6 +31,8 @@ from .request.check import Limits
 from .request.run import EndElsewhere, Requests, nowhere_else
 from .request.tokenizer import TextTokenizer
 from .tracing import Tracing
+
+log = logging.getLogger(__name__)
 
 
 def local_model(settings: ServiceConfig) -> ServiceConfig:
@@ -177,8 +181,16 @@ def check_start(settings: ServiceConfig) -> None:
     tls_files(settings.door)
     traced(settings.door, "").stop()
     directory = Path(settings.model.path)
-    settings.check_against(read_config(directory, settings.model.overrides), load_profile(settings.model))
+    model = read_config(directory, settings.model.overrides)
+    settings.check_against(model, load_profile(settings.model))
+    check_weights(directory, model)
     TextTokenizer.load(directory)
+    if not model.eos_ids:
+        log.warning(
+            "%s names no end token (eos_token_id, eos_token, or one after an assistant's message in its chat "
+            "template): answers end at stop strings and max_tokens alone",
+            directory,
+        )
 
 
 def observer(metrics: Metrics) -> Callable[[View], None]:

@@ -54,7 +54,8 @@ ROOMS = {
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages service.errors service.request protos",
     "service.wiring": """workers.messages workers.settings workers.tracing workers.model.config
-        workers.model.profile workers.model.store service.config service.gauges service.metrics service.fleet
+        workers.model.headers workers.model.profile workers.model.store service.config service.gauges
+        service.metrics service.fleet
         service.request service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.haproxy": "",

@@ -23,6 +23,7 @@ from deltafront.workers.model import store
 from deltafront.workers.settings import DecodeConfig
 
 from ..workers.profiles import write_profile
+from ..workers.tiny_model import write_weights
 from .inprocess import House, settings, write_model
 
 
@@ -30,7 +31,7 @@ from .inprocess import House, settings, write_model
 def model(tmp_path: Path) -> Path:
     """With weights of a sort, so that it can be told from others."""
     directory = write_model(tmp_path / "model")
-    save_file({"model.norm.weight": torch.ones(64)}, directory / "model.safetensors")
+    write_weights(directory)
     return directory
 
 

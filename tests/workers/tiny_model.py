@@ -14,6 +14,7 @@ from deltafront.kernels.interface import Amounts, AttentionInput, StateSpec
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.model.headers import expected_shapes
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199
 
@@ -62,6 +63,13 @@ def make_tiny_model(directory: Path, vocabulary: int = VOCAB, positions: int = 4
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
     return directory
+
+
+def write_weights(directory: Path) -> None:
+    """Zeros in bfloat16 of every shape that config.json asks for."""
+    shapes = expected_shapes(read_config(directory))
+    zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(zeros, directory / "model.safetensors")
 
 
 def random_ids(tokens: int, seed: int = 0) -> bytes:

@@ -18,7 +18,8 @@ from typing import Any
 from ..settings import ModelSpec
 from .config import ModelError, read_config
 from .files import read_json
-from .store import adapter_directory, model_directory, weight_index
+from .headers import read_header
+from .store import adapter_directory, model_directory, weight_file, weight_index
 
 SAMPLE_BYTES = 4096
 """Of each tensor. Training and merging change all of a matrix, so its first rows are told apart."""
@@ -60,27 +61,16 @@ def _add(digest: Any, about: dict[str, Any], tensors: Iterable[Tensor]) -> None:
 def _weights(directory: Path) -> Iterator[Tensor]:
     """Of the file or files that `weights.open_weights` would read."""
     index = weight_index(directory)
-    if index is not None:
-        for path in set(index.values()):
-            yield from _safetensors(path)
-        return
-    single, ggufs = directory / "model.safetensors", sorted(directory.glob("*.gguf"))
-    yield from _gguf(ggufs[0]) if ggufs and not single.exists() else _safetensors(single)
+    for path in [weight_file(directory)] if index is None else set(index.values()):
+        yield from _gguf(path) if path.suffix == ".gguf" else _safetensors(path)
 
 
 def _safetensors(path: Path) -> Iterator[Tensor]:
-    """A file begins with the length of its JSON header (uint64), whose offsets count from its end."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-            for name, about in header.items():
-                if name != "__metadata__":
-                    begin, end = about["data_offsets"]
-                    file.seek(8 + length + begin)
-                    yield name, about["dtype"], about["shape"], file.read(min(end - begin, SAMPLE_BYTES))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
+    stored = read_header(path)
+    with path.open("rb") as file:
+        for name, one in stored.items():
+            file.seek(one.begin)
+            yield name, one.dtype, list(one.shape), file.read(min(one.end - one.begin, SAMPLE_BYTES))
 
 
 def _gguf(path: Path) -> Iterator[Tensor]:

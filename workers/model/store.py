@@ -19,7 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import ModelError, read_config
+from .config import read_config
+from .files import ModelError, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ _PACKAGE_SHA256 = "b179c9523d0e6a0f"
 
 _TREE = Path(__file__).resolve().parents[2]
 
-INDEX = "model.safetensors.index.json"
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 """Of weights in several safetensors files: the file of each tensor."""
 
 _FORMAT = 2
@@ -41,6 +42,8 @@ _FORMAT = 2
 _SHARD_BYTES = 2 << 30
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+_NOT_HUB_FILES = ("consolidated*", "*/*")
+"""The same weights once more, under the names of who trained them; folders with other forms of the model."""
 
 
 def model_directory(model: str, cache: Path | None = None) -> Path:
@@ -93,10 +96,25 @@ def weight_index(directory: Path) -> dict[str, Path] | None:
     if not path.exists():
         return None
     try:
-        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {name: directory / file for name, file in named.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {name: directory / file for name, file in read_json(path)["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} is not a safetensors index: {error!r}") from None
+
+
+def weight_file(directory: Path) -> Path:
+    """The one file of weights, of a directory without an index: safetensors or GGUF. Raises ModelError naming
+    what was looked for."""
+    single, ggufs = directory / _SINGLE, sorted(directory.glob("*.gguf"))
+    if single.exists():
+        return single
+    if len(ggufs) == 1:
+        return ggufs[0]
+    counts = {".safetensors": len(list(directory.glob("*.safetensors"))), ".gguf": len(ggufs)}
+    others = [f"{count} other {kind} files" for kind, count in counts.items() if count]
+    raise ModelError(
+        f"no weights in {directory}: looked for {INDEX}, {_SINGLE} and one .gguf, found "
+        f"{' and '.join(others) or 'none of them'}"
+    )
 
 
 def embedded_gguf() -> Path:
@@ -200,7 +218,9 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+        return Path(
+            snapshot_download(model, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_NOT_HUB_FILES))
+        )
     except Exception as error:  # network, authorisation, unknown name: all mean that there is no model
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {model!r} cannot be fetched from the hub: {reason}") from error

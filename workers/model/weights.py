@@ -5,6 +5,7 @@ Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimens
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,14 @@ from ..progress import Tell, silent
 from ..settings import Quantisation
 from .config import ModelConfig, ModelError
 from .gguf import GgufSource
+from .headers import EMBEDDING, HEAD
 from .linear import Fp8Linear, Linear
 from .lora import LoraAdapter
 from .shares import LayerShare
-from .store import INDEX, weight_index
+from .store import weight_file, weight_index
 from .uploads import THREADS, Uploads, in_threads
+
+log = logging.getLogger(__name__)
 
 _TOLD_LAYERS = 8
 """Progress is told after so many layers."""
@@ -67,16 +71,10 @@ def open_weights(directory: str | Path) -> WeightSource:
     index = weight_index(root)
     if index is not None:
         return SafetensorsSource(index)
-    single = root / "model.safetensors"
-    if single.exists():
-        return SafetensorsSource(dict.fromkeys(_open_safetensors(single).keys(), single))
-    ggufs = sorted(root.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return GgufSource(ggufs[0])
-    found = f"{len(ggufs)} .gguf files" if ggufs else "none of them"
-    raise ModelError(
-        f"no weights in {root}: looked for {INDEX}, model.safetensors and one .gguf, found {found}"
-    )
+    single = weight_file(root)
+    if single.suffix == ".gguf":
+        return GgufSource(single)
+    return SafetensorsSource(dict.fromkeys(_open_safetensors(single).keys(), single))
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -161,7 +159,7 @@ class _Reader:
         tensor = self.source.read(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, config.json says {shape}")
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelError(f"tensor {name!r} is {tensor.dtype}: quantised safetensors are not supported")
         return tensor if self.adapter is None else self.adapter.merge(name, tensor)
 
@@ -215,13 +213,7 @@ def read_stack(
     lora = None if adapter is None else LoraAdapter(adapter, config.layers)
     read = _Reader(open_weights(directory), lora, dtype, device, quantisation, Uploads(device))
     read.require_no_more_than(config.layers)
-    table = (config.vocab, config.hidden)
-    embedding_VC = read.get("model.embed_tokens.weight", *table) if embedding else None
-    head_VC = None
-    if head and config.tied_embeddings:
-        head_VC = read.get("model.embed_tokens.weight", *table) if embedding_VC is None else embedding_VC
-    elif head:
-        head_VC = read.get("lm_head.weight", *table)
+    embedding_VC, head_VC = _read_ends(read, config, embedding, head)
     share = LayerShare(layers, layers if feeds is None else feeds)
     attentions, feed_forwards = _read_layers(read, config, share, tell)
     return StackWeights(
@@ -231,6 +223,32 @@ def read_stack(
         final_norm_C=read.get("model.norm.weight", config.hidden) if head else None,
         head=None if head_VC is None else Linear(head_VC),
     )
+
+
+def _read_ends(
+    read: _Reader, config: ModelConfig, embedding: bool, head: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """As transformers 5 does: of tables that should be tied one may be missing, and both stay apart where
+    they differ."""
+    table, there = (config.vocab, config.hidden), read.source.names()
+    tied = config.tied_embeddings and (not {EMBEDDING, HEAD} <= there or _equal(read.source, embedding, head))
+    names = [EMBEDDING, HEAD]
+    if tied:
+        names = [EMBEDDING if EMBEDDING in there else HEAD] * 2
+    embedding_VC = read.get(names[0], *table) if embedding else None
+    if tied and embedding_VC is not None:
+        return embedding_VC, embedding_VC if head else None
+    return embedding_VC, read.get(names[1], *table) if head else None
+
+
+def _equal(source: WeightSource, embedding: bool, head: bool) -> bool:
+    """Who holds one of them reads that one, whether they are equal or not."""
+    if not (embedding and head):
+        return False
+    equal = torch.equal(source.read(EMBEDDING), source.read(HEAD))
+    if not equal:
+        log.warning("tie_word_embeddings is set, but %s differs from the embedding: it is used", HEAD)
+    return equal
 
 
 def _read_layers(

@@ -135,5 +135,5 @@ def test_files_that_are_no_weights_are_named(model: Path, content: bytes) -> Non
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
         digest(model)
     (model / "model.safetensors").rename(model / "another.safetensors")
-    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors: .*No such file"):
+    with pytest.raises(ModelError, match=r"no weights in .*found 1 other \.safetensors files"):
         digest(model)

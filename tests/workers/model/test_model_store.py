@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -198,13 +199,17 @@ def test_a_hub_failure_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_hub_model_comes_without_foreign_weights(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def fetch(model: str, allow_patterns: list[str]) -> str:
-        asked[model] = allow_patterns
+    def fetch(model: str, **patterns: list[str]) -> str:
+        asked[model] = patterns
         return str(prepared)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert model_store.model_directory("owner/name") == prepared
-    assert not {"*.bin", "*.pth", "*.gguf"} & set(asked["owner/name"])
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    files += ["tokenizer.json", "tokenizer.model", "chat_template.jinja"]
+    foreign = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "model.gguf"]
+    foreign += ["pytorch_model.bin", "original/consolidated.00.pth", "onnx/config.json"]
+    assert list(filter_repo_objects(files + foreign, **asked["owner/name"])) == files
 
 
 def test_the_shipped_adapter_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

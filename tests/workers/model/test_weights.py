@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from deltafront.workers.model import weights as weights_module
 from deltafront.workers.model.config import ModelConfig, ModelError, read_config
 from deltafront.workers.model.decoder import load_model, load_stack
 from deltafront.workers.model.gguf import GgufSource
+from deltafront.workers.model.headers import check_weights
 from deltafront.workers.model.linear import Fp8Linear
 from deltafront.workers.model.weights import StackWeights, WeightSource, open_weights, read_stack
 from deltafront.workers.settings import ModelSpec
@@ -185,12 +187,41 @@ def test_an_index_that_names_what_its_shard_lacks_is_refused(tiny: Path, tmp_pat
 
 
 def test_tied_ends_share_one_tensor(tiny: Path, tmp_path: Path) -> None:
-    copy_of(tiny, tmp_path, {"lm_head.weight": None})
-    raw = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tied_copy(tiny, tmp_path, {"lm_head.weight": None})
     both, last = read(tmp_path), read(tmp_path, range(3, 4), embedding=False)
     assert both.head.weight_OI is both.embedding_VC
     assert last.embedding_VC is None and torch.equal(last.head.weight_OI, both.head.weight_OI)
+
+
+def tied_copy(tiny: Path, target: Path, change: dict[str, torch.Tensor | None]) -> Path:
+    copy_of(tiny, target, change)
+    raw = json.loads((target / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (target / "config.json").write_text(json.dumps(raw))
+    return target
+
+
+TIES: dict[str, Callable[[Raw], dict[str, torch.Tensor | None]]] = {
+    "equal": lambda raw: {"lm_head.weight": raw["model.embed_tokens.weight"]},
+    "another head": lambda raw: {},
+    "no head": lambda raw: {"lm_head.weight": None},
+    "no embedding": lambda raw: {"model.embed_tokens.weight": None},
+}
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_tables_are_tied_where_transformers_ties_them(tiny: Path, tmp_path: Path, tie: str) -> None:
+    """A head that differs from the embedding stays, whatever config.json says. Each stage finds its own."""
+    tied_copy(tiny, tmp_path, TIES[tie](load_file(tiny / "model.safetensors")))
+    check_weights(tmp_path, read_config(tmp_path))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    both, first, last = read(tmp_path), read(tmp_path, head=False), read(tmp_path, embedding=False)
+    assert first.head is last.embedding_VC is None
+    assert both.head is not None and last.head is not None
+    for table_VC in (both.embedding_VC, first.embedding_VC):
+        assert torch.equal(table_VC, theirs.get_input_embeddings().weight)
+    for head in (both.head, last.head):
+        assert torch.equal(head.weight_OI, theirs.get_output_embeddings().weight)
+    assert (both.head.weight_OI is both.embedding_VC) == (tie != "another head")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +230,10 @@ def test_tied_ends_share_one_tensor(tiny: Path, tmp_path: Path) -> None:
         ({"model.layers.1.mlp.up_proj.weight": None}, "mlp.up_proj"),
         ({"model.layers.1.mlp.up_proj.weight": torch.zeros(INNER, HIDDEN + 1)}, r"config\.json says"),
         ({"model.layers.1.mlp.up_proj.weight": torch.zeros(INNER, HIDDEN, dtype=torch.int8)}, "quantised"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.zeros(INNER, HIDDEN).to(torch.float8_e4m3fn)},
+            "float8_e4m3fn: quantised",
+        ),
         ({"model.layers.1.self_attn.q_proj.bias": torch.zeros(HIDDEN)}, "no place"),
         ({"model.layers.4.input_layernorm.weight": torch.ones(HIDDEN)}, "a layer 4, but .* says 4 layers"),
     ],

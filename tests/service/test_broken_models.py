@@ -1,0 +1,63 @@
+"""A model that cannot be used stops the start, before Ray, with one line that says why."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deltafront.service.client.cli import app
+from deltafront.service.config import parse
+from deltafront.service.wiring import check_start
+
+from ..workers.tiny_model import write_weights
+from .inprocess import write_model
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 497\n"
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    directory = write_model(tmp_path / "model")
+    write_weights(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("model.safetensors", POINTER, "model.safetensors is a Git LFS pointer, not the file itself"),
+        ("model.safetensors", b"\x40" + bytes(7) + b"{", "cannot be read as safetensors"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', "lacks 1 of its 1 files of weights"),
+        ("model.safetensors.index.json", b"[]", "does not contain a JSON object, but a list"),
+        ("tokenizer.json", POINTER, "tokenizer.json is a Git LFS pointer, not the file itself"),
+        ("tokenizer.json", b"{}", "tokenizer.json cannot be read as a tokenizer"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json does not contain a JSON object, but a list"),
+        ("chat_template.jinja", b"{% if %}", "the chat template is broken in its line 1"),
+        ("config.json", POINTER, "config.json is a Git LFS pointer, not the file itself"),
+        ("generation_config.json", b'{"eos_token_id": true}', "something else than token ids: [True, 257]"),
+    ],
+)
+def test_a_broken_file_stops_the_start_in_one_line(whole: Path, file: str, content: bytes, says: str) -> None:
+    (whole / file).write_bytes(content)
+    result = CliRunner().invoke(app, ["serve", "--model", str(whole)])
+    assert result.exit_code == 1, "before Ray starts"
+    said = " ".join(result.stderr.split())
+    assert says in said and said.startswith("deltafront: ") and "Starting Ray" not in said
+
+
+def test_a_model_without_an_end_is_warned_of(whole: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = parse({"model": {"path": str(whole)}, "decode": {"page_selection": "full"}})
+    with caplog.at_level(logging.WARNING):
+        check_start(settings)
+    assert not caplog.records
+    raw = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({key: raw[key] for key in raw if key != "eos_token_id"}))
+    special = json.loads((whole / "tokenizer_config.json").read_text())
+    (whole / "tokenizer_config.json").write_text(json.dumps(special | {"eos_token": None}))
+    with caplog.at_level(logging.WARNING):
+        check_start(settings)
+    assert "names no end token" in caplog.text
