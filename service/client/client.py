@@ -108,10 +108,12 @@ class DeltafrontClient:
         session_ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Progress | PrefillFinished]:
-        """Read a prompt and keep it. timeout_s: until the server gives up."""
+        """Read a prompt and keep it. timeout_s: until the server gives up. chat_template_kwargs: variables of
+        the chat template that renders messages."""
         request = PrefillRequest(
-            prompt=_prompt(prompt),
+            prompt=_prompt(prompt, variables=chat_template_kwargs),
             method=method,
             options=options or {},
             session_ttl_s=session_ttl_s,
@@ -142,17 +144,19 @@ class DeltafrontClient:
         session_ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Progress | Token | GenerateFinished]:
         """Answer a prompt, or a session plus `append`. recompute_blocks: of what was read with a sparse
         method, so many blocks of 128 tokens are computed again with dense attention, those that the question
-        looks at most; None: the server's default. stop: one string or several."""
+        looks at most; None: the server's default. stop: one string or several. chat_template_kwargs:
+        variables of the chat template that renders messages."""
         if page_selection not in list(PageSelection):
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         request = GenerateRequest(
-            prompt=None if prompt is None else _prompt(prompt),
+            prompt=None if prompt is None else _prompt(prompt, variables=chat_template_kwargs),
             session_id=session_id,
-            append=None if append is None else _prompt(append, "append"),
+            append=None if append is None else _prompt(append, "append", chat_template_kwargs),
             method=method,
             options=options or {},
             sampling=Wishes(temperature, top_p, top_k, seed, stops, max_tokens, ignore_eos),
@@ -252,9 +256,9 @@ class DeltafrontClient:
         return found
 
 
-def _prompt(prompt: PromptLike, name: str = "prompt") -> Prompt:
+def _prompt(prompt: PromptLike, name: str = "prompt", variables: Mapping[str, Any] | None = None) -> Prompt:
     """Raises InvalidArgument for a list that holds anything but ids or anything but whole messages. name: of
-    the field."""
+    the field. variables: of the template that renders messages."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     if isinstance(prompt, bytes | bytearray):
@@ -271,7 +275,7 @@ def _prompt(prompt: PromptLike, name: str = "prompt") -> Prompt:
             for key, value in message.items():
                 if value is not None and key not in ("role", "content"):
                     raise InvalidArgument(f"{name}.messages[{place}].{key}", "must be left out")
-        return Prompt(messages=messages)
+        return Prompt(messages=messages, chat_template_kwargs=variables or {})
     try:
         return Prompt(token_ids=packed([operator.index(one) for one in parts]))  # type: ignore[arg-type]
     except (TypeError, OverflowError) as error:

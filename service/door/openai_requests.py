@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -100,6 +101,7 @@ class _Fields(_Strict):
 class _ChatFields(_Fields):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class _TextFields(_Fields):
@@ -131,12 +133,13 @@ def read_chat(body: bytes, model: str, request_id: str) -> Asked:
         if not held:
             raise InvalidArgument("session_ttl_s", "keeps all messages but the last: give two or more")
     follows = messages[held:]
+    chat = partial(Prompt, None, chat_template_kwargs=fields.chat_template_kwargs)
     return _asked(
         fields,
         request_id,
         next(iter(limits), None),
-        Prompt(messages=messages[:held]) if fields.session_id is None else None,
-        Prompt(messages=follows) if follows or fields.session_id is not None else None,
+        chat(messages[:held]) if fields.session_id is None else None,
+        chat(follows) if follows or fields.session_id is not None else None,
     )
 
 

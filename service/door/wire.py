@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ...protos.v1 import deltafront_pb2 as pb
@@ -135,7 +137,12 @@ def _prompt(name: str, prompt: Prompt | None) -> pb.Prompt | None:
             filled(pb.ChatMessage, f"{name}.messages[{place}].", role=one["role"], content=one["content"])
             for place, one in enumerate(prompt.messages)
         ]
-        messages = pb.ChatMessages(messages=chat)
+        messages = filled(
+            pb.ChatMessages,
+            f"{name}.messages.",
+            messages=chat,
+            chat_template_kwargs=prompt.chat_template_kwargs or None,
+        )
     return filled(pb.Prompt, f"{name}.", text=prompt.text, messages=messages, token_ids=prompt.token_ids)
 
 
@@ -145,8 +152,27 @@ def _read_prompt(message: pb.Prompt) -> Prompt:
         return Prompt(text=message.text)
     if form == "messages":
         chat = message.messages.messages
-        return Prompt(messages=tuple({"role": one.role, "content": one.content} for one in chat))
+        return Prompt(
+            messages=tuple({"role": one.role, "content": one.content} for one in chat),
+            chat_template_kwargs=_read_json(message.messages.chat_template_kwargs),
+        )
     return Prompt(token_ids=message.token_ids) if form == "token_ids" else Prompt()
+
+
+def _read_json(message: Struct) -> dict[str, Any]:
+    try:
+        return {key: _whole_again(value) for key, value in MessageToDict(message).items()}
+    except ValueError as error:
+        raise InvalidArgument("chat_template_kwargs", f"is not JSON: {error}") from None
+
+
+def _whole_again(value: Any) -> Any:
+    """A Struct holds every number as a float."""
+    if isinstance(value, list):
+        return [_whole_again(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _whole_again(one) for key, one in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _read_sampling(message: pb.SamplingOptions) -> Wishes:

@@ -108,7 +108,11 @@ async def tokenize(resources: Resources, prompt: Prompt, *, follows: bool, answe
     messages end with the assistant's opening. Raises InvalidArgument naming the field."""
     if prompt.token_ids is not None:
         return prompt.token_ids
-    name, tokenizer = "append" if follows else "prompt", resources.tokenizer
+    name = "append" if follows else "prompt"
+    try:
+        tokenizer = resources.tokenizer.with_variables(prompt.chat_template_kwargs)
+    except TemplateError as error:
+        raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
     try:
         if prompt.text is not None:
             ids = await asyncio.to_thread(tokenizer.encode, prompt.text, opening=not follows)

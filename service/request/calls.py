@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...workers.messages.methods import MethodSpec
 from ...workers.messages.requests import PageSelection, Sampling
@@ -19,6 +20,8 @@ class Prompt:
     text: str | None = field(default=None, repr=False)
     messages: tuple[Mapping[str, str], ...] | None = field(default=None, repr=False)
     token_ids: bytes | None = field(default=None, repr=False)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Variables of the chat template beside messages, as JSON."""
 
 
 @dataclass(frozen=True)

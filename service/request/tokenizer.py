@@ -39,9 +39,12 @@ class TemplateError(ValueError):
 class TextTokenizer:
     """Thread-safe; encoding releases the interpreter lock, so call it in a thread."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, special: Mapping[str, str]
+    ) -> None:
         self._tokenizer = tokenizer
         self._divisible = _splits_at_spaces(tokenizer)
+        self._special = dict(special)
         self._template = template
         self._variables: Mapping[str, Any] = {}
 
@@ -55,21 +58,21 @@ class TextTokenizer:
         _add(tokenizer, files.added, path)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(tokenizer, files.template)
+        return cls(tokenizer, files.template, files.special)
 
     def with_variables(self, variables: Mapping[str, Any]) -> TextTokenizer:
         """The same, which gives the chat template these too (`chat_template_kwargs`).
 
         Raises TemplateError for one that a request may not set, and for text that holds a control token.
         """
-        for name in OURS:
-            if name in variables:
-                raise TemplateError(f"chat_template_kwargs: {name} is not for a request to set")
+        for name in variables:
+            if name in OURS or name in self._special:
+                raise TemplateError(f"{name} is not for a request to set")
         added = self._tokenizer.get_added_tokens_decoder().values()
         controls = [token.content for token in added if token.special]
         for text in _texts(variables):
             if found := next((token for token in controls if token in text), None):
-                raise TemplateError(f"chat_template_kwargs: the control token {found!r} may not stand in it")
+                raise TemplateError(f"the control token {found!r} may not stand in it")
         other = copy.copy(self)
         other._variables = dict(variables)
         return other
@@ -131,7 +134,7 @@ class TextTokenizer:
         if self._template is None:
             raise TemplateError("this model has no chat template: send text instead of messages")
         try:
-            return self._template.render(messages, answer, self._variables)
+            return self._template.render(messages, answer, {**self._special, **self._variables})
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from None
 

@@ -38,7 +38,7 @@ VOCABULARY = 258
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}[s:be nice]{% endif %}"
     "{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}"
-    "{% if add_generation_prompt %}[a:{% endif %}"
+    "{% if add_generation_prompt %}[a:{{ mood }}{% endif %}"
 )
 
 

@@ -21,21 +21,19 @@ _FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, 
 
 
 class ChatTemplate:
-    """variables: what it knows beside the messages, such as `bos_token`.
+    """Raises jinja2.TemplateSyntaxError."""
 
-    Raises jinja2.TemplateSyntaxError.
-    """
-
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+    def __init__(self, source: str) -> None:
         self._template = _environment().from_string(source)
-        self._variables = {"tools": None, "documents": None, **variables}
 
-    def render(self, messages: Sequence[Mapping[str, str]], answer: bool, more: Mapping[str, Any]) -> str:
-        """answer: end with the assistant's opening. more: variables of this request, which win. Raises
-        jinja2.TemplateError."""
+    def render(
+        self, messages: Sequence[Mapping[str, str]], answer: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """answer: end with the assistant's opening. variables: such as `bos_token`; tools and documents are
+        None without them. Raises jinja2.TemplateError."""
         try:
             return self._template.render(
-                {**self._variables, **more},
+                {"tools": None, "documents": None, **variables},
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=answer,
             )

@@ -12,7 +12,6 @@ from typing import Any
 
 import jinja2
 
-from .chat_template import ChatTemplate
 from .files import ModelError, read_json
 from .tokenizer_files import TokenizerFiles
 
@@ -33,7 +32,7 @@ def end_tokens(directory: Path) -> tuple[int, ...]:
         raise ModelError(f"{path} is not a tokenizer: {error!r}") from None
     eos = files.special.get("eos_token", "")
     markers = {*added, *(one.content for one in files.added.values()), eos} - {""}
-    ends = (eos, "" if files.template is None else _marker(files.template, markers))
+    ends = (eos, _marker(files, markers))
     return tuple(dict.fromkeys(ids[end] for end in ends if end in ids))
 
 
@@ -45,12 +44,14 @@ def _vocabulary(state: Mapping[str, Any]) -> dict[str, int]:
     return dict(vocabulary)
 
 
-def _marker(template: ChatTemplate, tokens: set[str]) -> str:
+def _marker(files: TokenizerFiles, tokens: set[str]) -> str:
     """The token that follows an assistant's message, which the template must put there even where nothing
     else follows. Empty if there is none."""
     messages = ({"role": "user", "content": "\N{ASTERISM}"}, {"role": "assistant", "content": _SAID})
+    if files.template is None:
+        return ""
     try:
-        rendered = template.render(messages, False, {})
+        rendered = files.template.render(messages, False, files.special)
     except jinja2.TemplateError:
         return ""
     _before, found, after = rendered.rpartition(_SAID)

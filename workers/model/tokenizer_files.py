@@ -35,7 +35,7 @@ class AddedToken:
 class TokenizerFiles:
     """special: named tokens, such as `bos_token`. added: by id; tokenizer.json may have them too."""
 
-    special: Mapping[str, str]
+    special: dict[str, str]
     template: ChatTemplate | None
     added: Mapping[int, AddedToken]
 
@@ -46,7 +46,7 @@ class TokenizerFiles:
         named = read_json_if_there(directory / "special_tokens_map.json")
         special = _named(config if "added_tokens_decoder" in config else {**config, **named})
         special = {**_named(named), **special}
-        return cls(special, _template(directory, config, special), _added(directory, config, special))
+        return cls(special, _template(directory, config), _added(directory, config, special))
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
@@ -64,7 +64,7 @@ def _text(token: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _template(directory: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:
+def _template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
     path, source = directory / _CONFIG, config.get("chat_template")
     if (directory / _TEMPLATE).is_file():
         path = directory / _TEMPLATE
@@ -74,7 +74,7 @@ def _template(directory: Path, config: Mapping[str, Any], special: Mapping[str, 
     if source is None:
         return None
     try:
-        return ChatTemplate(str(source), special)
+        return ChatTemplate(str(source))
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(
             f"{path}: the chat template is broken in its line {error.lineno}: {error.message}: mend it, or "

@@ -133,6 +133,22 @@ def test_stop_strings(house: House, api: openai.OpenAI, stop: Any) -> None:
     nothing_left(house)
 
 
+def test_a_chat_gives_the_template_variables(house: House, api: openai.OpenAI) -> None:
+    """By OpenAI's client as with vLLM, by ours, in a prompt and in what follows a session."""
+    glad: dict[str, Any] = {"chat_template_kwargs": {"mood": "glad"}}
+    chat(api, extra_body=glad)
+    assert bytes(house.group.jobs[-1].token_ids[::4]).decode() == f"{HI_READ}glad"
+    chat(api)
+    assert bytes(house.group.jobs[-1].token_ids[::4]).decode() == HI_READ
+    with DeltafrontClient(house.address) as client:
+        collect(client.generate(HI, max_tokens=2, **glad))
+        assert bytes(house.group.jobs[-1].token_ids[::4]).decode() == f"{HI_READ}glad"
+        (*_, kept) = client.prefill([*HI, *HI], session_ttl_s=60)
+        asked = {"session_id": kept.session.session_id, **glad}  # type: ignore[union-attr]
+        assert chat(api, extra_body=asked).usage.completion_tokens == 5
+    assert bytes(house.decode.jobs[-1].append_ids[::4]).decode() == "[u:hi][a:glad"
+
+
 def test_sampling_options_reach_the_worker(house: House, api: openai.OpenAI) -> None:
     wishes = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "max_tokens": None, "max_completion_tokens": 3}
     chat(api, **wishes, extra_body={"top_k": 4, "ignore_eos": True})

@@ -79,6 +79,8 @@ BAD: dict[str, dict[str, Any]] = {
     "recompute_blocks": {"recompute_blocks": 65},
     "recompute_blocks ": {"recompute_blocks": "many"},
     "timeout_s": {"timeout_s": 0},
+    "chat_template_kwargs": {"chat_template_kwargs": {"messages": []}},
+    "chat_template_kwargs ": {"chat_template_kwargs": "mood"},
     "sesion_id": {"sesion_id": "d0.x"},
 }
 

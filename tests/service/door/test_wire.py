@@ -36,10 +36,17 @@ def maybe(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 
 messages = st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3).map(tuple)
+whole_numbers = st.integers(-(1 << 53), 1 << 53)
+json_values = st.recursive(
+    st.none() | st.booleans() | whole_numbers | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+variables = st.dictionaries(texts, json_values, max_size=3)
 prompts = (
     st.just(Prompt())
     | st.builds(Prompt, text=texts)
-    | st.builds(Prompt, messages=messages)
+    | st.builds(Prompt, messages=messages, chat_template_kwargs=variables)
     | st.builds(Prompt, token_ids=st.binary(max_size=8))
 )
 common = {
@@ -152,6 +159,21 @@ def test_what_only_a_newer_server_knows_does_not_end_the_stream() -> None:
     unknown_field = b"\xfa\x01\x01x"
     assert wire.read_generate_response(pb.GenerateResponse.FromString(unknown_field)) is None
     assert wire.read_prefill_response(pb.PrefillResponse.FromString(unknown_field)) is None
+
+
+def test_variables_of_a_template_are_json() -> None:
+    """A whole number is one again on the other side, so that a template shows no `512.0`."""
+    sent = Prompt(messages=(), chat_template_kwargs={"budget": 512, "list": [{"share": 0.5}, True, None]})
+    found = wire.read_prefill_request(_sent(wire.prefill_request(PrefillRequest(sent)))).prompt
+    assert repr(found.chat_template_kwargs) == repr(sent.chat_template_kwargs)
+    for value, says in ((object(), "Unexpected type"), (b"x", "Unexpected type")):
+        with pytest.raises(InvalidArgument, match=rf"prompt\.messages\.chat_template_kwargs: {says}"):
+            wire.prefill_request(PrefillRequest(Prompt(messages=(), chat_template_kwargs={"x": value})))
+    endless = wire.prefill_request(
+        PrefillRequest(Prompt(messages=(), chat_template_kwargs={"x": float("inf")}))
+    )
+    with pytest.raises(InvalidArgument, match="chat_template_kwargs: is not JSON"):
+        wire.read_prefill_request(endless)
 
 
 def test_a_request_has_one_source() -> None:

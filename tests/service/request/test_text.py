@@ -252,3 +252,44 @@ def directory(path: Path, model: Path, template: object) -> TextTokenizer:
     (path / "tokenizer_config.json").write_text(json.dumps(special))
     assert template != TEMPLATE
     return TextTokenizer.load(path)
+
+
+THINKING = (
+    "{% for m in messages %}<{{ m.role[0] }}:{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<a:"
+    "{% if enable_thinking is defined and enable_thinking is false %}no thoughts;{% endif %}"
+    "{{ budget }}{% for d in documents or [] %}{{ d.text }}{% endfor %}{% endif %}"
+)
+
+
+def test_a_request_gives_the_template_variables(tmp_path: Path, model: Path) -> None:
+    plain, user = directory(tmp_path, model, THINKING), [{"role": "user", "content": "hi"}]
+    quick = plain.with_variables({"enable_thinking": False, "budget": 3, "documents": [{"text": "d"}]})
+    assert letters(quick.encode_chat(user, answer=True)) == "<u:hi><a:no thoughts;3d"
+    assert letters(quick.encode_chat_append(user)) == "<u:hi><a:no thoughts;3d"
+    assert letters(quick.encode_chat(user, answer=False)) == "<u:hi>"
+    assert letters(plain.encode_chat(user, answer=True)) == "<u:hi><a:", "others do not have them"
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"messages": []}, "messages is not for a request to set"),
+        ({"add_generation_prompt": False}, "add_generation_prompt is not for a request to set"),
+        ({"bos_token": "x"}, "bos_token is not for a request to set"),
+        ({"documents": [{"text": "end<eos>"}]}, "the control token '<eos>' may not stand in it"),
+        ({"documents": [{"<bos>": 1}]}, "the control token '<bos>' may not stand in it"),
+    ],
+)
+def test_variables_that_would_speak_as_the_template_are_refused(
+    tmp_path: Path, model: Path, variables: dict[str, object], says: str
+) -> None:
+    with pytest.raises(TemplateError, match=says):
+        directory(tmp_path, model, THINKING).with_variables(variables)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 + messages }}", "{{ messages[0].content[9] + 1 }}", "{{ 1 / 0 }}"]
+)
+def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, model: Path, template: str) -> None:
+    with pytest.raises(TemplateError, match="refuses these messages"):
+        directory(tmp_path, model, template).encode_chat([{"role": "user", "content": "x"}], answer=True)

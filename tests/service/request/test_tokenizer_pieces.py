@@ -76,7 +76,9 @@ def test_a_text_in_pieces_has_the_ids_of_the_whole(
     monkeypatch.setattr(module, "_PIECE", 300)
     tokenizer = made[name]
     assert len(module._pieces(NOVEL)) > 100 and "".join(module._pieces(NOVEL)) == NOVEL
-    assert TextTokenizer(tokenizer).encode(NOVEL, opening=opening) == whole(tokenizer, NOVEL, opening)
+    assert TextTokenizer(tokenizer, None, {}).encode(NOVEL, opening=opening) == whole(
+        tokenizer, NOVEL, opening
+    )
 
 
 PARTS = st.sampled_from(["ab", " cd", " ", "  ", "\n", "'s", " It's", "12", " 3", ".", "é", "́", " Ω", "<s>"])
@@ -89,7 +91,7 @@ def test_so_has_any_text(name: str, made: dict[str, Tokenizer], parts: list[str]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PIECE", 3)
         text = "".join(parts)
-        assert TextTokenizer(made[name]).encode(text, opening=True) == whole(made[name], text, True)
+        assert TextTokenizer(made[name], None, {}).encode(text, opening=True) == whole(made[name], text, True)
 
 
 def spaced() -> Tokenizer:
@@ -122,7 +124,7 @@ INDIVISIBLE: dict[str, Callable[[], Tokenizer]] = {
 def test_other_tokenizers_get_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 100)
     tokenizer = INDIVISIBLE[name]()
-    found = TextTokenizer(tokenizer)
+    found = TextTokenizer(tokenizer, None, {})
     assert not found._divisible
     text = NOVEL[:5000]
     assert found.encode(text, opening=True) == whole(tokenizer, text, True)

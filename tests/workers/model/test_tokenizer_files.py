@@ -33,9 +33,9 @@ def theirs(directory: Path) -> Any:
 
 
 def rendered(directory: Path, **variables: Any) -> str:
-    template = TokenizerFiles.read(directory).template
-    assert template is not None
-    return template.render(USER, True, variables)
+    files = TokenizerFiles.read(directory)
+    assert files.template is not None
+    return files.template.render(USER, True, files.special | variables)
 
 
 NAMES: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}}
