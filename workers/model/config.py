@@ -340,7 +340,7 @@ def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
     if size < config.positions:
         raise ModelError(
             f"dual_chunk_attention_config: attention by chunks, beyond {size} tokens, is not supported: set "
-            f"the override max_position_embeddings to {size} or less"
+            f"model.max_position_embeddings to {size} or less"
         )
 
 
