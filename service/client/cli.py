@@ -67,7 +67,9 @@ def serve(
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
 ) -> None:
     """Start Ray and the service on this machine; Ctrl-C stops both."""
-    from .local_ray import LOOPBACK, running
+    from ..listening import joined, reachable
+    from .exposure import exposed
+    from .local_ray import running
 
     stop = threading.Event()
     try:
@@ -75,10 +77,12 @@ def serve(
         signal.signal(signal.SIGTERM, _interrupt)
         door = settings.door
         err.print(f"Starting Ray and Deltafront for {door.model_name} …")
+        host, scraped = reachable(door.host), reachable(door.metrics_at)
         with running(settings):
-            err.print(f"gRPC      {LOOPBACK}:{door.grpc_port}")
-            err.print(f"OpenAI    http://{LOOPBACK}:{door.http_port}/v1")
-            err.print(f"metrics   http://{LOOPBACK}:{door.metrics_port}/metrics")
+            err.print(f"gRPC      {joined(host, door.grpc_port)}", soft_wrap=True)
+            err.print(f"OpenAI    http://{joined(host, door.http_port)}/v1", soft_wrap=True)
+            err.print(f"metrics   http://{joined(scraped, door.metrics_port)}/metrics", soft_wrap=True)
+            err.print(f"open      {exposed(door)}", soft_wrap=True)
             err.print("Ready. Ctrl-C stops.")
             stop.wait()
     except KeyboardInterrupt:

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ...workers.messages.states import NAMESPACE
-from .. import haproxy
-from ..config import ConfigError, ServiceConfig
+from .. import haproxy, listening
+from ..config import ConfigError, DoorConfig, ServiceConfig
+from ..listening import LOOPBACK
+from .exposure import listens
 
-LOOPBACK = "127.0.0.1"
+_KEYS = {"gRPC": "grpc_port", "OpenAI": "http_port", "gRPC with TLS": "tls_port", "metrics": "metrics_port"}
+"""By what `exposure.listens` calls it."""
 _OBJECT_STORE_BYTES = 2 << 30
 _OWNER_CPUS = 0.1
 _START_S = 300.0
@@ -68,7 +71,8 @@ def running(
     check_ports(settings)
     with (
         tempfile.TemporaryDirectory(prefix="deltafront-", ignore_cleanup_errors=True) as name,
-        _variables(environment(settings, Path(name))),
+        _variables(environment(settings, Path(name), haproxy_hosts(settings.door)) | listening.loopback()),
+        listening.at_loopback(),
     ):
         import ray
         from ray import serve
@@ -84,6 +88,7 @@ def running(
                 num_cpus=cpus(settings),
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
+                _temp_dir=str(Path(name) / "ray"),
                 _node_ip_address=LOOPBACK,
             )
         try:
@@ -224,19 +229,19 @@ def check_ports(settings: ServiceConfig) -> None:
     """HAProxy listens with SO_REUSEPORT: a second service on the same port would get half the requests
     instead of an error. So look first. Raises ConfigError naming the key."""
     door = settings.door
-    keys = ["grpc_port", "http_port", "metrics_port"] + ["tls_port"] * (door.tls_certificate is not None)
-    wanted = [(key, getattr(door, key), "") for key in keys]
+    wanted = [(f"{_KEYS[what]}: port {port}", host, port) for what, host, port in listens(door)]
     serves = inner_ports(door.grpc_port)
     own = {**{name: int(serves[name]) for name in _ALONE}, **agent_ports(door.grpc_port)}
-    wanted += [("grpc_port", port, f", {name} beside {door.grpc_port},") for name, port in own.items()]
-    for key, port, why in wanted:
-        with socket.socket() as probe:
+    beside = f"beside {door.grpc_port},"
+    wanted += [(f"grpc_port: port {port}, {name} {beside}", LOOPBACK, port) for name, port in own.items()]
+    for named, host, port in wanted:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
             try:
-                probe.bind(("", port))
+                probe.bind((host, port))
             except OSError as error:
                 raise ConfigError(
-                    f"door.{key}: port {port}{why} cannot be used ({error.strerror}): "
+                    f"door.{named} cannot be used ({error.strerror}): "
                     "stop what listens there (the agents of a Ray that was killed stay for a minute), or "
                     "configure another port"
                 ) from None
@@ -277,9 +282,18 @@ def _block(grpc_port: int) -> int:
     return _FIRST_BLOCK + _BLOCK * (grpc_port % _BLOCKS)
 
 
-def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
+def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
+    """Where HAProxy listens on this machine, by port. Serve knows of loopback alone, so that what it starts
+    beside HAProxy is reached by nobody else."""
+    inner = (int(inner_ports(door.grpc_port)[name]) for name in _ALONE)
+    return dict.fromkeys(inner, LOOPBACK) | dict.fromkeys((door.grpc_port, door.http_port), door.host)
+
+
+def environment(
+    settings: ServiceConfig, folder: Path, hosts: Mapping[int, str] = haproxy.AS_SERVE_SAYS
+) -> dict[str, str]:
     """What has to be set before Ray starts: HAProxy in front of the replicas, with its files in `folder`, and
-    its program, which is written there.
+    its program, which is written there. hosts: as for `haproxy.write`.
 
     _QUIET turns down what a small machine pays for and nobody reads: Serve's control loop looks five times
     a second instead of ten (not less: a start takes several looks, one after the other), and Ray collects no
@@ -293,14 +307,14 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "SERVER_STATE_FILE": "server-state",
         "METRICS_SOCKET_PATH": "metrics.sock",
     }
-    haproxy.write(folder / "haproxy")
+    haproxy.write(folder / "haproxy", hosts)
     ours = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_PERIOD_S), **_QUIET, **_OBJECT_STORE_RETRIES}
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(settings.door.max_message_bytes),
-        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        **listening.token(),
         haproxy.BINARY_VARIABLE: str(folder / "haproxy"),
         **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
         **inner_ports(settings.door.grpc_port),

@@ -6,6 +6,7 @@ output goes to a log file, whose end is shown when it does not come up.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..config import load
+from ..listening import joined, reachable
 
 _STOP_S = 60.0
 _LOG_LINES = 30
@@ -44,7 +46,8 @@ class LocalService:
         start_s: float = 240.0,
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.address = f"127.0.0.1:{load(Path(config)).door.grpc_port}"
+        door = load(Path(config)).door
+        self.address = joined(reachable(door.host), door.grpc_port)
         self._command = [
             sys.executable,
             "-m",
@@ -54,7 +57,7 @@ class LocalService:
             str(config),
         ]
         self._start_s = start_s
-        self._environment = {**os.environ, "RAY_AUTH_MODE": "disabled", **(environment or {})}
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.log = Path(tempfile.mkdtemp(prefix="deltafront-")) / "serve.log"
 
@@ -65,10 +68,9 @@ class LocalService:
         return self._process.pid
 
     def __enter__(self) -> LocalService:
-        host, _, port = self.address.partition(":")
-        with socket.socket() as probe:
-            if probe.connect_ex((host, int(port))) == 0:
-                raise NotServing(f"{self.address} is taken: stop what serves there first")
+        host, _, port = self.address.rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port))):
+            raise NotServing(f"{self.address} is taken: stop what serves there first")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,

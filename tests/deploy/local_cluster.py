@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deltafront.service import listening
 from deltafront.service.client.local_ray import agent_ports, environment, inner_ports, slow_start
 from deltafront.service.config import ServiceConfig
 
@@ -74,6 +75,7 @@ class LocalCluster:
         self._environment = pytest.MonkeyPatch()
         for name, value in (environment(settings, self._folder) | _BUSY).items():
             self._environment.setenv(name, value)
+        listening.read_token()
         self._cluster = Cluster(shutdown_at_exit=True)
         self._groups = tuple(groups)
         self._nodes: dict[int, Any] = {}
@@ -131,9 +133,13 @@ class LocalCluster:
     def dashboard(self) -> str:
         return f"http://{_address(0)}:{_DASHBOARD}"
 
-    @property
-    def _applications(self) -> str:
-        return f"{self.dashboard}/api/serve/applications/"
+    def _request(self, data: bytes | None = None, **how: str) -> urllib.request.Request:
+        """To the dashboard, with Ray's token."""
+        headers = {
+            "authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}",
+            "content-type": "application/json",
+        }
+        return urllib.request.Request(f"{self.dashboard}/api/serve/applications/", data, headers, **how)
 
     def _start_serve(self, content: Any) -> None:
         """Serve without an application yet, told which doors' gRPC ports other nodes have on this machine.
@@ -147,8 +153,7 @@ class LocalCluster:
         from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
         nothing = json.dumps(content | {"applications": []}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self._applications, nothing, headers, method="PUT")
+        request = self._request(nothing, method="PUT")
         until = time.monotonic() + _START_S
         while True:
             try:
@@ -185,7 +190,7 @@ class LocalCluster:
 
     def status(self) -> Any:
         """Serve's account of the one application."""
-        with urllib.request.urlopen(self._applications, timeout=_START_S) as reply:
+        with urllib.request.urlopen(self._request(), timeout=_START_S) as reply:
             applications = json.load(reply)["applications"]
         return next(iter(applications.values()), {"status": "NOT_STARTED"})
 

@@ -16,13 +16,14 @@ from deltafront.workers.prefill.peer_activations import SLOTS, PeerActivations
 
 RANK = """
 import sys, torch
-from deltafront.workers.prefill.activations import GroupActivations, join_store
+from deltafront.workers.prefill.activations import GroupActivations, Rendezvous, join_store
 from deltafront.workers.prefill.peer_activations import PeerActivations
 
 rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+secret = bytes.fromhex(sys.argv[5])
 torch.set_num_threads(1)
 torch.multiprocessing.set_sharing_strategy("file_system")
-store = join_store("127.0.0.1", port, stages + 1)
+store = join_store(Rendezvous("127.0.0.1", port, secret), stages + 1)
 dtype = torch.bfloat16
 
 class SharedMemory:
@@ -40,7 +41,7 @@ like = torch.empty(0, 24, dtype=dtype)
 if kind == "group":
     ends = GroupActivations(store, rank, stages, hidden=24, dtype=dtype, device=like.device, timeout_s=60)
 else:
-    ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), timeout_s=60)
+    ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), secret, timeout_s=60)
 sizes = [128, 128, 1, 77, 128, 128, 128, 5]
 
 def sent(chunk):
@@ -57,16 +58,19 @@ if rank == stages - 1:
     print("ok")
 ends.close()
 """
+SECRET = b"known to all stages"
 
 
 @pytest.mark.parametrize(("stages", "kind"), [(3, "group"), (2, "peer"), (4, "peer")])
 def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
     """Over gloo, and by copies from each other's memory."""
-    store = host_store("127.0.0.1", stages=stages + 1)
+    _store, (_, port, secret) = host_store("127.0.0.1", stages=stages + 1)
     command = [sys.executable, "-W", "ignore", "-c", RANK]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(stages), str(store.port), kind], stdout=subprocess.PIPE, text=True
+            [*command, str(rank), str(stages), str(port), kind, secret.hex()],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(stages)
     ]
@@ -154,7 +158,7 @@ def neighbours(*memory: OneProcess) -> list[PeerActivations]:
     stages = len(memory)
     with ThreadPoolExecutor(stages) as pool:
         ends = [
-            pool.submit(PeerActivations, store, rank, stages, 8, like, one, 20.0)  # type: ignore[arg-type]
+            pool.submit(PeerActivations, store, rank, stages, 8, like, one, SECRET, 20.0)  # type: ignore[arg-type]
             for rank, one in enumerate(memory)
         ]
         return [end.result(60) for end in ends]
