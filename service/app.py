@@ -140,7 +140,8 @@ class DoorReplica(FrontDoor):
 
 def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[str, Any]:
     """What `serve deploy`, a RayService (`serveConfigV2`) and `deltafront serve` give to Ray Serve, from a
-    configuration file's content. host: where Serve's ports listen, instead of door.host. Raises ConfigError."""
+    configuration file's content. host: where Serve's ports listen, in place of door.host. Raises
+    ConfigError."""
     door = parse(content).door
     application = {
         "name": APP_NAME,

@@ -2,8 +2,8 @@
 
 Serve's configuration has `option splice-request`. With it HAProxy 2.8 neither tells a door that a client has
 left whose request came in two pieces or more, nor sleeps until that answer ends (docs/LOG.md). The
-configuration is Serve's own, but the program may be named, and has a switch for that. Its ports for statistics
-and metrics are bound to all addresses there; so the program changes the addresses before HAProxy reads them.
+configuration is Serve's own, but the program may be named, and has a switch for that. Serve's ports for
+statistics and metrics are bound to all addresses. So the program changes addresses before HAProxy reads them.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import pytest
 
 from deltafront.service import haproxy
 
+from ..strangers import listeners
 from .inprocess import HANG_S, wait_until
 
 CONFIG = """
@@ -104,6 +105,27 @@ def test_a_door_is_told_that_a_client_has_left_whose_request_came_in_two_pieces(
     client.close()
     assert ended.wait(HANG_S), "the door does not hear that its client left"
     at_door.close()
+
+
+def test_it_listens_where_it_is_told_whatever_serve_says(tmp_path: Path) -> None:
+    """Serve binds statistics and metrics to all addresses."""
+    with contextlib.ExitStack() as free:
+        sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        ports = [one.getsockname()[1] for one in sockets]
+    config, program = tmp_path / "haproxy.cfg", tmp_path / "haproxy"
+    lines = [f"bind *:{ports[0]}", f"bind :{ports[1]}", f"bind 127.0.0.1:{ports[2]} proto h2"]
+    lines += [f"bind 127.0.0.1:{ports[3]}"]
+    config.write_text("defaults\n  mode http\n  timeout client 9s\nfrontend f\n  " + "\n    ".join(lines))
+    haproxy.write(program, {ports[0]: "127.0.0.1", ports[1]: "127.0.0.1", ports[2]: "127.0.0.2"})
+    running = subprocess.Popen([program, "-db", "-f", config], stderr=subprocess.DEVNULL)
+    wanted = [("127.0.0.1", ports[0]), ("127.0.0.1", ports[1]), ("127.0.0.2", ports[2])]
+    wanted += [("127.0.0.1", ports[3])]
+    try:
+        wait_until(lambda: len(list(listeners(running.pid))) == 4, "HAProxy does not listen")
+        assert sorted(one[:2] for one in listeners(running.pid)) == sorted(wanted)
+    finally:
+        running.kill()
+        running.wait()
 
 
 def test_the_program_is_for_its_user_to_run_and_is_the_packages(tmp_path: Path) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Listener
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +19,8 @@ import torch.distributed as dist
 
 from deltafront.workers.prefill.activations import LinkClosed, NoActivations, QueueActivations, host_store
 from deltafront.workers.prefill.peer_activations import SLOTS, PeerActivations
+
+from ...strangers import Opened, listeners
 
 RANK = """
 import sys, torch
@@ -81,6 +89,17 @@ def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * stages
     assert outputs[-1].strip() == "ok"
+
+
+def test_the_store_listens_at_its_address_alone() -> None:
+    """Nobody writes to it who comes to another address of this machine."""
+    before = set(listeners(os.getpid()))
+    store, (address, port, _) = host_store("127.0.0.1", stages=1)
+    assert [one[:2] for one in set(listeners(os.getpid())) - before] == [(address, port)]
+    store.set("ring/0", "ours")
+    assert store.get("ring/0") == b"ours"
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port)):
+        pass
 
 
 def test_queues_pass_chunks_on_in_order() -> None:
@@ -213,3 +232,38 @@ def test_a_neighbour_that_is_gone_wakes_whoever_waits_for_it() -> None:
         end.abort()
         with pytest.raises(LinkClosed, match=r"nobody|is gone"):
             end.receive(1)
+
+
+@pytest.mark.parametrize("written", ["a pickle", "no address", "not JSON"])
+def test_what_a_stranger_writes_to_the_store_is_no_more_than_a_broken_link(
+    written: str, tmp_path: Path
+) -> None:
+    """It was unpickled once."""
+    said = {"a pickle": pickle.dumps(Opened(tmp_path / "opened")).hex(), "no address": "7", "not JSON": "{"}
+    store = dist.HashStore()
+    store.set("ring/0", said[written])
+    with pytest.raises(LinkClosed, match="stage 0 is not where the group's store says"):
+        PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), SECRET)  # type: ignore[arg-type]
+    assert not (tmp_path / "opened").exists()
+
+
+def test_nothing_is_unpickled_that_comes_from_where_the_secret_is_not_known(tmp_path: Path) -> None:
+    """The store leads to a stranger, who would answer any challenge and send a pickle."""
+    store = dist.HashStore()
+    with Listener(family="AF_UNIX", authkey=None) as stranger, ThreadPoolExecutor(1) as pool:
+        store.set("ring/0", json.dumps(stranger.address))
+
+        def answer() -> None:
+            with stranger.accept() as connection:
+                connection.send_bytes(b"#CHALLENGE#{sha256}" + bytes(32))
+                connection.recv_bytes()
+                connection.send_bytes(b"#WELCOME#")
+                connection.recv_bytes()
+                connection.send_bytes(b"made up")
+                connection.send(Opened(tmp_path / "opened"))
+
+        answering = pool.submit(answer)
+        with pytest.raises(LinkClosed, match="stage 0 is not where"):
+            PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), SECRET)  # type: ignore[arg-type]
+        answering.exception(60)
+    assert not (tmp_path / "opened").exists()
