@@ -72,8 +72,8 @@ class DoorConfig:
     Then they break off, and clients of the Python library go on at another door."""
     cpus: Amount = 0.1
     host: Host = "127.0.0.1"
-    """Where clients' ports listen. On a cluster `0.0.0.0`: a door's pod is reached at its own address. All else
-    that `deltafront serve` starts listens at loopback, whatever this says."""
+    """Where clients' ports listen. On a cluster `0.0.0.0`: a door's pod is reached at its own address. All
+    else that `deltafront serve` starts listens at loopback, whatever this says."""
     max_requests: Count = 256
     """Prompts and answers that one replica works on at once; more get RESOURCE_EXHAUSTED, and a time to come
     back."""

@@ -66,9 +66,9 @@ ROOMS = {
         workers.model.decoder workers.model.store
         workers.calibration workers.model.digest workers.model.profile
         workers.kv.pages.pool service.errors
-        service.config service.haproxy service.listening service.door.wire service.door.status service.request.answers
-        service.request.calls service.request.plan service.request.tokenizer service.wiring service.app
-        protos""",
+        service.config service.haproxy service.listening service.door.wire service.door.status
+        service.request.answers service.request.calls service.request.plan
+        service.request.tokenizer service.wiring service.app protos""",
 }
 
 # A package of others → the only modules or rooms that take it.

@@ -115,7 +115,9 @@ def test_it_listens_where_it_is_told_whatever_serve_says(tmp_path: Path) -> None
     config, program = tmp_path / "haproxy.cfg", tmp_path / "haproxy"
     lines = [f"bind *:{ports[0]}", f"bind :{ports[1]}", f"bind 127.0.0.1:{ports[2]} proto h2"]
     lines += [f"bind 127.0.0.1:{ports[3]}"]
-    config.write_text("defaults\n  mode http\n  timeout client 9s\nfrontend f\n  " + "\n    ".join(lines))
+    config.write_text(
+        "defaults\n  mode http\n  timeout client 9s\nfrontend f\n  " + "\n  ".join(lines) + "\n"
+    )
     haproxy.write(program, {ports[0]: "127.0.0.1", ports[1]: "127.0.0.1", ports[2]: "127.0.0.2"})
     running = subprocess.Popen([program, "-db", "-f", config], stderr=subprocess.DEVNULL)
     wanted = [("127.0.0.1", ports[0]), ("127.0.0.1", ports[1]), ("127.0.0.2", ports[2])]

@@ -20,7 +20,8 @@ from ..test_config import content
         ({"host": "127.0.0.1", "metrics_host": "::1"}, "to this machine alone"),
         (
             {"host": "0.0.0.0"},
-            "beyond this machine: gRPC 0.0.0.0:9000, OpenAI 0.0.0.0:8000, metrics 0.0.0.0:9464; anybody may call",
+            "beyond this machine: gRPC 0.0.0.0:9000, OpenAI 0.0.0.0:8000, metrics 0.0.0.0:9464; "
+            "anybody may call",
         ),
         (
             {"host": "::", "metrics_host": "127.0.0.1", "tokens_file": "/tokens"},
