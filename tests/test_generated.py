@@ -57,6 +57,28 @@ def test_commands_in_documents_exist() -> None:
     assert named and not missing, missing
 
 
+def anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    plain = (re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def test_links_between_documents_lead_to_a_file_and_a_heading() -> None:
+    broken = []
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = document.read_text()
+        links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+        for link in links:
+            if "://" in link:
+                continue
+            name, _, anchor = link.partition("#")
+            target = document.parent / name if name else document
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{document.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
 def test_the_readmes_python_can_be_imported() -> None:
     lines = re.findall(r"^from deltafront\S* import .+$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert lines
