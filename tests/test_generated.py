@@ -42,6 +42,12 @@ def test_tables_are_made_from_the_results(path: Path) -> None:
     assert tables.render(text) == text, "run python -m deltafront.benchmarks.tables"
 
 
+def test_the_readme_shows_at_most_eight_figures() -> None:
+    table = tables.render("<!-- table: headline -->\n<!-- end -->")
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    assert 1 < len(rows) <= 1 + 8
+
+
 def test_commands_in_documents_exist() -> None:
     """`python -m deltafront.…`, in every document and in the benchmarks' own help."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.py")]
