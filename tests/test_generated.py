@@ -48,6 +48,20 @@ def test_the_readme_shows_at_most_eight_figures() -> None:
     assert 1 < len(rows) <= 1 + 8
 
 
+def test_what_the_architecture_says_where_to_find_is_there() -> None:
+    """`Class.method` in its table: both are defined in one file."""
+    guide = (ROOT / "docs" / "architecture.md").read_text()
+    (table,) = re.findall(r"## Find it in ten minutes\n(.*?)\n## ", guide, re.DOTALL)
+    sources = [path.read_text() for room in ("service", "workers") for path in (ROOT / room).rglob("*.py")]
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)`", table)
+    missing = [
+        f"{owner}.{name}"
+        for owner, name in named
+        if not any(re.search(rf"\bclass {owner}\b.*\bdef {name}\(", text, re.DOTALL) for text in sources)
+    ]
+    assert named and not missing
+
+
 def test_commands_in_documents_exist() -> None:
     """`python -m deltafront.…`, in every document and in the benchmarks' own help."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.py")]
