@@ -1,7 +1,7 @@
 """The HAProxy that Ray Serve starts before the doors, without splicing, and where it is to listen.
 
 Serve's configuration has `option splice-request`. With it HAProxy 2.8 neither tells a door that a client has
-left whose request came in two pieces or more, nor sleeps until that answer ends (docs/LOG.md). The
+left whose request came in two pieces or more, nor sleeps until that answer ends (docs/log/2026-11-22.md). The
 configuration is Serve's own, but the program may be named, and has a switch for that. Serve's ports for
 statistics and metrics are bound to all addresses. So the program changes addresses before HAProxy reads them.
 """
