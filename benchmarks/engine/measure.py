@@ -32,7 +32,7 @@ APPENDED = 16
 """Tokens of a question to a session."""
 STRETCH = 8
 _COMPILATIONS = re.compile(
-    r'^deltafront_kernel_compilations_total\{.*phase="serving".*\} (\S+)$', re.MULTILINE
+    r'^deltafront_kernel_compilations\{.*phase="serving".*\} (\S+)$', re.MULTILINE
 )
 
 
