@@ -310,7 +310,7 @@ def _begin_serve(http: Mapping[str, Any], grpc: Any) -> None:
         dict(http), grpc, None, None, ControllerOptions(), None
     )
     begun = client.ServeControllerClient(controller)
-    begun.wait_for_proxies_serving = lambda **_named: None  # type: ignore[method-assign]
+    begun.wait_for_proxies_serving = lambda **_named: None
     api._set_global_client(begun)
 
 

@@ -68,7 +68,7 @@ def _failed(application: Any) -> str:
 
 def _answers(channel: grpc.Channel) -> bool:
     """Whether a door does, whatever it says of its health."""
-    health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    health = health_pb2_grpc.HealthStub(channel)
     try:
         health.Check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_S)
     except grpc.RpcError:

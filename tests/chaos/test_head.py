@@ -66,9 +66,7 @@ def test_a_head_that_dies_and_comes_back(cluster: LocalCluster, record: Record) 
         while time.monotonic() < until:
             asked, bad = asked + 1, bad + (not answers(client))
         cluster.add(0)
-        back = waited(
-            lambda: cluster.status()["status"] == "RUNNING", lambda: "Serve is not back", PATIENCE_S
-        )
+        back = waited(lambda: runs(cluster), lambda: "Serve is not back", PATIENCE_S)
         asked, bad = asked + 10, bad + sum(not answers(client) for _ in range(10))
     record(
         "head_dies", asked, bad, f"away {AWAY_S:g} s, with Redis; Serve's controller back after {back:.0f} s"
