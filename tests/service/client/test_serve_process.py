@@ -46,8 +46,9 @@ def service(config: Path) -> Iterator[LocalService]:
 
 
 def lines(service: LocalService) -> list[str]:
-    """What a person sees."""
-    return service.log.read_text().splitlines()
+    """What a person sees, from the start of Ray on: the model's own warnings come before."""
+    every = service.log.read_text().splitlines()
+    return every[next(n for n, line in enumerate(every) if line.startswith("Starting Ray")) :]
 
 
 def log(service: LocalService) -> str:

@@ -154,7 +154,10 @@ def test_a_port_that_nobody_listens_at_is_named(house: House, listening: Any, po
         until_answering(ports(house, **listening), str, 0.1)
 
 
-def test_a_port_that_takes_connections_without_a_door_is_not_enough(house: House, listening: Any) -> None:
+def test_a_port_that_takes_connections_without_a_door_is_not_enough(
+    house: House, listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "_ANSWER_S", 0.1)
     door = replace(ports(house, **listening), grpc_port=listening["http_port"])
     lost: Callable[[], str] = iter(["", "Ray's node ended"]).__next__
     with pytest.raises(NotStarted, match=r"^Ray's node ended$"):
