@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,9 +17,10 @@ import yaml
 from deltafront.service.client.server_process import LocalService, NotServing
 
 from .conftest import Amount, Record, Switch
-from .running import MODEL, PATIENCE_S, configuration, write_model
+from .running import MODEL, PATIENCE_S, configuration, merge, write_model
 
 BUSY, TRIES = 4, 10
+AS_THE_DEMO: dict[str, dict[str, Any]] = {"prefill": {"groups": 1}, "decode": {"workers": 1}}
 
 
 def _compute() -> None:
@@ -49,7 +51,8 @@ def test_starts_beside_four_busy_processes(
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     path = tmp_path / "start.yaml"
-    path.write_text(yaml.safe_dump(configuration(write_model(tmp_path / MODEL))))
+    content = merge(configuration(write_model(tmp_path / MODEL)), AS_THE_DEMO)
+    path.write_text(yaml.safe_dump(content))
     seconds, bad, tries = list[float](), list[str](), amount.tries or TRIES
     with busy(BUSY):
         for number in range(tries):
