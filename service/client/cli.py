@@ -6,8 +6,8 @@ Answers go to standard output, everything else to standard error. An error is on
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
-import threading
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,7 +22,9 @@ from . import PrefillFinished, Progress
 from .calibrate import calibrate_command
 from .chat import chat_command
 from .drain import drain_command
+from .log_file import default_log, output_to
 from .picture import picture_command
+from .reasons import NotStarted
 from .size import size_command
 from .terminal import (
     ADDRESS,
@@ -65,32 +67,19 @@ def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; see deploy/config.")] = None,
     model: Annotated[str | None, typer.Option(help="Directory, .gguf file, hub id or embedded name.")] = None,
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Where Ray, Serve and HAProxy write to; replaced by each start.")
+    ] = None,
 ) -> None:
     """Start Ray and the service on this machine; Ctrl-C stops both."""
-    from ..listening import joined, reachable
-    from .exposure import exposed
-    from .local_ray import running
-
-    stop = threading.Event()
     try:
         settings = local_model(_settings(config, model, adapter))
         signal.signal(signal.SIGTERM, _interrupt)
-        door = settings.door
-        err.print(f"Starting Ray and Deltafront for {door.model_name} …")
-        host, scraped = reachable(door.host), reachable(door.metrics_at)
-        with running(settings):
-            err.print(f"gRPC      {joined(host, door.grpc_port)}", soft_wrap=True)
-            err.print(f"OpenAI    http://{joined(host, door.http_port)}/v1", soft_wrap=True)
-            err.print(f"metrics   http://{joined(scraped, door.metrics_port)}/metrics", soft_wrap=True)
-            err.print(f"open      {exposed(door)}", soft_wrap=True)
-            err.print("Ready. Ctrl-C stops.")
-            stop.wait()
+        _serve(settings, log or default_log(settings.door.grpc_port))
     except KeyboardInterrupt:
         err.print("Stopped.")
     except (ConfigError, ModelError, FileNotFoundError) as error:
         fail(str(error))
-    except RuntimeError as error:
-        fail(f"the service did not start: {str(error).strip().splitlines()[-1]}")
 
 
 @app.command()
@@ -234,6 +223,32 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
     door = dataclasses.replace(settings.door, model_name="")
     changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
     return settings.model_copy(update=changes)
+
+
+def _serve(settings: ServiceConfig, log: Path) -> None:
+    """Until somebody stops it, which raises KeyboardInterrupt. Ends the command if the service ends by
+    itself."""
+    from ..listening import joined, reachable
+    from .exposure import exposed
+    from .local_ray import check_start, running
+
+    check_start(settings)  # before the log of a service that runs is replaced
+    door = settings.door
+    host, scraped = reachable(door.host), reachable(door.metrics_at)
+    err.print(f"Starting Ray and Deltafront; their log is {log}", soft_wrap=True, highlight=False)
+    try:
+        with output_to(log) as console, running(settings) as watch:
+            say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
+            say(f"model     {door.model_name}")
+            say(f"gRPC      {joined(host, door.grpc_port)}")
+            say(f"OpenAI    http://{joined(host, door.http_port)}/v1")
+            say(f"metrics   http://{joined(scraped, door.metrics_port)}/metrics")
+            say(f"open      {exposed(door)}")
+            say("Ready. Ctrl-C stops.")
+            lost = watch.wait()
+    except NotStarted as error:
+        fail(f"the service did not start: {error}; {log} says more")
+    fail(f"{lost}, so the service has stopped: start it again; {log} says more")
 
 
 def _said(text: str, chat: bool) -> Any:

@@ -29,6 +29,7 @@ from deltafront.service.config import ServiceConfig
 
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
+_CONTROL_STORE = 6399
 _START_S = 600.0
 _BUSY = {
     "RAY_worker_niceness": "0",
@@ -65,9 +66,10 @@ def _address(number: int) -> str:
 
 
 class LocalCluster:
-    """groups: each node's label, the head's first, which is also a member of its group."""
+    """groups: each node's label, the head's first, which is also a member of its group. redis: where the
+    control store keeps what it knows; without one it dies with the head."""
 
-    def __init__(self, groups: Sequence[str], settings: ServiceConfig) -> None:
+    def __init__(self, groups: Sequence[str], settings: ServiceConfig, redis: str = "") -> None:
         from ray.cluster_utils import Cluster
 
         self._settings = settings
@@ -78,6 +80,7 @@ class LocalCluster:
         listening.read_token()
         self._cluster = Cluster(shutdown_at_exit=True)
         self._groups = tuple(groups)
+        self._redis = redis
         self._nodes: dict[int, Any] = {}
         self._serving = False
         self.doors: list[str] = []
@@ -98,7 +101,10 @@ class LocalCluster:
         }
         variables = inner_ports(door.grpc_port + number) | {key: str(port) for key, port in ports.items()}
         dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
-        head = dashboard if number == 0 else {}
+        store = (
+            {"external_addresses": [self._redis], "gcs_server_port": _CONTROL_STORE} if self._redis else {}
+        )
+        head = dashboard | store if number == 0 else {}
         with slow_start(door.grpc_port + number), two_parts_of_the_dashboard():
             self._nodes[number] = self._cluster.add_node(
                 num_cpus=2,

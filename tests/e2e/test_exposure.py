@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from deltafront.service.client.server_process import LocalService
 
+from ..service.inprocess import wait_until
 from ..strangers import listeners, uninvited
 
 
@@ -15,4 +16,5 @@ def test_no_process_of_the_service_listens_beyond_what_the_configuration_names(s
 
 
 def test_the_start_says_what_is_open(service: LocalService) -> None:
-    assert "open      to this machine alone" in service.log.read_text()
+    """Once it answers everywhere, which is a moment after a door does."""
+    wait_until(lambda: "open      to this machine alone" in service.log.read_text(), "it does not say so")

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,26 @@ def test_it_listens_where_it_is_told_whatever_serve_says(tmp_path: Path) -> None
     finally:
         running.kill()
         running.wait()
+
+
+def test_it_dies_with_who_started_it(door: socket.socket, tmp_path: Path) -> None:
+    """Else its next one, or the next service, would share the ports with it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config, program = tmp_path / "haproxy.cfg", tmp_path / "haproxy"
+    config.write_text(CONFIG.format(port=port, door=door.getsockname()[1]))
+    haproxy.write(program)
+    starts = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", starts, program, "-db", "-f", config])
+    connected(("127.0.0.1", port)).close()
+    parent.kill()
+    parent.wait()
+
+    def refuses() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) != 0
+
+    wait_until(refuses, "HAProxy is left")
 
 
 def test_the_program_is_for_its_user_to_run_and_is_the_packages(tmp_path: Path) -> None:
