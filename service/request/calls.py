@@ -13,6 +13,9 @@ from typing import Any
 from ...workers.messages.methods import MethodSpec
 from ...workers.messages.requests import PageSelection, Sampling
 
+Messages = tuple[Mapping[str, str], ...]
+"""role and content of each."""
+
 
 class SpecialTokens(StrEnum):
     """How a prompt's text that spells control tokens is read: as these, or as what it spells."""
@@ -23,11 +26,11 @@ class SpecialTokens(StrEnum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Exactly one of the three forms. messages: role and content of each. token_ids: little-endian uint32.
-    special_tokens: of text; what messages spell is always text."""
+    """Exactly one of the three forms. token_ids: little-endian uint32. special_tokens: of text; what messages
+    spell is always text."""
 
     text: str | None = field(default=None, repr=False)
-    messages: tuple[Mapping[str, str], ...] | None = field(default=None, repr=False)
+    messages: Messages | None = field(default=None, repr=False)
     token_ids: bytes | None = field(default=None, repr=False)
     special_tokens: SpecialTokens = SpecialTokens.TEXT
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
