@@ -57,8 +57,10 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _NOT_HERE = "is not supported by this server: leave it out"
 _SEED_BITS = 64
 _MAX_PARTS = 4096
-_MAX_VALUES = 1 << 21
-"""Of a body's JSON. A prompt of token ids has one for each."""
+_MAX_VALUES = 1 << 17
+"""Of a conversation's JSON, about. Each takes much more memory than its bytes."""
+_MAX_TEXT_VALUES = 1 << 21
+"""The same of a completion's, whose prompt may have one for each token."""
 _BETWEEN_VALUES = (b",", b":", b"[", b"{")
 _QUOTE = ord('"')
 _STRING_OR_NOT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
@@ -130,7 +132,7 @@ class Asked:
 
 def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, Asked]:
     """model: the one that is served. Raises InvalidArgument or UnknownModel."""
-    fields = _read(_ChatFields, body, model)
+    fields = _read(_ChatFields, body, model, _MAX_VALUES)
     check_count("messages", len(fields.messages))
     messages = tuple(_message(f"messages[{place}]", one) for place, one in enumerate(fields.messages))
     limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
@@ -154,7 +156,7 @@ def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest
 
 def read_text(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, Asked]:
     """model: the one that is served. Raises InvalidArgument or UnknownModel."""
-    fields = _read(_TextFields, body, model)
+    fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
     prompt = replace(_prompt(fields.prompt), special_tokens=SpecialTokens(fields.special_tokens))
     source, follows = (prompt, None) if fields.session_id is None else (None, prompt)
     return _asked(fields, request_id, fields.max_tokens, source, follows)
@@ -197,8 +199,8 @@ def _seed(fields: _Fields) -> int:
     return secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
 
 
-def _read(kind: type[_F], body: bytes, model: str) -> _F:
-    _check_values(body)
+def _read(kind: type[_F], body: bytes, model: str, values: int) -> _F:
+    _check_values(body, values)
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -219,15 +221,15 @@ def _read(kind: type[_F], body: bytes, model: str) -> _F:
     return fields
 
 
-def _check_values(body: bytes) -> None:
-    """A value takes much more memory than its bytes. Raises InvalidArgument."""
-    if sum(map(body.count, _BETWEEN_VALUES)) <= _MAX_VALUES:
+def _check_values(body: bytes, most: int) -> None:
+    """Before they are made. What stands in strings does not count. Raises InvalidArgument."""
+    if sum(map(body.count, _BETWEEN_VALUES)) <= most:
         return
     values = 0
     for part in _STRING_OR_NOT.finditer(body):
         values += 1 if body[part.start()] == _QUOTE else sum(map(part.group().count, _BETWEEN_VALUES))
-        if values > _MAX_VALUES:
-            raise InvalidArgument("", f"the body holds more than {_MAX_VALUES} values")
+        if values > most:
+            raise InvalidArgument("", f"the body holds too many values: at most about {most}")
 
 
 def _invalid(error: ValidationError, known: list[str]) -> InvalidArgument:
