@@ -1,11 +1,11 @@
-"""What one caller can do to the doors while it sends what is too much: their memory, and how long others wait.
+"""What one caller can do to the doors by sending what is too much: their memory, and how long others wait.
 
     python -m deltafront.benchmarks.door_memory [--config FILE] [--message-mib 64] [--only N …] [--json FILE]
 
-Each attack comes from a process of its own, through the service's public ports. Meanwhile another process sends
-small requests, one after the other, and asks for the server's information in between. Resident memory of every
-door is read ten times a second, and once more when ten seconds have passed after the attack. The first row is
-nobody's attack.
+Each attack comes from a process of its own, through the service's public ports. Meanwhile another process
+sends small requests, one after the other, and asks for the server's information in between. Resident memory of
+every door is read ten times a second, and once more when ten seconds have passed after the attack. The first
+row is nobody's attack.
 """
 
 from __future__ import annotations
