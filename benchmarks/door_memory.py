@@ -3,9 +3,9 @@
     python -m deltafront.benchmarks.door_memory [--config FILE] [--message-mib 64] [--only N …] [--json FILE]
 
 Each attack comes from a process of its own, through the service's public ports. Meanwhile another process
-sends small requests, one after the other, and asks for the server's information in between. Resident memory of
-every door is read ten times a second, and once more when ten seconds have passed after the attack. The first
-row is nobody's attack.
+sends small requests, one after the other, and asks for the server's information in between. Resident memory
+of every door is read ten times a second, and once more when ten seconds have passed after the attack. The
+first row is nobody's attack.
 """
 
 from __future__ import annotations
