@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from google.protobuf.descriptor import Descriptor
+from typing import Any
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _GROUPS = (3, 4)
 _FIRST = 64
 
 
-def has_more_fields(data: bytes, kind: Descriptor, most: int) -> bool:
-    """Whether a message of this kind has more than `most` fields, with those of the messages in it. Raises
-    ValueError for what is no such message."""
-    parts: list[tuple[int, int, Descriptor | None]] = [(0, len(data), kind)]
+def has_more_fields(data: bytes, kind: Any, most: int) -> bool:
+    """Whether a message has more than `most` fields, with those of the messages in it. kind: its descriptor.
+    Raises ValueError for what is no such message."""
+    parts: list[tuple[int, int, Any]] = [(0, len(data), kind)]
     count = 0
     while parts:
         at, end, known = parts.pop()

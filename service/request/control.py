@@ -130,16 +130,15 @@ class ControlTokens:
         )
         return tokenizer
 
-    def meant(self, ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+    def meant(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         """Ids of `second` as the model has them."""
-        return self._meaning[np.asarray(ids, dtype=np.int64)]
+        return self._meaning[ids]
 
     @cached_property
     def _meaning(self) -> npt.NDArray[np.uint32]:
-        ids = {
-            self.second.token_to_id(self._aliases[spelt]): one["id"] for spelt, one in self._tokens.items()
-        }
-        meaning = np.arange(max(chain(ids, self.second.get_vocab().values())) + 1, dtype=np.uint32)
+        vocabulary = self.second.get_vocab()
+        ids = {vocabulary[self._aliases[spelt]]: one["id"] for spelt, one in self._tokens.items()}
+        meaning = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
         meaning[list(ids)] = list(ids.values())
         return meaning
 
