@@ -87,7 +87,7 @@ def test_a_session_that_its_client_has_left_before_is_released(house: House, rpc
 
     async def leave() -> None:
         requests = house.door._requests
-        async with contextlib.aclosing(getattr(requests, rpc)([], lambda: asked)) as stream:
+        async with contextlib.aclosing(getattr(requests, rpc)([], lambda: asked, 0)) as stream:
             await anext(stream)
             async with asyncio.timeout(HANG_S):
                 while requests._tasks:
