@@ -158,7 +158,9 @@ class DeltafrontClient:
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         request = GenerateRequest(
-            prompt=None if prompt is None else _prompt(prompt, special_tokens, variables=chat_template_kwargs),
+            prompt=None
+            if prompt is None
+            else _prompt(prompt, special_tokens, variables=chat_template_kwargs),
             session_id=session_id,
             append=None
             if append is None

@@ -30,7 +30,7 @@ from ..tracing import Tracing
 from .answers import RequestEvent
 from .callers import Share
 from .calls import Prompt
-from .texts import Texts
+from .texts import Held
 from .timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
 from .tokenizer import Limit, TemplateError, TextTokenizer, TextTooLong
 
@@ -105,9 +105,7 @@ async def within(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
         raise DeadlineExceeded("the deadline passed before the answer was complete") from None
 
 
-async def tokenize(
-    resources: Resources, texts: Texts, prompt: Prompt, *, follows: bool, answer: bool
-) -> bytes:
+async def tokenize(resources: Resources, held: Held, prompt: Prompt, *, follows: bool, answer: bool) -> bytes:
     """Ids of a prompt, in a thread. follows: it is appended to something, so it opens nothing. answer:
     messages end with the assistant's opening. Raises InvalidArgument naming the field."""
     if prompt.token_ids is not None:
@@ -128,9 +126,8 @@ async def tokenize(
             return tokenizer.encode_chat_append(messages, limit=limit)
         return tokenizer.encode_chat(messages, answer=answer, limit=limit)
 
-    characters = len(prompt.text or "") + sum(len(message["content"]) for message in messages)
     try:
-        ids = await texts.work(characters, encode)
+        ids = await held.work(encode)
     except TemplateError as error:
         raise InvalidArgument(f"{name}.messages", str(error)) from None
     except TextTooLong as error:

@@ -101,14 +101,14 @@ class Generation:
 
     async def _tokenize(self) -> None:
         """Text is not kept beside its ids."""
-        resources, texts, call = self._resources, self._held.texts, self._call
+        resources, held, call = self._resources, self._held, self._call
         if call.prompt is not None:
             answer = call.append is None
-            self._prompt = await tokenize(resources, texts, call.prompt, follows=False, answer=answer)
+            self._prompt = await tokenize(resources, held, call.prompt, follows=False, answer=answer)
         if call.append is not None:
-            self._append = await tokenize(resources, texts, call.append, follows=True, answer=True)
+            self._append = await tokenize(resources, held, call.append, follows=True, answer=True)
         self._call = replace(call, prompt=call.prompt and Prompt(), append=None)
-        self._held.release()
+        held.release()
 
     def _plan(self) -> Plan:
         """Only the worker of a session knows whether that was read exactly."""

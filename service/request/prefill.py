@@ -54,11 +54,10 @@ class Prefilling:
 
     async def run(self) -> None:
         """Emit Progress …, PrefillFinished. Raises DeltafrontError."""
-        texts, prompt = self._held.texts, self._call.prompt
-        self._prompt = await tokenize(self._resources, texts, prompt, follows=False, answer=False)
-        self._call = replace(self._call, prompt=Prompt())
-        del prompt
-        self._held.release()
+        held, resources = self._held, self._resources
+        self._prompt = await tokenize(resources, held, self._call.prompt, follows=False, answer=False)
+        self._call = replace(self._call, prompt=Prompt())  # text is not kept beside its ids
+        held.release()
         self._clock.lap("tokenize")
         call, model = self._call, self._resources.model
         if self._resources.settings.prefix_reuse:

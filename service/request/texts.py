@@ -19,7 +19,7 @@ from .callers import RETRY_S
 
 _T = TypeVar("_T")
 SHORT = 1 << 18
-"""Bytes, or characters."""
+"""Bytes."""
 
 
 @dataclass(eq=False)
@@ -35,6 +35,10 @@ class Held:
         if size > self.size:
             self.texts.check(self.owner, size, self)
             self.size = size
+
+    async def work(self, call: Callable[[Callable[[], bool]], _T]) -> _T:
+        """The call's result, from a thread. It gets a function that says whether it was given up."""
+        return await self.texts.work(self.size, call)
 
     def release(self) -> None:
         self.texts.drop(self)
@@ -83,10 +87,9 @@ class Texts:
                 "this server has as much text to read as it can hold: try again", retry_after_s=RETRY_S
             )
 
-    async def work(self, characters: int, call: Callable[[Callable[[], bool]], _T]) -> _T:
-        """The call's result, from a thread. It gets a function that says whether it was given up."""
+    async def work(self, size: int, call: Callable[[Callable[[], bool]], _T]) -> _T:
         given_up = threading.Event()
-        loop, pool = asyncio.get_running_loop(), self._long if characters > SHORT else None
+        loop, pool = asyncio.get_running_loop(), self._long if size > SHORT else None
         try:
             return await loop.run_in_executor(pool, call, given_up.is_set)
         finally:

@@ -19,6 +19,7 @@ from tokenizers import pre_tokenizers as pre
 from deltafront.service.request.calls import SpecialTokens
 from deltafront.service.request.control import ControlTokens, _any_of
 from deltafront.service.request.tokenizer import TemplateError, TextTokenizer
+from deltafront.workers.model.chat_template import ChatTemplate
 
 NOVEL = (Path(__file__).resolve().parents[3] / "deploy" / "demo" / "moby-dick.txt").read_text()[:40_000]
 LLAMA_3_WORDS = (
@@ -186,7 +187,7 @@ class Made:
 def make(family: Family) -> Made:
     tokenizer = family.tokenizer()
     special = {"bos_token": family.bos, "eos_token": family.eos}
-    return Made(family, tokenizer, TextTokenizer(tokenizer, family.template, special))
+    return Made(family, tokenizer, TextTokenizer(tokenizer, ChatTemplate(family.template), special))
 
 
 @pytest.fixture(scope="module")
