@@ -22,7 +22,8 @@ def fields(message: Message) -> int:
     for field, value in message.ListFields():
         entries = field.message_type is not None and field.message_type.GetOptions().map_entry
         if entries:
-            count += 3 * len(value)
+            held = [one for one in dict(value).values() if isinstance(one, Message)]
+            count += 3 * len(value) + sum(map(fields, held))
             continue
         values = value if field.is_repeated else [value]
         count += len(values) + sum(fields(one) for one in values if isinstance(one, Message))
