@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
-from deltafront.service.door.fields import has_more_fields
+from deltafront.service.door.fields import has_more_fields, text_of
 from deltafront.service.door.wire import generate_request
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.request.calls import GenerateRequest
@@ -62,3 +62,19 @@ def test_it_stops_at_the_limit() -> None:
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"longer|end|wire type"):
         has_more_fields(data, pb.GenerateRequest.DESCRIPTOR, 1000)
+
+
+@given(requests)
+def test_a_requests_id_is_known_before_it_is_read(request: GenerateRequest) -> None:
+    try:
+        message = generate_request(request)
+    except InvalidArgument:
+        return
+    number = message.DESCRIPTOR.fields_by_name["request_id"].number
+    assert text_of(message.SerializeToString(), number) == message.request_id
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_message_has_no_id(data: bytes) -> None:
+    assert isinstance(text_of(data, 9), str)
+    assert text_of(b"\x4a\x01\xff", 9) == text_of(b"", 9) == ""
