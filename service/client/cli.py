@@ -59,6 +59,9 @@ app.command("size")(size_command)
 
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the server gives up.")]
 ShowTimings = Annotated[bool, typer.Option("--timings", help="Show where the time to first token went.")]
+SpecialTokens = Annotated[
+    str, typer.Option(help="What control tokens spelled in raw text are: text, or parse for these tokens.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
 
 
@@ -91,6 +94,7 @@ def prefill(
     method: Method = "",
     option: Options = [],  # noqa: B006  typer copies it
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the session.")] = None,
+    special_tokens: SpecialTokens = "text",
     timeout: Timeout = None,
     timings: ShowTimings = False,
     json: Json = False,
@@ -100,7 +104,12 @@ def prefill(
     with calling(address, token, tls) as client, reading_bar(err) as bar:
         result: PrefillFinished | None = None
         for event in client.prefill(
-            text, method=method, options=read_options(option), session_ttl_s=keep, timeout_s=timeout
+            text,
+            method=method,
+            options=read_options(option),
+            session_ttl_s=keep,
+            timeout_s=timeout,
+            special_tokens=special_tokens,
         ):
             if isinstance(event, Progress):
                 bar.show(event)
@@ -134,6 +143,7 @@ def generate(
     page_selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",
     recompute: Recompute = None,
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")] = None,
+    special_tokens: SpecialTokens = "text",
     timeout: Timeout = None,
     timings: ShowTimings = False,
     json: Json = False,
@@ -159,6 +169,7 @@ def generate(
         "page_selection": page_selection,
         "recompute_blocks": recompute,
         "session_ttl_s": keep,
+        "special_tokens": special_tokens,
         "timeout_s": timeout,
     }
     with calling(address, token, tls) as client:
