@@ -227,7 +227,7 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
     decode = dataclasses.replace(settings.decode, page_selection="full", delta_layers=())
     warm_up = tuple(dict.fromkeys(name for name, _ in settings.prefill.warmed_up))
     prefill = dataclasses.replace(settings.prefill, method_options={}, warm_up=warm_up)
-    door = dataclasses.replace(settings.door, model_name="")
+    door = dataclasses.replace(settings.door, model_name="", display_name="")
     changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
     return settings.model_copy(update=changes)
 

@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
+from ...workers.messages.events import Usage
 from ..errors import DeltafrontError, InvalidArgument, NotFound
 from ..request.run import Requests
 from .registration import SERVICE, Unreadable
@@ -71,7 +72,8 @@ class FrontDoor:
         with _StatusOn(grpc_context):
             async with contextlib.aclosing(stream) as events:
                 async for event in events:
-                    yield generate_response(event)
+                    if not isinstance(event, Usage):
+                        yield generate_response(event)
         yield pb.GenerateResponse()  # takes the status along
 
     async def CancelRequest(

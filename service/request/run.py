@@ -122,7 +122,7 @@ class Requests:
     def generate(
         self, headers: Headers, read: Callable[[], GenerateRequest]
     ) -> AsyncGenerator[RequestEvent, None]:
-        """Progress …, Token …, GenerateFinished. Raises DeltafrontError."""
+        """Progress …, Usage, Token …, GenerateFinished. Raises DeltafrontError."""
 
         async def work(running: RunningRequest) -> None:
             call = replace(generate_call(read(), running.owner, self._limits), trace=running.trace)

@@ -77,6 +77,11 @@ class TextTokenizer:
         other._variables = dict(variables)
         return other
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model takes messages."""
+        return self._template is not None
+
     def encode(self, text: str, *, opening: bool) -> bytes:
         """Little-endian uint32 ids. opening: this begins a sequence, so the model's BOS is added."""
         pieces = _pieces(text) if self._divisible else [text]
