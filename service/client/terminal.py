@@ -257,11 +257,15 @@ def _figures(figures: Mapping[str, Any], group: str = "") -> Iterator[tuple[str,
     """Names and values. A group's stand under the group's name."""
     for name, value in figures.items():
         if not isinstance(value, Mapping):
-            yield f"{group}{name}", f"{value}"
+            yield f"{group}{name}", _listed(value)
         elif any(isinstance(one, Mapping) for one in value.values()):
             yield from _figures(value, f"{group}{name}: ")
         else:
-            yield f"{group}{name}", ", ".join(f"{key} {one}" for key, one in value.items())
+            yield f"{group}{name}", ", ".join(f"{key} {_listed(one)}" for key, one in value.items())
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def as_json(result: Any) -> str:

@@ -75,7 +75,7 @@ def test_text_is_sent_as_it_stands_where_the_model_has_no_template(
     assert run("generate", document, "-q", "why?", "--address", house.address).exit_code == 0
     assert house.group.jobs[-1].token_ids[4::4] == f"{document.read_text()}why?".encode()
     refused = run("generate", document, "--chat", "--address", house.address)
-    assert refused.exit_code == 1 and "--raw sends text" in refused.stderr
+    assert refused.exit_code == 1 and "generate --raw` sends text" in refused.stderr
 
 
 def test_a_prompt_that_continues_from_a_session_says_whose_and_a_salt_keeps_it_apart(
