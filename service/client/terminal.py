@@ -115,7 +115,8 @@ class ReadingBar:
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
-        self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True)
+        shown = console.is_terminal  # elsewhere rich would leave an empty line
+        self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown)
         self._task: Any = None
         self._stopped = False
 
