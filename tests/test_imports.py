@@ -58,7 +58,8 @@ ROOMS = {
         service.metrics service.fleet
         service.request service.door service.tracing""",
     "service.exporter": "service.metrics",
-    "service.haproxy": "",
+    "service.haproxy": "service.haproxy_config",
+    "service.haproxy_config": "",
     "service.app": """workers.settings workers.prefill.group workers.decode.worker service.config
         service.metrics service.exporter service.fleet service.door service.wiring""",
     "service.client": """kernels.methods workers.messages workers.settings workers.model.config

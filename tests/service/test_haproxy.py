@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from deltafront.service import haproxy
+from deltafront.service import haproxy, haproxy_config
 
 from .inprocess import HANG_S, wait_until
 
@@ -132,10 +132,10 @@ def get(*headers: bytes) -> bytes:
 
 def test_headers_that_are_too_long_are_refused_as_that(door: socket.socket, address: tuple[str, int]) -> None:
     """At 40 kB too, which is more than Serve's HAProxy can hold."""
-    for long in (haproxy.LONGEST_HEADERS, 40_000):
+    for long in (haproxy_config.LONGEST_HEADERS, 40_000):
         status, error = asked(address, get(b"X-Long: " + b"a" * long))
         assert (status, error["type"]) == (431, "invalid_request_error")
-        assert f"{haproxy.LONGEST_HEADERS} bytes" in error["message"]
+        assert f"{haproxy_config.LONGEST_HEADERS} bytes" in error["message"]
 
 
 def test_a_client_that_closes_its_side_is_told_that_this_ends_its_request(
@@ -181,8 +181,8 @@ def test_what_is_answered_below_the_door_is_in_its_form(
 
 def test_the_configuration_is_changed_once(tmp_path: Path) -> None:
     config = CONFIG.format(port=1, door=2)
-    once = haproxy.changed(config, tmp_path)
-    assert haproxy.changed(once, tmp_path) == once
+    once = haproxy_config.changed(config, tmp_path)
+    assert haproxy_config.changed(once, tmp_path) == once
     assert once.count("tune.bufsize") == 1 and "/nowhere" not in once
     kept = [line for line in config.splitlines() if not line.strip().startswith(("errorfile", "tune."))]
     assert [line for line in once.splitlines() if line in kept] == kept
@@ -190,7 +190,7 @@ def test_the_configuration_is_changed_once(tmp_path: Path) -> None:
 
 def test_what_is_changed_is_in_the_configuration_that_serve_writes() -> None:
     lines = [line.strip() for line in HAPROXY_CONFIG_TEMPLATE.splitlines()]
-    for line in ("global", "defaults", haproxy._HTTP):
+    for line in ("global", "defaults", haproxy_config._HTTP):
         assert lines.count(line) == 1
 
 
