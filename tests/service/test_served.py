@@ -351,6 +351,16 @@ def test_http_says_what_is_wrong(served: Served, api: openai.OpenAI) -> None:
     assert int(full[0].response.headers["retry-after"]) > 0
 
 
+def test_http_is_refused_in_one_form_whoever_refuses(served: Served) -> None:
+    """HAProxy, the server that Serve runs the door in, and the door."""
+    assert httpx.get(f"{served.http}/health").json() == {"status": "ok"}
+    asked = {431: ("GET", {"x-long": "a" * 40_000}), 400: ("WHAT", {}), 405: ("PUT", {})}
+    for status, (verb, headers) in asked.items():
+        answer = httpx.request(verb, f"{served.http}/health", headers=headers)
+        assert answer.status_code == status
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
 @pytest.mark.parametrize("doing", ["reading", "answering"])
 def test_leaving_over_http_frees_everything(served: Served, api: openai.OpenAI, doing: str) -> None:
     """The work stops where the test holds it, so what was sent before is not held back by a buffer."""
