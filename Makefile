@@ -3,8 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LINK := build/link
-# Ray's own processes must not join a stranger's cluster nor ask for a token (a local demo, loopback only).
-export RAY_AUTH_MODE ?= disabled
 
 .PHONY: demo test test-long acceptance chaos image check proto serve dashboards dashboards-preview manifests clean install dev model vocabularies accuracy
 

@@ -7,13 +7,17 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
+from colorsys import hsv_to_rgb
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 from PIL import Image
@@ -27,7 +31,9 @@ Answers = Callable[[Panel, Query], list[Series]]
 _COLUMN, _LINE = 0.62, 0.36
 """Inches of a column and of a unit of height."""
 _DPI = 96
-_COLORS = 96
+_NAME = 0.14
+"""Inches that a row's name needs."""
+_FEW = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 _GREEN, _GREY = "#73bf69", "#d9d9d9"
 _NAMED = {"green": _GREEN, "orange": "#ff9830", "red": "#f2495c"}
 _SUFFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "K"))
@@ -37,6 +43,8 @@ _STYLE: Any = {"font.size": 7.5, "axes.spines.top": False, "axes.spines.right": 
 
 def shown(value: float, unit: str) -> str:
     """A number as Grafana shows it, about. unit: one of its ids."""
+    if math.isinf(value):
+        return "more"  # a histogram's last bound
     if unit == "percentunit":
         return f"{100 * value:.3g}%"
     if unit == "s" and 0 < abs(value) < 1:
@@ -62,37 +70,108 @@ class Line(NamedTuple):
 
 def draw(dashboard: Dashboard, answers: Answers, path: Path) -> None:
     """Writes a PNG. Raises ValueError for a panel that has no data at all."""
-    made = dashboard.json()["panels"]
-    height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in made)
+    content = io.BytesIO()
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(24 * _COLUMN, (height + 1.2) * _LINE), dpi=_DPI)
-        figure.text(0.008, 1 - 0.7 / (height + 1.2), dashboard.json()["title"], fontsize=12, weight="bold")
+        compose(dashboard, answers).savefig(content, format="png")
+    Image.open(content).convert("RGB").save(path, optimize=True)
+
+
+def compose(dashboard: Dashboard, answers: Answers) -> Figure:
+    """Raises ValueError for a panel that has no data at all."""
+    made = dashboard.json()["panels"]
+    height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in made) + 1.2
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(24 * _COLUMN, height * _LINE), dpi=_DPI)
+        FigureCanvasAgg(figure)
+        figure.text(0.008, 1 - 0.7 / height, dashboard.json()["title"], fontsize=12, weight="bold")
         panels = {panel.title: panel for panel in dashboard.panels}
         for panel in made:
             place = panel["gridPos"]
-            top = 1 - (place["y"] + 1.2) / (height + 1.2)
+            top = 1 - (place["y"] + 1.2) / height
             if panel["type"] == "row":
-                figure.text(0.008, top - 0.7 / (height + 1.2), panel["title"], fontsize=9.5, color="#555555")
+                figure.text(0.008, top - 0.7 / height, panel["title"], fontsize=9.5, color="#555555")
                 continue
-            _place(figure, panels[panel["title"]], place, height + 1.2, top, answers)
-        content = io.BytesIO()
-        figure.savefig(content, format="png")
-    picture = Image.open(content).convert("RGB").quantize(_COLORS)
-    picture.save(path, optimize=True)
+            figure.text(
+                place["x"] / 24 + 0.008, top - 0.85 / height, panel["title"], fontsize=8, weight="bold"
+            )
+            size = ((place["w"] - 0.4) / 24, (place["h"] - 1.6) / height)
+            cell = Bbox.from_bounds((place["x"] + 0.2) / 24, top - (place["h"] - 0.3) / height, *size)
+            _place(figure, panels[panel["title"]], cell, answers)
+    return figure
 
 
-def _place(figure: Figure, panel: Panel, place: Any, height: float, top: float, answers: Answers) -> None:
-    left, width = place["x"] / 24, place["w"] / 24
-    high = place["h"] / height
-    figure.text(left + 0.008, top - 0.85 / height, panel.title, fontsize=8, weight="bold")
-    margins = {"stat": (0.01, 0.4), "table": (0.01, 0.4), "bargauge": (0.12, 0.6)}
-    before, below = margins.get(panel.kind, (0.036, 2.4 if panel.kind == "timeseries" else 1.3))
-    box = (left + before, top - high + below / height, width - before - 0.012, high - (below + 1.3) / height)
-    axes = figure.add_axes(box)
+def _place(figure: Figure, panel: Panel, cell: Bbox, answers: Answers) -> None:
+    axes = figure.add_axes(cell.bounds)
     lines = [[Line(_name(panel, q, s), s.points) for s in answers(panel, q)] for q in panel.queries]
     if not any(lines):
         raise ValueError(f"{panel.title}: no data")
     _DRAW[panel.kind](axes, panel, lines)
+    _settle(axes, cell)
+
+
+def _settle(axes: Axes, cell: Bbox) -> None:
+    """Makes the axes so small that they are in the cell with all that is written around them: the legend at
+    its foot, the names of ticks at the left, and half a name at the right."""
+    figure = axes.figure
+    renderer = figure.canvas.get_renderer()
+    back = figure.transFigure.inverted()
+    room = cell
+    if legend := _legend(axes, cell):
+        above = legend.get_window_extent(renderer).transformed(back).y1
+        room = Bbox.from_extents(cell.x0, above, cell.x1, cell.y1)
+    for _ in range(2):  # fewer ticks may have shorter names
+        inner = axes.get_position()
+        outer = axes.get_tightbbox(renderer, bbox_extra_artists=[]).transformed(back)
+        axes.set_position(
+            Bbox.from_extents(
+                room.x0 + max(0.0, inner.x0 - outer.x0),
+                room.y0 + max(0.0, inner.y0 - outer.y0),
+                room.x1 - max(0.0, outer.x1 - inner.x1),
+                room.y1 - max(0.0, outer.y1 - inner.y1),
+            )
+        )
+
+
+def _legend(axes: Axes, cell: Bbox) -> Legend | None:
+    """At the cell's foot, in as many columns as it has room for."""
+    figure = axes.figure
+    handles, names = axes.get_legend_handles_labels()
+    if not names:
+        return None
+    legend = None
+    for columns in range(min(len(names), 8), 0, -1):
+        if legend is not None:
+            legend.remove()
+        legend = axes.legend(
+            handles,
+            names,
+            loc="lower center",
+            bbox_to_anchor=((cell.x0 + cell.x1) / 2, cell.y0),
+            bbox_transform=figure.transFigure,
+            ncols=columns,
+            fontsize=6.5,
+            handlelength=1,
+            borderaxespad=0,
+            columnspacing=1.2,
+        )
+        legend.set_in_layout(False)
+        width = (
+            legend.get_window_extent(figure.canvas.get_renderer())
+            .transformed(figure.transFigure.inverted())
+            .width
+        )
+        if width <= cell.width:
+            break
+    return legend
+
+
+def colors(number: int) -> list[tuple[float, float, float]]:
+    """So many, no two alike: around the wheel, and neighbours light and dark in turn."""
+    if number <= len(_FEW):
+        return [to_rgb(color) for color in _FEW[:number]]
+    shades = ((0.55, 0.95), (0.85, 0.62), (0.95, 0.85))
+    hues = [i / number for i in range(number)]
+    return [hsv_to_rgb(hue, *shades[i % len(shades)]) for i, hue in enumerate(hues)]
 
 
 def _name(panel: Panel, query: Query, series: Series) -> str:
@@ -102,14 +181,16 @@ def _name(panel: Panel, query: Query, series: Series) -> str:
 
 
 def _graph(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
-    drawn = sorted((line for found in lines for line in found), key=lambda line: line.name)
+    drawn = [line for found in lines for line in sorted(found, key=lambda line: line.name)]
     moments = sorted({when for line in drawn for when, _ in line.points})
     if panel.stacked:
         heights = [[dict(line.points).get(when, 0.0) for when in moments] for line in drawn]
-        axes.stackplot(moments, heights, labels=[line.name for line in drawn], alpha=0.75, linewidth=0)
+        names = [line.name for line in drawn]
+        axes.stackplot(moments, heights, labels=names, colors=colors(len(drawn)), linewidth=0)
     else:
-        for line in drawn:
-            axes.plot(*zip(*_with_gaps(line.points), strict=True), label=line.name, linewidth=1.1)
+        for line, color in zip(drawn, colors(len(drawn)), strict=True):
+            points = zip(*_with_gaps(line.points), strict=True)
+            axes.plot(*points, label=line.name, linewidth=1.1, color=color)
     low = min(0.0, *(value for line in drawn for _, value in line.points))
     top = axes.get_ylim()[1] if axes.dataLim.ymax > 0 else 1.0
     for value, color in panel.levels:
@@ -119,8 +200,6 @@ def _graph(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
     axes.set_ylim(1.05 * low, top)
     _axes_of_time(axes, moments)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
-    columns = max(1, min(len(drawn), panel.columns // 2))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.48, -0.13), ncols=columns, fontsize=6, handlelength=1)
 
 
 def _with_gaps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -151,17 +230,26 @@ def _number(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
 
 def _bars(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
     found = [line for several in lines for line in several]
-    found = sorted(found, key=lambda line: line.name) if panel.title.startswith("Density") else found
+    found = sorted(found, key=lambda line: line.name) if panel.key else found
     values = [line.points[-1][1] for line in found]
     axes.barh(range(len(found)), values, color=_GREEN, height=0.75)
-    axes.set_yticks(range(len(found)), [line.name for line in found], fontsize=min(7, 150 / len(found)))
-    axes.invert_yaxis()
+    every = _thinned(axes, len(found))
+    axes.set_yticks(range(0, len(found), every), [line.name for line in found[::every]])
+    axes.set_ylim(len(found) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
+    axes.locator_params(axis="x", nbins=5)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
 
 
+def _thinned(axes: Axes, rows: int) -> int:
+    """Of so many rows, every how many have room for a name."""
+    figure = axes.figure
+    inches = axes.get_position().height * figure.get_figheight() - 0.25  # the other axis' names
+    return max(1, math.ceil(rows * _NAME / inches))
+
+
 def _heat(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
-    """Rows by their name: bounds of a histogram in their order, each less what is below it."""
+    """Rows by their number: bounds of a histogram, each less what is below it."""
     rows = sorted(lines[0], key=lambda line: float(line.name))
     moments = sorted({when for line in rows for when, _ in line.points})
     values = [[dict(line.points).get(when, 0.0) for when in moments] for line in rows]
@@ -174,9 +262,10 @@ def _heat(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
     shades = [[value if value > 0 else math.nan for value in row] for row in values]
     edges = [*moments, moments[-1] + (moments[-1] - moments[0]) / max(len(moments) - 1, 1)]
     axes.pcolormesh(edges, range(len(rows) + 1), shades, cmap="YlOrRd")
-    every = max(1, len(rows) // 8)
     names = [shown(float(line.name), panel.unit if panel.cumulative else "short") for line in rows]
-    axes.set_yticks([i + 0.5 for i in range(0, len(rows), every)], names[::every])
+    # A bound is the upper edge of its row; a layer is its row.
+    edge, every = (1.0 if panel.cumulative else 0.5), _thinned(axes, len(rows))
+    axes.set_yticks([i + edge for i in range(0, len(rows), every)], names[::every])
     axes.grid(visible=False)
     _axes_of_time(axes, moments)
 

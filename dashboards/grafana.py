@@ -9,6 +9,8 @@ from typing import Any, Literal
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 TAG = "deltafront"
 _WIDTH = 24
+_BARS = 200
+"""At most so many of a gauge; Grafana's own limit is 25."""
 _VARIABLES = (
     ("namespace", "Namespace", "label_values(deltafront_requests_total, namespace)"),
     ("model", "Model", 'label_values(deltafront_requests_total{namespace=~"$namespace"}, model_name)'),
@@ -33,8 +35,9 @@ class Query:
 @dataclass(frozen=True)
 class Panel:
     """help: what it means and what to do about it. unit: one of Grafana's unit ids. levels: thresholds, above
-    a green ground. columns: of 24. key: a table's first column, a label of all its queries. cumulative: of a
-    heat map whose series are a histogram's buckets. signed: values may be below 0."""
+    a green ground. columns: of 24. tall: twice as high. key: a label of all queries, a table's first column
+    or what a bar gauge's bars are called; it sorts them. cumulative: of a heat map whose series are buckets
+    of a histogram. signed: values may be below 0."""
 
     title: str
     help: str
@@ -43,6 +46,7 @@ class Panel:
     kind: Kind = "timeseries"
     levels: Sequence[Level] = ()
     columns: int = 8
+    tall: bool = False
     stacked: bool = False
     key: str = ""
     cumulative: bool = True
@@ -55,7 +59,7 @@ class Panel:
 
     @property
     def height(self) -> int:
-        return {"stat": 4, "table": 6}.get(self.kind, 8)
+        return {"stat": 4, "table": 6}.get(self.kind, 16 if self.tall else 8)
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
 
 
 def _targets(panel: Panel) -> Iterator[Json]:
-    form = "table" if panel.kind == "table" else "time_series"
+    form = "table" if panel.key else "time_series"
     if panel.kind == "heatmap" and panel.cumulative:
         form = "heatmap"
     for i, query in enumerate(panel.queries):
@@ -172,7 +176,10 @@ def _defaults(panel: Panel) -> Json:
         custom = {"showPoints": "never", "thresholdsStyle": {"mode": style}}
         custom |= {"stacking": {"mode": "normal"}, "fillOpacity": 40} if panel.stacked else {}
     least = {} if panel.signed else {"min": 0}
-    return {"unit": panel.unit, **least, "custom": custom, "thresholds": _thresholds(panel.levels)}
+    # The palette goes by a series' number. Names, whose hash chooses a colour, meet each other in one.
+    color = {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"}
+    thresholds = _thresholds(panel.levels)
+    return {"unit": panel.unit, **least, "color": color, "custom": custom, "thresholds": thresholds}
 
 
 def _overrides(panel: Panel) -> Iterator[Json]:
@@ -186,24 +193,40 @@ def _overrides(panel: Panel) -> Iterator[Json]:
 
 
 def _options(panel: Panel) -> Json:
-    last = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+    last: Json = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+    bars = {"values": True, "limit": _BARS} if panel.key else {}
     legend = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
     made: dict[Kind, Json] = {
         "timeseries": legend,
         "stat": {"reduceOptions": last, "graphMode": "none", "colorMode": "value"},
-        "bargauge": {"reduceOptions": last, "orientation": "horizontal", "displayMode": "basic"},
-        "heatmap": {"calculate": False, "yAxis": {"unit": panel.unit}, "cellGap": 1},
+        "bargauge": {
+            "reduceOptions": last | bars,
+            "orientation": "horizontal",
+            "displayMode": "basic",
+            "namePlacement": "left",
+            "minVizHeight": 16,
+        },
+        "heatmap": {"calculate": False, **_units(panel), "cellGap": 1},
         "table": {"showHeader": True, "cellHeight": "sm"},
     }
     return made[panel.kind]
 
 
+def _units(panel: Panel) -> Json:
+    """Of a heat map: its unit is that of a histogram's bounds, or else of what the cells show."""
+    bounds, cells = (panel.unit, "short") if panel.cumulative else ("short", panel.unit)
+    return {"yAxis": {"unit": bounds}, "cellValues": {"unit": cells}}
+
+
 def _transformations(panel: Panel) -> list[Json]:
     """One row for each value of the key, one column for each query."""
-    if panel.kind != "table":
+    if not panel.key:
         return []
+    by_key = {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": panel.key, "desc": False}]}}
+    if panel.kind != "table":
+        return [by_key]
     names = {f"Value #{_letter(i)}": query.legend for i, query in enumerate(panel.queries)}
     order = {name: i for i, name in enumerate([panel.key, *names])}
     hidden = {"Time": True}
     organized = {"excludeByName": hidden, "renameByName": names, "indexByName": order}
-    return [{"id": "merge", "options": {}}, {"id": "organize", "options": organized}]
+    return [{"id": "merge", "options": {}}, by_key, {"id": "organize", "options": organized}]

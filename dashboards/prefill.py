@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .grafana import Dashboard, Panel, Query, Row
-from .promql import GROUPS, by_worker, increase, quantile, rate
+from .promql import GROUPS, by_worker, in_order, increase, quantile, rate
 
 _SECONDS = "stage_seconds_total"
 _WORKING = 'phase!="activation_wait"'
@@ -12,6 +12,11 @@ _WORK = rate(_SECONDS, "stage", _WORKING)
 _TTFT = "time_to_first_token_seconds_count"
 _BETWEEN = 'part=~"prefill.(other_requests|group_overhead|activation_wait)"'
 _EXPOSED = 'part="handoff_exposed"'
+
+
+def _stages(expr: str) -> Query:
+    return Query(in_order(expr, "stage", 2), "stage {{stage}}")
+
 
 GROUP = Row(
     "Groups",
@@ -78,10 +83,7 @@ STAGES = Row(
             "Counted when a prompt has been read, so that a long one shows late and at once.",
             "percentunit",
             [
-                Query(
-                    f"{_WORK} / scalar(sum({by_worker('worker_up', GROUPS)}))",
-                    "stage {{stage}}",
-                )
+                _stages(f"{_WORK} / scalar(sum({by_worker('worker_up', GROUPS)}))"),
             ],
         ),
         Panel(
@@ -90,7 +92,7 @@ STAGES = Row(
             "stage on: the one before it is the slowest, has too many layers or a slow link; high "
             "everywhere: prompts have few chunks.",
             "percentunit",
-            [Query(f"1 - {_WORK} / {rate(_SECONDS, 'stage')}", "stage {{stage}}")],
+            [_stages(f"1 - {_WORK} / {rate(_SECONDS, 'stage')}")],
             levels=((0.2, "orange"), (0.5, "red")),
         ),
         Panel(
@@ -133,7 +135,7 @@ STAGES = Row(
             "hides in the phases. Short prompts always are; of long ones chunks are too short, or the host "
             "is slow or busy with something else. 0 on a CPU.",
             "percentunit",
-            [Query(f"{rate('stage_launch_bound_seconds_total', 'stage')} / {_WORK}", "stage {{stage}}")],
+            [_stages(f"{rate('stage_launch_bound_seconds_total', 'stage')} / {_WORK}")],
             levels=((0.2, "orange"), (0.5, "red")),
         ),
     ),

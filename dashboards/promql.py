@@ -56,6 +56,15 @@ def quantile(q: float, name: str, by: str = "", where: str = "", window: str = N
     return f"histogram_quantile({q}, {rate(name + '_bucket', labels, where, window)})"
 
 
+def in_order(expr: str, label: str, digits: int = 3) -> str:
+    """With the numbers that a label's values begin with filled up to so many digits: whoever sorts by the
+    label sorts by number."""
+    for missing in range(1, digits):
+        number = f"([0-9]{{{digits - missing}}}[^0-9]*)"
+        expr = f'label_replace({expr}, "{label}", "{"0" * missing}$1", "{label}", "{number}")'
+    return expr
+
+
 def by_worker(gauge: str, where: str = "", also: str = "") -> str:
     """One value for each worker, and each value of the label `also`, however many doors tell of it."""
     labels = ", ".join(filter(None, ("worker", also)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .grafana import Dashboard, Panel, Query, Row
-from .promql import NOW, RANGE, increase, mean, quantile, rate, ratio
+from .promql import NOW, RANGE, in_order, increase, mean, quantile, rate, ratio
 
 _METHOD = 'method=~"$method"'
 _COMPUTED, _CAUSAL = "attention_tiles_computed_total", "attention_tiles_causal_total"
@@ -120,7 +120,11 @@ COST = Row(
             "percentunit",
             [
                 Query(
-                    f"{rate(_SECONDS, 'stage', _CHOOSING)} / {rate(_SECONDS, 'stage', _ATTENTION)}",
+                    in_order(
+                        f"{rate(_SECONDS, 'stage', _CHOOSING)} / {rate(_SECONDS, 'stage', _ATTENTION)}",
+                        "stage",
+                        2,
+                    ),
                     "stage {{stage}}",
                 )
             ],
@@ -134,8 +138,7 @@ _IN_ATTENTION, _IN_CHOOSING = (f'{_METHOD},phase="{phase}"' for phase in ("atten
 
 
 def _layers(expr: str) -> str:
-    """In their order, which is that of their names: 2 as 02."""
-    return f'label_replace({expr}, "layer", "0$1", "layer", "(.)")'
+    return in_order(expr, "layer")
 
 
 def _seconds(where: str) -> str:
@@ -162,14 +165,17 @@ BY_LAYER = Row(
             [Query(_layers(ratio(_COMPUTED, _CAUSAL, "layer", _METHOD)), "{{layer}}")],
             kind="heatmap",
             columns=12,
+            tall=True,
             cumulative=False,
         ),
         Panel(
             "Density by layer, all that is on the screen",
             "Tiles computed over causal tiles, of the methods chosen above.",
             "percentunit",
-            [Query(_layers(ratio(_COMPUTED, _CAUSAL, "layer", _METHOD, RANGE)), "layer {{layer}}")],
+            [Query(_layers(ratio(_COMPUTED, _CAUSAL, "layer", _METHOD, RANGE)), "{{layer}}")],
             kind="bargauge",
+            key="layer",
+            tall=True,
             columns=12,
         ),
         Panel(
@@ -177,23 +183,29 @@ BY_LAYER = Row(
             "Time of anchors, scores, selection and correction over time of attention, as measured. Above 1, "
             "choosing takes longer than computing: such a layer may be cheaper dense.",
             "percentunit",
-            [Query(_layers(f"{_seconds(_IN_CHOOSING)} / {_seconds(_IN_ATTENTION)}"), "layer {{layer}}")],
+            [Query(_layers(f"{_seconds(_IN_CHOOSING)} / {_seconds(_IN_ATTENTION)}"), "{{layer}}")],
             kind="bargauge",
+            key="layer",
+            tall=True,
             levels=_OVERHEAD,
         ),
         Panel(
             "Attention by layer, with choosing tiles",
             "Seconds a prompt, as measured, all that is on the screen.",
             "s",
-            [Query(_layers(f"{_seconds(_METHOD)} / {_PROMPTS}"), "layer {{layer}}")],
+            [Query(_layers(f"{_seconds(_METHOD)} / {_PROMPTS}"), "{{layer}}")],
             kind="bargauge",
+            key="layer",
+            tall=True,
         ),
         Panel(
             "Attention by layer, what dense would have cost",
             f"Seconds a prompt, to be compared with those beside. {_DENSE}",
             "s",
-            [Query(_layers(f"{_dense_layer()} / {_PROMPTS}"), "layer {{layer}}")],
+            [Query(_layers(f"{_dense_layer()} / {_PROMPTS}"), "{{layer}}")],
             kind="bargauge",
+            key="layer",
+            tall=True,
         ),
     ),
 )

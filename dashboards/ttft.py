@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .grafana import Dashboard, Panel, Query, Row
-from .promql import RANGE, increase, mean, quantile, rate
+from .promql import RANGE, in_order, increase, mean, quantile, rate
 
 _TTFT = "time_to_first_token_seconds"
 _PARTS = "ttft_part_seconds_total"
@@ -28,6 +28,10 @@ _COUNT = rate(f"{_TTFT}_count", "prompt", window=RANGE)
 def _parts(where: str) -> str:
     """Mean seconds of a request by part; these add up to the mean time to first token."""
     return f"{rate(_PARTS, 'part', where)} / ignoring (part) group_left {rate(_TTFT + '_count')}"
+
+
+def _lengths(expr: str) -> str:
+    return in_order(expr, "prompt")
 
 
 HOW_LONG = Row(
@@ -120,7 +124,7 @@ LENGTHS = Row(
             "Time to first token, 95%",
             f"By length. {_LENGTHS}",
             "s",
-            [Query(quantile(0.95, _TTFT, "prompt"), "{{prompt}}")],
+            [Query(_lengths(quantile(0.95, _TTFT, "prompt")), "{{prompt}}")],
             levels=_OBJECTIVE,
             columns=12,
         ),
@@ -128,7 +132,7 @@ LENGTHS = Row(
             "First tokens",
             f"A second, by length. {_LENGTHS}",
             "reqps",
-            [Query(rate(f"{_TTFT}_count", "prompt"), "{{prompt}}")],
+            [Query(_lengths(rate(f"{_TTFT}_count", "prompt")), "{{prompt}}")],
             stacked=True,
             columns=12,
         ),
@@ -137,10 +141,10 @@ LENGTHS = Row(
             f"Mean seconds of a request, all that is on the screen. {_LENGTHS}",
             "s",
             [
-                Query(increase(f"{_TTFT}_count", "prompt", window=RANGE), "first tokens", "short"),
-                Query(mean(_TTFT, "prompt", window=RANGE), "time to first token"),
+                Query(_lengths(increase(f"{_TTFT}_count", "prompt", window=RANGE)), "first tokens", "short"),
+                Query(_lengths(mean(_TTFT, "prompt", window=RANGE)), "time to first token"),
                 *(
-                    Query(f"{rate(_PARTS, 'prompt', parts, RANGE)} / {_COUNT}", name)
+                    Query(_lengths(f"{rate(_PARTS, 'prompt', parts, RANGE)} / {_COUNT}"), name)
                     for name, parts in _KINDS.items()
                 ),
             ],

@@ -83,7 +83,7 @@ LATELY = Row(
             "Or loaded from disk, since the worker started, by phase. Rising while requests may wait: the "
             "warm-up misses a shape. 0 without a GPU.",
             "short",
-            [Query(by_worker("kernel_compilations_total", also="phase"), "{{worker}} {{phase}}")],
+            [Query(by_worker("kernel_compilations", also="phase"), "{{worker}} {{phase}}")],
         ),
         Panel(
             "K/V pages in use",

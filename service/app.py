@@ -28,6 +28,7 @@ from .exporter import Exporter
 from .fleet.dispatch import RayDirectory
 from .fleet.scaling import GroupsByBacklog, WorkersByLoad
 from .fleet.view import Fleet
+from .listening import joined
 from .metrics import DIRECTORY_VARIABLE, Metrics
 from .wiring import local_model, observer, requests, span_sink, tls_files, traced
 
@@ -82,9 +83,9 @@ class DoorReplica(FrontDoor):
             settings.door.renew_s,
             pairing(settings.model, settings.handoff),
         )
-        host = settings.door.metrics_host
+        host = settings.door.metrics_at
         shown = ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host
-        address = f"{shown}:{settings.door.metrics_port}"
+        address = joined(shown, settings.door.metrics_port)
         gate = Gate(settings.door.tls_port) if settings.door.tls_certificate else None
         self._tracing = traced(settings.door, self._id)
         super().__init__(
@@ -93,7 +94,7 @@ class DoorReplica(FrontDoor):
         self._fleet = fleet
         fleet.start()
         self._http = HttpDoor(self._requests, settings.door.max_message_bytes)
-        self._exporter = Exporter(metrics, settings.door.metrics_host, settings.door.metrics_port)
+        self._exporter = Exporter(metrics, host, settings.door.metrics_port)
         self._exporter.start()
         self._tls = self._tls_port(settings.door, gate)
         self._drain_s = _DOOR_SHUTDOWN_S + settings.door.drain_s
@@ -105,7 +106,7 @@ class DoorReplica(FrontDoor):
         files = tls_files(door)
         if files is None or gate is None:
             return None
-        address = f"[::]:{door.tls_port}"
+        address = joined(door.host, door.tls_port)
         return TlsPort(self, files, gate, address, door.max_message_bytes, door.max_requests + _BESIDE)
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
@@ -137,9 +138,10 @@ class DoorReplica(FrontDoor):
         return self._http.app
 
 
-def serve_config(content: Mapping[str, Any], host: str = "0.0.0.0") -> dict[str, Any]:
+def serve_config(content: Mapping[str, Any], host: str | None = None) -> dict[str, Any]:
     """What `serve deploy`, a RayService (`serveConfigV2`) and `deltafront serve` give to Ray Serve, from a
-    configuration file's content. host: where the HTTP port listens. Raises ConfigError."""
+    configuration file's content. host: where Serve's ports listen, in place of door.host. Raises
+    ConfigError."""
     door = parse(content).door
     application = {
         "name": APP_NAME,
@@ -149,7 +151,7 @@ def serve_config(content: Mapping[str, Any], host: str = "0.0.0.0") -> dict[str,
     }
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": host, "port": door.http_port},
+        "http_options": {"host": host or door.host, "port": door.http_port},
         "grpc_options": {
             "port": door.grpc_port,
             "grpc_servicer_functions": list(SERVICERS),

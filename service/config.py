@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..workers.messages.methods import (
     DECODE_HEAD_DIMS,
@@ -51,6 +52,8 @@ _MARKS = "._:/+-"
 MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_MARKS)}]*")
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
+Host = Annotated[str, AfterValidator(lambda given: str(ipaddress.ip_address(given)))]
+"""An IP address of this machine, or `0.0.0.0` or `::` for all."""
 
 
 class ConfigError(ValueError):
@@ -72,6 +75,9 @@ class DoorConfig:
     """How long a door that is taken away may take to end its requests, beyond the five seconds it always has.
     Then they break off, and clients of the Python library go on at another door."""
     cpus: Amount = 0.1
+    host: Host = "127.0.0.1"
+    """Where clients' ports listen. On a cluster `0.0.0.0`: a door's pod is reached at its own address. All
+    else that `deltafront serve` starts listens at loopback, whatever this says."""
     max_requests: Count = 256
     """Prompts and answers that one replica works on at once; more get RESOURCE_EXHAUSTED, and a time to come
     back."""
@@ -79,7 +85,8 @@ class DoorConfig:
     http_port: Port = 8000
     """OpenAI's API."""
     metrics_port: Port = 9464
-    metrics_host: str = "0.0.0.0"
+    metrics_host: Host | None = None
+    """None: as `host`."""
     tracing: str = ""
     """Where OpenTelemetry spans of requests go, from doors, prefill groups and decode workers alike: the URL
     of a collector's OTLP over HTTP, such as http://collector:4318/v1/traces, or `console`. Empty: there are
@@ -124,6 +131,10 @@ class DoorConfig:
     renew_s: Positive = 1.0
     """How often a door tells the workers that it is there, for each request. Who has not heard of one for
     their `stream_lease_s` drops it."""
+
+    @property
+    def metrics_at(self) -> str:
+        return self.metrics_host or self.host
 
 
 class ServiceConfig(BaseModel):

@@ -61,7 +61,7 @@ class WorkerGauges:
         ]
 
         self._compilations = self._gauge(
-            "kernel_compilations_total",
+            "kernel_compilations",
             "Forms of kernels compiled, or loaded from disk: in warm-up, or while requests may wait",
             ("worker", "phase"),
         )

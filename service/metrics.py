@@ -28,7 +28,8 @@ _SECONDS = (
 _TOKEN_SECONDS = (
     0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10,
 )  # fmt: skip
-_TOKENS = tuple(1 << power for power in range(4, 21))
+_PROMPT_TOKENS = tuple(1 << power for power in range(4, 21))
+_ANSWER_TOKENS = tuple(1 << power for power in range(18))
 _SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _RATIOS = (*_SHARES, 1.5, 2, 3, 5, 10)
 _SCORING = ("anchors", "scoring", "selection")
@@ -94,8 +95,8 @@ class Metrics:
         )
 
     def _declare_tokens(self) -> None:
-        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self._answer = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _PROMPT_TOKENS)
+        self._answer = self._histogram("request_generation_tokens", "Tokens of an answer", _ANSWER_TOKENS)
         self._cached = self._counter("cached_tokens_total", "Prompt tokens that a session held")
         self._generated = self._counter("generation_tokens_total", "Tokens generated")
         self._steps = self._counter("decode_steps_total", "Decode steps, of answers that ended well")

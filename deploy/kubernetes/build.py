@@ -12,6 +12,8 @@ from pathlib import Path
 import yaml
 
 from deltafront.service.app import serve_config
+from deltafront.service.config import ConfigError, parse
+from deltafront.service.listening import is_local
 
 OVERLAYS = Path(__file__).resolve().parent / "overlays"
 
@@ -23,6 +25,8 @@ def overlays() -> list[Path]:
 def patch(overlay: Path) -> str:
     """The content of serve.yaml. Raises ConfigError for a configuration that cannot be used."""
     content = yaml.safe_load((overlay / "config.yaml").read_text(encoding="utf-8"))
+    if is_local(parse(content).door.host):
+        raise ConfigError(f"{overlay}: door.host: must be 0.0.0.0, for a pod is reached at its own address")
     serve = yaml.safe_dump(serve_config(content), sort_keys=False)
     lines = "".join(f"    {line}\n" for line in serve.splitlines())
     return (

@@ -25,7 +25,7 @@ lists of all first, from a sorted table."""
 class HopperPlan:
     """The kernel's one compile-time argument. Neither listed nor packed: a row sees every key up to itself.
 
-    What follows `order` is what was fastest for it (docs/LOG.md).
+    What follows `order` is what was fastest for it (docs/log/2026-11-21.md).
     """
 
     dim: int

@@ -2,7 +2,7 @@
 
 *Why not cuBLAS.* A card at its power limit is as fast as it is thrifty, and what a product reads from L2
 costs watts. So a tile is as large as registers allow, 192 × 256: for each number that comes out it reads a
-fifth less than one of 128 × 256 (docs/LOG.md). And what comes out of gate and up stays in registers.
+fifth less than one of 128 × 256 (docs/log/2026-11-25.md). The result of gate and up stays in registers.
 
 *Roles* as in `executors/flash_hopper.py`: one warp copies steps of DEPTH columns of x and of weights into a
 ring, three warpgroups multiply 64 rows of x each. Weights come in two pieces of 128 output channels: side by

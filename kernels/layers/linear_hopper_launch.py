@@ -21,7 +21,7 @@ _FEWEST_ROWS = 1024
 """Below, cuBLAS's smaller tiles are faster, and what a decode worker appends is never here."""
 _FILLED = {False: 0.94, True: 0.88}
 """What part of the multiprocessors' time must be spent on numbers that are wanted, by whether gate and up are
-multiplied: measured, see docs/LOG.md."""
+multiplied: measured, see docs/log/2026-11-25.md."""
 
 
 def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:

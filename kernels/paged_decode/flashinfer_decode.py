@@ -1,7 +1,7 @@
 """FlashInfer's paged decode, for who asks for it by name: the baseline of the benchmarks.
 
 Our kernels are the default on a GPU: as fast at full length, faster over few pages, and without a plan on
-the host each time a request gains a page (docs/LOG.md has the figures). Shape suffixes as in `pages.py`.
+the host each time a request gains a page (docs/log/2026-11-21.md). Shape suffixes as in `pages.py`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Division:
 
     @classmethod
     def of(cls, x: PagedInput, pages: int) -> Division:
-        """For at most `pages` pages a request. Measured on an H200; docs/LOG.md has the alternatives."""
+        """For at most `pages` pages a request. Measured on an H200 (docs/log/2026-11-21.md)."""
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
         block = 128 if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
         blocks = x.q_RHD.shape[0] * -(-pages * PAGE_TOKENS // block)

@@ -3,7 +3,7 @@
 One warp copies key tiles (TMA) into a ring, four warpgroups of 64 query slots each multiply and add up
 (`executors/flash_hopper.py` tells more of both). A warpgroup waits for nothing but its keys, so that the
 matrix unit works for one while others take exponentials. What bounds it is the reads of shared memory, most
-of them the matrix unit's own (docs/LOG.md); hence the order of a tile's slots in `_by_block` and `_counts`.
+of them the matrix unit's own (docs/log/2026-11-22.md). Hence the order of slots in `_by_block` and `_counts`.
 
 Shape suffixes: X query slots of a warpgroup, Y key slots of a tile, W its blocks, S the slots of a block.
 """

@@ -6,8 +6,8 @@ Answers go to standard output, everything else to standard error. An error is on
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -24,7 +24,9 @@ from . import DeltafrontClient, PrefillFinished, Progress
 from .calibrate import calibrate_command
 from .chat import chat_command
 from .drain import drain_command
+from .log_file import default_log, output_to
 from .picture import picture_command
+from .reasons import NotStarted
 from .size import size_command
 from .terminal import (
     ADDRESS,
@@ -86,29 +88,20 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Of OpenAI's API, in place of door.http_port.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="In place of door.grpc_port.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="In place of door.metrics_port.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Where Ray, Serve and HAProxy write to; replaced by each start.")
+    ] = None,
 ) -> None:
     """Start Ray and the service on this machine; Ctrl-C stops both."""
-    from .local_ray import LOOPBACK, running
-
-    stop = threading.Event()
     try:
         ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         settings = local_model(_with_ports(_settings(config, model, adapter), ports))
         signal.signal(signal.SIGTERM, _interrupt)
-        door = settings.door
-        err.print(f"Starting Ray and Deltafront for {door.model_name} …")
-        with running(settings):
-            err.print(f"gRPC      {LOOPBACK}:{door.grpc_port}")
-            err.print(f"OpenAI    http://{LOOPBACK}:{door.http_port}/v1")
-            err.print(f"metrics   http://{LOOPBACK}:{door.metrics_port}/metrics")
-            err.print("Ready. Ctrl-C stops.")
-            stop.wait()
+        _serve(settings, log or default_log(settings.door.grpc_port))
     except KeyboardInterrupt:
         err.print("Stopped.")
     except (ConfigError, ModelError, FileNotFoundError) as error:
         fail(str(error))
-    except RuntimeError as error:
-        fail(f"the service did not start: {str(error).strip().splitlines()[-1]}")
 
 
 @app.command()
@@ -276,6 +269,32 @@ def _with_ports(settings: ServiceConfig, ports: Mapping[str, int | None]) -> Ser
 def _chats(client: DeltafrontClient, asked: bool | None) -> bool:
     """Whether text is sent as messages: as it was asked for, or where the model has a template for them."""
     return client.info().chat_template if asked is None else asked
+
+
+def _serve(settings: ServiceConfig, log: Path) -> None:
+    """Until somebody stops it, which raises KeyboardInterrupt. Ends the command if the service ends by
+    itself."""
+    from ..listening import joined, reachable
+    from .exposure import exposed
+    from .local_ray import check_start, running
+
+    check_start(settings)  # before the log of a service that runs is replaced
+    door = settings.door
+    host, scraped = reachable(door.host), reachable(door.metrics_at)
+    err.print(f"Starting Ray and Deltafront; their log is {log}", soft_wrap=True, highlight=False)
+    try:
+        with output_to(log) as console, running(settings) as watch:
+            say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
+            say(f"model     {door.model_name}")
+            say(f"gRPC      {joined(host, door.grpc_port)}")
+            say(f"OpenAI    http://{joined(host, door.http_port)}/v1")
+            say(f"metrics   http://{joined(scraped, door.metrics_port)}/metrics")
+            say(f"open      {exposed(door)}")
+            say("Ready. Ctrl-C stops.")
+            lost = watch.wait()
+    except NotStarted as error:
+        fail(f"the service did not start: {error}; {log} says more")
+    fail(f"{lost}, so the service has stopped: start it again; {log} says more")
 
 
 def _said(text: str, chat: bool) -> Any:

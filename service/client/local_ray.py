@@ -7,25 +7,40 @@ import math
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...workers.messages.states import NAMESPACE
-from .. import haproxy
-from ..config import ConfigError, ServiceConfig
+from .. import haproxy, listening
+from ..config import ConfigError, DoorConfig, ServiceConfig
+from ..listening import LOOPBACK
+from . import leftovers
+from .exposure import listens
+from .machine import check_machine
+from .reasons import NotStarted, reason_of
+from .starting import until_answering, until_running
+from .watching import NEEDED, Watch
 
-LOOPBACK = "127.0.0.1"
+_KEYS = {"gRPC": "grpc_port", "OpenAI": "http_port", "gRPC with TLS": "tls_port", "metrics": "metrics_port"}
+"""By what `exposure.listens` calls it."""
 _OBJECT_STORE_BYTES = 2 << 30
 _OWNER_CPUS = 0.1
+_LAST_LINES = 20
 _START_S = 300.0
 _ASK_AGAIN_S = 0.2
 _FIRST_BLOCK, _BLOCKS, _BLOCK = 20_000, 120, 100
 """Where ports that nobody configures begin, how many services may have some, and how many each has. They end
 where the ports begin that the kernel gives to clients; Ray's own workers have those below."""
+_SOCKET_NAME = 97
+"""HAProxy's longest name of a socket."""
+_A_SOCKET = f"/deltafront-{8 * 'x'}/{56 * 'x'}/metrics.sock"
+"""In the temporary directory: the service's folder, the node's id, as Serve adds it, and the longer one."""
 _ALONE = (
     "RAY_SERVE_HAPROXY_STATS_PORT",
     "RAY_SERVE_HAPROXY_METRICS_PORT",
@@ -45,59 +60,146 @@ _QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
 }
+_PATIENT = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{_START_S:g}",
+    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": f"{_START_S:g}",
+    "RAY_worker_register_timeout_seconds": f"{_START_S:g}",
+    "RAY_gcs_server_port_wait_time_s": f"{_START_S:g}",
+}
+"""What gives up on a process that starts slowly, each after the whole start's time. Else Serve kills a proxy
+that is not ready after 5 s, HAProxy has 30 s, a worker 60, the control store 30."""
+_WHOLE_LOG = {"RAY_DEDUP_LOGS": "0"}
+"""Ray leaves out lines that are alike, as those of the audit log are."""
 _OBJECT_STORE_RETRIES = {
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
     "RAY_raylet_client_num_connect_attempts": "200",
 }
 """A node that asks for its own object store before that listens tries again only after this time. Ray: ten
 times 1000 ms, which is as long in all."""
-_POLL_S = 0.1
-"""How often Serve's client looks whether the application is running (Ray: 1 s)."""
 
 
 @contextlib.contextmanager
 def running(
     settings: ServiceConfig, make: Callable[[ServiceConfig, Path], Any] | None = None
-) -> Iterator[None]:
-    """Start everything, wait until it is healthy, and stop it when the block ends.
+) -> Iterator[Watch]:
+    """Start everything, wait until it answers, and stop it when the block ends.
 
-    `settings` from `wiring.local_model`. make: what to serve, by default `app.application`. Ray reads its
-    environment when it is imported, so this module imports it only here. Raises ConfigError for a port
-    that is taken and for GPUs that are not there, and RuntimeError if the application does not come up.
+    `settings` from `wiring.local_model`. make: what to serve, by default `app.application`. Gives what
+    watches over Ray's processes: once one is lost nothing answers any more, and leaving the block ends the
+    others at once. Ray reads its environment when it is imported, so this module imports it only here. Raises
+    ConfigError (`check_start`), and NotStarted, in one line, if the service does not come up.
     """
-    check_ports(settings)
+    check_start(settings)
     with (
-        tempfile.TemporaryDirectory(prefix="deltafront-", ignore_cleanup_errors=True) as name,
-        _variables(environment(settings, Path(name))),
+        leftovers.own_folder() as folder,
+        _variables(environment(settings, folder, haproxy_hosts(settings.door)) | listening.loopback()),
+        listening.at_loopback(),
     ):
         import ray
         from ray import serve
-        from ray.serve.config import gRPCOptions
 
-        from ..app import APP_NAME, application, serve_config
-
-        _adjust_waits()
-        with slow_start(settings.door.grpc_port), _nothing_idle(), _own_sigterm():
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                num_cpus=cpus(settings),
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                _node_ip_address=LOOPBACK,
-            )
+        watch: Watch | None = None
         try:
-            check_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
-            options = serve_config(settings.model_dump(), LOOPBACK)
-            grpc = gRPCOptions(**options["grpc_options"])
-            proxies = _begin_serve(options["http_options"], grpc)
-            serve.run((make or application)(settings, Path(name)), name=APP_NAME, route_prefix="/")
-            ray.get(proxies, timeout=_START_S)  # raises what kept one from starting
-            yield
+            with _in_one_line():
+                started = _start_ray(settings, folder)
+                _start_serve(settings, (make or application_of)(settings, folder), started)
+            watch = started
+            yield watch
         finally:
-            with contextlib.suppress(Exception):  # Ray may be gone already; stopping goes on
-                serve.shutdown()
+            if watch is not None and not watch.lost():
+                with contextlib.suppress(Exception):  # Serve may be gone; stopping goes on
+                    serve.shutdown()
+            else:
+                leftovers.end_processes(folder)
+                _last_words(folder / "ray")
             ray.shutdown()
+
+
+def _last_words(sessions: Path) -> None:
+    """To stderr, since the folder goes: the last lines of what Ray's own processes wrote."""
+    for name in NEEDED:
+        for path in sorted(sessions.glob(f"session_*/logs/{name}.*")):
+            lines = path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            print(f"{path.name}:", *lines, sep="\n  ", file=sys.stderr, flush=True)
+
+
+def check_start(settings: ServiceConfig) -> None:
+    """What is looked for before anything starts; first what killed services have left is cleared away. Raises
+    ConfigError for libraries and GPUs that are not there, and for a port that is taken and does not become
+    free as it does when a killed service dies."""
+    check_sockets(tempfile.gettempdir())
+    leftovers.sweep()
+    check_machine(settings)
+    until = time.monotonic() + leftovers.DYING_S
+    while True:
+        try:
+            return check_ports(settings)
+        except ConfigError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_ASK_AGAIN_S)
+
+
+def check_sockets(temporary: str) -> None:
+    """HAProxy would be started again and again, and refuse the long names of its sockets. Raises
+    ConfigError."""
+    longest = _SOCKET_NAME - len(_A_SOCKET)
+    if len(temporary) > longest:
+        raise ConfigError(
+            f"TMPDIR: {temporary} is too long a name for HAProxy's sockets there: "
+            f"unset it, or name a folder in {longest} characters, such as /tmp"
+        )
+
+
+def application_of(settings: ServiceConfig, folder: Path) -> Any:
+    from ..app import application
+
+    return application(settings, folder)
+
+
+def _start_ray(settings: ServiceConfig, folder: Path) -> Watch:
+    import ray
+
+    with slow_start(settings.door.grpc_port), _nothing_idle(), _own_sigterm():
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=cpus(settings),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _temp_dir=str(folder / "ray"),
+            _node_ip_address=LOOPBACK,
+        )
+    started = ray._private.worker._global_node.all_processes
+    return Watch({name: started[name][0].process for name in NEEDED})
+
+
+def _start_serve(settings: ServiceConfig, application: Any, watch: Watch) -> None:
+    import ray
+    from ray import serve
+    from ray.serve.config import gRPCOptions
+
+    from ..app import APP_NAME, serve_config
+
+    check_gpus(settings, ray.cluster_resources().get("GPU", 0.0))
+    options = serve_config(settings.model_dump(), LOOPBACK)
+    _begin_serve(options["http_options"], gRPCOptions(**options["grpc_options"]))
+    target = serve.RunTarget(application, APP_NAME, "/")
+    serve.run_many([target], wait_for_applications_running=False)
+    until_running(serve.status, APP_NAME, watch.lost)
+    until_answering(settings.door, watch.lost, _START_S)
+
+
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Whatever Ray or Serve raise in the block is a NotStarted of one line; stderr gets all of it."""
+    try:
+        yield
+    except (ConfigError, NotStarted):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise NotStarted(reason_of(error)) from error
 
 
 @contextlib.contextmanager
@@ -198,47 +300,38 @@ def _nothing_idle() -> Iterator[None]:
         node.Node.start_api_server, parameter.RayParams.__init__ = start, init
 
 
-def _begin_serve(http: Mapping[str, Any], grpc: Any) -> list[Any]:
-    """`serve.start` without its end, which waits for the proxies: replicas need not. Gives what is to be
-    waited for instead."""
+def _begin_serve(http: Mapping[str, Any], grpc: Any) -> None:
+    """`serve.start` without its end, and without that of what runs an application: they wait for the proxies
+    that are there at that moment, and fail with one that Serve replaces."""
     from ray.serve._private import api, client
     from ray.serve.config import ControllerOptions
 
-    controller, proxies = api._create_controller_and_proxy_refs(
+    controller, _proxies = api._create_controller_and_proxy_refs(
         dict(http), grpc, None, None, ControllerOptions(), None
     )
-    api._set_global_client(client.ServeControllerClient(controller))
-    return list(proxies)
-
-
-def _adjust_waits() -> None:
-    """Serve gives its proxies 60 s, and its client looks for a running application once a second; neither has
-    a setting either."""
-    from ray.serve._private import api, client
-
-    api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = _START_S
-    client.CLIENT_POLLING_INTERVAL_S = _POLL_S
+    begun = client.ServeControllerClient(controller)
+    begun.wait_for_proxies_serving = lambda **_named: None
+    api._set_global_client(begun)
 
 
 def check_ports(settings: ServiceConfig) -> None:
     """HAProxy listens with SO_REUSEPORT: a second service on the same port would get half the requests
     instead of an error. So look first. Raises ConfigError naming the key."""
     door = settings.door
-    keys = ["grpc_port", "http_port", "metrics_port"] + ["tls_port"] * (door.tls_certificate is not None)
-    wanted = [(key, getattr(door, key), "") for key in keys]
+    wanted = [(f"{_KEYS[what]}: port {port}", host, port) for what, host, port in listens(door)]
     serves = inner_ports(door.grpc_port)
     own = {**{name: int(serves[name]) for name in _ALONE}, **agent_ports(door.grpc_port)}
-    wanted += [("grpc_port", port, f", {name} beside {door.grpc_port},") for name, port in own.items()]
-    for key, port, why in wanted:
-        with socket.socket() as probe:
+    beside = f"beside {door.grpc_port},"
+    wanted += [(f"grpc_port: port {port}, {name} {beside}", LOOPBACK, port) for name, port in own.items()]
+    for named, host, port in wanted:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT is no obstacle
             try:
-                probe.bind(("", port))
+                probe.bind((host, port))
             except OSError as error:
                 raise ConfigError(
-                    f"door.{key}: port {port}{why} cannot be used ({error.strerror}): "
-                    "stop what listens there (the agents of a Ray that was killed stay for a minute), or "
-                    "configure another port"
+                    f"door.{named} cannot be used ({error.strerror}): "
+                    "stop what listens there, or configure another port"
                 ) from None
 
 
@@ -277,9 +370,18 @@ def _block(grpc_port: int) -> int:
     return _FIRST_BLOCK + _BLOCK * (grpc_port % _BLOCKS)
 
 
-def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
+def haproxy_hosts(door: DoorConfig) -> dict[int, str]:
+    """Where HAProxy listens on this machine, by port. Serve knows of loopback alone, so that what it starts
+    beside HAProxy is reached by nobody else."""
+    inner = (int(inner_ports(door.grpc_port)[name]) for name in _ALONE)
+    return dict.fromkeys(inner, LOOPBACK) | dict.fromkeys((door.grpc_port, door.http_port), door.host)
+
+
+def environment(
+    settings: ServiceConfig, folder: Path, hosts: Mapping[int, str] = haproxy.AS_SERVE_SAYS
+) -> dict[str, str]:
     """What has to be set before Ray starts: HAProxy in front of the replicas, with its files in `folder`, and
-    its program, which is written there.
+    its program, which is written there. hosts: as for `haproxy.write`.
 
     _QUIET turns down what a small machine pays for and nobody reads: Serve's control loop looks five times
     a second instead of ten (not less: a start takes several looks, one after the other), and Ray collects no
@@ -293,14 +395,15 @@ def environment(settings: ServiceConfig, folder: Path) -> dict[str, str]:
         "SERVER_STATE_FILE": "server-state",
         "METRICS_SOCKET_PATH": "metrics.sock",
     }
-    haproxy.write(folder / "haproxy")
+    haproxy.write(folder / "haproxy", hosts)
     ours = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_PERIOD_S), **_QUIET, **_OBJECT_STORE_RETRIES}
+    ours |= _PATIENT | _WHOLE_LOG
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(settings.door.max_message_bytes),
-        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        **listening.token(),
         haproxy.BINARY_VARIABLE: str(folder / "haproxy"),
         **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
         **inner_ports(settings.door.grpc_port),

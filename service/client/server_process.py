@@ -6,6 +6,7 @@ output goes to a log file, whose end is shown when it does not come up.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -21,10 +22,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..config import load
+from ..listening import joined, reachable
 
 _STOP_S = 60.0
-_TEMPORARY = ("RAY_TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
-"""Where Ray and torch leave files. (With TMPDIR the paths of HAProxy's sockets would be too long.)"""
 _LOG_LINES = 30
 """Of the log's end, shown when it does not come up."""
 
@@ -48,7 +48,8 @@ class LocalService:
         start_s: float = 240.0,
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.address = f"127.0.0.1:{load(Path(config)).door.grpc_port}"
+        door = load(Path(config)).door
+        self.address = joined(reachable(door.host), door.grpc_port)
         self._command = [
             sys.executable,
             "-m",
@@ -59,7 +60,8 @@ class LocalService:
         ]
         self._start_s = start_s
         self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
-        own = {"RAY_AUTH_MODE": "disabled", **{name: str(self._folder) for name in _TEMPORARY}}
+        self._command += ["--log", str(self._folder / "ray.log")]
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder)}  # torch makes it wherever that is
         self._environment = {**os.environ, **own, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.log = self._folder / "serve.log"
@@ -71,10 +73,9 @@ class LocalService:
         return self._process.pid
 
     def __enter__(self) -> LocalService:
-        host, _, port = self.address.partition(":")
-        with socket.socket() as probe:
-            if probe.connect_ex((host, int(port))) == 0:
-                raise NotServing(f"{self.address} is taken: stop what serves there first")
+        host, _, port = self.address.rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port))):
+            raise NotServing(f"{self.address} is taken: stop what serves there first")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,

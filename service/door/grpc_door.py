@@ -55,7 +55,7 @@ class FrontDoor:
         self, request: pb.PrefillRequest, grpc_context: Context
     ) -> AsyncIterator[pb.PrefillResponse]:
         stream = self._requests.prefill(
-            grpc_context.invocation_metadata(), _reader(request, read_prefill_request)
+            grpc_context.invocation_metadata(), _reader(request, read_prefill_request), _id_of(request)
         )
         with _StatusOn(grpc_context):
             async with contextlib.aclosing(stream) as events:
@@ -67,7 +67,7 @@ class FrontDoor:
         self, request: pb.GenerateRequest, grpc_context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         stream = self._requests.generate(
-            grpc_context.invocation_metadata(), _reader(request, read_generate_request)
+            grpc_context.invocation_metadata(), _reader(request, read_generate_request), _id_of(request)
         )
         with _StatusOn(grpc_context):
             async with contextlib.aclosing(stream) as events:
@@ -163,6 +163,10 @@ class _StatusOn:
         self._context.set_details(details(error))
         self._context.set_trailing_metadata(trailers(error))
         return True
+
+
+def _id_of(message: pb.PrefillRequest | pb.GenerateRequest) -> str:
+    return "" if isinstance(message, Unreadable) else message.request_id
 
 
 def _reader(message: _M, read: Callable[[_M], _R]) -> Callable[[], _R]:

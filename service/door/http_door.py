@@ -110,7 +110,7 @@ class HttpDoor:
             asked.append(form.read(body, reply.model, reply.request_id))
             return asked[0].request
 
-        events = self._requests.generate(request.headers.items(), read)
+        events = self._requests.generate(request.headers.items(), read, reply.request_id)
         return _Answer(reply, events, asked, self._keep_alive_s)
 
     async def _body(self, request: Request) -> bytes:
@@ -147,7 +147,9 @@ class _Answer:
                 else:
                     await JSONResponse(await self._whole(events))(scope, receive, send)
         except DeltafrontError as error:
-            await _refused(error, self._reply.form.source)(scope, receive, send)
+            refused = _refused(error, self._reply.form.source)
+            refused.headers["x-request-id"] = self._reply.request_id  # as the audit log has it
+            await refused(scope, receive, send)
         except ClientDisconnect:
             pass  # nobody is there to be told
 

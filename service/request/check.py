@@ -245,6 +245,11 @@ def _cache_salt(given: str) -> str:
 def _request_id(given: str) -> str:
     if not given:
         return uuid.uuid4().hex
-    if len(given) > _MAX_REQUEST_ID or not given.isprintable():
+    if not fit_id(given):
         raise InvalidArgument("request_id", f"must be at most {_MAX_REQUEST_ID} printable characters")
     return given
+
+
+def fit_id(given: str) -> bool:
+    """Whether it can be a request's id."""
+    return len(given) <= _MAX_REQUEST_ID and given.isprintable()

@@ -28,7 +28,7 @@ from .attempt import Emit, Resources, within
 from .audit import Audit
 from .callers import Caller, Callers, Share
 from .calls import GenerateRequest, PrefillRequest
-from .check import Limits, generate_call, prefill_call
+from .check import Limits, fit_id, generate_call, prefill_call
 from .generate import Generation
 from .prefill import Prefilling
 from .timings import TtftClock
@@ -107,9 +107,10 @@ class Requests:
         return self._about.model
 
     def prefill(
-        self, headers: Headers, read: Callable[[], PrefillRequest]
+        self, headers: Headers, read: Callable[[], PrefillRequest], request_id: str = ""
     ) -> AsyncGenerator[RequestEvent, None]:
-        """Progress …, PrefillFinished. Raises DeltafrontError."""
+        """Progress …, PrefillFinished. request_id: what the edge knows of it before anything is checked, for
+        the audit log. Raises DeltafrontError."""
 
         async def work(running: RunningRequest) -> None:
             call = replace(prefill_call(read(), running.owner, self._limits), trace=running.trace)
@@ -117,12 +118,13 @@ class Requests:
             async with counted as share, within(call.deadline):
                 await Prefilling(self._resources, call, running.clock, running.emit, share).run()
 
-        return self._run("Prefill", headers, work)
+        return self._run("Prefill", headers, work, request_id)
 
     def generate(
-        self, headers: Headers, read: Callable[[], GenerateRequest]
+        self, headers: Headers, read: Callable[[], GenerateRequest], request_id: str = ""
     ) -> AsyncGenerator[RequestEvent, None]:
-        """Progress …, Usage, Token …, GenerateFinished. Raises DeltafrontError."""
+        """Progress …, Usage, Token …, GenerateFinished. request_id: as for `prefill`. Raises
+        DeltafrontError."""
 
         async def work(running: RunningRequest) -> None:
             call = replace(generate_call(read(), running.owner, self._limits), trace=running.trace)
@@ -131,7 +133,7 @@ class Requests:
             async with counted as share, within(call.deadline) as limit:
                 await Generation(self._resources, call, running.clock, running.emit, share, limit).run()
 
-        return self._run("Generate", headers, work)
+        return self._run("Generate", headers, work, request_id)
 
     async def cancel_request(self, headers: Headers, read: Callable[[], str]) -> int:
         """End the caller's requests of the id that `read` gives, at every door; how many there were. Raises
@@ -206,9 +208,12 @@ class Requests:
         running.audit.method = method
         return self._callers.request(running.caller)
 
-    async def _run(self, rpc: str, headers: Headers, work: _Work) -> AsyncGenerator[RequestEvent, None]:
+    async def _run(
+        self, rpc: str, headers: Headers, work: _Work, request_id: str = ""
+    ) -> AsyncGenerator[RequestEvent, None]:
         """Events of a request until it ends; rpc: its name in metrics."""
         clock, audit, headers = TtftClock(), Audit(rpc), tuple(headers)
+        audit.request_id = request_id if fit_id(request_id) else ""
         trace = self._resources.tracing.begin(rpc, headers, lambda: clock.elapsed)
         audit.trace_id = trace.trace_id
         events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()

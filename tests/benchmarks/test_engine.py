@@ -133,10 +133,10 @@ def test_tokens_count_only_while_all_streams_run() -> None:
 
 
 def test_compilations_are_summed_over_workers() -> None:
-    text = """# TYPE deltafront_kernel_compilations_total counter
-deltafront_kernel_compilations_total{phase="warm_up",worker="decode:1"} 40.0
-deltafront_kernel_compilations_total{phase="serving",worker="decode:1"} 2.0
-deltafront_kernel_compilations_total{phase="serving",worker="prefill:1"} 1.0
+    text = """# TYPE deltafront_kernel_compilations gauge
+deltafront_kernel_compilations{phase="warm_up",worker="decode:1"} 40.0
+deltafront_kernel_compilations{phase="serving",worker="decode:1"} 2.0
+deltafront_kernel_compilations{phase="serving",worker="prefill:1"} 1.0
 """
     assert measure.counted(text) == 3.0
     assert measure.counted("deltafront_requests_total 1.0\n") is None

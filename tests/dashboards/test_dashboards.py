@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from deltafront.dashboards.grafana import Dashboard
 from deltafront.dashboards.overview import ERROR_BUDGET, SLOW_BUDGET
 from deltafront.dashboards.prometheus import RULES, substituted
 from deltafront.service.errors import Code
-from deltafront.service.metrics import FINISHED
+from deltafront.service.metrics import FINISHED, Metrics
 
 from ..test_generated import declared, declared_series
 
@@ -78,7 +79,82 @@ def test_every_panel_says_what_it_shows(dashboard: Dashboard) -> None:
         assert all(query.legend for query in panel.queries) or not several, panel.title
         by = {label for q in panel.queries for label in re.findall(r"\{\{(\w+)\}\}", q.legend)}
         assert all(re.search(rf"by \([^)]*\b{label}\b", panel.queries[0].expr) for label in by), panel.title
-        assert bool(panel.key) == (panel.kind == "table")
+        assert panel.kind != "table" or panel.key
+
+
+@every
+def test_no_two_series_of_a_panel_share_a_colour(dashboard: Dashboard) -> None:
+    """Of Grafana's palettes one goes by the series' number; that by name, whose hashes meet, would not do."""
+    for panel in (panel for panel in json.loads(render(dashboard))["panels"] if panel["type"] != "row"):
+        mode = "palette-classic" if panel["type"] == "timeseries" else "thresholds"
+        assert panel["fieldConfig"]["defaults"]["color"] == {"mode": mode}, panel["title"]
+
+
+NUMBERED = {"layer": 3, "prompt": 3, "stage": 2}
+"""Labels whose values begin with a number, and how many digits these may have."""
+
+
+def replaced(expr: str, label: str, value: str) -> str:
+    """A label's value after the calls of label_replace that `expr` begins with, the innermost first."""
+    form = rf'"{label}", "(0+)\$1", "{label}", "([^"]+)"\)'
+    for zeros, pattern in re.findall(form, expr):
+        if found := re.fullmatch(pattern, value):
+            value = zeros + found[1]
+    return value
+
+
+@every
+def test_what_begins_with_a_number_is_sorted_by_number(dashboard: Dashboard) -> None:
+    """Series come in the order of their labels, so numbers have their zeros before them; tables and bars are
+    sorted by the key."""
+    for panel in dashboard.panels:
+        for query in panel.queries:
+            for label in {*re.findall(r"\{\{(\w+)\}\}", query.legend), panel.key} & NUMBERED.keys():
+                numbers = [0, 1, 2, 9, 10, 11, 16, 64, 99, 100, 125, 256]
+                values = [f"{n}K" for n in numbers if n < 10 ** NUMBERED[label]]
+                made = [replaced(query.expr, label, value) for value in values]
+                assert made == sorted(made) and len(set(map(len, made))) == 1, (panel.title, label)
+    for panel in json.loads(render(dashboard))["panels"]:
+        (made_of,) = [one for one in dashboard.panels if one.title == panel["title"]] or [None]
+        if made_of is not None and made_of.key:
+            assert {"sort": [{"field": made_of.key, "desc": False}], "fields": {}} in [
+                one["options"] for one in panel["transformations"] if one["id"] == "sortBy"
+            ]
+            assert all(target["format"] == "table" for target in panel["targets"])
+
+
+@every
+def test_heat_maps_have_buckets_that_fit(dashboard: Dashboard, tmp_path: Path) -> None:
+    """Bounds that begin with the least there can be, none more than 2.5 times the one below, and no more than
+    a panel has lines for; the axis has the unit of the bounds, the cells that of what they count."""
+    bounds = bounds_of(Metrics(tmp_path))
+    for panel in (panel for panel in dashboard.panels if panel.kind == "heatmap"):
+        (made,) = [one for one in json.loads(render(dashboard))["panels"] if one["title"] == panel.title]
+        (query,) = panel.queries
+        units = made["options"]["yAxis"]["unit"], made["options"]["cellValues"]["unit"]
+        if not panel.cumulative:
+            assert units == ("short", panel.unit) and query.expr.startswith("label_replace(")
+            continue
+        assert units == (panel.unit, "short") and made["targets"][0]["format"] == "heatmap"
+        (name,) = re.findall(r"deltafront_(\w+)_bucket", query.expr)
+        least, *_ = found = bounds[name]
+        assert least == LEAST[name] and len(found) <= 30
+        assert all(1 < above / below <= 2.5 for below, above in itertools.pairwise(found)), name
+
+
+LEAST = {
+    "time_to_first_token_seconds": 0.005,
+    "inter_token_latency_seconds": 0.001,
+    "request_prompt_tokens": 16,
+    "request_generation_tokens": 1,
+}
+"""The first bound of each histogram that a heat map shows: what is below it is all alike."""
+
+
+def bounds_of(metrics: Metrics) -> dict[str, list[float]]:
+    """Of every histogram, without the last, by its name."""
+    made = [value for value in vars(metrics).values() if hasattr(value, "_upper_bounds")]
+    return {one._name.removeprefix("deltafront_"): one._upper_bounds[:-1] for one in made}
 
 
 LIMITED = {

@@ -23,11 +23,13 @@ from typing import Any
 import pytest
 import yaml
 
+from deltafront.service import listening
 from deltafront.service.client.local_ray import agent_ports, environment, inner_ports, slow_start
 from deltafront.service.config import ServiceConfig
 
 LABEL = "ray.io/node-group"
 _DASHBOARD = 8265
+_CONTROL_STORE = 6399
 _START_S = 600.0
 _BUSY = {
     "RAY_worker_niceness": "0",
@@ -64,9 +66,10 @@ def _address(number: int) -> str:
 
 
 class LocalCluster:
-    """groups: each node's label, the head's first, which is also a member of its group."""
+    """groups: each node's label, the head's first, which is also a member of its group. redis: where the
+    control store keeps what it knows; without one it dies with the head."""
 
-    def __init__(self, groups: Sequence[str], settings: ServiceConfig) -> None:
+    def __init__(self, groups: Sequence[str], settings: ServiceConfig, redis: str = "") -> None:
         from ray.cluster_utils import Cluster
 
         self._settings = settings
@@ -74,8 +77,10 @@ class LocalCluster:
         self._environment = pytest.MonkeyPatch()
         for name, value in (environment(settings, self._folder) | _BUSY).items():
             self._environment.setenv(name, value)
+        listening.read_token()
         self._cluster = Cluster(shutdown_at_exit=True)
         self._groups = tuple(groups)
+        self._redis = redis
         self._nodes: dict[int, Any] = {}
         self._serving = False
         self.doors: list[str] = []
@@ -96,7 +101,10 @@ class LocalCluster:
         }
         variables = inner_ports(door.grpc_port + number) | {key: str(port) for key, port in ports.items()}
         dashboard = {"dashboard_host": _address(0), "dashboard_port": _DASHBOARD, "include_dashboard": True}
-        head = dashboard if number == 0 else {}
+        store = (
+            {"external_addresses": [self._redis], "gcs_server_port": _CONTROL_STORE} if self._redis else {}
+        )
+        head = dashboard | store if number == 0 else {}
         with slow_start(door.grpc_port + number), two_parts_of_the_dashboard():
             self._nodes[number] = self._cluster.add_node(
                 num_cpus=2,
@@ -131,9 +139,13 @@ class LocalCluster:
     def dashboard(self) -> str:
         return f"http://{_address(0)}:{_DASHBOARD}"
 
-    @property
-    def _applications(self) -> str:
-        return f"{self.dashboard}/api/serve/applications/"
+    def _request(self, data: bytes | None = None, **how: str) -> urllib.request.Request:
+        """To the dashboard, with Ray's token."""
+        headers = {
+            "authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}",
+            "content-type": "application/json",
+        }
+        return urllib.request.Request(f"{self.dashboard}/api/serve/applications/", data, headers, **how)
 
     def _start_serve(self, content: Any) -> None:
         """Serve without an application yet, told which doors' gRPC ports other nodes have on this machine.
@@ -147,8 +159,7 @@ class LocalCluster:
         from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
         nothing = json.dumps(content | {"applications": []}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self._applications, nothing, headers, method="PUT")
+        request = self._request(nothing, method="PUT")
         until = time.monotonic() + _START_S
         while True:
             try:
@@ -185,7 +196,7 @@ class LocalCluster:
 
     def status(self) -> Any:
         """Serve's account of the one application."""
-        with urllib.request.urlopen(self._applications, timeout=_START_S) as reply:
+        with urllib.request.urlopen(self._request(), timeout=_START_S) as reply:
             applications = json.load(reply)["applications"]
         return next(iter(applications.values()), {"status": "NOT_STARTED"})
 

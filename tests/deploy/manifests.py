@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -57,6 +58,26 @@ def container(template: Object) -> Object:
     """Ray's container, which KubeRay takes to be the first."""
     first: Object = template["spec"]["containers"][0]
     return first
+
+
+def pod_templates(overlay: str) -> dict[str, Object]:
+    """Of everything that runs: Ray's pods, the model's Job and Redis."""
+    objects = rendered(f"overlays/{overlay}")
+    (job,), (redis,) = of_kind(objects, "Job"), of_kind(objects, "StatefulSet")
+    others = {"model": job["spec"]["template"], "redis": redis["spec"]["template"]}
+    return templates(overlay) | others
+
+
+def with_component(overlay: str, component: str, folder: Path) -> tuple[Object, ...]:
+    """The overlay's objects with a component of deploy/kubernetes, as an operator would add it."""
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(KUBERNETES / "overlays" / overlay, folder.resolve())],
+        "components": [os.path.relpath(KUBERNETES / component, folder.resolve())],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return rendered(str(folder.resolve()))
 
 
 def serve_config(overlay: str) -> Object:

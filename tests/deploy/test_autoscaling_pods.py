@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 
-import yaml
+from ray.autoscaler._private.kuberay import node_provider
 
-from .manifests import KUBERNETES, Object, of_kind, ray_service, rendered
+from .manifests import Object, container, of_kind, ray_service, with_component
+from .test_manifests import validated
 
 OVERLAY = "pd-8b"
 
 
 def autoscaled(folder: Path) -> Object:
-    """The overlay's RayService with the component, as an operator would add it."""
-    content = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [os.path.relpath(KUBERNETES / "overlays" / OVERLAY, folder.resolve())],
-        "components": [os.path.relpath(KUBERNETES / "autoscaling", folder.resolve())],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
-    (service,) = of_kind(rendered(str(folder.resolve())), "RayService")
+    """The overlay's RayService with the component."""
+    (service,) = of_kind(with_component(OVERLAY, "autoscaling", folder), "RayService")
     spec: Object = service["spec"]
     return spec
 
@@ -32,8 +25,8 @@ def test_pods_may_grow_and_nothing_else_changes(tmp_path: Path) -> None:
     cluster = grown["rayClusterConfig"]
     assert cluster.pop("enableInTreeAutoscaling") is True
     options = cluster.pop("autoscalerOptions")
-    assert set(options) == {"version", "idleTimeoutSeconds", "resources", "securityContext"}
     assert options["version"] == "v2" and options["idleTimeoutSeconds"] >= 60
+    assert cluster["headGroupSpec"]["template"]["spec"]["volumes"].pop()["name"] == "service-account"
     most = {}
     for group, before in zip(
         cluster["workerGroupSpecs"], plain["rayClusterConfig"]["workerGroupSpecs"], strict=True
@@ -42,3 +35,39 @@ def test_pods_may_grow_and_nothing_else_changes(tmp_path: Path) -> None:
         group["maxReplicas"] = before["maxReplicas"]
     assert most == {"door": (2, 2), "prefill": (1, 3), "decode": (1, 3)}
     assert grown == plain
+
+
+def test_only_the_autoscaler_has_a_service_account_token(tmp_path: Path) -> None:
+    """Its container of the head's pod, by a volume that no other container mounts."""
+    cluster = autoscaled(tmp_path)["rayClusterConfig"]
+    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert not any(one["template"]["spec"]["automountServiceAccountToken"] for one in pods)
+    (volume,) = [
+        volume
+        for one in pods
+        for volume in one["template"]["spec"]["volumes"]
+        if any("serviceAccountToken" in source for source in volume.get("projected", {}).get("sources", []))
+    ]
+    mounts = {one["name"]: one["mountPath"] for one in cluster["autoscalerOptions"]["volumeMounts"]}
+    token = Path(mounts[volume["name"]]) / "token"
+    assert str(token) == node_provider.IN_CLUSTER_TOKEN_PATH
+    assert volume["name"] not in {
+        mount["name"] for one in pods for mount in container(one["template"])["volumeMounts"]
+    }
+
+
+def test_the_autoscaler_is_a_valid_container(tmp_path: Path) -> None:
+    cluster = autoscaled(tmp_path)["rayClusterConfig"]
+    spec = copy.deepcopy(cluster["headGroupSpec"]["template"]["spec"])
+    own = ("env", "resources", "securityContext", "volumeMounts")
+    options = {name: cluster["autoscalerOptions"][name] for name in own}
+    spec["containers"].append({"name": "autoscaler", "image": "x"} | options)
+    validated([{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}], tmp_path)
+    assert options["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_the_autoscaler_reaches_kubernetes(tmp_path: Path) -> None:
+    policies = of_kind(with_component(OVERLAY, "autoscaling", tmp_path), "NetworkPolicy")
+    (policy,) = [one["spec"] for one in policies if one["metadata"]["name"] == "deltafront-autoscaler"]
+    assert policy["podSelector"]["matchLabels"]["ray.io/node-type"] == "head"
+    assert {one["port"] for rule in policy["egress"] for one in rule["ports"]} == {443, 6443}

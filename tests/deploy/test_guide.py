@@ -89,6 +89,28 @@ def test_the_versions_that_are_tried_are_the_versions_that_are_named() -> None:
     assert image == f"$REGISTRY/deltafront:{tag}"
 
 
+def test_operators_are_in_the_namespaces_that_policies_name() -> None:
+    """KubeRay's in the service's own, and Prometheus in one of its own."""
+    assert " -n deltafront " in earlier(INSTALLED_BY["RayService"])
+    (namespace,) = re.findall(r" -n (\w+) ", earlier(INSTALLED_BY["PodMonitor"]))
+    policies = json.dumps(of_kind(rendered("overlays/one-gpu"), "NetworkPolicy"))
+    named = set(re.findall(r'"kubernetes.io/metadata.name": "([\w-]+)"', policies))
+    assert named == {namespace, "kube-system"}
+
+
+def test_the_guide_says_who_may_reach_whom() -> None:
+    """Every label of a namespace, every port and every secret of the policies and pods."""
+    guide = (ROOT / "docs" / "deploy.md").read_text()
+    trust = guide.partition("## Who trusts whom")[2].partition("\n## ")[0]
+    policies = of_kind(rendered("overlays/one-gpu"), "NetworkPolicy")
+    rules = [rule for one in policies for way in ("ingress", "egress") for rule in one["spec"].get(way, [])]
+    ports = {port["port"] for rule in rules for port in rule.get("ports", [])} - {53}
+    assert not [port for port in ports if str(port) not in trust]
+    labels = set(re.findall(r'"(deltafront/\w+)": "yes"', json.dumps(policies)))
+    assert labels and not [label for label in labels if f"`{label}=yes`" not in trust]
+    assert "RayClusterMTLS" in trust and (KUBERNETES / "tls").is_dir()
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_secrets_hold_the_keys_that_are_read(overlay: str) -> None:
     for name, key in keys(list(rendered(f"overlays/{overlay}"))):

@@ -41,7 +41,7 @@ def test_the_last_stage_runs_as_the_user_that_pods_run_as() -> None:
 
 def test_the_last_stage_has_what_kuberay_and_triton_need() -> None:
     (install,) = re.findall(r"apt-get install -y --no-install-recommends (.+?) \$", last_stage())
-    assert {"bash", "grep", "wget", "gcc", "libc6-dev"} <= set(install.split())
+    assert {"bash", "grep", "wget", "gcc", "libc6-dev", "openssl"} <= set(install.split())
 
 
 def test_what_tracing_needs_is_installed_too() -> None:
@@ -119,7 +119,7 @@ KEPT = "export PYTHONPYCACHEPREFIX=/tmp/compiled"
 
 def test_what_pods_and_probes_run_is_in_it(image: Callable[[str], str]) -> None:
     """Probes and preStop of KubeRay and of the manifests, Ray's start, the model's Job, Triton's launcher."""
-    for tool in ("bash", "grep", "hf", "deltafront", "python", "ray", "wget"):
+    for tool in ("bash", "grep", "hf", "deltafront", "openssl", "python", "ray", "wget"):
         assert image(f"command -v {tool}").startswith("/"), tool
     assert image("$RAY_SERVE_HAPROXY_BINARY_PATH -v").startswith("HAProxy version")
     image("echo 'int main(void) { return 0; }' | gcc -x c - -o /tmp/launcher && /tmp/launcher")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +35,7 @@ from .manifests import (
     Object,
     container,
     of_kind,
+    pod_templates,
     ray_service,
     rendered,
     settings,
@@ -38,6 +44,8 @@ from .manifests import (
 )
 
 KUSTOMIZATIONS = [*(f"overlays/{name}" for name in OVERLAYS), "gateway"]
+KUBERAY_TLS = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+"""Set in every container of Ray by KubeRay where tlsOptions ask for it."""
 CUSTOM = {"RayService", "PodMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute", "Gateway"}
 
 
@@ -138,6 +146,94 @@ def test_every_pod_is_set_up_alike(overlay: str) -> None:
         if name != "head":
             assert "readinessProbe" in pod
     assert config.door.tokens_file == Path(mounts_of(pods["door"])["tokens"]) / "tokens"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_pod_has_a_service_account_token(overlay: str) -> None:
+    for name, template in pod_templates(overlay).items():
+        assert template["spec"]["automountServiceAccountToken"] is False, name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_container_has_a_read_only_root_and_no_privilege(overlay: str) -> None:
+    for name, template in pod_templates(overlay).items():
+        spec = template["spec"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for one in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert one["securityContext"] == {
+                "readOnlyRootFilesystem": True,
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }, (name, one["name"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_is_written_lies_on_a_volume_that_can_be_written(overlay: str) -> None:
+    """Ray's sessions and HAProxy's files, compiled kernels, what libraries keep at home; Redis' tables. That
+    the service needs no more is for test_confined.py."""
+    for name, template in pod_templates(overlay).items():
+        writable = written_volumes(template)
+        if name == "redis":
+            assert writable == {"/data"} and container(template)["workingDir"] == "/data"
+            continue
+        assert {"/tmp", "/var/cache/deltafront"} <= writable
+        assert ("/models" in writable) == (name == "model"), "only the Job that fetches it"
+        environment = {one["name"]: one.get("value") for one in container(template)["env"]}
+        assert name == "model" or environment["HOME"] in writable
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    for path in re.findall(r"(?:TRITON_CACHE_DIR|HF_HOME)=(\S+)", dockerfile):
+        assert Path(path).is_relative_to("/var/cache/deltafront")
+
+
+def written_volumes(template: Object) -> set[str]:
+    mounts = container(template)["volumeMounts"]
+    return {mount["mountPath"] for mount in mounts if not mount.get("readOnly")}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_secrets_are_files_that_only_the_pods_group_reads(overlay: str) -> None:
+    for template in pod_templates(overlay).values():
+        for volume in template["spec"].get("volumes", []):
+            assert "secret" not in volume or volume["secret"]["defaultMode"] == 0o440
+
+
+def test_redis_gets_its_password_and_nobody_sees_it_in_the_arguments(tmp_path: Path) -> None:
+    """The manifest's own command, with a program in Redis' place that writes down what it is given."""
+    pod = container(pod_templates("cpu")["redis"])
+    assert "args" not in pod
+    program = tmp_path / "redis-server"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat > {tmp_path}/configuration\n')
+    program.chmod(0o700)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDIS_PASSWORD": "a password"}
+    subprocess.run(pod["command"], env=environment, check=True)
+    assert (tmp_path / "arguments").read_text() == "-\n"
+    configuration = (tmp_path / "configuration").read_text().splitlines()
+    assert configuration == ['requirepass "a password"', "appendonly yes"]
+
+
+def test_redis_asks_for_its_password(tmp_path: Path) -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed (Debian: redis-server)")
+    pod = container(pod_templates("cpu")["redis"])
+    command = [*pod["command"][:-1], pod["command"][-1].replace("appendonly yes", "port 0\nunixsocket redis")]
+    server = subprocess.Popen(command, env={**os.environ, "REDIS_PASSWORD": "secret"}, cwd=tmp_path)
+    try:
+        assert answer_of_redis(tmp_path / "redis", "PING").startswith("-NOAUTH")
+        assert answer_of_redis(tmp_path / "redis", "AUTH secret").startswith("+OK")
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def answer_of_redis(path: Path, command: str) -> str:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, "Redis does not listen"
+        time.sleep(0.05)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(f"{command}\r\n".encode())
+        return connection.recv(1000).decode()
 
 
 def mounts_of(template: Object) -> dict[str, str]:

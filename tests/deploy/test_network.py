@@ -7,14 +7,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from .manifests import OVERLAYS, Object, container, of_kind, rendered, templates, worker_groups
+from .manifests import (
+    OVERLAYS,
+    Object,
+    container,
+    of_kind,
+    pod_templates,
+    rendered,
+    templates,
+    worker_groups,
+)
 
 KUBERAY_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "serve": 8000}
 """KubeRay's own of a head that names none. Of these, workers get the metrics port."""
 STRANGERS = ({"app.kubernetes.io/name": "kuberay-operator"}, {"app.kubernetes.io/name": "prometheus"})
-"""Pods of the operators, as their charts label them."""
-CLEANUP = {"ray.io/node-type": "redis-cleanup"}
-"""KubeRay's Job after a cluster with Redis was deleted."""
+"""Pods of the operators, as their charts label them: KubeRay's in this namespace, Prometheus in its own."""
+NAMES = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
+    "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
+}
 MONITORED = [name for name in OVERLAYS if name != "cpu"]
 
 Labels = dict[str, str]
@@ -22,7 +33,8 @@ Pods = list[tuple[Labels, dict[str, int]]]
 
 
 def pods(overlay: str) -> Pods:
-    """Labels, as KubeRay completes them, and ports of every kind of pod."""
+    """Labels, as KubeRay completes them, and ports of every kind of pod: Ray's, KubeRay's Job after a cluster
+    with Redis was deleted, and others."""
     found: Pods = []
     for name, template in templates(overlay).items():
         worker = name in worker_groups(overlay)
@@ -33,8 +45,10 @@ def pods(overlay: str) -> Pods:
         }
         own = {"metrics": KUBERAY_PORTS["metrics"]} if worker else KUBERAY_PORTS
         found.append((labels, own | ports_of(template)))
-    for one in of_kind(rendered(f"overlays/{overlay}"), "StatefulSet"):
-        template = one["spec"]["template"]
+    head, ports = found[0]
+    found.append((head | {"ray.io/node-type": "redis-cleanup"}, ports))
+    for name in ("model", "redis"):
+        template = pod_templates(overlay)[name]
         found.append((template["metadata"]["labels"], ports_of(template)))
     return found
 
@@ -44,7 +58,20 @@ def ports_of(template: Object) -> dict[str, int]:
 
 
 def selected(overlay: str, selector: Object) -> Pods:
-    return [one for one in pods(overlay) if selector["matchLabels"].items() <= one[0].items()]
+    return [one for one in pods(overlay) if selects(selector, one[0])]
+
+
+def selects(selector: Object, labels: Labels) -> bool:
+    """By matchLabels, and expressions with the operator In, which are all that manifests have."""
+    among = selector.get("matchExpressions", [])
+    assert {one["operator"] for one in among} <= {"In"}
+    among = [(one["key"], one["values"]) for one in among]
+    exact = [(key, [value]) for key, value in selector["matchLabels"].items()]
+    return all(labels.get(key) in values for key, values in exact + among)
+
+
+def policies(overlay: str) -> list[Object]:
+    return [one["spec"] for one in of_kind(rendered(f"overlays/{overlay}"), "NetworkPolicy")]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -54,23 +81,76 @@ def test_policies_open_ports_that_pods_listen_on(overlay: str) -> None:
         chosen = selected(overlay, spec["podSelector"])
         assert chosen, f"{name} selects no pod"
         listening = {number for _labels, ports in chosen for number in ports.values()}
-        opened = {port["port"] for rule in spec["ingress"] for port in rule.get("ports", [])}
+        opened = {port["port"] for rule in spec.get("ingress", []) for port in rule.get("ports", [])}
         assert opened <= listening, f"{name} opens ports on which nothing listens"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_pod_has_a_policy_and_every_peer_is_a_pod(overlay: str) -> None:
-    policies = [one["spec"] for one in of_kind(rendered(f"overlays/{overlay}"), "NetworkPolicy")]
+@pytest.mark.parametrize("direction", ["Ingress", "Egress"])
+def test_every_pod_has_a_policy_in_both_directions(overlay: str, direction: str) -> None:
+    """Without one, everything is open."""
     for labels, _ports in pods(overlay):
-        assert any(one["podSelector"]["matchLabels"].items() <= labels.items() for one in policies), labels
-    peers = [peer for one in policies for rule in one["ingress"] for peer in rule["from"]]
-    for peer in peers:
+        assert any(
+            direction in one["policyTypes"] and selects(one["podSelector"], labels)
+            for one in policies(overlay)
+        ), labels
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_peer_is_a_pod_or_a_namespace_that_is_named(overlay: str) -> None:
+    """An empty selector would let any namespace in."""
+    rules = [rule for one in policies(overlay) for rule in one.get("ingress", [])]
+    assert all(rule["from"] for rule in rules)
+    for peer in [peer for rule in rules for peer in rule["from"]]:
+        namespace = peer.get("namespaceSelector")
         if "podSelector" not in peer:
-            assert peer["namespaceSelector"]["matchLabels"] == {"deltafront/clients": "yes"}
-        elif "namespaceSelector" in peer:
-            assert peer["podSelector"]["matchLabels"] in STRANGERS
+            assert namespace["matchLabels"] == {"deltafront/clients": "yes"}
+        elif namespace is not None:
+            assert namespace["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}
+            assert peer["podSelector"]["matchLabels"] == STRANGERS[1]
         else:
-            assert peer["podSelector"]["matchLabels"] == CLEANUP or selected(overlay, peer["podSelector"])
+            assert peer["podSelector"].get("matchLabels") == STRANGERS[0] or selected(
+                overlay, peer["podSelector"]
+            )
+
+
+def reached(overlay: str, labels: Labels) -> list[tuple[Object | None, set[int]]]:
+    """Whom a pod may connect to, and at which ports; None: anybody, no ports: all of them."""
+    found: list[tuple[Object | None, set[int]]] = []
+    for policy in policies(overlay):
+        if "Egress" in policy["policyTypes"] and selects(policy["podSelector"], labels):
+            for rule in policy["egress"]:
+                ports = {port["port"] for port in rule.get("ports", [])}
+                found += [(peer, ports) for peer in rule.get("to", [None])]
+    return found
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_reach_what_they_need_and_nothing_else(overlay: str) -> None:
+    """Ray's pods each other and a collector of spans, head and clean-up Redis, the model's Job the hub, and
+    all of these DNS; nothing that reads prompts reaches the internet."""
+    for labels, _ports in pods(overlay):
+        peers = reached(overlay, labels)
+        named = [peer for peer, _ in peers if peer and "namespaceSelector" in peer]
+        inside = [peer for peer, _ in peers if peer and "namespaceSelector" not in peer]
+        among = [one for peer in inside for one, _ in selected(overlay, peer["podSelector"])]
+        if labels.get("deltafront/role") == "redis":
+            assert peers == []
+            continue
+        assert NAMES in named and (NAMES, {53}) in peers
+        if labels.get("deltafront/role") == "model":
+            assert [ports for peer, ports in peers if peer is None] == [{443}]
+            assert not among
+            continue
+        collectors = [one for one in named if one != NAMES]
+        assert collectors == [{"namespaceSelector": {"matchLabels": {"deltafront/collector": "yes"}}}]
+        assert all(peer is not None for peer, _ in peers)
+        assert {one["ray.io/group"] for one in among if "ray.io/group" in one} == {
+            "headgroup",
+            *worker_groups(overlay),
+        }
+        redis = any(one.get("deltafront/role") == "redis" for one in among)
+        assert redis == (labels["ray.io/node-type"] in ("head", "redis-cleanup"))
 
 
 def monitors(overlay: str) -> Iterator[tuple[str, Pods, int]]:
@@ -96,7 +176,7 @@ def test_metrics_are_scraped_from_every_pod_through_a_policy(overlay: str) -> No
         *((n, metrics) for n in worker_groups(overlay)),
     }
     for policy in of_kind(rendered(f"overlays/{overlay}"), "NetworkPolicy"):
-        for rule in policy["spec"]["ingress"]:
+        for rule in policy["spec"].get("ingress", []):
             if any(STRANGERS[1] == peer.get("podSelector", {}).get("matchLabels") for peer in rule["from"]):
                 groups = {
                     labels["ray.io/group"] for labels, _ in selected(overlay, policy["spec"]["podSelector"])

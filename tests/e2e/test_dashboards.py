@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from deltafront.dashboards.prometheus import RULES, Prometheus, QueryFailed, ray
 from deltafront.dashboards.traffic import Traffic
 from deltafront.service.client.server_process import LocalService
 
+from ..service.test_metrics import promtool_says
 from .conftest import Table
 from .wire import PATIENCE_S, Wire
 
@@ -125,6 +127,8 @@ def test_no_query_of_a_panel_a_variable_or_a_rule_fails_or_is_empty(
         seen = scrapes(prometheus)
         wait_for(lambda seen=seen: scrapes(prometheus) > seen + 1, lambda: "nothing is scraped")  # type: ignore[misc]
     traffic.close()
+    with urllib.request.urlopen(f"http://{wire.info().metrics_address}/metrics") as reply:
+        assert promtool_says(reply.read()) == ""
     asked = panels | rules
     empty = [*asked, *variables]
 

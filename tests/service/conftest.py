@@ -119,7 +119,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config = settings(
         write_model(folder / "model", positions=1 << 20),
         tokens_file=str(tokens),
-        metrics_host="127.0.0.1",
         tls_certificate=str(certificate),
         tls_key=str(key),
         tls_only=False,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 @dataclass
 class Authority:
-    """Signs certificates for localhost. Files: ca.pem, and NAME.pem and NAME.key of each."""
+    """Signs certificates for localhost and addresses. Files: ca.pem, and NAME.pem and NAME.key of each."""
 
     folder: Path
+    addresses: Sequence[ipaddress.IPv4Address] = ()
 
     def __post_init__(self) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -38,6 +41,10 @@ class Authority:
         paths[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, pem, plain))
         return paths
 
+    @property
+    def _alternatives(self) -> list[x509.GeneralName]:
+        return [x509.DNSName("localhost"), *map(x509.IPAddress, self.addresses)]
+
     def _signed(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, ca: bool) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
         made = (
@@ -49,6 +56,6 @@ class Authority:
             .not_valid_before(now - datetime.timedelta(days=1))
             .not_valid_after(now + datetime.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(self._alternatives), critical=False)
         )
         return made.sign(self._key, hashes.SHA256())

@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from deltafront.service import haproxy, haproxy_config
 
+from ..strangers import listeners
 from .inprocess import HANG_S, wait_until
 
 CONFIG = """
@@ -192,6 +194,49 @@ def test_what_is_changed_is_in_the_configuration_that_serve_writes() -> None:
     lines = [line.strip() for line in HAPROXY_CONFIG_TEMPLATE.splitlines()]
     for line in ("global", "defaults", haproxy_config._HTTP):
         assert lines.count(line) == 1
+
+
+def test_it_listens_where_it_is_told_whatever_serve_says(tmp_path: Path) -> None:
+    """Serve binds statistics and metrics to all addresses."""
+    with contextlib.ExitStack() as free:
+        sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        ports = [one.getsockname()[1] for one in sockets]
+    config, program = tmp_path / "haproxy.cfg", tmp_path / "haproxy"
+    lines = [f"bind *:{ports[0]}", f"bind :{ports[1]}", f"bind 127.0.0.1:{ports[2]} proto h2"]
+    lines += [f"bind 127.0.0.1:{ports[3]}"]
+    config.write_text(
+        "defaults\n  mode http\n  timeout client 9s\nfrontend f\n  " + "\n  ".join(lines) + "\n"
+    )
+    haproxy.write(program, {ports[0]: "127.0.0.1", ports[1]: "127.0.0.1", ports[2]: "127.0.0.2"})
+    running = subprocess.Popen([program, "-db", "-f", config], stderr=subprocess.DEVNULL)
+    wanted = [("127.0.0.1", ports[0]), ("127.0.0.1", ports[1]), ("127.0.0.2", ports[2])]
+    wanted += [("127.0.0.1", ports[3])]
+    try:
+        wait_until(lambda: len(list(listeners(running.pid))) == 4, "HAProxy does not listen")
+        assert sorted(one[:2] for one in listeners(running.pid)) == sorted(wanted)
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_it_dies_with_who_started_it(door: socket.socket, tmp_path: Path) -> None:
+    """Else its next one, or the next service, would share the ports with it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config, program = tmp_path / "haproxy.cfg", tmp_path / "haproxy"
+    config.write_text(CONFIG.format(port=port, door=door.getsockname()[1]))
+    haproxy.write(program)
+    starts = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", starts, program, "-db", "-f", config])
+    connected(("127.0.0.1", port)).close()
+    parent.kill()
+    parent.wait()
+
+    def refuses() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) != 0
+
+    wait_until(refuses, "HAProxy is left")
 
 
 def test_the_program_is_for_its_user_to_run_and_is_the_packages(tmp_path: Path) -> None:

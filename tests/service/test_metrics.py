@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from deltafront.workers.messages.events import FinishReason, PrefillReport
 from deltafront.workers.messages.stages import HandoffFailed
 from deltafront.workers.messages.states import DecodeStats, GroupStats
 
+from ..test_generated import declared
 from .inprocess import House, wait_until
 from .test_requests import collect
 
@@ -124,6 +127,56 @@ def test_launch_bound_time_is_told_by_stage_and_method(tmp_path: Path) -> None:
     assert told == {("0", "dpxa"): 1.0, ("1", "dpxa"): 0.5}
 
 
+def promtool_says(exported: bytes) -> str:
+    """What `promtool check metrics` complains of; nothing, where all is well."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    command = ["promtool", "check", "metrics"]
+    done = subprocess.run(command, input=exported, check=False, capture_output=True)
+    return (done.stdout + done.stderr).decode()
+
+
+def test_promtool_has_nothing_to_say_of_what_a_door_exports(house: House, client: DeltafrontClient) -> None:
+    """After requests of every kind: each metric that is declared has been observed."""
+    *_, made = client.prefill("x" * 300, session_ttl_s=60)
+    assert isinstance(made, PrefillFinished)
+    collect(client.generate(session_id=made.session.session_id, append="Who?", max_tokens=3))
+    collect(client.generate(PROMPT, max_tokens=3, method="dense"))
+    ended(house, 3)
+    on_a_gpu = PrefillReport(0.0, 3.5, {}, ({"attention": 1.0},), (), "dpxa", 0.0, 0, (0.5,))
+    house.metrics.prefilled(on_a_gpu, 1000)
+    house.metrics.workers.tell({"decode:x": WorkerState(usage=0.5, up=1)})
+    house.metrics.workers.compiled("decode:x", (("warm_up", 40),))
+    exported = house.metrics.expose()
+    described = set(re.findall(rb"^# HELP deltafront_(\w+) \S", exported, re.MULTILINE))
+    assert {name.decode() for name in described} == {name for _kind, name in declared()}
+    assert promtool_says(exported) == ""
+
+
+def test_promtool_finds_a_gauge_that_is_called_a_total() -> None:
+    wrong = b"# HELP things_total Things\n# TYPE things_total gauge\nthings_total 1\n"
+    assert "_total" in promtool_says(wrong)
+
+
+def test_names_say_kinds_and_base_units() -> None:
+    """As Prometheus' conventions have them, where promtool is too old to look."""
+    for kind, name in declared():
+        assert name.endswith("_total") == (kind == "counter"), name
+        words = set(name.split("_"))
+        assert not words & {
+            "ms",
+            "milliseconds",
+            "us",
+            "minutes",
+            "hours",
+            "kb",
+            "mb",
+            "gb",
+            "gib",
+            "percent",
+        }
+
+
 def test_outcomes_begin_at_zero(tmp_path: Path) -> None:
     """So that the first of a kind is an increase, and a share of nothing is 0."""
     samples = [s for m in Metrics(tmp_path).registry().collect() for s in m.samples]
@@ -167,7 +220,7 @@ def test_compilations_are_told_by_worker_and_phase_and_not_added_up(tmp_path: Pa
         metrics.workers.compiled("decode:x", (("warm_up", 40), ("serving", serving)))
     metrics.workers.compiled("prefill:y", ())
     text = metrics.expose().decode()
-    told = re.findall(r"^deltafront_kernel_compilations_total\{(.*)\} (\S+)$", text, re.MULTILINE)
+    told = re.findall(r"^deltafront_kernel_compilations\{(.*)\} (\S+)$", text, re.MULTILINE)
     assert sorted(told) == [
         ('phase="serving",worker="decode:x"', "2.0"),
         ('phase="warm_up",worker="decode:x"', "40.0"),

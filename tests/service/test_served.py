@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import grpc
 import httpx
@@ -33,6 +35,7 @@ from deltafront.service.errors import (
     Unauthenticated,
 )
 
+from ..strangers import listeners, run_code, send_pickle, uninvited
 from .conftest import Served
 from .fakes import Speed
 from .inprocess import HANG_S, wait_until
@@ -101,6 +104,40 @@ def test_tokens(served: Served, token: str, client: DeltafrontClient) -> None:
         for call in (stranger.info, lambda: list(stranger.generate("x")), lambda: stranger.release("a.b")):
             with pytest.raises(Unauthenticated):
                 call()
+
+
+def test_nothing_listens_beyond_loopback_where_the_configuration_names_nothing(served: Served) -> None:
+    """TLS and metrics included: `door.host` is loopback."""
+    wanted = set(served.ports.values())
+    wait_until(lambda: wanted <= {port for _, port, _ in listeners(os.getpid())}, "not all ports are seen")
+    assert not uninvited(os.getpid(), set())
+
+
+@pytest.mark.parametrize("whose", ["nobody's", "another", "ours"])
+def test_rays_control_store_runs_code_of_whoever_has_its_token_alone(
+    served: Served, tmp_path: Path, whose: str
+) -> None:
+    """Somebody on this machine, at loopback."""
+    import ray
+
+    token = {"another": "0" * 32, "ours": os.environ["RAY_AUTH_TOKEN"]}.get(whose)
+    mode = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    said = run_code(ray.get_runtime_context().gcs_address, tmp_path, **mode)
+    assert ("inside 42" in said) == (whose == "ours"), said
+    assert ("AuthenticationError" in said) == (whose != "ours"), said
+
+
+def test_a_replica_unpickles_nothing_of_whoever_has_no_token(served: Served, tmp_path: Path) -> None:
+    """With the token the same pickle runs, so it is the token that keeps others out."""
+    ports = [port for _, port, name in listeners(os.getpid()) if "ServeReplica" in name]
+    inner = [port for port in ports if port not in served.ports.values()]
+    answers = {port: send_pickle(port, tmp_path / "opened") for port in inner}
+    refusing = [port for port, code in answers.items() if code is grpc.StatusCode.UNAUTHENTICATED]
+    assert len(refusing) >= 2, "each of the two doors has such a server"
+    assert not (tmp_path / "opened").exists()
+    for port in refusing:
+        send_pickle(port, tmp_path / "opened", os.environ["RAY_AUTH_TOKEN"])
+    assert (tmp_path / "opened").exists()
 
 
 def test_tls_at_the_doors_own_port(served: Served, client: DeltafrontClient) -> None:

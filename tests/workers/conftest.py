@@ -31,11 +31,13 @@ def cluster() -> Iterator[Any]:
     """One Ray for all tests of actors."""
     import ray
 
+    from deltafront.service import listening
     from deltafront.service.client.local_ray import slow_start
 
     patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_AUTH_MODE", "disabled")
-    with slow_start(9030):
+    for name, value in (listening.token() | listening.loopback()).items():
+        patch.setenv(name, value)
+    with listening.at_loopback(), slow_start(9030):
         ray.init(
             address="local",
             _node_ip_address="127.0.0.1",

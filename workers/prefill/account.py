@@ -20,7 +20,7 @@ _MEMORY_S = 15.0
 _LEAD = 0.2
 """A GPU that is through with a chunk so soon after its last launch, in the chunk's own time, has waited for
 launches. Where hosts were too slow, the median was 0.04 and 0.06; else no chunk but the shortest of a prompt
-was below it (docs/LOG.md)."""
+was below it (docs/log/2026-11-25.md)."""
 
 
 @dataclass

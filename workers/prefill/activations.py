@@ -7,9 +7,11 @@ shape and the order from the commands, which every stage of a group gets in the 
 from __future__ import annotations
 
 import queue
+import secrets
+import socket
 from collections import deque
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,15 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """torch.distributed backend by type of device."""
 _MEET = timedelta(seconds=120)
 """How long stages wait for one another at their rendezvous."""
+
+
+class Rendezvous(NamedTuple):
+    """Where the stages of a group meet, and by what they know each other: whoever reaches the store can read
+    and write there, the secret travels by Ray."""
+
+    address: str
+    port: int
+    secret: bytes
 
 
 class LinkClosed(Exception):
@@ -144,10 +155,23 @@ class GroupActivations:
         dist.destroy_process_group()
 
 
-def host_store(address: str, stages: int) -> TCPStore:
-    """The first stage's rendezvous, on a free port of `address` that the system picks (`.port`)."""
-    return TCPStore(address, 0, stages, is_master=True, timeout=_MEET, wait_for_workers=False)
+def host_store(address: str, stages: int) -> tuple[TCPStore, Rendezvous]:
+    """The first stage's store, on a free port of `address` that the system picks, and how others find it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family)  # by itself it would listen everywhere
+    port, handed_over = listening.getsockname()[1], listening.detach()
+    store = TCPStore(
+        address,
+        port,
+        stages,
+        is_master=True,
+        timeout=_MEET,
+        wait_for_workers=False,
+        master_listen_fd=handed_over,
+    )
+    return store, Rendezvous(address, port, secrets.token_bytes(16))
 
 
-def join_store(address: str, port: int, stages: int) -> TCPStore:
+def join_store(rendezvous: Rendezvous, stages: int) -> TCPStore:
+    address, port, _ = rendezvous
     return TCPStore(address, port, stages, is_master=False, timeout=_MEET, wait_for_workers=False)

@@ -29,7 +29,7 @@ _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
 _CHUNK_S, _LAYER_S = 3e-3, 100e-6
 """What a chunk costs a stage, and each of its layers, however few its tokens: launches, ends of kernels that
 do not fill the device, the way of its activations. Sixteen layers of an 8B shape take 3 ms in all since they
-are launched faster, and more or fewer chunks than these give make no difference (docs/LOG.md)."""
+are launched faster, and more or fewer chunks than these give make no difference (docs/log/2026-11-25.md)."""
 _EVEN = 4 * BLOCK
 """Longer chunks are multiples of it: 32 heads' blocks then fill 132 multiprocessors. Dense attention of 1,152
 tokens takes as long as that of 1,536."""

@@ -30,7 +30,7 @@ from ..settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
 from ..tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
-    from .activations import Activations
+    from .activations import Activations, Rendezvous
     from .chunks import ModelWork
     from .controller import PrefillController
     from .stage import PrefillStage
@@ -62,13 +62,13 @@ class StageActor:
         self._stage: PrefillStage | None = None
         self._compilations = Compilations()
 
-    def host(self) -> tuple[str, int]:
-        """Address and port where the stages of the group find each other (first stage only)."""
+    def host(self) -> Rendezvous:
+        """Where the stages of the group find each other (first stage only)."""
         from .activations import host_store
 
         address = str(ray.util.get_node_ip_address())
-        self._store = host_store(address, self._config.stages)
-        return address, int(self._store.port)
+        self._store, rendezvous = host_store(address, self._config.stages)
+        return rendezvous
 
     def load(self) -> tuple[str, ModelWork | None]:
         """Load the model's share, unless it is here. Returns the id of the node, and what chunks cost."""
@@ -91,7 +91,7 @@ class StageActor:
         self._compilations.ready = True
         return node, self._stage.work
 
-    def join(self, rendezvous: tuple[str, int]) -> None:
+    def join(self, rendezvous: Rendezvous) -> None:
         """Meet the other stages. All must be asked at the same time."""
         self.hosted.connect(self._activations(rendezvous, self.hosted))
 
@@ -113,16 +113,16 @@ class StageActor:
         """Forms of kernels made in this process, answered like a pulse."""
         return self._compilations.phases
 
-    def _activations(self, rendezvous: tuple[str, int], stage: PrefillStage) -> Activations:
+    def _activations(self, rendezvous: Rendezvous, stage: PrefillStage) -> Activations:
         import torch
 
         from .activations import join_store
         from .peer_activations import meet
 
         stages, stack = self._config.stages, stage.stack
-        store = self._store if self._number == 0 else join_store(*rendezvous, stages)
+        store = self._store if self._number == 0 else join_store(rendezvous, stages)
         like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
-        return meet(store, self._number, self._config, like)
+        return meet(store, self._number, self._config, like, rendezvous.secret)
 
 
 @hosts(Group)

@@ -10,11 +10,11 @@ Shape suffixes: T tokens of the chunk, C hidden size, N slots of a ring.
 
 from __future__ import annotations
 
-import pickle
-import secrets
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -89,7 +89,11 @@ class _In:
 
 
 class PeerActivations:
-    """One stage's ends. All stages must make theirs at the same time, with the same store and sizes."""
+    """One stage's ends. All stages must make theirs at the same time, with the same store, secret and sizes.
+
+    The store only says where a stage listens. Whoever it leads to must know the secret before anything that
+    came from there is unpickled.
+    """
 
     def __init__(
         self,
@@ -99,26 +103,28 @@ class PeerActivations:
         chunk_tokens: int,
         like: torch.Tensor,
         peers: PeerMemory,
+        secret: bytes,
         timeout_s: float = 1800.0,
     ) -> None:
-        """like: an empty tensor [0, hidden] of the dtype and device that chunks have."""
+        """like: an empty tensor [0, hidden] of the dtype and device that chunks have. Raises LinkClosed where
+        a neighbour is not to be found."""
         self._peers = peers
         self._before: _In | None = None
         self._after: _Out | None = None
         listener = None
         if rank < stages - 1:
             ring_NTC = like.new_empty(SLOTS, chunk_tokens, like.shape[1])
-            key = secrets.token_bytes(16)
-            listener = Listener(family="AF_UNIX", authkey=key)
-            told = pickle.dumps((listener.address, key, peers.export(ring_NTC)))
-            store.set(f"ring/{rank}", told.hex())
+            listener = Listener(family="AF_UNIX", authkey=secret)
+            store.set(f"ring/{rank}", json.dumps(listener.address))
         if rank > 0:
-            address, key, handle = pickle.loads(bytes.fromhex(store.get(f"ring/{rank - 1}").decode()))
-            line = Line(Client(address, "AF_UNIX", key), peers.mark, timeout_s)
-            self._before = _In(line, peers.open(handle))
+            connection = _connected(store, rank - 1, secret)
+            handle = connection.recv()
+            self._before = _In(Line(connection, peers.mark, timeout_s), peers.open(handle))
         if listener is not None:
             with listener:
-                self._after = _Out(Line(listener.accept(), peers.mark, timeout_s), ring_NTC)
+                connection = listener.accept()
+            connection.send(peers.export(ring_NTC))
+            self._after = _Out(Line(connection, peers.mark, timeout_s), ring_NTC)
 
     def receive(self, tokens: int) -> torch.Tensor:
         """Returns once the chunk is in the neighbour's ring and its copy is launched."""
@@ -162,13 +168,21 @@ class PeerActivations:
                 link.line.abort()
 
 
-def meet(store: Store, rank: int, config: PrefillConfig, like: torch.Tensor) -> Activations:
+def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
+    """To a stage, which knows the secret. Raises LinkClosed for what the store should not say."""
+    try:
+        return Client(json.loads(store.get(f"ring/{rank}")), "AF_UNIX", secret)
+    except (ValueError, TypeError, OSError, EOFError, AuthenticationError) as error:
+        raise LinkClosed(f"stage {rank} is not where the group's store says: {error}") from None
+
+
+def meet(store: Store, rank: int, config: PrefillConfig, like: torch.Tensor, secret: bytes) -> Activations:
     """One stage's links to its neighbours: by `PeerActivations` where all stages have GPUs of one host, by
-    torch.distributed otherwise. All stages must call this at the same time. like: as there."""
+    torch.distributed otherwise. All stages must call this at the same time. like, secret: as there."""
     stages = config.stages
     if like.device.type == "cuda" and config.activations == "copied":
         store.set(f"home/{rank}", home())
         if len({store.get(f"home/{other}") for other in range(stages)}) == 1:
             memory = CudaPeerMemory(like.device)
-            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory)
+            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory, secret)
     return GroupActivations(store, rank, stages, like.shape[1], like.dtype, like.device)

@@ -20,7 +20,7 @@ LOOK_S = 0.25
 starved, its answers are late as well, and stages are not blamed for it."""
 PULSE_S = 3.0
 """For a sign of life. While it compiles, Triton keeps the interpreter's lock for a twentieth of the time at
-once: 2.1 s at worst where a kernel took a minute (docs/LOG.md)."""
+once: 2.1 s at worst where a kernel took a minute (docs/log/2026-11-22.md)."""
 ASK_AGAIN_S = 1.0
 """From a sign of life to the next question."""
 

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from deltafront.service.client import leftovers
 from deltafront.service.client.local_ray import (
+    _START_S,
     PROXY_PERIOD_S,
-    _adjust_waits,
     _begin_serve,
+    _in_one_line,
     _nothing_idle,
     _own_sigterm,
     agent_ports,
     check_gpus,
     check_ports,
+    check_sockets,
+    check_start,
     cpus,
     environment,
     inner_ports,
     slow_start,
 )
+from deltafront.service.client.reasons import NotStarted
 from deltafront.service.config import ConfigError, parse
 
 from ..test_config import content
@@ -174,7 +183,7 @@ def test_a_node_waits_for_its_object_store_as_long_as_before(tmp_path: Path) -> 
 
 
 def test_serve_begins_without_waiting_for_its_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are given to be waited for later, and `serve.run` will find the controller."""
+    """Neither then nor when an application is run: Serve may replace one meanwhile."""
     from ray.serve._private import api, client
 
     begun: list[Any] = []
@@ -184,25 +193,92 @@ def test_serve_begins_without_waiting_for_its_proxies(monkeypatch: pytest.Monkey
         begun.append(given[:2])
         return "controller", ["a proxy", "another"]
 
+    class Client:
+        def __init__(self, controller: str) -> None:
+            self.controller = controller
+
+        def wait_for_proxies_serving(self, wait_for_applications_running: bool = True) -> None:
+            raise AssertionError("a proxy is waited for")
+
+    assert callable(client.ServeControllerClient.wait_for_proxies_serving)  # which is what is replaced
     monkeypatch.setattr(api, "_create_controller_and_proxy_refs", create)
     monkeypatch.setattr(api, "_set_global_client", known.append)
-    monkeypatch.setattr(client, "ServeControllerClient", lambda controller: f"client of {controller}")
-    assert _begin_serve({"port": 1}, "grpc") == ["a proxy", "another"]
-    assert begun == [({"port": 1}, "grpc")] and known == ["client of controller"]
+    monkeypatch.setattr(client, "ServeControllerClient", Client)
+    _begin_serve({"port": 1}, "grpc")
+    assert begun == [({"port": 1}, "grpc")] and [one.controller for one in known] == ["controller"]
+    known[0].wait_for_proxies_serving(wait_for_applications_running=False)
 
 
-def test_serves_client_is_patient_with_proxies_and_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.serve._private import api, client
+@pytest.mark.parametrize(
+    ("variable", "constant"),
+    [
+        ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "PROXY_READY_CHECK_TIMEOUT_S"),
+        ("RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S"),
+    ],
+)
+def test_what_starts_slowly_has_the_whole_starts_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, constant: str
+) -> None:
+    """As Serve reads it: with its own 5 s, three of six starts on a busy machine died."""
+    monkeypatch.delenv(variable, raising=False)
+    variables = environment(parse(content()), tmp_path)
+    asked = f"from ray.serve._private import constants; print(float(constants.{constant}))"
+    told = {**os.environ, variable: variables[variable]}
+    said = subprocess.run([sys.executable, "-c", asked], env=told, capture_output=True, text=True, check=True)
+    assert float(said.stdout) == _START_S == 300
 
-    for module, name in (
-        (api, "HTTP_PROXY_TIMEOUT"),
-        (client, "HTTP_PROXY_TIMEOUT"),
-        (client, "CLIENT_POLLING_INTERVAL_S"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))  # which must be there, and is put back
-    _adjust_waits()
-    assert api.HTTP_PROXY_TIMEOUT == client.HTTP_PROXY_TIMEOUT == 300
-    assert client.CLIENT_POLLING_INTERVAL_S == 0.1
+
+def test_rays_worker_and_control_store_have_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RAY_worker_register_timeout_seconds", "RAY_gcs_server_port_wait_time_s")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    variables = environment(parse(content()), tmp_path)
+    assert {float(variables[name]) for name in names} == {_START_S}
+
+
+def test_no_line_of_the_audit_log_is_left_out(tmp_path: Path) -> None:
+    """Ray's driver takes lines that differ in their numbers only for one."""
+    variables = environment(parse(content()), tmp_path)
+    asked = "from ray._private import ray_constants; print(ray_constants.RAY_DEDUP_LOGS)"
+    told = {**os.environ, **variables}
+    said = subprocess.run([sys.executable, "-c", asked], env=told, capture_output=True, text=True, check=True)
+    assert said.stdout == "False\n"
+
+
+def test_a_port_of_what_is_dying_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = parse(content("door", http_port=port, grpc_port=1025, metrics_port=1026))
+        monkeypatch.setattr(leftovers, "DYING_S", 0.01)
+        with pytest.raises(ConfigError, match=r"^door.http_port"):
+            check_start(settings)
+        monkeypatch.setattr(leftovers, "DYING_S", 60.0)
+        closing = threading.Timer(0.1, taken.close)
+        closing.start()
+        check_start(settings)
+        closing.join()
+
+
+def test_a_temporary_directory_with_too_long_a_name_is_named() -> None:
+    check_sockets("/tmp")
+    with pytest.raises(ConfigError, match=r"^TMPDIR: /scratch/of/somebody is too long a name"):
+        check_sockets("/scratch/of/somebody")
+
+
+def test_errors_of_ray_are_one_line_and_all_of_them_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    from ray.exceptions import ActorDiedError
+
+    says = r"^a process ended while the service started \(ActorDiedError\); is there enough memory\?$"
+    with pytest.raises(NotStarted, match=says), _in_one_line():
+        raise ActorDiedError()
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_a_configuration_lacks_stays_what_it_is() -> None:
+    with pytest.raises(ConfigError, match="a port"), _in_one_line():
+        raise ConfigError("a port")
 
 
 def test_what_a_signal_does_is_the_callers_business() -> None:

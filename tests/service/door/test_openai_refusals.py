@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,17 @@ def test_a_body_that_is_no_json_object_is_refused(address: str, body: bytes) -> 
     answer = httpx.post(f"{address}/v1/completions", content=body)
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"no json", b'{"prompt": ""}'])
+def test_a_refusal_has_the_id_that_the_audit_log_has(
+    address: str, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "deltafront.audit")
+    refused = httpx.post(f"{address}/v1/completions", content=body)
+    assert refused.status_code == 400
+    (line,) = (json.loads(one.message) for one in caplog.records if one.name == "deltafront.audit")
+    assert line["request_id"] == refused.headers["x-request-id"] != ""
 
 
 def test_what_is_not_supported_is_refused_by_name(house: House, api: openai.OpenAI) -> None:

@@ -236,9 +236,11 @@ def test_every_request_has_a_line_and_no_content(
         with pytest.raises(NotFound):
             client.release(session)
         with pytest.raises(InvalidArgument):
-            list(client.generate("a secret", temperature=-1))
+            list(client.generate("a secret", temperature=-1, request_id="wrong"))
+        with pytest.raises(InvalidArgument):
+            list(client.generate("a secret", request_id="no\nid"))
     with DeltafrontClient(house.address, "wrong") as stranger, pytest.raises(Unauthenticated):
-        list(stranger.generate("a secret"))
+        list(stranger.generate("a secret", request_id="theirs"))
     lines = [json.loads(record.message) for record in caplog.records if record.name == "deltafront.audit"]
     assert all(line.pop("seconds") >= 0 for line in lines)
     names = ("request_id", "token", "rpc", "method", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -248,8 +250,9 @@ def test_every_request_has_a_line_and_no_content(
         ("ask", "ann", "Generate", "", 18, 9, 2, "length"),
         ("", "ann", "ReleaseSession", "", 0, 0, 0, "finished"),
         ("", "ann", "ReleaseSession", "", 0, 0, 0, "not_found"),
+        ("wrong", "ann", "Generate", "", 0, 0, 0, "invalid_argument"),
         ("", "ann", "Generate", "", 0, 0, 0, "invalid_argument"),
-        ("", "", "Generate", "", 0, 0, 0, "unauthenticated"),
+        ("theirs", "", "Generate", "", 0, 0, 0, "unauthenticated"),
     ]
     assert "secret" not in caplog.text
     assert "alpha" not in caplog.text

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Listener
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +20,18 @@ import torch.distributed as dist
 from deltafront.workers.prefill.activations import LinkClosed, NoActivations, QueueActivations, host_store
 from deltafront.workers.prefill.peer_activations import SLOTS, PeerActivations
 
+from ...strangers import Opened, listeners
+
 RANK = """
 import sys, torch
-from deltafront.workers.prefill.activations import GroupActivations, join_store
+from deltafront.workers.prefill.activations import GroupActivations, Rendezvous, join_store
 from deltafront.workers.prefill.peer_activations import PeerActivations
 
 rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+secret = bytes.fromhex(sys.argv[5])
 torch.set_num_threads(1)
 torch.multiprocessing.set_sharing_strategy("file_system")
-store = join_store("127.0.0.1", port, stages + 1)
+store = join_store(Rendezvous("127.0.0.1", port, secret), stages + 1)
 dtype = torch.bfloat16
 
 class SharedMemory:
@@ -40,7 +49,7 @@ like = torch.empty(0, 24, dtype=dtype)
 if kind == "group":
     ends = GroupActivations(store, rank, stages, hidden=24, dtype=dtype, device=like.device, timeout_s=60)
 else:
-    ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), timeout_s=60)
+    ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), secret, timeout_s=60)
 sizes = [128, 128, 1, 77, 128, 128, 128, 5]
 
 def sent(chunk):
@@ -57,16 +66,19 @@ if rank == stages - 1:
     print("ok")
 ends.close()
 """
+SECRET = b"known to all stages"
 
 
 @pytest.mark.parametrize(("stages", "kind"), [(3, "group"), (2, "peer"), (4, "peer")])
 def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
     """Over gloo, and by copies from each other's memory."""
-    store = host_store("127.0.0.1", stages=stages + 1)
+    _store, (_, port, secret) = host_store("127.0.0.1", stages=stages + 1)
     command = [sys.executable, "-W", "ignore", "-c", RANK]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(stages), str(store.port), kind], stdout=subprocess.PIPE, text=True
+            [*command, str(rank), str(stages), str(port), kind, secret.hex()],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(stages)
     ]
@@ -77,6 +89,17 @@ def test_processes_pass_chunks_on_in_order(stages: int, kind: str) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * stages
     assert outputs[-1].strip() == "ok"
+
+
+def test_the_store_listens_at_its_address_alone() -> None:
+    """Nobody writes to it who comes to another address of this machine."""
+    before = set(listeners(os.getpid()))
+    store, (address, port, _) = host_store("127.0.0.1", stages=1)
+    assert [one[:2] for one in set(listeners(os.getpid())) - before] == [(address, port)]
+    store.set("ring/0", "ours")
+    assert store.get("ring/0") == b"ours"
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port)):
+        pass
 
 
 def test_queues_pass_chunks_on_in_order() -> None:
@@ -154,7 +177,7 @@ def neighbours(*memory: OneProcess) -> list[PeerActivations]:
     stages = len(memory)
     with ThreadPoolExecutor(stages) as pool:
         ends = [
-            pool.submit(PeerActivations, store, rank, stages, 8, like, one, 20.0)  # type: ignore[arg-type]
+            pool.submit(PeerActivations, store, rank, stages, 8, like, one, SECRET, 20.0)  # type: ignore[arg-type]
             for rank, one in enumerate(memory)
         ]
         return [end.result(60) for end in ends]
@@ -209,3 +232,38 @@ def test_a_neighbour_that_is_gone_wakes_whoever_waits_for_it() -> None:
         end.abort()
         with pytest.raises(LinkClosed, match=r"nobody|is gone"):
             end.receive(1)
+
+
+@pytest.mark.parametrize("written", ["a pickle", "no address", "not JSON"])
+def test_what_a_stranger_writes_to_the_store_is_no_more_than_a_broken_link(
+    written: str, tmp_path: Path
+) -> None:
+    """It was unpickled once."""
+    said = {"a pickle": pickle.dumps(Opened(tmp_path / "opened")).hex(), "no address": "7", "not JSON": "{"}
+    store = dist.HashStore()
+    store.set("ring/0", said[written])
+    with pytest.raises(LinkClosed, match="stage 0 is not where the group's store says"):
+        PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), SECRET)  # type: ignore[arg-type]
+    assert not (tmp_path / "opened").exists()
+
+
+def test_nothing_is_unpickled_that_comes_from_where_the_secret_is_not_known(tmp_path: Path) -> None:
+    """The store leads to a stranger, who would answer any challenge and send a pickle."""
+    store = dist.HashStore()
+    with Listener(family="AF_UNIX", authkey=None) as stranger, ThreadPoolExecutor(1) as pool:
+        store.set("ring/0", json.dumps(stranger.address))
+
+        def answer() -> None:
+            with stranger.accept() as connection:
+                connection.send_bytes(b"#CHALLENGE#{sha256}" + bytes(32))
+                connection.recv_bytes()
+                connection.send_bytes(b"#WELCOME#")
+                connection.recv_bytes()
+                connection.send_bytes(b"made up")
+                connection.send(Opened(tmp_path / "opened"))
+
+        answering = pool.submit(answer)
+        with pytest.raises(LinkClosed, match="stage 0 is not where"):
+            PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), SECRET)  # type: ignore[arg-type]
+        answering.exception(60)
+    assert not (tmp_path / "opened").exists()

@@ -1,0 +1,34 @@
+"""Ray's own processes are watched, and a loss is said in our words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from deltafront.service.client.watching import Watch
+
+
+@pytest.fixture
+def node() -> Iterator[subprocess.Popen[bytes]]:
+    """Lives until its standard input ends."""
+    with subprocess.Popen([sys.executable, "-c", "exit(int(input()))"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_nothing_is_lost_while_all_live(node: subprocess.Popen[bytes]) -> None:
+    assert Watch({"gcs_server": node, "raylet": node}).lost() == ""
+
+
+def test_a_killed_control_store_is_named(node: subprocess.Popen[bytes]) -> None:
+    watch = Watch({"gcs_server": node})
+    node.kill()
+    assert watch.wait() == "Ray's control store (gcs_server) was ended by SIGKILL"
+
+
+def test_a_node_that_ended_is_named_with_its_code(node: subprocess.Popen[bytes]) -> None:
+    node.communicate(b"3\n")
+    assert Watch({"raylet": node}).wait() == "Ray's node (raylet) ended with code 3"
