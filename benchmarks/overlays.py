@@ -148,7 +148,7 @@ def row(overlay: Overlay) -> list[str]:
         stages, workers = f"{stages} × {stage / GIB:.1f} GiB", f"{workers} × {worker / GIB:.1f} GiB"
     return [
         f"`{overlay.name}`",
-        overlay.config.door.model_name,
+        overlay.config.door.display_name,
         _gpus(overlay.layout),
         stages,
         workers,

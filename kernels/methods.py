@@ -198,9 +198,8 @@ def method_spec(name: str, options: Mapping[str, Value] | None = None) -> Method
     """Check a method's name and options and fill in defaults. Raises MethodError naming the field."""
     base, plus, wrapper = name.partition("+")
     if base not in PRESETS or (plus and wrapper != "delta"):
-        raise MethodError(
-            "method", f"unknown attention method {name!r}; known: {', '.join(PRESETS)}, X+delta"
-        )
+        served = ", ".join(name for name, preset in PRESETS.items() if not preset.whole_prompt)
+        raise MethodError("method", f"unknown attention method {name!r}; known: {served}, X+delta")
     preset = PRESETS[base]
     known = {**preset.options, **(options_of(CorrectionOptions) if plus else {})}
     given = dict(options or {})

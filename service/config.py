@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -46,6 +47,9 @@ _WARM_UP_TOKENS = 256
 """A decode worker's warm-up needs room for, and positions of, this many tokens."""
 
 _DOOR_FILES = ("tokens_file", "tls_certificate", "tls_key", "tls_client_ca")
+
+_MARKS = "._:/+-"
+MODEL_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9{re.escape(_MARKS)}]*")
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Host = Annotated[str, AfterValidator(lambda given: str(ipaddress.ip_address(given)))]
@@ -110,7 +114,10 @@ class DoorConfig:
     """Whether requests on the ports that Ray Serve opens, which cannot be encrypted, are refused where there
     is TLS. Health is always told there."""
     model_name: str = ""
-    """Shown by GetServerInfo; empty: model.path."""
+    """The model's id, which requests of OpenAI's clients name and metrics have as a label; empty: made of
+    model.path."""
+    display_name: str = ""
+    """The same for people; empty: the id."""
     default_method: str = "dpxa"
     default_max_tokens: Count = 256
     default_session_ttl_s: Positive = 600.0
@@ -218,6 +225,11 @@ class ServiceConfig(BaseModel):
 
     def _door_contradictions(self) -> Iterator[str]:
         door = self.door
+        if door.model_name and not MODEL_ID.fullmatch(door.model_name):
+            yield (
+                f"door.model_name = {door.model_name!r}: is an id, of letters, digits and {_MARKS}; "
+                "what people are shown is door.display_name"
+            )
         if door.tokens_file is None and (door.token_requests or door.token_tokens):
             yield "door.tokens_file: missing, and without it there is no token to limit"
         if (door.tls_certificate is None) != (door.tls_key is None):

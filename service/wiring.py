@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,15 +44,21 @@ def local_model(settings: ServiceConfig) -> ServiceConfig:
     spec = settings.model
     adapter = None if spec.adapter is None else str(adapter_directory(spec.adapter))
     found = settings.with_model(path=str(model_directory(spec.path)), adapter=adapter)
-    if not settings.door.model_name:
-        door = replace(settings.door, model_name=shown_name(spec))
-        found = found.model_copy(update={"door": door})
+    found = found.model_copy(update={"door": _named(settings.door, shown_name(spec))})
     check_start(found)
     return found
 
 
+def _named(door: DoorConfig, name: str) -> DoorConfig:
+    """With the model's id and what people are shown, both made of its name where nothing is configured."""
+    if door.model_name:
+        return replace(door, display_name=door.display_name or door.model_name)
+    model_id = re.sub(r"[^A-Za-z0-9._:/+-]+", "-", name.replace(" + ", "+")).strip("-")
+    return replace(door, model_name=model_id or "model", display_name=door.display_name or name)
+
+
 def shown_name(spec: ModelSpec) -> str:
-    """What GetServerInfo calls a model, so that no server's directories are shown."""
+    """What people are told of a model, so that no server's directories are shown."""
     name = spec.path if not Path(spec.path).exists() else Path(spec.path).name
     return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
 
@@ -99,6 +106,8 @@ def requests(
     about = ServerInfo(
         version=__version__,
         model=door.model_name or settings.model.path,
+        display_name=door.display_name or door.model_name or settings.model.path,
+        chat_template=tokenizer.has_template,
         max_positions=model.positions,
         vocabulary=model.vocab,
         default_method=door.default_method,

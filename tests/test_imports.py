@@ -59,7 +59,8 @@ ROOMS = {
         service.request service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.listening": "",
-    "service.haproxy": "service.listening",
+    "service.haproxy": "service.listening service.haproxy_config",
+    "service.haproxy_config": "",
     "service.app": """workers.settings workers.prefill.group workers.decode.worker service.config
         service.metrics service.exporter service.fleet service.door service.wiring service.listening""",
     "service.client": """kernels.methods workers.messages workers.settings workers.model.config

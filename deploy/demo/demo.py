@@ -102,7 +102,7 @@ def main() -> int:
     with LocalService(arguments.config) as service, DeltafrontClient(service.address) as client:
         info = client.info()
         console.print(
-            f"Serving [bold]{info.model}[/bold] on {service.address} "
+            f"Serving [bold]{info.display_name}[/bold] on {service.address} "
             f"after {time.monotonic() - started:.0f} s: {info.prefill_stages} prefill stages, "
             f"{info.decode_workers} decode worker; metrics at http://{info.metrics_address}/metrics"
         )

@@ -103,21 +103,23 @@ class SamplingOptions(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("prompt", "attention", "session_ttl", "deadline", "request_id")
+    __slots__ = ("prompt", "attention", "session_ttl", "deadline", "request_id", "cache_salt")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
     SESSION_TTL_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     attention: AttentionMethod
     session_ttl: _duration_pb2.Duration
     deadline: _timestamp_pb2.Timestamp
     request_id: str
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "session_id", "append", "attention", "sampling", "page_selection", "session_ttl", "deadline", "request_id", "answered_ids", "recompute_blocks")
+    __slots__ = ("prompt", "session_id", "append", "attention", "sampling", "page_selection", "session_ttl", "deadline", "request_id", "answered_ids", "recompute_blocks", "cache_salt")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +131,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_IDS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     session_id: str
     append: Prompt
@@ -140,7 +143,8 @@ class GenerateRequest(_message.Message):
     request_id: str
     answered_ids: bytes
     recompute_blocks: int
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., session_id: _Optional[str] = ..., append: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., page_selection: _Optional[_Union[PageSelection, str]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., answered_ids: _Optional[bytes] = ..., recompute_blocks: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., session_id: _Optional[str] = ..., append: _Optional[_Union[Prompt, _Mapping]] = ..., attention: _Optional[_Union[AttentionMethod, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., page_selection: _Optional[_Union[PageSelection, str]] = ..., session_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., answered_ids: _Optional[bytes] = ..., recompute_blocks: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("tokens_done", "tokens_total")
@@ -363,7 +367,7 @@ class Profile(_message.Message):
     def __init__(self, model: _Optional[str] = ..., levels: _Optional[_Iterable[_Union[ProfileLevel, _Mapping]]] = ..., figures: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address", "full_layers", "delta_layers", "page_budget", "recency", "profile", "recompute_blocks")
+    __slots__ = ("version", "model", "max_positions", "vocabulary", "default_method", "methods", "prefill_groups", "prefill_stages", "decode_workers", "chunk_tokens", "decode_pages_total", "decode_pages_free", "prefill_pages_total", "prefill_pages_free", "page_tokens", "metrics_address", "full_layers", "delta_layers", "page_budget", "recency", "profile", "recompute_blocks", "display_name", "chat_template")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +390,8 @@ class GetServerInfoResponse(_message.Message):
     RECENCY_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     max_positions: int
@@ -408,4 +414,6 @@ class GetServerInfoResponse(_message.Message):
     recency: int
     profile: Profile
     recompute_blocks: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., full_layers: _Optional[_Iterable[int]] = ..., delta_layers: _Optional[_Iterable[int]] = ..., page_budget: _Optional[int] = ..., recency: _Optional[int] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ..., recompute_blocks: _Optional[int] = ...) -> None: ...
+    display_name: str
+    chat_template: bool
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., max_positions: _Optional[int] = ..., vocabulary: _Optional[int] = ..., default_method: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[MethodInfo, _Mapping]]] = ..., prefill_groups: _Optional[int] = ..., prefill_stages: _Optional[int] = ..., decode_workers: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., decode_pages_total: _Optional[int] = ..., decode_pages_free: _Optional[int] = ..., prefill_pages_total: _Optional[int] = ..., prefill_pages_free: _Optional[int] = ..., page_tokens: _Optional[int] = ..., metrics_address: _Optional[str] = ..., full_layers: _Optional[_Iterable[int]] = ..., delta_layers: _Optional[_Iterable[int]] = ..., page_budget: _Optional[int] = ..., recency: _Optional[int] = ..., profile: _Optional[_Union[Profile, _Mapping]] = ..., recompute_blocks: _Optional[int] = ..., display_name: _Optional[str] = ..., chat_template: _Optional[bool] = ...) -> None: ...

@@ -8,17 +8,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from ... import __version__
 from ...workers.model.config import ModelError
 from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..wiring import local_model
-from . import PrefillFinished, Progress
+from . import DeltafrontClient, PrefillFinished, Progress
 from .calibrate import calibrate_command
 from .chat import chat_command
 from .drain import drain_command
@@ -30,9 +32,11 @@ from .terminal import (
     ADDRESS,
     Address,
     Bearer,
+    Chat,
     Method,
     Options,
     Recompute,
+    Salt,
     Tls,
     as_json,
     calling,
@@ -44,11 +48,10 @@ from .terminal import (
     show_info,
     show_timings,
     stream_answer,
+    told_usage,
 )
 
-app = typer.Typer(
-    help="A distributed long-context prefill service.", no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 sessions = typer.Typer(help="Sessions: prompts that a server keeps.", no_args_is_help=True)
 app.add_typer(sessions, name="sessions")
 app.command("calibrate")(calibrate_command)
@@ -65,18 +68,37 @@ SpecialTokens = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"deltafront {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def deltafront(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A distributed long-context prefill service."""
+
+
 @app.command()
 def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; see deploy/config.")] = None,
     model: Annotated[str | None, typer.Option(help="Directory, .gguf file, hub id or embedded name.")] = None,
     adapter: Annotated[str | None, typer.Option(help="PEFT LoRA directory for --model.")] = None,
+    port: Annotated[int | None, typer.Option(help="Of OpenAI's API, in place of door.http_port.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="In place of door.grpc_port.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="In place of door.metrics_port.")] = None,
     log: Annotated[
         Path | None, typer.Option(help="Where Ray, Serve and HAProxy write to; replaced by each start.")
     ] = None,
 ) -> None:
     """Start Ray and the service on this machine; Ctrl-C stops both."""
     try:
-        settings = local_model(_settings(config, model, adapter))
+        ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": metrics_port}
+        settings = local_model(_with_ports(_settings(config, model, adapter), ports))
         signal.signal(signal.SIGTERM, _interrupt)
         _serve(settings, log or default_log(settings.door.grpc_port))
     except KeyboardInterrupt:
@@ -91,10 +113,12 @@ def prefill(
     address: Address = ADDRESS,
     token: Bearer = "",
     tls: Tls = False,
+    chat: Chat = None,
     method: Method = "",
     option: Options = [],  # noqa: B006  typer copies it
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the session.")] = None,
     special_tokens: SpecialTokens = "text",
+    cache_salt: Salt = "",
     timeout: Timeout = None,
     timings: ShowTimings = False,
     json: Json = False,
@@ -104,12 +128,13 @@ def prefill(
     with calling(address, token, tls) as client, reading_bar(err) as bar:
         result: PrefillFinished | None = None
         for event in client.prefill(
-            text,
+            _said(text, _chats(client, chat)),
             method=method,
             options=read_options(option),
             session_ttl_s=keep,
             timeout_s=timeout,
             special_tokens=special_tokens,
+            cache_salt=cache_salt,
         ):
             if isinstance(event, Progress):
                 bar.show(event)
@@ -121,6 +146,8 @@ def prefill(
         print(as_json(result) if json else result.session.session_id)
         if timings:
             show_timings(err, result.timings)
+        if timings or result.usage.cached_tokens:
+            err.print(told_usage(result.usage, asked_session=False), highlight=False)
 
 
 @app.command()
@@ -131,7 +158,7 @@ def generate(
     address: Address = ADDRESS,
     token: Bearer = "",
     tls: Tls = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    chat: Chat = None,
     method: Method = "",
     option: Options = [],  # noqa: B006
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
@@ -144,6 +171,7 @@ def generate(
     recompute: Recompute = None,
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")] = None,
     special_tokens: SpecialTokens = "text",
+    cache_salt: Salt = "",
     timeout: Timeout = None,
     timings: ShowTimings = False,
     json: Json = False,
@@ -155,9 +183,7 @@ def generate(
         fail("a session needs a --question")
     document = None if file is None else read_text(file)
     request = {
-        "prompt": None if document is None else _said(document, chat),
         "session_id": session,
-        "append": _said(question, chat) if question else None,
         "method": method,
         "options": read_options(option),
         "max_tokens": max_tokens,
@@ -171,21 +197,24 @@ def generate(
         "session_ttl_s": keep,
         "special_tokens": special_tokens,
         "timeout_s": timeout,
+        "cache_salt": cache_salt,
     }
     with calling(address, token, tls) as client:
+        chats = _chats(client, chat)
+        request["prompt"] = None if document is None else _said(document, chats)
+        request["append"] = _said(question, chats) if question else None
         text, finish = stream_answer(client, request, quiet=json)
     if json:
         print(as_json(dataclasses.replace(finish, text=text)))
         return
     if finish.session is not None:
         err.print(f"session {finish.session.session_id} holds {finish.session.tokens} tokens")
+    usage = finish.usage
     if timings:
-        usage = finish.usage
         show_timings(err, finish.timings)
-        err.print(
-            f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session, "
-            f"{finish.recomputed_tokens} computed again"
-        )
+    if timings or (session is None and usage.cached_tokens):
+        again = f"; {finish.recomputed_tokens} computed again" if finish.recomputed_tokens else ""
+        err.print(told_usage(usage, asked_session=session is not None) + again, highlight=False)
 
 
 @sessions.command()
@@ -231,9 +260,22 @@ def _settings(config: Path | None, model: str | None, adapter: str | None) -> Se
     decode = dataclasses.replace(settings.decode, page_selection="full", delta_layers=())
     warm_up = tuple(dict.fromkeys(name for name, _ in settings.prefill.warmed_up))
     prefill = dataclasses.replace(settings.prefill, method_options={}, warm_up=warm_up)
-    door = dataclasses.replace(settings.door, model_name="")
+    door = dataclasses.replace(settings.door, model_name="", display_name="")
     changes = {"model": spec, "prefill": prefill, "decode": decode, "door": door}
     return settings.model_copy(update=changes)
+
+
+def _with_ports(settings: ServiceConfig, ports: Mapping[str, int | None]) -> ServiceConfig:
+    """ports: by key of the door's; None: as configured."""
+    given = {key: port for key, port in ports.items() if port is not None}
+    if not given:
+        return settings
+    return parse({**settings.model_dump(), "door": {**settings.model_dump()["door"], **given}}, "serve")
+
+
+def _chats(client: DeltafrontClient, asked: bool | None) -> bool:
+    """Whether text is sent as messages: as it was asked for, or where the model has a template for them."""
+    return client.info().chat_template if asked is None else asked
 
 
 def _serve(settings: ServiceConfig, log: Path) -> None:

@@ -23,11 +23,12 @@ from ...protos.v1 import deltafront_pb2_grpc as pb_grpc
 from ...workers.messages.events import Progress, Token
 from ...workers.messages.requests import PageSelection
 from ..door import wire
-from ..door.status import from_status
+from ..door.status import from_status, is_ours
 from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
 from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SpecialTokens, Wishes
 from ..request.plan import packed
+from .address import check_address, mistaken
 from .losses import Losses
 from .tls import Tls
 
@@ -58,8 +59,8 @@ class DeltafrontClient:
     When the connection is lost (a door died), a request is sent again, with what its answer has brought so
     far, and goes on where it stopped: for up to retry_s seconds in which nothing is heard, and within
     timeout_s. 0 raises ConnectionLost at once. An address where nobody ever answered is Unavailable at once.
-    That a server's machine is gone shows after 6 minutes of silence. Raises InvalidArgument for an empty
-    address, and for a token that no header can hold.
+    That a server's machine is gone shows after 6 minutes of silence. Raises InvalidArgument for an address
+    that is not host:port, and for a token that no header can hold.
     """
 
     def __init__(
@@ -72,8 +73,7 @@ class DeltafrontClient:
     ) -> None:
         self._address, self._retry_s = address, retry_s
         self._heard = self._closed = False
-        if not address:
-            raise InvalidArgument("address", "is empty: host:port")
+        check_address(address)
         token = os.environ.get("DELTAFRONT_TOKEN") if token is None else token
         if token and not (token.isascii() and token.isprintable()):
             raise InvalidArgument("token", "must be printable ASCII, as a header is")
@@ -108,12 +108,14 @@ class DeltafrontClient:
         session_ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
+        cache_salt: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens: str = "text",
     ) -> Iterator[Progress | PrefillFinished]:
-        """Read a prompt and keep it. timeout_s: until the server gives up. chat_template_kwargs: variables of
-        the chat template that renders messages. special_tokens: `parse` takes control tokens that a text
-        spells for these; they are text otherwise, as in messages."""
+        """Read a prompt and keep it. timeout_s: until the server gives up. cache_salt: what was read is
+        shared only with requests of the same one. chat_template_kwargs: variables of the chat template that
+        renders messages. special_tokens: `parse` takes control tokens that a text spells for these; they are
+        text otherwise, as in messages."""
         request = PrefillRequest(
             prompt=_prompt(prompt, special_tokens, variables=chat_template_kwargs),
             method=method,
@@ -121,6 +123,7 @@ class DeltafrontClient:
             session_ttl_s=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
+            cache_salt=cache_salt,
         )
         sent = wire.prefill_request(request)
         read = wire.read_prefill_response
@@ -146,14 +149,14 @@ class DeltafrontClient:
         session_ttl_s: float | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
+        cache_salt: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens: str = "text",
     ) -> Iterator[Progress | Token | GenerateFinished]:
         """Answer a prompt, or a session plus `append`. recompute_blocks: of what was read with a sparse
         method, so many blocks of 128 tokens are computed again with dense attention, those that the question
-        looks at most; None: the server's default. stop: one string or several. chat_template_kwargs:
-        variables of the chat template that renders messages. special_tokens: as of `prefill`, for `append`
-        too."""
+        looks at most; None: the server's default. stop: one string or several. cache_salt,
+        chat_template_kwargs: as for `prefill`. special_tokens: as there, for `append` too."""
         if page_selection not in list(PageSelection):
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -173,6 +176,7 @@ class DeltafrontClient:
             session_ttl_s=session_ttl_s,
             deadline=_deadline(timeout_s),
             request_id=request_id or uuid.uuid4().hex,
+            cache_salt=cache_salt,
         )
 
         def sent(answered: list[int]) -> pb.GenerateRequest:
@@ -256,11 +260,15 @@ class DeltafrontClient:
         details = error.details() or ""
         if self._closed:
             return Cancelled("the client was closed")
-        found = from_status(error.code(), details, error.trailing_metadata() or ())
+        metadata = error.trailing_metadata() or ()
+        found = from_status(error.code(), details, metadata)
+        if not self._heard and not is_ours(metadata) and (wrong := mistaken(self._address, details)):
+            return wrong
         if not isinstance(found, ConnectionLost):
             self._heard = True
         elif not self._heard and any(words in details.lower() for words in _NOBODY):
-            return Unavailable(f"{self._address} cannot be reached: {details}")
+            hint = " (does it speak TLS?)" if "socket closed" in details.lower() else ""
+            return Unavailable(f"{self._address} cannot be reached{hint}: {details}")
         return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,7 +37,8 @@ class LocalService:
     """`with LocalService("deploy/config/demo.yaml") as service:` serves on `service.address`.
 
     Leaving the block stops it: SIGTERM, then, after _STOP_S seconds, SIGKILL to the process group that this
-    object started. Raises ConfigError for a configuration that cannot be used.
+    object started. Temporary files of the service are in a folder of this object's, which goes where it has
+    ended well, and else stays for its log. Raises ConfigError for a configuration that cannot be used.
     """
 
     def __init__(
@@ -57,9 +59,12 @@ class LocalService:
             str(config),
         ]
         self._start_s = start_s
-        self._environment = {**os.environ, **(environment or {})}
+        self._folder = Path(tempfile.mkdtemp(prefix="deltafront-"))
+        self._command += ["--log", str(self._folder / "ray.log")]
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder)}  # torch makes it wherever that is
+        self._environment = {**os.environ, **own, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
-        self.log = Path(tempfile.mkdtemp(prefix="deltafront-")) / "serve.log"
+        self.log = self._folder / "serve.log"
 
     @property
     def pid(self) -> int:
@@ -90,7 +95,8 @@ class LocalService:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        if self.stop() == 0 and kind is None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # what was killed may still be closing files
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None
@@ -114,14 +120,14 @@ class LocalService:
     def log_tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
-    def stop(self) -> None:
-        """Stop it and wait until it is gone; calling twice is fine."""
+    def stop(self) -> int | None:
+        """Stop it and wait until it is gone; its exit status. None where it does not run (any more)."""
         process, self._process = self._process, None
         if process is None:
-            return
+            return None
         process.terminate()
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        return process.wait()

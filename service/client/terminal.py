@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ...workers.messages.events import Progress, Token
+from ...workers.messages.events import Progress, Token, Usage
 from ..errors import (
     DeadlineExceeded,
     DeltafrontError,
@@ -32,6 +32,8 @@ from ..request.answers import GenerateFinished, ProfileInfo, ServerInfo, Timings
 from .client import DeltafrontClient
 
 _WORTH_SHOWING_S = 0.0005
+_STAGES_A_TABLE = 5
+"""As many as stand beside the phases' names on 80 columns."""
 
 # Options that several commands take.
 Address = Annotated[str, typer.Option(envvar="DELTAFRONT_ADDRESS", help="host:port of the server.")]
@@ -39,6 +41,17 @@ Bearer = Annotated[str, typer.Option(envvar="DELTAFRONT_TOKEN", help="Bearer tok
 Tls = Annotated[bool, typer.Option("--tls", help="The address speaks TLS.")]
 Method = Annotated[str, typer.Option(help="Attention method; see `deltafront info`.")]
 Options = Annotated[list[str], typer.Option("--option", help="NAME=VALUE, an option of the method.")]
+Salt = Annotated[
+    str, typer.Option("--cache-salt", help="Share what was read only with requests of the same salt.")
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="With the model's chat template (the default, if it has one), or the text as it stands.",
+        show_default=False,
+    ),
+]
 Recompute = Annotated[
     int | None,
     typer.Option(help="Blocks of 128 tokens that are read again with dense attention, for the question."),
@@ -102,7 +115,8 @@ class ReadingBar:
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed}/{task.total} tokens"))
-        self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True)
+        shown = console.is_terminal  # elsewhere rich would leave an empty line
+        self._bar = Bar(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown)
         self._task: Any = None
         self._stopped = False
 
@@ -163,16 +177,37 @@ def show_timings(console: Console, timings: Timings) -> None:
         table.add_row(name, f"{seconds:.3f}", f"{seconds / timings.ttft_seconds:.1%}")
     table.add_row("[bold]sum", f"[bold]{timings.ttft_seconds:.3f}", "100%")
     console.print(table)
-    if timings.stages:
-        names = list(dict.fromkeys(name for stage in timings.stages for name in stage))
-        stages = Table("stage", *names, title="Seconds by stage (stages overlap)")
-        for number, stage in enumerate(timings.stages):
-            stages.add_row(str(number), *(f"{stage.get(name, 0.0):.3f}" for name in names))
-        console.print(stages)
+    for begin in range(0, len(timings.stages), _STAGES_A_TABLE):
+        _show_stages(console, timings.stages[begin : begin + _STAGES_A_TABLE], begin)
+
+
+def _show_stages(console: Console, stages: Sequence[Mapping[str, float]], begin: int) -> None:
+    """A row for each phase, so that its name has room. begin: the number of the first of the stages."""
+    table = Table(title="Seconds by stage (stages overlap)")
+    table.add_column("phase", no_wrap=True)
+    for number in range(begin, begin + len(stages)):
+        table.add_column(f"stage {number}", justify="right", no_wrap=True)
+    for name in dict.fromkeys(name for stage in stages for name in stage):
+        table.add_row(name, *(f"{stage.get(name, 0.0):.3f}" for stage in stages))
+    console.print(table)
+
+
+def told_usage(usage: Usage, asked_session: bool) -> str:
+    """How much of a prompt was read before, and, where nobody asked for that, whose it is."""
+    said = f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them held by a session"
+    if asked_session or not usage.cached_tokens:
+        return said
+    return (
+        f"{said} that was found by itself: of yours, or, where the server has no tokens, of anybody "
+        "(--cache-salt shares only with the same salt)"
+    )
 
 
 def show_info(console: Console, info: ServerInfo) -> None:
-    table = Table(title=f"{info.model} (Deltafront {info.version})", show_header=False)
+    table = Table(
+        title=f"{escape(info.display_name or info.model)} (Deltafront {info.version})", show_header=False
+    )
+    table.add_row("model", escape(info.model))
     table.add_row("positions", f"{info.max_positions}")
     table.add_row("vocabulary", f"{info.vocabulary}")
     table.add_row("prefill", f"{info.prefill_groups} group(s) of {info.prefill_stages} stages")
@@ -209,7 +244,29 @@ def _show_profile(console: Console, profile: ProfileInfo) -> None:
         table.add_row(level.method, options, f"{level.density:g}", f"{level.tokens}")
     console.print(table)
     if profile.figures:
-        console.print(f"figures {profile.figures}", markup=False, highlight=False, soft_wrap=True)
+        _show_figures(console, json.loads(profile.figures))
+
+
+def _show_figures(console: Console, figures: Mapping[str, Any]) -> None:
+    table = Table("figures", "", title="What it reached on texts held out")
+    for name, value in _figures(figures):
+        table.add_row(escape(name), escape(value))
+    console.print(table)
+
+
+def _figures(figures: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values. A group's stand under the group's name."""
+    for name, value in figures.items():
+        if not isinstance(value, Mapping):
+            yield f"{group}{name}", _listed(value)
+        elif any(isinstance(one, Mapping) for one in value.values()):
+            yield from _figures(value, f"{group}{name}: ")
+        else:
+            yield f"{group}{name}", ", ".join(f"{key} {_listed(one)}" for key, one in value.items())
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def as_json(result: Any) -> str:
@@ -225,6 +282,10 @@ def with_advice(error: DeltafrontError, address: str) -> str:
 
 def _advice(error: DeltafrontError, address: str) -> str:
     """What to do about an error, or nothing."""
+    if isinstance(error, InvalidArgument) and error.field in ("address", "tls"):
+        return ""
+    if isinstance(error, InvalidArgument) and error.field.endswith(".messages"):
+        return "`deltafront generate --raw` sends text without the model's chat template"
     if isinstance(error, Overloaded):
         return "" if error.retry_after_s is None else f"try again in {error.retry_after_s:.0f} s"
     return {

@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
+from ...workers.messages.events import Usage
 from ..errors import DeltafrontError, NotFound, TooLong
 from ..request.run import Requests
 from .registration import SERVICE, Sent
@@ -78,7 +79,8 @@ class FrontDoor:
         with _StatusOn(grpc_context):
             async with contextlib.aclosing(stream) as events:
                 async for event in events:
-                    yield generate_response(event)
+                    if not isinstance(event, Usage):
+                        yield generate_response(event)
         yield pb.GenerateResponse()  # takes the status along
 
     async def CancelRequest(

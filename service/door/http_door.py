@@ -1,4 +1,5 @@
-"""The HTTP edge, as OpenAI's clients speak it: /v1/models, /v1/chat/completions and /v1/completions.
+"""The HTTP edge, as OpenAI's clients speak it: /v1/models, /v1/chat/completions and /v1/completions; and
+/health, as probes ask for it.
 
 Requests run as they do for gRPC: the same tokens, limits and checks. A streamed answer is server-sent
 events; while its prompt waits or is read, comments say how far it is, which clients skip and proxies take as
@@ -13,16 +14,18 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...workers.messages.events import Progress, Token
-from ..errors import DeltafrontError
+from ...workers.messages.events import Progress, Token, Usage
+from ..errors import DeltafrontError, Unavailable
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
 from ..request.calls import GenerateRequest
 from ..request.run import Requests
@@ -43,6 +46,11 @@ from .openai_requests import Asked, UnknownModel
 
 KEEP_ALIVE_S = 5.0
 """Longest silence of a stream."""
+_INSTEAD = {
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/embeddings": "this server generates text, and makes no embeddings",
+}
+"""What to do about paths of OpenAI's that are not served."""
 
 _JSON_BYTES = 6
 """Of a character, escaped."""
@@ -64,13 +72,21 @@ class HttpDoor:
                 Route("/v1/models/{model:path}", self._model),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._completion, methods=["POST"]),
+                Route("/health", self._health),
             ],
+            middleware=[Middleware(_Unslashed)],
             exception_handlers={
                 DeltafrontError: _refused_about_models,
                 HTTPException: _not_served,
                 ClientDisconnect: _left,
             },
         )
+
+    async def _health(self, _request: Request) -> Response:
+        """Whether requests can be answered now; no token is needed, as for gRPC's health."""
+        if not self._requests.ready:
+            return _refused(Unavailable("workers are missing: the server is starting, or one died"), "")
+        return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
         info = await self._info(request)
@@ -180,19 +196,21 @@ class _Answer:
 
     async def _stream(self, events: AsyncIterator[RequestEvent | None], stream: EventStream) -> None:
         """Raises DeltafrontError if it comes before anything was sent."""
-        opening = self._reply.opening()
+        asked, usage = self._asked[0], None
         try:
             async for event in events:
                 if event is None:
                     await stream.comment("waiting")
                 elif isinstance(event, Progress):
                     await stream.comment(f"read {event.tokens_done} of {event.tokens_total} tokens")
+                elif isinstance(event, Usage):
+                    usage = event if asked.usage_so_far else None
+                    await stream.objects(self._reply.opening(usage))
                 elif isinstance(event, Token):
-                    pieces = [self._reply.piece(event.text)] if event.text else []
-                    await stream.objects([*opening, *pieces])
-                    opening = []
+                    usage = usage and replace(usage, completion_tokens=event.index + 1)
+                    await stream.objects([self._reply.piece(event.text, usage)] if event.text else [])
                 elif isinstance(event, GenerateFinished):
-                    await stream.objects(self._reply.ending(event, self._asked[0].usage))
+                    await stream.objects(self._reply.ending(event, asked.usage, asked.usage_so_far))
             await stream.write(b"data: [DONE]\n\n")
         except DeltafrontError as error:
             if not stream.begun:
@@ -218,10 +236,33 @@ async def _refused_about_models(_request: Request, error: Exception) -> Response
     return _refused(error, "model")
 
 
-async def _not_served(_request: Request, error: Exception) -> Response:
+async def _not_served(request: Request, error: Exception) -> Response:
     """What the routes or the limit of a body refuse."""
     assert isinstance(error, HTTPException)
-    return JSONResponse(error_object(error.detail), error.status_code, error.headers)
+    path, code = request.url.path, None
+    if error.status_code == 404:
+        served = ", ".join(route.path for route in request.app.routes)
+        hint = _INSTEAD.get(path, f"there are {served}")
+        message, code = f"{request.method} {path} is not served here: {hint}", "unknown_url"
+    elif error.status_code == 405:
+        allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+        message = f"{request.method} is not what {path} takes: use {allowed}"
+    else:
+        message = error.detail
+    return JSONResponse(error_object(message, code=code), error.status_code, error.headers)
+
+
+class _Unslashed:
+    """`/v1/models/` is `/v1/models`. Routes would redirect, to an address that is wrong behind a proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if len(path) > 1 and path.endswith("/"):
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 async def _left(_request: Request, _error: Exception) -> Response:

@@ -72,23 +72,26 @@ class Reply:
         choice = _choice(self.form.whole(text), _reason(finish))
         return self._object(self.form.name, [choice], usage=_usage(finish.usage), **_report(finish))
 
-    def opening(self) -> list[Json]:
-        """What a stream begins with, if anything."""
-        return [] if self.form.opening is None else [self._chunk(_choice(self.form.opening))]
+    def opening(self, usage: Usage | None) -> list[Json]:
+        """What a stream begins with, if anything. usage: what is told of it so far, as in all chunks."""
+        return [] if self.form.opening is None else [self._chunk(_choice(self.form.opening), usage)]
 
-    def piece(self, text: str) -> Json:
-        return self._chunk(_choice(self.form.piece(text)))
+    def piece(self, text: str, usage: Usage | None) -> Json:
+        return self._chunk(_choice(self.form.piece(text)), usage)
 
-    def ending(self, finish: GenerateFinished, usage: bool) -> list[Json]:
-        """Text that was held back, why the answer ended with our report, and usage if it was asked for."""
-        chunks = [self.piece(finish.text)] if finish.text else []
-        chunks += [self._chunk(_choice(self.form.piece(""), _reason(finish)), **_report(finish))]
+    def ending(self, finish: GenerateFinished, usage: bool, so_far: bool) -> list[Json]:
+        """Text that was held back, why the answer ended with our report, and usage if it was asked for: at
+        the end, and so far in every chunk."""
+        shown = finish.usage if so_far else None
+        chunks = [self.piece(finish.text, shown)] if finish.text else []
+        chunks += [self._chunk(_choice(self.form.piece(""), _reason(finish)), shown, **_report(finish))]
         if usage:
             chunks += [self._object(self.form.chunk_name, [], usage=_usage(finish.usage))]
         return chunks
 
-    def _chunk(self, choice: Json, **more: Any) -> Json:
-        return self._object(self.form.chunk_name, [choice], usage=None, **more)
+    def _chunk(self, choice: Json, usage: Usage | None, **more: Any) -> Json:
+        told = None if usage is None else _usage(usage)
+        return self._object(self.form.chunk_name, [choice], usage=told, **more)
 
     def _object(self, name: str, choices: list[Json], **more: Any) -> Json:
         about = {"id": self.request_id, "object": name, "created": self.created, "model": self.model}
@@ -121,9 +124,9 @@ def _report(finish: GenerateFinished) -> Json:
 
 
 def model_card(info: ServerInfo, created: int) -> Json:
-    """max_model_len: the positions that prompt and answer share."""
+    """max_model_len: the positions that prompt and answer share. display_name: for people."""
     card = {"id": info.model, "object": "model", "created": created, "owned_by": "deltafront"}
-    return {**card, "max_model_len": info.max_positions}
+    return {**card, "display_name": info.display_name, "max_model_len": info.max_positions}
 
 
 # --- errors ------------------------------------------------------------------------------------------------
@@ -171,14 +174,16 @@ def error_object(message: str, kind: str = _BAD, param: str | None = None, code:
 def refusal(error: DeltafrontError, source: str) -> Json:
     """source: the field that holds the prompt; what the contract calls prompt or append is named so."""
     _status, kind, code = _described(error)
-    message, param = error.message, None
+    message, param = error.message.replace("the deadline", "timeout_s"), None
+    if isinstance(error, DeadlineExceeded):
+        param, message = "timeout_s", message.partition(";")[0]  # without words on clocks
     if isinstance(error, UnknownModel):
         param, code = "model", "model_not_found"
     elif isinstance(error, TooLong):
         code = "context_length_exceeded"
     if isinstance(error, InvalidArgument) and error.field:
         param = _name(error.field, source)
-        message = f"{param}{message.removeprefix(error.field)}"
+        message = f"{param}{error.message.removeprefix(error.field)}"
     return error_object(message, kind, param, code)
 
 

@@ -55,6 +55,9 @@ _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """OpenAI's roles → those that chat templates know."""
 _NOT_HERE = "is not supported by this server: leave it out"
+_ONE = "asks for more than the limit: this server gives 1 answer a request"
+_IN_WORDS = {"n": _ONE, "best_of": _ONE}
+"""What is said of a field instead of _NOT_HERE."""
 _SEED_BITS = 64
 _MAX_PARTS = 4096
 _MAX_VALUES = 1 << 17
@@ -78,7 +81,10 @@ class _Strict(BaseModel):
 
 
 class _StreamOptions(_Strict):
+    """continuous_usage_stats: vLLM's, usage on every chunk."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -86,7 +92,7 @@ class _Fields(_Strict):
     """What both endpoints take; from `method` on the service's own, as the gRPC contract has them.
 
     session_id: what is sent follows this session. session_ttl_s: how long to keep what was read as a
-    session. timeout_s: until the server gives up.
+    session. timeout_s: until the server gives up. cache_salt: vLLM's.
     """
 
     model: str
@@ -105,6 +111,7 @@ class _Fields(_Strict):
     recompute_blocks: int | None = None
     top_k: int = 0
     ignore_eos: bool = False
+    cache_salt: str = ""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -124,10 +131,12 @@ _F = TypeVar("_F", bound=_Fields)
 
 @dataclass(frozen=True)
 class Asked:
-    """How an answer is wanted. usage: a streamed one ends with a chunk of usage."""
+    """How an answer is wanted. usage: a streamed one ends with a chunk of usage. usage_so_far: every chunk
+    has some."""
 
     stream: bool
     usage: bool
+    usage_so_far: bool
 
 
 def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, Asked]:
@@ -187,9 +196,10 @@ def _asked(
         session_ttl_s=fields.session_ttl_s,
         deadline=None if fields.timeout_s is None else time.time() + fields.timeout_s,
         request_id=request_id,
+        cache_salt=fields.cache_salt,
     )
-    usage = fields.stream_options is not None and fields.stream_options.include_usage
-    return request, Asked(fields.stream, usage)
+    options = fields.stream_options or _StreamOptions()
+    return request, Asked(fields.stream, options.include_usage, options.continuous_usage_stats)
 
 
 def _seed(fields: _Fields) -> int:
@@ -211,7 +221,7 @@ def _read(kind: type[_F], body: bytes, model: str, values: int) -> _F:
     for name in [name for name in given if name in _ASK_FOR_NOTHING]:
         value = given.pop(name)
         if not any(value == one and type(value) is type(one) for one in _ASK_FOR_NOTHING[name]):
-            raise InvalidArgument(name, _NOT_HERE)
+            raise InvalidArgument(name, _IN_WORDS.get(name, _NOT_HERE))
     try:
         fields = kind.model_validate(given)
     except ValidationError as error:
@@ -233,16 +243,27 @@ def _check_values(body: bytes, most: int) -> None:
 
 
 def _invalid(error: ValidationError, known: list[str]) -> InvalidArgument:
-    """The first thing that is wrong, with the field's name."""
-    first = error.errors(include_url=False)[0]
-    place = [part for part in first["loc"] if part not in ("str", "list[str]")]  # branches of a union
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    """The first thing that is wrong, with the field's name. Of a field that may be one thing or another,
+    the branch that came furthest says what is wrong, or else all of them."""
+    errors = error.errors(include_url=False)
+    of_first = [one for one in errors if one["loc"][0] == errors[0]["loc"][0]]
+    furthest = max(len(_place(one["loc"])) for one in of_first)
+    first, *others = [one for one in of_first if len(_place(one["loc"])) == furthest]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _place(first["loc"]))
+    name = name.lstrip(".")
     if first["type"] == "missing":
         return InvalidArgument(name, "is missing")
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, known, n=1)
         return InvalidArgument(name, f"is not known; did you mean {near[0]!r}?" if near else _NOT_HERE)
-    return InvalidArgument(name, first["msg"].replace("Input should", "must", 1))
+    same = [one for one in (first, *others) if _place(one["loc"]) == _place(first["loc"])]
+    wanted = " or ".join(one["msg"].removeprefix("Input should be ") for one in same)
+    return InvalidArgument(name, f"must be {wanted}" if first["msg"] != wanted else wanted)
+
+
+def _place(loc: tuple[int | str, ...]) -> list[int | str]:
+    """Without the names of a union's branches."""
+    return [part for part in loc if part not in ("str", "list[str]")]
 
 
 def _message(where: str, message: Mapping[str, Any]) -> Mapping[str, str]:

@@ -122,6 +122,7 @@ def _common(request: PrefillRequest) -> dict[str, Any]:
         "session_ttl": _wished("session_ttl", Duration(), request.session_ttl_s),
         "deadline": _wished("deadline", Timestamp(), request.deadline),
         "request_id": request.request_id,
+        "cache_salt": request.cache_salt,
     }
 
 
@@ -134,6 +135,7 @@ def _read_common(message: pb.PrefillRequest | pb.GenerateRequest) -> dict[str, A
         "session_ttl_s": ttl.seconds + ttl.nanos / _NANO if message.HasField("session_ttl") else None,
         "deadline": _read_deadline(message.deadline) if message.HasField("deadline") else None,
         "request_id": message.request_id,
+        "cache_salt": message.cache_salt,
     }
 
 

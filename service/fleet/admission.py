@@ -105,11 +105,11 @@ def _too_late(need: Need, group: GroupStats) -> Rejected | None:
         return Rejected(
             Reason.TOO_SLOW,
             f"reading {need.read_tokens} tokens takes about {alone:.1f} s, "
-            f"the deadline is in {need.seconds_left:.1f} s",
+            f"the deadline leaves {need.seconds_left:.1f} s",
         )
     return Rejected(
         Reason.BACKLOG,
-        f"the first token is expected in {ttft:.1f} s, the deadline is in {need.seconds_left:.1f} s",
+        f"the first token is expected in {ttft:.1f} s, the deadline leaves {need.seconds_left:.1f} s",
         max(ttft - need.seconds_left, _SHORTEST_RETRY_S),
     )
 

@@ -1,7 +1,7 @@
 """What a request is answered with: the same events in the door and in the client.
 
-A Prefill is answered with Progress … and one PrefillFinished, a Generate with Progress …, Token … and one
-GenerateFinished.
+A Prefill is answered with Progress … and one PrefillFinished, a Generate with Progress …, one Usage when its
+prompt has been read (which the gRPC contract leaves out), Token … and one GenerateFinished.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GenerateFinished:
     recomputed_tokens: int = 0
 
 
-RequestEvent = Progress | Token | PrefillFinished | GenerateFinished
+RequestEvent = Progress | Usage | Token | PrefillFinished | GenerateFinished
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class ProfileInfo:
 class ServerInfo:
     """The model, its limits and methods; from prefill_groups to page_tokens the workers of this moment; then
     the layers and pages of page selection, the model's profile, if there is one, and how many blocks are
-    computed again for a request that does not say."""
+    computed again for a request that does not say. model: its id, which requests name; display_name: the same
+    for people. chat_template: whether messages can be sent."""
 
     version: str
     model: str
@@ -125,6 +126,8 @@ class ServerInfo:
     recency: int = 0
     profile: ProfileInfo | None = None
     recompute_blocks: int = 0
+    display_name: str = ""
+    chat_template: bool = False
 
 
 def timings_of(clock: TtftClock, report: PrefillReport | None) -> Timings:

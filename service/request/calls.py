@@ -53,7 +53,8 @@ class Wishes:
 @dataclass(frozen=True)
 class PrefillRequest:
     """Unchecked. method: empty for the server's default. deadline: seconds since the epoch. request_id: for
-    the client's own use; empty: the server makes one."""
+    the client's own use; empty: the server makes one. cache_salt: only prompts and sessions of the same one
+    share what was read."""
 
     prompt: Prompt | None = None
     method: str = ""
@@ -61,6 +62,7 @@ class PrefillRequest:
     session_ttl_s: float | None = None
     deadline: float | None = None
     request_id: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,15 @@ class PrefillCall:
     method: MethodSpec
     ttl_s: float
     deadline: float | None
+    cache_salt: str = ""
     trace: str = ""
 
 
 @dataclass(frozen=True)
 class GenerateCall:
     """Checked: prompt or session_id. keep_ttl_s: 0 unless the prompt is to become a session.
-    sampling.max_tokens is the client's wish or the default; the model's positions may cut it. trace: as in
-    `PrefillJob`."""
+    sampling.max_tokens is the client's wish or the default; cut: it is the default, which is cut to what the
+    model's positions leave. trace: as in `PrefillJob`."""
 
     request_id: str
     owner: str
@@ -109,4 +112,6 @@ class GenerateCall:
     keep_ttl_s: float
     deadline: float | None
     answered: tuple[int, ...] = ()
+    cut: bool = True
+    cache_salt: str = ""
     trace: str = ""

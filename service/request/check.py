@@ -36,6 +36,7 @@ ROLES = {
     "tool": "tool",
 }
 """Of messages → as chat templates know them."""
+_MAX_SALT = 128
 _UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau"), "relative": ("tau",)}
 """Options that another one, above 0, takes the place of (`kernels.selectors.scored.ScoredOptions`)."""
 
@@ -77,6 +78,7 @@ def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> Prefill
         method=_method(request.method, request.options, limits),
         ttl_s=limits.default_ttl_s if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
         deadline=_deadline(request.deadline),
+        cache_salt=_cache_salt(request.cache_salt),
     )
 
 
@@ -97,6 +99,8 @@ def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Gener
         keep_ttl_s=0.0 if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
         deadline=_deadline(request.deadline),
         answered=_answered(request, limits),
+        cut=request.sampling.max_tokens is None,
+        cache_salt=_cache_salt(request.cache_salt),
     )
 
 
@@ -271,8 +275,14 @@ def _ttl(seconds: float, limits: Limits) -> float:
 def _deadline(deadline: float | None) -> float | None:
     """A deadline in the past is not malformed: it is exceeded."""
     if deadline is not None and not deadline > time.time():
-        raise DeadlineExceeded("deadline: has already passed when the request arrived; compare the clocks")
+        raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
     return deadline
+
+
+def _cache_salt(given: str) -> str:
+    if len(given) > _MAX_SALT:
+        raise InvalidArgument("cache_salt", f"must be at most {_MAX_SALT} characters")
+    return given
 
 
 def _request_id(given: str) -> str:

@@ -85,13 +85,15 @@ class Generation:
         self._decoded: list[DecodeReport] = []
 
     async def run(self) -> None:
-        """Emit Progress …, Token …, GenerateFinished. Raises DeltafrontError."""
+        """Emit Progress …, Usage, Token …, GenerateFinished. Raises DeltafrontError."""
         await self._tokenize()
         self._clock.lap("tokenize")
         call = self._call
         if call.prompt is not None and self._resources.settings.prefix_reuse:
             whole, model = self._prompt + self._append, self._resources.model
-            self._chain = await asyncio.to_thread(chain_of, whole, call.owner, model, call.method)
+            self._chain = await asyncio.to_thread(
+                chain_of, whole, call.owner, model, call.method, call.cache_salt
+            )
         once = self._answer_prompt if call.session_id is None else self._answer_session
         try:
             await self._replays.run(once)
@@ -114,7 +116,8 @@ class Generation:
         """Only the worker of a session knows whether that was read exactly."""
         call, positions = self._call, self._resources.positions
         wanted, keep = call.sampling.max_tokens, call.keep_ttl_s > 0
-        plan = plan_answer(self._prompt, self._append, wanted, positions, self._streamed.ids, keep)
+        said, cut = self._streamed.ids, call.cut
+        plan = plan_answer(self._prompt, self._append, wanted, positions, said, keep, cut)
         exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
         return replace(plan, recompute_blocks=0 if exact else call.recompute_blocks)
 
@@ -156,17 +159,17 @@ class Generation:
         return True
 
     async def _answer_session(self) -> None:
-        plan = self._plan()
+        plan, call = self._plan(), self._call
         if self._streamed.ended(plan.max_tokens) is not None and not self._before:
             self._before = self._cached = await self._session_tokens()
         if self._is_complete(plan):
             return
         await self._share.take(plan.read_tokens + plan.max_tokens)
         with Attempt(self._resources.fleet, self._share) as attempt:
-            worker = await self._resources.fleet.session_worker(worker_of(self._call.session_id or ""))
+            worker = await self._resources.fleet.session_worker(worker_of(call.session_id or ""))
             try:
                 answer = await reserve(attempt, worker, self._reservation(attempt, plan))
-                if isinstance(answer, Refused) and answer.reason is RefusalReason.POSITIONS:
+                if isinstance(answer, Refused) and answer.reason is RefusalReason.POSITIONS and call.cut:
                     # As a prompt's, whose length is known here.
                     plan = replace(plan, max_tokens=answer.tokens_left)
                     if self._is_complete(plan):
@@ -267,6 +270,7 @@ class Generation:
         now, index = time.monotonic(), len(self._streamed.ids)
         if not index:
             self._first_token(report)
+            self._emit(Usage(self._prompt_tokens, cached_tokens=self._cached))
         else:
             self._gaps.append(now - self._last_token_at)
             self._resources.metrics.next_token(self._gaps[-1])

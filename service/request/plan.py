@@ -59,20 +59,26 @@ class Plan:
 
 
 def plan_answer(
-    prompt: bytes, append: bytes, max_tokens: int, positions: int, streamed: Sequence[int], keep: bool
+    prompt: bytes,
+    append: bytes,
+    max_tokens: int,
+    positions: int,
+    streamed: Sequence[int],
+    keep: bool,
+    cut: bool = True,
 ) -> Plan:
-    """A Generate request. max_tokens is cut to what the model's positions leave.
+    """A Generate request. cut: max_tokens is nobody's wish, and cut to what the model's positions leave.
 
-    Raises TooLong if not even one token of answer fits. For a session `prompt` is empty and the
-    session's own length is checked by the worker that knows it.
+    Raises TooLong if the answer does not fit, or, where it is cut, not even a token of it. For a session
+    `prompt` is empty and the session's own length is checked by the worker that knows it.
     """
     read = prompt + append
     tokens = len(read) // ID_BYTES
-    if tokens + 1 > positions:
-        where = "prompt" if prompt else "append"
-        raise TooLong(
-            where, f"{tokens} tokens and an answer do not fit the model's {positions} positions: shorten it"
-        )
+    if tokens + (1 if cut else max_tokens) > positions:
+        answer = "an answer" if cut else f"max_tokens of {max_tokens}"
+        what = f"{tokens} tokens and {answer} do not fit the model's {positions} positions: shorten it"
+        less = "" if cut or tokens >= positions else ", or ask for less"
+        raise TooLong("prompt" if prompt else "append", what + less)
     left = min(max_tokens, positions - tokens) - len(streamed)
     if not prompt:
         return Plan(read + packed(streamed), left)

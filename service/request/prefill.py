@@ -61,7 +61,9 @@ class Prefilling:
         self._clock.lap("tokenize")
         call, model = self._call, self._resources.model
         if self._resources.settings.prefix_reuse:
-            self._chain = await asyncio.to_thread(chain_of, self._prompt, call.owner, model, call.method)
+            self._chain = await asyncio.to_thread(
+                chain_of, self._prompt, call.owner, model, call.method, call.cache_salt
+            )
         await self._replays.run(self._once)
 
     async def _once(self) -> None:

@@ -1,8 +1,9 @@
 """Prompts that begin with what a live session holds: found by a chain of hashes, without being told.
 
 A chain has a link for each full page of a prompt, made of the link before and the page's token ids. It
-begins with who owns the prompt, the model, and the method with its options: where any of these differ, no
-link is the same. So K/V is shared only where it would have been computed the same, and never between owners.
+begins with who owns the prompt, the request's `cache_salt`, the model, and the method with its options: where
+any of these differ, no link is the same. So K/V is shared only where it would have been computed the same,
+and never between owners or salts.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class FoundPrefix:
         return replace(whole, append_ids=rest, session_id=self.session_id, prompt_ids=b"")
 
 
-def chain_of(ids: bytes, owner: str, model: str, method: MethodSpec) -> bytes:
+def chain_of(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str = "") -> bytes:
     """The links of a prompt's full pages, LINK_BYTES each. ids: little-endian uint32."""
-    seed = repr((owner, model, method.name, sorted(method.options)))
+    seed = repr((owner, salt, model, method.name, sorted(method.options)))
     link = hashlib.sha256(seed.encode()).digest()[:LINK_BYTES]
     links = []
     for end in range(PAGE_BYTES, len(ids) + 1, PAGE_BYTES):

@@ -131,7 +131,7 @@ class Requests:
     def generate(
         self, headers: Headers, read: Callable[[], GenerateRequest], size: int, request_id: str = ""
     ) -> AsyncGenerator[RequestEvent, None]:
-        """Progress …, Token …, GenerateFinished. read, size, request_id: as for `prefill`. Raises
+        """Progress …, Usage, Token …, GenerateFinished. read, size, request_id: as for `prefill`. Raises
         DeltafrontError."""
 
         async def work(running: RunningRequest) -> None:

@@ -112,6 +112,11 @@ class TextTokenizer:
         other._variables = dict(variables)
         return other
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model takes messages."""
+        return self._template is not None
+
     def encode(
         self,
         text: str,

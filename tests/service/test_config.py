@@ -13,13 +13,35 @@ import yaml
 
 from deltafront.kernels import methods
 from deltafront.kernels.methods import PRESETS
+from deltafront.service import wiring
 from deltafront.service.client.size import SHAPES
-from deltafront.service.config import ConfigError, load, parse
+from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
 from deltafront.service.wiring import check_start
 from deltafront.workers.model.config import read_config
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "model_id"),
+    [
+        ("owner/Model-1.5", "owner/Model-1.5"),
+        ("my model, v2", "my-model-v2"),
+        ("x + y", "x+y"),
+        ("模型", "model"),
+    ],
+)
+def test_a_model_without_a_configured_id_gets_one_without_spaces(name: str, model_id: str) -> None:
+    door = wiring._named(DoorConfig(), name)
+    assert (door.model_name, door.display_name) == (model_id, name)
+    assert MODEL_ID.fullmatch(door.model_name)
+
+
+def test_people_are_shown_the_id_where_there_is_no_other_name() -> None:
+    door = wiring._named(DoorConfig(model_name="tiny"), "a directory")
+    assert (door.model_name, door.display_name) == ("tiny", "tiny")
+    assert wiring._named(DoorConfig(display_name="Tiny"), "m").display_name == "Tiny"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -53,6 +75,11 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
     [
         ("prefill", {"stagse": 2}, "unknown key 'prefill.stagse'; did you mean 'stages'?"),
         ("door", {"grpc_prot": 1}, "unknown key 'door.grpc_prot'; did you mean 'grpc_port'?"),
+        (
+            "door",
+            {"model_name": "Tiny, 128K"},
+            "door.model_name = 'Tiny, 128K': is an id, of letters, digits",
+        ),
         ("model", {"zzz": 1}, "unknown key 'model.zzz'; known: path, adapter"),
         ("prefill", {"chunk_tokens": 500}, "prefill.chunk_tokens = 500: must be a multiple of 128"),
         ("prefill", {"stages": 0}, "prefill.stages = 0: must be greater than or equal to 1"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import socket
 import stat
@@ -11,15 +13,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from deltafront.service import haproxy
+from deltafront.service import haproxy, haproxy_config
 
 from ..strangers import listeners
 from .inprocess import HANG_S, wait_until
 
 CONFIG = """
+global
+  tune.bufsize 16384
 defaults
   mode http
   timeout connect 60s
@@ -27,7 +33,8 @@ defaults
   timeout server 600s
   option abortonclose
   option splice-request
-frontend clients
+  errorfile 503 /nowhere/500.http
+frontend http_frontend
   bind 127.0.0.1:{port}
   default_backend doors
 backend doors
@@ -106,6 +113,87 @@ def test_a_door_is_told_that_a_client_has_left_whose_request_came_in_two_pieces(
     client.close()
     assert ended.wait(HANG_S), "the door does not hear that its client left"
     at_door.close()
+
+
+def asked(address: tuple[str, int], request: bytes, half: bool = False) -> tuple[int, Any]:
+    """The status of an answer and its JSON. half: the client closes its sending side first."""
+    with connected(address) as client:
+        client.settimeout(HANG_S)
+        client.sendall(request)
+        if half:
+            client.shutdown(socket.SHUT_WR)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert answer.headers["content-type"] == "application/json"
+        return answer.status, json.loads(answer.read())["error"]
+
+
+def get(*headers: bytes) -> bytes:
+    return b"\r\n".join((b"GET / HTTP/1.1", b"Host: x", *headers, b"", b""))
+
+
+def test_headers_that_are_too_long_are_refused_as_that(door: socket.socket, address: tuple[str, int]) -> None:
+    """At 40 kB too, which is more than Serve's HAProxy can hold."""
+    for long in (haproxy_config.LONGEST_HEADERS, 40_000):
+        status, error = asked(address, get(b"X-Long: " + b"a" * long))
+        assert (status, error["type"]) == (431, "invalid_request_error")
+        assert f"{haproxy_config.LONGEST_HEADERS} bytes" in error["message"]
+
+
+def test_a_client_that_closes_its_side_is_told_that_this_ends_its_request(
+    door: socket.socket, address: tuple[str, int]
+) -> None:
+    """Only a connection's end tells that a client has left, so that half of it is taken for the whole."""
+    status, error = asked(address, get(), half=True)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert "closed the connection before the answer" in error["message"]
+
+
+def test_without_a_door_the_answer_is_that_one_may_come_again(
+    door: socket.socket, address: tuple[str, int]
+) -> None:
+    door.close()
+    status, error = asked(address, get())
+    assert (status, error["type"], error["code"]) == (503, "server_error", "unavailable")
+
+
+@pytest.mark.parametrize(("status", "shown", "code"), [(400, 400, None), (500, 503, "unavailable")])
+def test_what_is_answered_below_the_door_is_in_its_form(
+    door: socket.socket, address: tuple[str, int], status: int, shown: int, code: str | None
+) -> None:
+    """By the server that Serve runs it in, in texts of its own. The door's own answers pass."""
+
+    def answer(kind: bytes, body: bytes) -> None:
+        at_door, _ = door.accept()
+        with at_door:
+            read(at_door, 16)
+            head = b"HTTP/1.1 %d X\r\nContent-Type: %b\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            at_door.sendall(head % (status, kind, len(body)) + body)
+
+    for kind, body, expected in (
+        (b"text/plain", b"Internal Server Error", (shown, code)),
+        (b"application/json", b'{"error": {"code": "mine"}}', (status, "mine")),
+    ):
+        answering = threading.Thread(target=answer, args=(kind, body))
+        answering.start()
+        got, error = asked(address, get())
+        answering.join(HANG_S)
+        assert (got, error["code"]) == expected
+
+
+def test_the_configuration_is_changed_once(tmp_path: Path) -> None:
+    config = CONFIG.format(port=1, door=2)
+    once = haproxy_config.changed(config, tmp_path)
+    assert haproxy_config.changed(once, tmp_path) == once
+    assert once.count("tune.bufsize") == 1 and "/nowhere" not in once
+    kept = [line for line in config.splitlines() if not line.strip().startswith(("errorfile", "tune."))]
+    assert [line for line in once.splitlines() if line in kept] == kept
+
+
+def test_what_is_changed_is_in_the_configuration_that_serve_writes() -> None:
+    lines = [line.strip() for line in HAPROXY_CONFIG_TEMPLATE.splitlines()]
+    for line in ("global", "defaults", haproxy_config._HTTP):
+        assert lines.count(line) == 1
 
 
 def test_it_listens_where_it_is_told_whatever_serve_says(tmp_path: Path) -> None:

@@ -116,13 +116,24 @@ def test_usage_counts_a_session_whose_answer_was_complete(house: House, client: 
     nothing_left(house)
 
 
-def test_an_answer_that_had_filled_the_positions_is_complete(house: House, client: DeltafrontClient) -> None:
+@pytest.fixture
+def short(make_house: Callable[..., House]) -> House:
+    """Answers of 9 tokens where nobody asks for another length."""
+    return make_house(default_max_tokens=9)
+
+
+def test_an_answer_that_had_filled_the_positions_is_complete(short: House) -> None:
     """It was cut to what a session leaves of them, which the next door does not know."""
+    with DeltafrontClient(short.address) as client:
+        fill_the_positions(short, client)
+
+
+def fill_the_positions(house: House, client: DeltafrontClient) -> None:
     *_, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)
     house.losses = [(4, CODES[0])]
     house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much", tokens_left=4)]
-    stream = client.generate(session_id=made.session.session_id, append="q", max_tokens=9)
+    stream = client.generate(session_id=made.session.session_id, append="q")
     events = [next(stream) for _ in range(4)]
     house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much")]
     _, _, finish, _ = collect([*events, *stream])

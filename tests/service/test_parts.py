@@ -103,6 +103,12 @@ def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: 
     assert plan.read_tokens + plan.answer_tokens <= max(positions, prompt + append + streamed)
 
 
+def test_an_answer_that_was_asked_for_is_planned_whole_or_refused() -> None:
+    assert plan_answer(packed(range(40)), b"", 10, 50, [], keep=False, cut=False).max_tokens == 10
+    with pytest.raises(InvalidArgument, match=r"40 tokens and max_tokens of 11 .* or ask for less"):
+        plan_answer(packed(range(40)), b"", 11, 50, [], keep=False, cut=False)
+
+
 def test_what_a_session_has_answered_is_appended_to_it() -> None:
     plan = plan_answer(b"", packed([7]), 9, 50, [1, 2], keep=True)
     assert (plan.read_ids, plan.answered_ids) == (packed([7, 1, 2]), b"")

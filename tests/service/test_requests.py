@@ -106,20 +106,38 @@ def test_a_session_answers_many_questions(house: House, client: DeltafrontClient
     nothing_left(house)
 
 
-def test_an_answer_is_cut_to_what_a_session_leaves_of_the_positions(
+def test_an_answer_that_was_asked_for_and_does_not_fit_behind_a_session_is_refused(
     house: House, client: DeltafrontClient
 ) -> None:
+    *_, result = client.prefill("some document", session_ttl_s=60)
+    session = result.session.session_id
+    house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much", tokens_left=2)]
+    with pytest.raises(InvalidArgument, match="append: too much"):
+        list(client.generate(session_id=session, append="what?", max_tokens=8))
+    client.release(session)
+    nothing_left(house)
+
+
+def test_an_answer_of_the_default_length_is_cut_to_what_a_session_leaves_of_the_positions(
+    make_house: Callable[..., House],
+) -> None:
     """As of a prompt; only its worker knows how long a session is."""
+    house = make_house(default_max_tokens=8)
+    with DeltafrontClient(house.address) as client:
+        cut_to_what_a_session_leaves(house, client)
+
+
+def cut_to_what_a_session_leaves(house: House, client: DeltafrontClient) -> None:
     *_, result = client.prefill("some document", session_ttl_s=60)
     session = result.session.session_id
     no = partial(Refused, RefusalReason.POSITIONS, "too much")
     house.decode.busy = [no(tokens_left=2)]
-    text, _, finish, _ = collect(client.generate(session_id=session, append="what?", max_tokens=8))
+    text, _, finish, _ = collect(client.generate(session_id=session, append="what?"))
     assert text == expected(ids("some document") + ids("what?", bos=False), 2)
     assert (finish.reason, [order.max_tokens for order in house.decode.orders[-2:]]) == ("length", [8, 2])
     house.decode.busy = [no()]
     with pytest.raises(InvalidArgument, match="too much"):
-        list(client.generate(session_id=session, append="what?", max_tokens=8))
+        list(client.generate(session_id=session, append="what?"))
     client.release(session)
     nothing_left(house)
 

@@ -371,7 +371,7 @@ def test_http_says_what_is_wrong(served: Served, api: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError):
         api.with_options(api_key="wrong").models.list()
     model = api.models.list().data[0].id
-    with pytest.raises(openai.BadRequestError, match="n: is not supported") as caught:
+    with pytest.raises(openai.BadRequestError, match="n: asks for more than the limit") as caught:
         api.completions.create(model=model, prompt="x", n=2)
     assert caught.value.param == "n"
     served.configure(served.group, rate=1.0, waiting_tokens=100_000)
@@ -386,6 +386,16 @@ def test_http_says_what_is_wrong(served: Served, api: openai.OpenAI) -> None:
 
     wait_until(refused, "no door knows of the backlog")
     assert int(full[0].response.headers["retry-after"]) > 0
+
+
+def test_http_is_refused_in_one_form_whoever_refuses(served: Served) -> None:
+    """HAProxy, the server that Serve runs the door in, and the door."""
+    assert httpx.get(f"{served.http}/health").json() == {"status": "ok"}
+    asked = {431: ("GET", {"x-long": "a" * 40_000}), 400: ("WHAT", {}), 405: ("PUT", {})}
+    for status, (verb, headers) in asked.items():
+        answer = httpx.request(verb, f"{served.http}/health", headers=headers)
+        assert answer.status_code == status
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize("doing", ["reading", "answering"])

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
-from deltafront.service.client import DeltafrontClient, InvalidArgument, Unavailable
+from deltafront.service.client import DeltafrontClient, DeltafrontError, InvalidArgument
+from deltafront.service.client.address import mistaken
 
+from ..inprocess import House
+from ..pki import Authority
 from ..test_requests import collect, expected, ids
 
 USER = {"role": "user", "content": "a"}
@@ -60,14 +68,51 @@ def test_a_stop_string_may_stand_alone(client: DeltafrontClient) -> None:
         assert (text, finish.reason) == (answer.partition(stop)[0], reason)
 
 
-@pytest.mark.parametrize("address", ["localhost:nine", "[::1"])
+@pytest.mark.parametrize(
+    "address",
+    ["localhost:nine", "[::1", "::1", "localhost", "localhost:9/", "http://localhost:9000", "a b:1"],
+)
 def test_an_address_that_is_none_is_named(address: str) -> None:
-    """Without a question to a name server: these fail before."""
-    with DeltafrontClient(address, retry_s=0) as client:
-        for call in (client.info, lambda: list(client.prefill("a"))):
-            with pytest.raises(Unavailable, match="cannot be reached") as caught:
-                call()
-            assert type(caught.value) is Unavailable and address in str(caught.value)
+    with pytest.raises(InvalidArgument, match="address: ") as caught:
+        DeltafrontClient(address)
+    assert repr(address) in str(caught.value) and "host:port" in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["localhost:9", "10.0.0.1:9", "[::1]:9", "dns:///host", "unix:/tmp/x"])
+def test_an_address_that_grpc_takes_is_taken(address: str) -> None:
+    DeltafrontClient(address).close()
+
+
+def test_where_http_is_spoken_the_grpc_port_is_asked_for() -> None:
+    """Where gRPC is not spoken at all, and where only its messages are not."""
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        with DeltafrontClient(address, retry_s=0) as client:
+            for call in (client.info, lambda: list(client.prefill("a"))):
+                with pytest.raises(InvalidArgument, match=f"address: {address} does not speak gRPC: .* 9000"):
+                    call()
+        server.shutdown()
+    wrong = mistaken("x:1", "Received http2 header with status: 404")
+    assert wrong is not None and "x:1 answers HTTP, but not gRPC" in wrong.message
+
+
+def refused(address: str, tls: bool) -> str:
+    with DeltafrontClient(address, tls=tls, retry_s=0) as client, pytest.raises(DeltafrontError) as caught:
+        client.info()
+    return str(caught.value)
+
+
+def test_tls_where_there_is_none_and_none_where_there_is_are_told(house: House, tmp_path: Path) -> None:
+    assert refused(house.address, tls=True).startswith(f"tls: {house.address} does not speak TLS")
+    certificate, key = Authority(tmp_path).sign("server")
+    server = grpc.server(ThreadPoolExecutor(1))
+    pair = [(key.read_bytes(), certificate.read_bytes())]
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', grpc.ssl_server_credentials(pair))}"
+    server.start()
+    assert f"{address} cannot be reached (does it speak TLS?)" in refused(address, tls=False)
+    assert "DELTAFRONT_TLS_CA" in refused(address, tls=True)
+    server.stop(None)
 
 
 @pytest.mark.parametrize(

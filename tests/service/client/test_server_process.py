@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,8 @@ from deltafront.benchmarks.engine.model import SHAPES, write_model
 from deltafront.benchmarks.engine.setup import Setup
 from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ConfigError
+
+from ..inprocess import wait_until
 
 
 def written(folder: Path, door: str) -> Path:
@@ -34,9 +40,33 @@ def test_a_service_that_ends_as_soon_as_it_serves_can_be_started_again(tmp_path:
     """Its door is healthy before `serve` says that it is ready; Ray's agents would keep their ports."""
     write_model(tmp_path / "model", SHAPES["tiny"], torch.device("cpu"))
     ports = {"door.grpc_port": 9077, "door.http_port": 8077, "door.metrics_port": 9577}
+    before = {*Path(tempfile.gettempdir()).iterdir()}
     setup = Setup(tmp_path / "model", SHAPES["tiny"], 1024, chunk_tokens=512, device="cpu", more=ports)
     path = setup.write(tmp_path)
     for _ in range(2):
         with LocalService(path, start_s=500) as service:
             process = service._process
         assert process is not None and process.returncode == 0, service.log_tail()
+    left = {*Path(tempfile.gettempdir()).iterdir()} - before
+    assert not [path for path in left if path.name.startswith(("deltafront", "ray", "torch"))]
+
+
+def test_what_a_service_leaves_goes_where_it_has_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalService, "_wait_until_healthy", lambda _service: None)
+    path = written(tmp_path, "grpc_port: 9123")
+
+    def folder(*, ending: int, trouble: bool = False) -> Path:
+        service = LocalService(path)
+        wait = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit({ending}))"
+        service._command = [sys.executable, "-c", f"{wait}; print('up', flush=True); signal.pause()"]
+        with contextlib.suppress(ZeroDivisionError), service:
+            wait_until(lambda: service.log_tail() == "up", "it does not start")
+            assert not trouble or 1 / 0
+        return service.log.parent
+
+    assert not folder(ending=0).exists()
+    for kept in (folder(ending=3), folder(ending=0, trouble=True)):
+        assert (kept / "serve.log").read_text() == "up\n"
+        shutil.rmtree(kept)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -49,6 +50,45 @@ def test_models(api: openai.OpenAI) -> None:
     (model,) = api.models.list().data
     assert (model.id, model.object, model.max_model_len) == (MODEL, "model", 8192)  # type: ignore[attr-defined]
     assert api.models.retrieve(MODEL) == model
+
+
+def test_an_address_may_end_with_a_slash(address: str) -> None:
+    """Answered as it is, without a redirect, which behind a proxy would lead elsewhere."""
+    for path in ("/v1/models/", f"/v1/models/{MODEL}/", "/health/"):
+        answer = httpx.get(address + path)
+        assert (answer.status_code, answer.history) == (200, [])
+        assert answer.json() == httpx.get(address + path.rstrip("/")).json()
+    body = {"model": MODEL, "prompt": "p", "max_tokens": 2}
+    answer = httpx.post(f"{address}/v1/completions/", json=body)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 2)
+
+
+def test_health_is_told_without_a_token(
+    make_house: Callable[..., House], make_http: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("alpha\n")
+    house = make_house(tokens_file=str(tmp_path / "tokens"))
+    address = make_http(house)
+    assert (httpx.get(f"{address}/health").status_code, httpx.head(f"{address}/health").status_code) == (
+        200,
+    ) * 2
+    house.directory.workers.clear()
+    wait_until(lambda: not house.door._requests.ready, "the worker is still there")
+    answer = httpx.get(f"{address}/health")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+
+
+def test_what_has_a_salt_shares_nothing_with_what_has_another(house: House, api: openai.OpenAI) -> None:
+    def cached(**extra: Any) -> int:
+        return int(complete(api, LONG, extra_body=extra).usage.prompt_tokens_details.cached_tokens)
+
+    complete(api, LONG, extra_body={"session_ttl_s": 600})
+    salted = {"cache_salt": "mine"}
+    assert cached() > 0
+    assert cached(**salted) == 0
+    complete(api, LONG, extra_body={"session_ttl_s": 600, **salted})
+    assert cached(**salted) > 0
+    assert cached(cache_salt="another") == 0
 
 
 def test_a_chat_is_answered(house: House, api: openai.OpenAI) -> None:
@@ -90,6 +130,19 @@ def test_usage_ends_a_stream_if_asked_for(api: openai.OpenAI) -> None:
     assert (last.choices, last.usage.total_tokens) == ([], 25)
     assert {chunk.usage for chunk in chunks} == {None}
     assert all(chunk.choices and chunk.usage is None for chunk in chat(api, stream=True))
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_every_chunk_has_usage_so_far_if_asked_for(api: openai.OpenAI, ask: Callable[..., Any]) -> None:
+    """vLLM's `continuous_usage_stats`."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = ask(api, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 5 and {*range(1, 6)} <= {*counts}
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    assert (last.choices, last.usage.completion_tokens) == ([], 5)
+    *_, last = ask(api, stream=True, stream_options={"continuous_usage_stats": True})
+    assert last.choices and last.usage.completion_tokens == 5
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -68,6 +68,7 @@ BAD: dict[str, dict[str, Any]] = {
     "seed": {"seed": -1},
     "stop": {"stop": 7},
     "stop[1]": {"stop": ["a", ""]},
+    "stop[0]": {"stop": [None]},
     "max_tokens": {"max_tokens": 0},
     "max_tokens ": {"max_tokens": 3, "max_completion_tokens": 4},
     "method": {"method": "magic"},
@@ -80,6 +81,7 @@ BAD: dict[str, dict[str, Any]] = {
     "page_selection ": {"page_selection": "delta"},
     "recompute_blocks": {"recompute_blocks": 65},
     "recompute_blocks ": {"recompute_blocks": "many"},
+    "cache_salt": {"cache_salt": "x" * 129},
     "timeout_s": {"timeout_s": 0},
     "chat_template_kwargs": {"chat_template_kwargs": {"messages": []}},
     "chat_template_kwargs ": {"chat_template_kwargs": "mood"},
@@ -123,15 +125,13 @@ def test_a_refusal_has_the_id_that_the_audit_log_has(
 
 def test_what_is_not_supported_is_refused_by_name(house: House, api: openai.OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    unsupported = {"n": 2, "tools": [tool], "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
+    unsupported = {"tools": [tool], "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
                    "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}, "store": True,
                    "reasoning_effort": "low", "audio": {}}  # fmt: skip
     for name, value in unsupported.items():
         error = refusal(lambda: chat(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
-        assert (error["param"], error["message"]) == (
-            name,
-            f"{name}: is not supported by this server: leave it out",
-        )
+        told = "is not supported by this server: leave it out"
+        assert (error["param"], error["message"]) == (name, f"{name}: {told}")
     for name, value in {"logprobs": 0, "echo": True, "best_of": 2, "suffix": "x"}.items():
         error = refusal(lambda: complete(api, extra_body={name: value}), openai.BadRequestError)  # noqa: B023
         assert error["param"] == name
@@ -151,6 +151,63 @@ def test_what_is_too_long_is_told_so(api: openai.OpenAI) -> None:
     assert (
         "1048576 bytes" in refusal(lambda: complete(api, "x" * (1 << 20)), openai.APIStatusError)["message"]
     )
+
+
+def test_an_answer_that_was_asked_for_and_does_not_fit_is_refused_and_one_that_was_not_is_cut(
+    make_house: Callable[..., House], make_http: Any, connect: Open
+) -> None:
+    """OpenAI's way: `max_tokens` is a wish for so many; without one the answer ends with the positions."""
+    house = make_house(model_name=MODEL, default_max_tokens=100)
+    api, prompt = connect(make_http(house)), "x" * 8181
+    error = refusal(lambda: complete(api, prompt, max_tokens=11), openai.BadRequestError)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "8182 tokens and max_tokens of 11 do not fit the model's 8192 positions" in error["message"]
+    assert complete(api, prompt, max_tokens=10).usage.completion_tokens == 10
+    for stream in (False, True):
+        assert complete(api, prompt, max_tokens=None, stream=stream)
+    assert complete(api, prompt, max_tokens=None).usage.completion_tokens == 10
+    error = refusal(lambda: chat(api, [*HI, *HI], max_tokens=8192), openai.BadRequestError)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_more_than_one_answer_is_refused_with_the_limit(api: openai.OpenAI) -> None:
+    error = refusal(lambda: chat(api, n=2), openai.BadRequestError)
+    assert (error["param"], error["message"]) == (
+        "n",
+        "n: asks for more than the limit: this server gives 1 answer a request",
+    )
+    assert refusal(lambda: complete(api, best_of=2), openai.BadRequestError)["param"] == "best_of"
+
+
+def test_a_value_of_no_kind_that_a_field_takes_is_told_all_of_them(api: openai.OpenAI) -> None:
+    error = refusal(lambda: chat(api, extra_body={"stop": 7}), openai.BadRequestError)
+    assert error["message"] == "stop: must be a valid string or a valid list"
+    error = refusal(lambda: chat(api, extra_body={"stop": ["a", None]}), openai.BadRequestError)
+    assert error["message"] == "stop[1]: must be a valid string"
+
+
+def test_an_unknown_method_is_told_those_that_are_served(api: openai.OpenAI) -> None:
+    error = refusal(lambda: chat(api, extra_body={"method": "magic"}), openai.BadRequestError)
+    listed = error["message"].partition("known: ")[2].split(", ")
+    assert {"dense", "dpxa", "xattention", "X+delta"} <= {*listed}
+    for name in listed:
+        chat(api, extra_body={"method": name.replace("X", "dense"), "options": {}})
+
+
+def test_addresses_that_are_not_served_are_refused_in_words(address: str) -> None:
+    said = {
+        ("POST", "/v1/responses"): (404, "POST /v1/responses is not served here: use /v1/chat/completions"),
+        ("POST", "/v1/embeddings/"): (404, "makes no embeddings"),
+        ("GET", "/nowhere"): (404, "GET /nowhere is not served here: there are /v1/models, "),
+        ("GET", "/v1/completions"): (405, "GET is not what /v1/completions takes: use POST"),
+        ("POST", "/health"): (405, "use GET"),
+    }
+    for (verb, path), (status, words) in said.items():
+        answer = httpx.request(verb, address + path)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
+        assert words in error["message"], error
+        assert error["code"] == ("unknown_url" if status == 404 else None)
 
 
 def test_what_is_not_there_is_not_found(address: str, api: openai.OpenAI) -> None:
@@ -208,4 +265,20 @@ def test_a_deadline(house: House, api: openai.OpenAI) -> None:
     house.group.pause_at = 0
     error = refusal(lambda: complete(api, LONG, extra_body={"timeout_s": 0.2}), openai.InternalServerError)
     assert (error["code"], error["headers"]["x-should-retry"]) == ("deadline_exceeded", "false")
+    nothing_left(house)
+
+
+@pytest.mark.parametrize("allowed", [1e-9, 0.2])
+def test_a_deadline_is_told_by_the_requests_own_field(
+    house: House, api: openai.OpenAI, allowed: float
+) -> None:
+    """Not by the contract's, and without words on clocks: only the server's has a part in it."""
+    house.group.pause_at = 0
+    for more in ({}, {"stream": True}):
+        asked = {"timeout_s": allowed}
+        error = refusal(lambda: complete(api, LONG, extra_body=asked, **more), openai.InternalServerError)  # noqa: B023
+        assert (error["status"], error["code"], error["param"]) == (504, "deadline_exceeded", "timeout_s")
+        assert error["message"].startswith("timeout_s ")
+        assert "deadline" not in error["message"] and "clock" not in error["message"]
+    house.group.pause_at = -1
     nothing_left(house)
