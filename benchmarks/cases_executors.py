@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.anchor_scan import leads
+from ..kernels.anchor_scan import find_anchors
 from ..kernels.correction import Correction
 from ..kernels.executors import (
     block_sparse,
@@ -156,7 +156,9 @@ def _halving_cosine(x: AttentionInput) -> float:
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
-        share = float(leads(x.k_BGSD[:, :, :16_384], middle, min(CHUNK, x.k_BGSD.shape[2])).double().mean())
+        share = float(
+            find_anchors(x.k_BGSD[:, :, :16_384], middle, min(CHUNK, x.k_BGSD.shape[2])).double().mean()
+        )
         low, high = (low, middle) if share > 0.5 else (middle, high)
     return low
 

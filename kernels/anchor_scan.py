@@ -49,7 +49,9 @@ def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) 
         raise KernelInputError(f"threshold {threshold} is not usable with the {metric} metric")
 
 
-def leads(x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine") -> torch.Tensor:
+def find_anchors(
+    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
+) -> torch.Tensor:
     """is_anchor_BGS, bool: which rows lead a run (DeltaAttention, section 3.1, pre-processing).
 
     The first row of a chunk is an anchor. A row joins the current run while it is close to the run's
@@ -58,23 +60,23 @@ def leads(x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: st
     the last chunk may be shorter. Raises KernelInputError for unusable arguments.
     """
     if x_BGSD.is_cuda:
-        from .anchor_scan_kernel import kernel_leads
+        from .anchor_scan_kernel import kernel_find_anchors
 
-        return kernel_leads(x_BGSD, threshold, chunk, metric)
-    return cpu_leads(x_BGSD, threshold, chunk, metric)
+        return kernel_find_anchors(x_BGSD, threshold, chunk, metric)
+    return cpu_find_anchors(x_BGSD, threshold, chunk, metric)
 
 
 def cpu_scan(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> AnchorRuns:
-    """Split each chunk of rows into runs: `cpu_leads`, and what follows from it."""
-    return runs_of(cpu_leads(x_BGSD, threshold, chunk, metric), chunk)
+    """Split each chunk of rows into runs: `cpu_find_anchors`, and what follows from it."""
+    return runs_of(cpu_find_anchors(x_BGSD, threshold, chunk, metric), chunk)
 
 
-def cpu_leads(
+def cpu_find_anchors(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
-    """See `leads`; on any device."""
+    """See `find_anchors`; on any device."""
     check_scan(x_BGSD, threshold, chunk, metric)
     batch, heads, rows, dim = x_BGSD.shape
     chunks = -(-rows // chunk)
@@ -84,15 +86,15 @@ def cpu_leads(
     later_RR = torch.ones(chunk, chunk, dtype=torch.bool, device=x_BGSD.device).triu(1)
     ends_LRR = ~close_LRR & later_RR
     next_LR = torch.where(ends_LRR.any(-1), ends_LRR.byte().argmax(-1), chunk)
-    table = [[False] * chunk for _ in range(next_LR.shape[0])]
-    for led, following in zip(table, next_LR.tolist(), strict=True):
+    anchors = [[False] * chunk for _ in range(next_LR.shape[0])]
+    for is_anchor, next_row in zip(anchors, next_LR.tolist(), strict=True):
         row = 0
         while row < chunk:
-            led[row] = True
-            row = following[row]
+            is_anchor[row] = True
+            row = next_row[row]
 
-    leads_LR = torch.tensor(table, device=x_BGSD.device)
-    return leads_LR.view(batch, heads, chunks * chunk)[..., :rows]
+    is_anchor_LR = torch.tensor(anchors, device=x_BGSD.device)
+    return is_anchor_LR.view(batch, heads, chunks * chunk)[..., :rows]
 
 
 def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tensor:

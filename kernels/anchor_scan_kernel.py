@@ -48,23 +48,23 @@ def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
 def orbit(next_R, start):
     """The rows reached from row `start` (none if it is BLOCK) by following `next`."""
     row_R = tl.arange(0, _BLOCK)
-    lead_R = tl.zeros((_BLOCK,), tl.int32)
+    is_anchor_R = tl.zeros((_BLOCK,), tl.int32)
     current = start
     while current < _BLOCK:
-        here_R = row_R == current
-        lead_R = tl.where(here_R, 1, lead_R)
-        current = tl.sum(tl.where(here_R, next_R, 0), axis=0)
-    return lead_R
+        current_R = row_R == current
+        is_anchor_R = tl.where(current_R, 1, is_anchor_R)
+        current = tl.sum(tl.where(current_R, next_R, 0), axis=0)
+    return is_anchor_R
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _scan_kernel(
     x_ptr,
-    lead_ptr,
+    anchor_ptr,
     stride_xb,
     stride_xg,
     stride_xs,
-    groups,
+    heads,
     rows,
     threshold,
     CHUNK: tl.constexpr,
@@ -73,17 +73,17 @@ def _scan_kernel(
 ):
     chunk = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
-    x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
-    lead_ptr += lane * rows
+    x_ptr += lane // heads * stride_xb + lane % heads * stride_xg
+    anchor_ptr += lane * rows
     row_R = tl.arange(0, _BLOCK)
     column_D = tl.arange(0, D)
     anchor = chunk * CHUNK  # absolute row of the run's anchor so far
     for part in range(CHUNK // _BLOCK):
         start = chunk * CHUNK + part * _BLOCK
-        real_R = start + row_R < rows
+        valid_R = start + row_R < rows
         x_RD = tl.load(
             x_ptr + (start + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
-            mask=real_R[:, None],
+            mask=valid_R[:, None],
             other=0.0,
         )
         wide_RD = x_RD.to(tl.float32)
@@ -91,29 +91,29 @@ def _scan_kernel(
         anchor_D = tl.load(x_ptr + anchor.to(tl.int64) * stride_xs + column_D).to(tl.float32)
         dot_R = tl.sum(wide_RD * anchor_D[None, :], axis=1)
         close_R = is_close(dot_R, square_R, tl.sum(anchor_D * anchor_D, axis=0), threshold, METRIC)
-        opens_R = ((close_R == 0) | (start + row_R == chunk * CHUNK)) & real_R
+        opens_R = ((close_R == 0) | (start + row_R == chunk * CHUNK)) & valid_R
         entry = tl.min(tl.where(opens_R, row_R, _BLOCK), axis=0)
-        lead_R = orbit(next_far(x_RD, square_R, rows - start, threshold, METRIC), entry)
-        last = tl.max(tl.where(lead_R > 0, row_R, -1), axis=0)
+        is_anchor_R = orbit(next_far(x_RD, square_R, rows - start, threshold, METRIC), entry)
+        last = tl.max(tl.where(is_anchor_R > 0, row_R, -1), axis=0)
         anchor = tl.where(last >= 0, start + last, anchor)
-        tl.store(lead_ptr + start + row_R, lead_R.to(tl.int8), mask=real_R)
+        tl.store(anchor_ptr + start + row_R, is_anchor_R.to(tl.int8), mask=valid_R)
 
 
-def kernel_leads(
+def kernel_find_anchors(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
-    """See `anchor_scan.leads`."""
+    """See `anchor_scan.find_anchors`."""
     check_scan(x_BGSD, threshold, chunk, metric)
-    batch, groups, rows, dim = x_BGSD.shape
+    batch, heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
-    lead_BGS = torch.empty((batch, groups, rows), dtype=torch.int8, device=x_BGSD.device)
-    _scan_kernel[(-(-rows // chunk), batch * groups)](
+    is_anchor_BGS = torch.empty((batch, heads, rows), dtype=torch.int8, device=x_BGSD.device)
+    _scan_kernel[(-(-rows // chunk), batch * heads)](
         x_BGSD,
-        lead_BGS,
+        is_anchor_BGS,
         x_BGSD.stride(0),
         x_BGSD.stride(1),
         x_BGSD.stride(2),
-        groups,
+        heads,
         rows,
         threshold,
         CHUNK=chunk,
@@ -121,7 +121,7 @@ def kernel_leads(
         METRIC=_METRICS[metric],
         num_warps=4,
     )
-    return lead_BGS.view(torch.bool)
+    return is_anchor_BGS.view(torch.bool)
 
 
 def check_head_dim(dim: int) -> None:
@@ -132,9 +132,9 @@ def check_head_dim(dim: int) -> None:
 
 _SCAN = {
     "x_ptr": "*bf16",
-    "lead_ptr": "*i8",
+    "anchor_ptr": "*i8",
     "threshold": "fp32",
-    "groups": "i32",
+    "heads": "i32",
     "rows": "i32",
     **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
 }

@@ -11,7 +11,6 @@ from .correction import Correction
 from .executors.common import causal_tiles
 from .executors.dense import DenseExecutor
 from .interface import (
-    Amounts,
     Attention,
     AttentionInput,
     Coverage,
@@ -20,29 +19,30 @@ from .interface import (
     Phase,
     Selector,
     StateSpec,
+    Thresholds,
     no_phase,
 )
 from .methods import MethodSpec, registered
 from .selectors.scored import ScoredOptions, ScoredSelector
 
 
-def build(spec: MethodSpec, amounts: Amounts | None = None) -> Attention:
+def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
     """The method that `spec` names, ready to attend. One instance serves every layer and prompt.
 
-    amounts: of a method that ranks tiles by a score, the rule's amount for each query head of a layer,
+    thresholds: of a method that ranks tiles by a score, the rule's threshold for each query head of a layer,
     instead of the same one everywhere; the option `density` asks for them. Raises MethodError for a method
-    that is not registered, and KernelInputError for amounts that it cannot use, or lacks.
+    that is not registered, and KernelInputError for thresholds that it cannot use, or lacks.
     """
     preset, values = registered(spec), spec.values
     options = preset.form(**{name: values[name] for name in preset.options})
     selector = None if preset.selector is None else preset.selector(options)
-    if amounts is not None:
+    if thresholds is not None:
         if not isinstance(selector, ScoredSelector):
-            raise KernelInputError(f"{spec.name} ranks no tiles by a score, so it takes no amounts")
-        selector.amounts = amounts
+            raise KernelInputError(f"{spec.name} ranks no tiles by a score, so it takes no thresholds")
+        selector.thresholds = thresholds
     elif isinstance(options, ScoredOptions) and options.density > 0:
         raise KernelInputError(
-            f"{spec.name}: density = {options.density} stands for amounts by layer and head, none came"
+            f"{spec.name}: density = {options.density} stands for thresholds by layer and head, none came"
         )
     method: Attention = Composition(selector, preset.executor(options))
     if spec.correction:

@@ -23,8 +23,8 @@ from .constants import BLOCK
 if TYPE_CHECKING:
     import torch
 
-Amounts = Callable[[int, int], Sequence[float]]
-"""(absolute layer, tokens of the whole prompt) -> what a selection rule aims at there (`Rule.amount`), one
+Thresholds = Callable[[int, int], Sequence[float]]
+"""(absolute layer, tokens of the whole prompt) -> what a selection rule aims at there (`Rule.threshold`), one
 number per query head."""
 
 

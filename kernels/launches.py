@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-_KEPT = 512
+_MAX_FORMS = 512
 """Keys of a kernel's forms. Numbers that Triton specialises on by being multiples of 16 are a part of them as
 they are, so long prompts bring new ones; when there are so many, all are forgotten."""
 _ALIGNED = 16
@@ -86,7 +86,7 @@ class Launcher:
                 return
             except OverflowError:  # a number of more than 32 bits: another form
                 pass
-        if len(self._compiled) == _KEPT:
+        if len(self._compiled) == _MAX_FORMS:
             self._compiled.clear()
         self._compiled[key] = self._function[grid](*arguments, **constants)
 

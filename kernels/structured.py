@@ -137,12 +137,12 @@ class _Head:
 
 def statistics(x: AttentionInput, cos: float = 0.75) -> dict[str, float]:
     """Adjacent cosine and share of rows that lead a run, of q and k, over at most 8,192 rows of each head."""
-    from .anchor_scan import leads
+    from .anchor_scan import find_anchors
 
     found: dict[str, float] = {}
     for name, rows in (("q", x.q_BHTD[:, :, :8192]), ("k", x.k_BGSD[:, :, :8192])):
         wide = rows.float()
         similar = torch.cosine_similarity(wide[:, :, 1:], wide[:, :, :-1], dim=-1)
         found[f"{name}_adjacent_cosine"] = float(similar.mean())
-        found[f"{name}_kept"] = float(leads(rows, cos).float().mean())
+        found[f"{name}_kept"] = float(find_anchors(rows, cos).float().mean())
     return found

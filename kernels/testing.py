@@ -81,19 +81,19 @@ def random_mask(x: AttentionInput, density: float, seed: int = 0) -> TileMask:
     return mask_of(x, (torch.rand(shape, generator=generator) < density).to(x.q_BHTD.device))
 
 
-def mask_of(x: AttentionInput, keep_BHNM: torch.Tensor) -> TileMask:
+def mask_of(x: AttentionInput, kept_BHNM: torch.Tensor) -> TileMask:
     """The TileMask of a boolean table (broadcast over batch and heads), made causal, sink and diagonal added.
 
     Entries after a row's count hold -1, so that a kernel that reads them is caught. Scores are random.
     """
     batch, heads = x.q_BHTD.shape[:2]
-    device = keep_BHNM.device
+    device = kept_BHNM.device
     row_N1 = x.first_block + torch.arange(x.query_blocks, device=device)[:, None]
     column_M = torch.arange(x.key_blocks, device=device)
-    keep_BHNM = (keep_BHNM | (column_M == row_N1) | (column_M == 0)) & (column_M <= row_N1)
-    keep_BHNM = keep_BHNM.expand(batch, heads, x.query_blocks, x.key_blocks)
-    count_BHN = keep_BHNM.sum(-1, dtype=torch.int32)
-    order = torch.where(keep_BHNM, column_M, x.key_blocks).sort(-1).values
+    kept_BHNM = (kept_BHNM | (column_M == row_N1) | (column_M == 0)) & (column_M <= row_N1)
+    kept_BHNM = kept_BHNM.expand(batch, heads, x.query_blocks, x.key_blocks)
+    count_BHN = kept_BHNM.sum(-1, dtype=torch.int32)
+    order = torch.where(kept_BHNM, column_M, x.key_blocks).sort(-1).values
     index_BHNM = torch.where(order < x.key_blocks, order, -1).to(torch.int16)
     generator = torch.Generator(device="cpu").manual_seed(x.key_blocks)
     score_BHNM = torch.rand(index_BHNM.shape, generator=generator).to(device)

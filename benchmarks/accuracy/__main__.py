@@ -78,7 +78,7 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.probes import Document, Question, Text
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.decoder import LayerStack, load_model
-from deltafront.workers.model.levels import amounts_for
+from deltafront.workers.model.levels import thresholds_for
 from deltafront.workers.model.profile import Profile, load_profile
 from deltafront.workers.settings import ModelSpec, Quantisation
 
@@ -122,7 +122,7 @@ def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | No
     spec = ModelSpec(**chosen) if arguments.no_adapter else replace(MODEL, **chosen)
     profile = load_profile(spec)
     for method in arguments.methods:
-        amounts_for(profile, parse_method(method))
+        thresholds_for(profile, parse_method(method))
     kinds = [None] if arguments.quantisation is None else [None, arguments.quantisation]
     stacks = [load_model(replace(spec, quantisation=kind), arguments.device) for kind in kinds]
     for selection in arguments.decode:

@@ -39,8 +39,8 @@ def exact_kernel(
     wanted = tl.ceil(share * (count - 1).to(tl.float32) * _ROUNDING).to(tl.int32)
     limit = tl.zeros([], tl.int64)
     for round in range(32):
-        higher = limit + (tl.full([], 1, tl.int64) << (31 - round))
-        limit = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= wanted, higher, limit)
+        candidate = limit + (tl.full([], 1, tl.int64) << (31 - round))
+        limit = tl.where(tl.sum((order >= candidate).to(tl.int32), 0) >= wanted, candidate, limit)
     exact = (other & (order >= limit) & (wanted > 0)) | (entry == count - 1)
     tl.store(exact_ptr + row * stride_sn + entry, exact.to(tl.int8), mask=entry < stride_sn)
 
@@ -93,28 +93,28 @@ def mixed_kernel(
     position = row0 + row
     dim = tl.arange(0, D)
     lane = tl.arange(0, COLS)
-    inside = (row < rows)[:, None]
+    valid_row = (row < rows)[:, None]
     q_base = q_ptr + b * stride_qb + h * stride_qh
-    q = tl.load(q_base + row.to(tl.int64)[:, None] * stride_qt + dim[None, :], mask=inside, other=0.0)
+    q = tl.load(q_base + row.to(tl.int64)[:, None] * stride_qt + dim[None, :], mask=valid_row, other=0.0)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
     lane_head = b * (heads // group) + g
     packed_k = packed_k_ptr + lane_head * packed_slots * D
     packed_v = packed_v_ptr + lane_head * packed_slots * D
     acc = tl.zeros([ROWS, D], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], NEGATIVE, tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], NEGATIVE, tl.float32)
     n = tile * ROWS // BLOCK
     blocks = tl.cdiv(rows, BLOCK)
-    listed = tl.program_id(1).to(tl.int64) * blocks + n
-    kept = tl.load(count_ptr + listed)
+    list_id = tl.program_id(1).to(tl.int64) * blocks + n
+    tiles = tl.load(count_ptr + list_id)
     entry_ptr = index_ptr + b * stride_ib + h * stride_ih + n * stride_in
-    for i in range(kept - 1):
+    for i in range(tiles - 1):
         block = tl.load(entry_ptr + i).to(tl.int32)
-        if tl.load(exact_ptr + listed * stride_en + i) != 0:
+        if tl.load(exact_ptr + list_id * stride_en + i) != 0:
             for begin in range(block * BLOCK, block * BLOCK + BLOCK, COLS):
-                acc, total, top = step_tile(
-                    acc, total, top, q, k_base, v_base, stride_ks, stride_vs, begin + lane, keys, position,
+                acc, l_i, m_i = step_tile(
+                    acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, begin + lane, keys, position,
                     0.0, scale, D, False, False, PRECISION,
                 )  # fmt: skip
         else:
@@ -123,19 +123,19 @@ def mixed_kernel(
             for begin in range(first, stop, COLS):
                 col = begin + lane
                 weight = tl.load(weight_ptr + lane_head * packed_slots + col, mask=col < stop, other=0.0)
-                acc, total, top = step_tile(
-                    acc, total, top, q, packed_k, packed_v, D, D, col, stop,
+                acc, l_i, m_i = step_tile(
+                    acc, l_i, m_i, q, packed_k, packed_v, D, D, col, stop,
                     tl.zeros_like(row) + (stop - 1), weight, scale, D, True, True, PRECISION,
                 )  # fmt: skip
     diagonal = (row0 + tile * ROWS) // BLOCK * BLOCK
     for begin in range(diagonal, tl.minimum(row0 + tile * ROWS + ROWS, keys), COLS):
-        acc, total, top = step_tile(
-            acc, total, top, q, k_base, v_base, stride_ks, stride_vs, begin + lane, keys, position, 0.0,
+        acc, l_i, m_i = step_tile(
+            acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, begin + lane, keys, position, 0.0,
             scale, D, True, False, PRECISION,
         )  # fmt: skip
     out_base = out_ptr + b * stride_ob + h * stride_oh
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_base + row.to(tl.int64)[:, None] * stride_ot + dim[None, :], out, mask=inside)
+    out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_base + row.to(tl.int64)[:, None] * stride_ot + dim[None, :], out, mask=valid_row)
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float) -> torch.Tensor:

@@ -24,24 +24,24 @@ gathered there is multiplied by exp2(NEGATIVE - m) = 0 once it meets a seen key.
 
 @triton.jit
 def step_tile(
-    acc, total, top, q, k_ptr, v_ptr, stride_ks, stride_vs, col, stop, seen_to, weight, scale,
+    acc, l_i, m_i, q, k_ptr, v_ptr, stride_ks, stride_vs, col, stop, seen_to, weight, scale,
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile: rows `col` of k and v; those at or after `stop` are absent, those after seen_to unseen."""
     dim = tl.arange(0, D)
-    there = (col < stop)[:, None]
-    k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=there, other=0.0)
+    valid = (col < stop)[:, None]
+    k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=valid, other=0.0)
     s = tl.dot(q, k.T, input_precision=PRECISION) * scale
     if MASKED:
         s = tl.where(col[None, :] <= seen_to[:, None], s, NEGATIVE)
-    higher = tl.maximum(top, tl.max(s, 1))
-    p = tl.exp2(s - higher[:, None])
-    shrink = tl.exp2(top - higher)
+    m_ij = tl.maximum(m_i, tl.max(s, 1))
+    p = tl.exp2(s - m_ij[:, None])
+    alpha = tl.exp2(m_i - m_ij)
     counted = p * weight[None, :] if WEIGHTED else p
-    total = total * shrink + tl.sum(counted, 1)
-    v = tl.load(v_ptr + col.to(tl.int64)[:, None] * stride_vs + dim[None, :], mask=there, other=0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, total, higher
+    l_i = l_i * alpha + tl.sum(counted, 1)
+    v = tl.load(v_ptr + col.to(tl.int64)[:, None] * stride_vs + dim[None, :], mask=valid, other=0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, l_i, m_ij
 
 
 @triton.jit(
@@ -73,14 +73,14 @@ def flash_kernel(
     row = tile * ROWS + tl.arange(0, ROWS)
     position = row0 + step * row
     dim = tl.arange(0, D)
-    inside = (row < rows)[:, None]
+    valid_row = (row < rows)[:, None]
     q_base = q_ptr + b * stride_qb + h * stride_qh
-    q = tl.load(q_base + row.to(tl.int64)[:, None] * stride_qr + dim[None, :], mask=inside, other=0.0)
+    q = tl.load(q_base + row.to(tl.int64)[:, None] * stride_qr + dim[None, :], mask=valid_row, other=0.0)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
     acc = tl.zeros([ROWS, D], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], NEGATIVE, tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], NEGATIVE, tl.float32)
     last = tl.minimum(row0 + step * (tile * ROWS + ROWS - 1), keys - 1)
     first = row0 + step * tile * ROWS
     lane = tl.arange(0, COLS)
@@ -88,12 +88,12 @@ def flash_kernel(
     if LISTED:
         n = tile * ROWS // BLOCK
         entry_ptr = index_ptr + b * stride_ib + h * stride_ih + n * stride_in
-        kept = tl.load(count_ptr + tl.program_id(1) * (tl.cdiv(rows, BLOCK)) + n)
-        for i in range((kept - 1) * (BLOCK // COLS)):
+        tiles = tl.load(count_ptr + tl.program_id(1) * (tl.cdiv(rows, BLOCK)) + n)
+        for i in range((tiles - 1) * (BLOCK // COLS)):
             block = tl.load(entry_ptr + i // (BLOCK // COLS)).to(tl.int32)
             col = block * BLOCK + (i % (BLOCK // COLS)) * COLS + lane
-            acc, total, top = step_tile(
-                acc, total, top, q, k_base, v_base, stride_ks, stride_vs, col, keys, position, 0.0, scale,
+            acc, l_i, m_i = step_tile(
+                acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, col, keys, position, 0.0, scale,
                 D, MASKED=False, WEIGHTED=False, PRECISION=PRECISION,
             )  # fmt: skip
         begin = (row0 + tile * ROWS) // BLOCK * BLOCK
@@ -107,28 +107,28 @@ def flash_kernel(
         for i in range(tl.cdiv(packed, COLS)):
             col = i * COLS + lane
             weight = tl.load(weight_ptr + lane_head * packed_slots + col, mask=col < packed, other=0.0)
-            acc, total, top = step_tile(
-                acc, total, top, q, packed_k, packed_v, stride_pp, stride_pp, col, packed,
+            acc, l_i, m_i = step_tile(
+                acc, l_i, m_i, q, packed_k, packed_v, stride_pp, stride_pp, col, packed,
                 tl.zeros_like(row) + (packed - 1), weight, scale,
                 D, MASKED=True, WEIGHTED=True, PRECISION=PRECISION,
             )  # fmt: skip
-    whole = tl.maximum((first + 1) // COLS, begin // COLS)
+    masked_from = tl.maximum((first + 1) // COLS, begin // COLS)
     if not LISTED:
-        for i in range(begin // COLS, whole):
-            acc, total, top = step_tile(
-                acc, total, top, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position,
+        for i in range(begin // COLS, masked_from):
+            acc, l_i, m_i = step_tile(
+                acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position,
                 0.0, scale, D, MASKED=False, WEIGHTED=False, PRECISION=PRECISION,
             )  # fmt: skip
     else:
-        whole = begin // COLS
-    for i in range(whole, last // COLS + 1):
-        acc, total, top = step_tile(
-            acc, total, top, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position, 0.0,
+        masked_from = begin // COLS
+    for i in range(masked_from, last // COLS + 1):
+        acc, l_i, m_i = step_tile(
+            acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position, 0.0,
             scale, D, MASKED=True, WEIGHTED=False, PRECISION=PRECISION,
         )  # fmt: skip
     out_base = out_ptr + b * stride_ob + h * stride_oh
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_base + row.to(tl.int64)[:, None] * stride_or + dim[None, :], out, mask=inside)
+    out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_base + row.to(tl.int64)[:, None] * stride_or + dim[None, :], out, mask=valid_row)
 
 
 _STRIDES = [f"stride_{name}" for name in "qb qh qr kb kg ks vb vg vs ob oh or pb pg pp ib ih in".split()]

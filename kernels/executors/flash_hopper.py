@@ -10,8 +10,8 @@ read it), which the warpgroups wait for, and `empty` (every reader has done with
 the copying warp waits. So it runs ahead as far as buffers are empty, and no warpgroup waits for another.
 
 *One tile* (`_advance`): a warpgroup issues the scores of the next tile and the weighted sum of the last one
-together (FlashAttention-3, section 3.2), waits for both (but see `late` in `hopper_plan.py`), and takes
-exponentials while the matrix unit works for the others.
+together (FlashAttention-3, section 3.2), waits for both (but see `late_rescale` in `hopper_plan.py`), and
+takes exponentials while the matrix unit works for the others.
 
 *The grid* is persistent: one program per multiprocessor takes items from a common counter, those of a key
 head's query heads side by side so that they share keys in L2, longest first so that the programs end
@@ -42,16 +42,16 @@ from .hopper_softmax import (
     Running,
     Seen,
     acc_layout,
-    hide_exact,
-    hide_packed,
-    new_mass,
+    mask_exact,
+    mask_packed,
+    online_softmax,
     operand,
+    rescaled,
     rounded,
     scores_layout,
     seen_by,
-    shrunk,
     tile_columns,
-    weigh,
+    zero_l_i,
 )
 from .hopper_tiles import (
     Lists,
@@ -79,7 +79,7 @@ class Results(NamedTuple):
     """Descriptors of where output goes: rows' and leading rows'."""
 
     out: tma.tensor_descriptor
-    out_lead: tma.tensor_descriptor
+    out_tail: tma.tensor_descriptor
 
 
 @gluon.jit
@@ -102,16 +102,16 @@ def _begin_sum(running, buffer, PLAN: gl.constexpr):
     """Issue the addition of the last tile's weighted values to acc."""
     v = _matrix(buffer, TILE, PLAN)
     acc = running.acc
-    w = running.weights
-    if PLAN.late:
-        acc = shrunk(acc, running.shrink)
-        w = rounded(w, buffer.dtype, PLAN)
-    return warpgroup_mma(operand(w, buffer.dtype, PLAN), v, acc, is_async=True)
+    p = running.p
+    if PLAN.late_rescale:
+        acc = rescaled(acc, running.alpha)
+        p = rounded(p, buffer.dtype, PLAN)
+    return warpgroup_mma(operand(p, buffer.dtype, PLAN), v, acc, is_async=True)
 
 
 @gluon.jit
 def _advance(
-    running, done, i, rows, buffers, WEIGHTED: gl.constexpr, HIDE: gl.constexpr, PLAN: gl.constexpr
+    running, done, i, rows, buffers, WEIGHTED: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """Scores and weights of tile i while tile i - 1 is summed. done: tiles summed so far.
 
@@ -129,30 +129,29 @@ def _advance(
     s = warpgroup_mma_wait(1, deps=[s])
     if not WEIGHTED:
         keys.release(done + 1)
-    if not PLAN.late:
+    if not PLAN.late_rescale:
         acc = warpgroup_mma_wait(0, deps=[acc])
         values.release(done)
-    if HIDE == ALWAYS:
-        s = hide_packed(s, column, i, seen) if WEIGHTED else hide_exact(s, column, i, seen, PLAN)
-    if HIDE == IF_MASKED:  # noqa: SIM102 (HIDE is known when compiling, i is not)
+    if MASK == ALWAYS:
+        s = mask_packed(s, column, i, seen) if WEIGHTED else mask_exact(s, column, i, seen, PLAN)
+    if MASK == IF_MASKED:  # noqa: SIM102 (MASK is known when compiling, i is not)
         if i < seen.extent.masked:
-            s = hide_exact(s, column, i, seen, PLAN)
+            s = mask_exact(s, column, i, seen, PLAN)
     lengths = rows.scale
     if WEIGHTED:
         line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         buffer = buffers.lengths.index((done + 1) % PLAN.stages)._reinterpret(gl.float32, [TILE], line)
         lengths = buffer.load(gl.SliceLayout(0, scores_layout()))
-    p, top, mass, shrink = weigh(s, running.top, running.mass, rows.scale, lengths, WEIGHTED, PLAN)
+    p, m_i, l_i, alpha = online_softmax(s, running.m_i, running.l_i, rows.scale, lengths, WEIGHTED, PLAN)
     if WEIGHTED:
         keys.release_loaded(done + 1)  # the run lengths are of its stage too
-    w = p
-    if PLAN.late:
+    if PLAN.late_rescale:
         acc = warpgroup_mma_wait(0, deps=[acc])
         values.release(done)
     else:
-        w = rounded(p, dtype, PLAN)
-        acc = shrunk(acc, shrink)
-    return Running(acc, top, mass, w, shrink), done + 1
+        p = rounded(p, dtype, PLAN)
+        acc = rescaled(acc, alpha)
+    return Running(acc, m_i, l_i, p, alpha), done + 1
 
 
 @gluon.jit
@@ -163,23 +162,23 @@ def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
     """
     if PLAN.packed:
         if PLAN.warpgroups == 3:  # else an item's rows lie in one block, and only the first tile is masked
-            for i in range(1, ends.hidden_end):
+            for i in range(1, ends.masked_end):
                 running, done = _advance(
-                    running, done, i, rows, buffers, WEIGHTED=False, HIDE=ALWAYS, PLAN=PLAN
+                    running, done, i, rows, buffers, WEIGHTED=False, MASK=ALWAYS, PLAN=PLAN
                 )
-        for i in range(ends.hidden_end if PLAN.warpgroups == 3 else 1, ends.clear_end):
-            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, HIDE=NEVER, PLAN=PLAN)
-        for i in range(ends.clear_end, ends.tiles):
-            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, HIDE=ALWAYS, PLAN=PLAN)
+        for i in range(ends.masked_end if PLAN.warpgroups == 3 else 1, ends.unmasked_end):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, MASK=NEVER, PLAN=PLAN)
+        for i in range(ends.unmasked_end, ends.tiles):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, MASK=ALWAYS, PLAN=PLAN)
     elif PLAN.in_pairs:
-        for i in range(1, ends.hidden_end):
-            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, HIDE=ALWAYS, PLAN=PLAN)
-        for i in range(ends.hidden_end, ends.tiles):
-            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, HIDE=NEVER, PLAN=PLAN)
+        for i in range(1, ends.masked_end):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=ALWAYS, PLAN=PLAN)
+        for i in range(ends.masked_end, ends.tiles):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=NEVER, PLAN=PLAN)
     else:
-        HIDE: gl.constexpr = NEVER if PLAN.listed else IF_MASKED
+        MASK: gl.constexpr = NEVER if PLAN.listed else IF_MASKED
         for i in range(1, ends.tiles):
-            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, HIDE=HIDE, PLAN=PLAN)
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=MASK, PLAN=PLAN)
     return running, done
 
 
@@ -205,8 +204,8 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         item = item_of(entry, work, PLAN)
         extent = extent_of(item, work, PLAN)
         seen, ends = seen_by(item, extent, work, WARPGROUP, PLAN)
-        top = gl.full([GROUP_ROWS], NEGATIVE, gl.float32, layout=gl.SliceLayout(1, scores_layout()))
-        mass = new_mass(PLAN)
+        m_i = gl.full([GROUP_ROWS], NEGATIVE, gl.float32, layout=gl.SliceLayout(1, scores_layout()))
+        l_i = zero_l_i(PLAN)
         acc = gl.zeros([GROUP_ROWS, D], gl.float32, layout=acc_layout(PLAN.dim))
         queries.wait_full(taken)
         own = queries.buffer(taken)
@@ -221,23 +220,23 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         taken += 1
         s = warpgroup_mma_wait(0, deps=[s])
         keys.release(done)
-        s = hide_exact(s, column, 0, seen, PLAN)
-        w, top, mass, shrink = weigh(s, top, mass, scale, scale, WEIGHTED=False, PLAN=PLAN)
-        if not PLAN.late:
-            w = rounded(w, dtype, PLAN)
+        s = mask_exact(s, column, 0, seen, PLAN)
+        p, m_i, l_i, alpha = online_softmax(s, m_i, l_i, scale, scale, WEIGHTED=False, PLAN=PLAN)
+        if not PLAN.late_rescale:
+            p = rounded(p, dtype, PLAN)
         rows = OwnRows(q, seen, scale)
-        running, done = _advance_all(Running(acc, top, mass, w, shrink), done, ends, rows, buffers, PLAN)
+        running, done = _advance_all(Running(acc, m_i, l_i, p, alpha), done, ends, rows, buffers, PLAN)
         values.wait_full(done)
         acc = _begin_sum(running, values.buffer(done), PLAN)
         acc = warpgroup_mma_wait(0, deps=[acc])
         values.release(done)
         done += 1
-        mass = gl.sum(running.mass, 1) if PLAN.spread else running.mass
-        q_rows.store((acc / gl.convert_layout(mass, gl.SliceLayout(1, acc.type.layout))[:, None]).to(dtype))
+        l_i = gl.sum(running.l_i, 1) if PLAN.l_i_in_threads else running.l_i
+        q_rows.store((acc / gl.convert_layout(l_i, gl.SliceLayout(1, acc.type.layout))[:, None]).to(dtype))
         fence_async_shared()
         place = [item.b, item.h, (item.tile * PLAN.warpgroups + WARPGROUP) * GROUP_ROWS, 0]
-        if item.lead:
-            tma.async_copy_shared_to_global(results.out_lead, place, own)
+        if item.tail:
+            tma.async_copy_shared_to_global(results.out_tail, place, own)
         else:
             tma.async_copy_shared_to_global(results.out, place, own)
         if PLAN.query_buffers == 1:
@@ -254,29 +253,29 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         "stride_in",
         "items",
         "tiles",
-        "lead_tiles",
+        "tail_tiles",
         "keys",
         "row0",
-        "lead_row0",
+        "tail_row0",
         "critical",
         "chunk_slots",
     ]
 )
 def hopper_kernel(
-    q, k, v, out, q_lead, out_lead, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
-    stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, lead_tiles,
-    keys, row0, step, lead_row0, critical, chunk, chunk_slots, scale,
+    q, k, v, out, q_tail, out_tail, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
+    stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, tail_tiles,
+    keys, row0, step, tail_row0, critical, chunk, chunk_slots, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program: buffers and barriers, then the roles. Arguments: `Sources`, `Results`, `Lists`, `Work`."""
     buffers = new_buffers(q, k, v, weight, PLAN)
     work = Work(
-        items, batch, heads, group, tiles, lead_tiles, keys, row0, step, lead_row0, critical, chunk,
+        items, batch, heads, group, tiles, tail_tiles, keys, row0, step, tail_row0, critical, chunk,
         packed_ptr, chunk_slots,
     )  # fmt: skip
-    sources = Sources(q, k, v, q_lead, packed_k, packed_v, weight)
+    sources = Sources(q, k, v, q_tail, packed_k, packed_v, weight)
     lists = Lists(order_ptr, counter_ptr, index_ptr, stride_ib, stride_ih, stride_in)
-    results = Results(out, out_lead)
+    results = Results(out, out_tail)
     # fmt: off
     if PLAN.warpgroups == 2:
         gl.warp_specialize(

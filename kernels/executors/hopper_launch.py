@@ -20,7 +20,7 @@ from .launch import PackedKeys, QueryRows
 _attend = Launcher(hopper_kernel)
 
 
-class Tiles(TensorDescriptor):  # type: ignore[misc]  # untyped
+class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
     """How the copy engine sees a tensor. Without the checks of Triton's own, which take longer than all else
     of it: who makes one has asked whether the tensor can be copied."""
 
@@ -35,7 +35,7 @@ class Tiles(TensorDescriptor):  # type: ignore[misc]  # untyped
 def launch(
     x: AttentionInput,
     rows: QueryRows,
-    lead: QueryRows | None,
+    tail: QueryRows | None,
     *,
     mask: TileMask | None,
     packed: PackedKeys | None,
@@ -45,8 +45,8 @@ def launch(
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows
     tiles = cdiv(count, item_rows)
-    lead_tiles = 0 if lead is None else cdiv(lead.q_BHRD.shape[2], item_rows)
-    items = batch * heads * (tiles + lead_tiles)
+    tail_tiles = 0 if tail is None else cdiv(tail.q_BHRD.shape[2], item_rows)
+    items = batch * heads * (tiles + tail_tiles)
     q, out = _descriptor(rows.q_BHRD, WARPGROUP_ROWS), _descriptor(rows.out_BHRD, WARPGROUP_ROWS)
     k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
     none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
@@ -57,8 +57,8 @@ def launch(
         k,
         v,
         out,
-        q if lead is None else _descriptor(lead.q_BHRD, WARPGROUP_ROWS),
-        out if lead is None else _descriptor(lead.out_BHRD, WARPGROUP_ROWS),
+        q if tail is None else _descriptor(tail.q_BHRD, WARPGROUP_ROWS),
+        out if tail is None else _descriptor(tail.out_BHRD, WARPGROUP_ROWS),
         k if packed is None else _descriptor(packed.k_BGPD, BLOCK),
         v if packed is None else _descriptor(packed.v_BGPD, BLOCK),
         k if packed is None else _descriptor(packed.weight_BGP, BLOCK),
@@ -72,11 +72,11 @@ def launch(
         heads,
         x.group,
         tiles,
-        lead_tiles,
+        tail_tiles,
         x.k_BGSD.shape[2],
         rows.row0,
         rows.step,
-        0 if lead is None else lead.row0,
+        0 if tail is None else tail.row0,
         0 if packed is None else packed.critical,
         BLOCK if packed is None else packed.chunk,
         0 if packed is None else packed.offset_BGC.shape[2],
@@ -121,14 +121,14 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _descriptor(t: torch.Tensor, block: int) -> Tiles:
+def _descriptor(t: torch.Tensor, block: int) -> TileDescriptor:
     """How the copy engine sees t: tiles of `block` rows of one head (or so many numbers, if t has no D).
 
     Strides of dimensions of size 1 do not matter and may be anything.
     """
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     shape = (1, 1, block, t.shape[3]) if t.dim() == 4 else (1, 1, block)
-    return Tiles(t, t.shape, [*strides, 1], shape)
+    return TileDescriptor(t, t.shape, [*strides, 1], shape)
 
 
 @cache
@@ -154,14 +154,14 @@ def _case(
     plan = plan_of(dim, **kind)
     own, tile = (descriptor_type(dtype, 1, 1, rows, dim) for rows in (WARPGROUP_ROWS, BLOCK))
     types = {
-        **dict.fromkeys(("q", "out", "q_lead", "out_lead"), own),
+        **dict.fromkeys(("q", "out", "q_tail", "out_tail"), own),
         **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile),
         "weight": descriptor_type(torch.float32, 1, 1, BLOCK) if plan.packed else tile,
         "index_ptr": "*i16",
         "order_ptr": "*i64" if plan.by_length else "*i32",
         **dict.fromkeys(("counter_ptr", "packed_ptr"), "*i32"),
         **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "items", "batch", "heads"), "i32"),
-        **dict.fromkeys(("group", "tiles", "lead_tiles", "keys", "row0", "step", "lead_row0"), "i32"),
+        **dict.fromkeys(("group", "tiles", "tail_tiles", "keys", "row0", "step", "tail_row0"), "i32"),
         **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
         "scale": "fp32",
     }

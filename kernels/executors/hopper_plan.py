@@ -47,10 +47,10 @@ class HopperPlan:
     in_pairs: bool
     """Hand weights on as 32-bit numbers that hold two. An item's tiles then take several loops: between loops
     LLVM keeps 16-bit numbers apart and has 64 instructions put them together for every tile."""
-    late: bool
+    late_rescale: bool
     """Round weights and shrink the sums while the next scores are made, and wait for the weighted sum after
     the next exponentials."""
-    spread: bool
+    l_i_in_threads: bool
     """Let each of a row's four threads add up its weights until the item's end."""
 
     @property
@@ -90,6 +90,6 @@ def plan_of(
         registers=registers,
         copying_registers=24,
         in_pairs=dim == 64 if packed else dim == 128 and not listed,
-        late=packed and dim == 128,
-        spread=listed or (packed and dim == 64),
+        late_rescale=packed and dim == 128,
+        l_i_in_threads=listed or (packed and dim == 64),
     )

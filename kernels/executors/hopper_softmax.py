@@ -38,8 +38,8 @@ class Ends(NamedTuple):
     """Where a warpgroup's tiles of one item change kind. Those before hidden_end hold keys that some row does
     not see; so do (PACKED) those from clear_end on, which are of packed keys. tiles: their number."""
 
-    hidden_end: gl.tensor
-    clear_end: gl.tensor
+    masked_end: gl.tensor
+    unmasked_end: gl.tensor
     tiles: gl.tensor
 
 
@@ -47,11 +47,11 @@ class Running(NamedTuple):
     """What a warpgroup hands on from tile to tile: its rows' sums so far, and the last tile's weights, which
     are counted in mass and not yet summed in acc."""
 
-    acc: gl.tensor  # (64, D), the weighted sum of values; (PLAN.late) not yet shrunk by `shrink`
-    top: gl.tensor  # (64,), the largest scores
-    mass: gl.tensor  # (64,), the sums of weights; or (64, 8), of every eighth column (PLAN.spread)
-    weights: gl.tensor  # (64, 128) the last tile's, as `rounded` gives them, or (PLAN.late) not rounded
-    shrink: gl.tensor  # (64,), what the last tile's new largest scores shrink the sums by
+    acc: gl.tensor  # (64, D), the weighted sum of values; (PLAN.late_rescale) not yet shrunk by `shrink`
+    m_i: gl.tensor  # (64,), the largest scores
+    l_i: gl.tensor  # (64,), the sums of weights; or (64, 8), of every eighth column (PLAN.l_i_in_threads)
+    p: gl.tensor  # (64, 128) the last tile's, as `rounded` gives them, or (PLAN.late_rescale) not rounded
+    alpha: gl.tensor  # (64,), what the last tile's new largest scores shrink the sums by
 
 
 @gluon.constexpr_function
@@ -77,26 +77,26 @@ def seen_by(item, extent, work, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
     """What the warpgroup's rows of an item see, and where its tiles change kind."""
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout()))
     position = extent.first + extent.step * (WARPGROUP * GROUP_ROWS + lane)
-    hidden_end = extent.masked
-    clear_end = extent.tiles
+    masked_end = extent.masked
+    unmasked_end = extent.tiles
     exact_from = 0
     packed = 0
     if PLAN.packed:
         row = gl.minimum(extent.first + WARPGROUP * GROUP_ROWS, work.keys - 1)
         exact_from, packed = packed_before(row, item, work)
-        hidden_end = gl.minimum(extent.masked + exact_from // TILE - extent.exact_block, extent.exact)
-        clear_end = extent.exact + packed // TILE
-    return Seen(position, extent, exact_from, packed), Ends(hidden_end, clear_end, extent.tiles)
+        masked_end = gl.minimum(extent.masked + exact_from // TILE - extent.exact_block, extent.exact)
+        unmasked_end = extent.exact + packed // TILE
+    return Seen(position, extent, exact_from, packed), Ends(masked_end, unmasked_end, extent.tiles)
 
 
 @gluon.jit
-def new_mass(PLAN: gl.constexpr):
+def zero_l_i(PLAN: gl.constexpr):
     """No weights yet."""
-    if PLAN.spread:
-        mass = gl.zeros([GROUP_ROWS, 8], gl.float32, layout=spread_layout())
+    if PLAN.l_i_in_threads:
+        l_i = gl.zeros([GROUP_ROWS, 8], gl.float32, layout=spread_layout())
     else:
-        mass = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, scores_layout()))
-    return mass
+        l_i = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, scores_layout()))
+    return l_i
 
 
 @gluon.jit
@@ -105,58 +105,58 @@ def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.in_pairs:
         even, odd = gl.split(gl.reshape(p, [GROUP_ROWS, TILE // 2, 2]))
         code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
-        w = gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], gl.int32, True, 1)
+        p = gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], gl.int32, True, 1)
     else:
-        w = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc_layout(PLAN.dim), 2))
-    return w
+        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc_layout(PLAN.dim), 2))
+    return p
 
 
 @gluon.jit
-def operand(w, dtype: gl.constexpr, PLAN: gl.constexpr):
+def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
     """The sum's operand from what `rounded` gave."""
     if PLAN.in_pairs:
         halves: gl.constexpr = (gl.int16, gl.int16)
-        even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [w], halves, True, 1)
+        even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [p], halves, True, 1)
         p = gl.join(even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True))
         p = gl.reshape(p, [GROUP_ROWS, TILE])
-        w = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout(PLAN.dim), 2))
-    return w
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout(PLAN.dim), 2))
+    return p
 
 
 @gluon.jit
-def _add_columns(total, x):
+def _add_columns(l_i, x):
     """total (64, 8) and the sums of every eighth column of x, in pairs. Nothing leaves its thread."""
     if x.shape[1] > 8:
         halves = gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1])
         left, right = gl.split(halves)
-        total = _add_columns(_add_columns(total, left), right)
+        l_i = _add_columns(_add_columns(l_i, left), right)
     else:
-        total += gl.convert_layout(x, total.type.layout, assert_trivial=True)
-    return total
+        l_i += gl.convert_layout(x, l_i.type.layout, assert_trivial=True)
+    return l_i
 
 
 @gluon.jit
-def weigh(s, top, mass, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
+def online_softmax(s, m_i, l_i, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
     """Weights p of one tile's products s; the new top and mass; what shrinks the sums so far.
 
     WEIGHTED: the tile's keys stand for `lengths` (128,) keys each.
     """
-    higher = gl.maximum(top, gl.max(s, 1) * scale)
-    p = gl.exp2(s * scale - higher[:, None])
-    shrink = gl.exp2(top - higher)
+    m_ij = gl.maximum(m_i, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - m_ij[:, None])
+    alpha = gl.exp2(m_i - m_ij)
     counted = p * lengths[None, :] if WEIGHTED else p
-    if PLAN.spread:
-        less = gl.convert_layout(shrink, gl.SliceLayout(1, mass.type.layout), assert_trivial=True)
-        mass = _add_columns(mass * less[:, None], counted)
+    if PLAN.l_i_in_threads:
+        alpha_thread = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+        l_i = _add_columns(l_i * alpha_thread[:, None], counted)
     else:
-        mass = mass * shrink + gl.sum(counted, 1)
-    return p, higher, mass, shrink
+        l_i = l_i * alpha + gl.sum(counted, 1)
+    return p, m_ij, l_i, alpha
 
 
 @gluon.jit
-def shrunk(acc, shrink):
+def rescaled(acc, alpha):
     """acc (64, D) in terms of the new largest scores."""
-    return acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
@@ -166,7 +166,7 @@ def tile_columns():
 
 
 @gluon.jit
-def hide_exact(s, column, i, seen, PLAN: gl.constexpr):
+def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
     """Scores s of tile i, UNSEEN where a row does not see the key: (PACKED) it sees those from exact_from to
     itself. Unsigned, those before are as far as those after."""
     if PLAN.packed:
@@ -180,6 +180,6 @@ def hide_exact(s, column, i, seen, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def hide_packed(s, column, i, seen):
+def mask_packed(s, column, i, seen):
     """Scores s of tile i, one of packed keys, UNSEEN from the first that no row of the warpgroup sees."""
     return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

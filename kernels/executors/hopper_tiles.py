@@ -28,11 +28,11 @@ class Work(NamedTuple):
     heads: gl.tensor
     group: gl.tensor  # query heads of a key head
     tiles: gl.tensor  # items of a query head
-    lead_tiles: gl.tensor  # leading items of a query head
+    tail_tiles: gl.tensor  # leading items of a query head
     keys: gl.tensor
     row0: gl.tensor
     step: gl.tensor
-    lead_row0: gl.tensor
+    tail_row0: gl.tensor
     critical: gl.tensor  # (PACKED) exact keys at least, before a block of rows
     chunk: gl.tensor  # (PACKED) keys of which runs are packed together
     packed_ptr: gl.tensor  # (PACKED) packed keys before each chunk, (B, G, C)
@@ -56,7 +56,7 @@ class Sources(NamedTuple):
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
-    q_lead: tma.tensor_descriptor
+    q_tail: tma.tensor_descriptor
     packed_k: tma.tensor_descriptor
     packed_v: tma.tensor_descriptor
     weight: tma.tensor_descriptor
@@ -70,8 +70,8 @@ class Item(NamedTuple):
     h: gl.tensor
     g: gl.tensor
     tile: gl.tensor
-    lead: gl.tensor
-    kept: gl.tensor
+    tail: gl.tensor
+    list_tiles: gl.tensor
 
 
 class Extent(NamedTuple):
@@ -109,18 +109,18 @@ def next_entry(taken, entries):
 def item_of(entry, work, PLAN: gl.constexpr):
     """The item of an entry. Orders: see `hopper_plan.py`."""
     key_heads = work.heads // work.group
-    lead_items = work.batch * work.heads * work.lead_tiles
+    tail_items = work.batch * work.heads * work.tail_tiles
     item = entry.to(gl.int32)
-    lead = item < lead_items
-    kept = (entry >> 32).to(gl.int32)
+    tail = item < tail_items
+    list_tiles = (entry >> 32).to(gl.int32)
     if PLAN.by_length:
         tile = item % work.tiles
         h = item // work.tiles % work.heads
         b = item // work.tiles // work.heads
     else:
-        if not lead:
-            item -= lead_items
-        count = gl.where(lead, work.lead_tiles, work.tiles)
+        if not tail:
+            item -= tail_items
+        count = gl.where(tail, work.tail_tiles, work.tiles)
         if PLAN.one_head_first:
             pair = item // (count * work.group)
             tile = count - 1 - item % (count * work.group) // work.group
@@ -129,7 +129,7 @@ def item_of(entry, work, PLAN: gl.constexpr):
             pair = item % (work.batch * work.heads) // work.group
         h = pair % key_heads * work.group + item % work.group
         b = pair // key_heads
-    return Item(b, h, h // work.group, tile, lead, kept)
+    return Item(b, h, h // work.group, tile, tail, list_tiles)
 
 
 @gluon.jit
@@ -143,16 +143,16 @@ def packed_before(row, item, work):
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
     """A PACKED item may begin in one block of 128 rows and end in another: its tiles are those of both."""
-    step = gl.where(item.lead, 1, work.step)
-    first = gl.where(item.lead, work.lead_row0, work.row0) + step * item.tile * PLAN.rows
+    step = gl.where(item.tail, 1, work.step)
+    first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
     end = gl.minimum(first + step * (PLAN.rows - 1), work.keys - 1) // TILE + 1
     masked_block = gl.minimum((first + 1) // TILE, end - 1)
     tiles = end
     exact = end
     exact_block = 0
     if PLAN.listed:
-        tiles = item.kept
-        exact = item.kept
+        tiles = item.list_tiles
+        exact = item.list_tiles
     if PLAN.packed:
         exact_from, _ = packed_before(first, item, work)
         exact_block = exact_from // TILE
@@ -172,18 +172,20 @@ def exact_key(i, extent):
 
 
 @gluon.jit
-def _copy(near, far, place, far_row, is_near, full, buffer, PLAN: gl.constexpr, MORE: gl.constexpr = 0):
+def _copy(
+    exact, packed, place, packed_row, is_exact, full, buffer, PLAN: gl.constexpr, MORE: gl.constexpr = 0
+):
     """Start copying one tile of keys or values: from the sequence, or (PACKED) from the packed keys.
 
     MORE: bytes beside the tile's whose arrival completes the barrier `full`.
     """
     b, g, row = place
-    mbarrier.expect(full, near.block_type.nbytes + MORE)
+    mbarrier.expect(full, exact.block_type.nbytes + MORE)
     if PLAN.packed:
-        tma.async_copy_global_to_shared(near, [b, g, row, 0], full, buffer, pred=is_near)
-        tma.async_copy_global_to_shared(far, [b, g, far_row, 0], full, buffer, pred=is_near == 0)
+        tma.async_copy_global_to_shared(exact, [b, g, row, 0], full, buffer, pred=is_exact)
+        tma.async_copy_global_to_shared(packed, [b, g, packed_row, 0], full, buffer, pred=is_exact == 0)
     else:
-        tma.async_copy_global_to_shared(near, [b, g, row, 0], full, buffer)
+        tma.async_copy_global_to_shared(exact, [b, g, row, 0], full, buffer)
 
 
 @gluon.jit
@@ -197,8 +199,8 @@ def _copy_queries(item, taken, sources, queries, PLAN: gl.constexpr):
         mine.wait_empty(taken)
         mbarrier.expect(full, sources.q.block_type.nbytes)
         place = [item.b, item.h, row, 0]
-        tma.async_copy_global_to_shared(sources.q, place, full, buffer, pred=item.lead == 0)
-        tma.async_copy_global_to_shared(sources.q_lead, place, full, buffer, pred=item.lead)
+        tma.async_copy_global_to_shared(sources.q, place, full, buffer, pred=item.tail == 0)
+        tma.async_copy_global_to_shared(sources.q_tail, place, full, buffer, pred=item.tail)
 
 
 @gluon.jit
@@ -217,8 +219,8 @@ def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
             entry = gl.load(lists.order_ptr + number)
         elif PLAN.listed:
             item = item_of(entry, work, PLAN)
-            kept = gl.load(lists.order_ptr + (item.b * work.heads + item.h) * work.tiles + item.tile)
-            entry += kept.to(gl.int64) << 32
+            list_tiles = gl.load(lists.order_ptr + (item.b * work.heads + item.h) * work.tiles + item.tile)
+            entry += list_tiles.to(gl.int64) << 32
         _publish(entry, taken, buffers.entries)
         item = item_of(entry, work, PLAN)
         extent = extent_of(item, work, PLAN)
@@ -238,24 +240,24 @@ def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
             place = (item.b, item.g, row)
             packed_row = (i - extent.exact) * TILE
             buffers.k.wait_empty(done)
-            near = i < extent.exact
+            exact = i < extent.exact
             k_full, k_buffer = buffers.k.when_full(done), buffers.k.buffer(done)
             if PLAN.packed:
                 _copy(
-                    sources.k, sources.packed_k, place, packed_row, near, k_full, k_buffer, PLAN,
+                    sources.k, sources.packed_k, place, packed_row, exact, k_full, k_buffer, PLAN,
                     sources.weight.block_type.nbytes,
                 )  # fmt: skip
                 # Exact keys' weights are the last tile, all ones: see `launch.PackedKeys`.
                 ones = sources.weight.shape[2].to(gl.int32) - TILE
                 lengths = buffers.lengths.index(done % PLAN.stages)
                 tma.async_copy_global_to_shared(
-                    sources.weight, [item.b, item.g, gl.where(near, ones, packed_row)], k_full, lengths
+                    sources.weight, [item.b, item.g, gl.where(exact, ones, packed_row)], k_full, lengths
                 )
             else:
-                _copy(sources.k, sources.packed_k, place, packed_row, near, k_full, k_buffer, PLAN)
+                _copy(sources.k, sources.packed_k, place, packed_row, exact, k_full, k_buffer, PLAN)
             buffers.v.wait_empty(done)
             v_full, v_buffer = buffers.v.when_full(done), buffers.v.buffer(done)
-            _copy(sources.v, sources.packed_v, place, packed_row, near, v_full, v_buffer, PLAN)
+            _copy(sources.v, sources.packed_v, place, packed_row, exact, v_full, v_buffer, PLAN)
             done += 1
         number = gl.num_programs(0) + gl.atomic_add(lists.counter_ptr, 1, sem="relaxed")
     _publish(gl.to_tensor(-1).to(gl.int64), taken, buffers.entries)

@@ -54,7 +54,7 @@ def new_output(x: AttentionInput) -> torch.Tensor:
 def launch(
     x: AttentionInput,
     rows: QueryRows,
-    lead: QueryRows | None = None,
+    tail: QueryRows | None = None,
     *,
     mask: TileMask | None = None,
     packed: PackedKeys | None = None,
@@ -64,14 +64,14 @@ def launch(
     lead: further rows, in steps of 1, that see every key; on Hopper they go first in the same launch.
     """
     check_launch(x)
-    if takes_hopper(x, rows) and (lead is None or takes_hopper(x, lead)):
+    if takes_hopper(x, rows) and (tail is None or takes_hopper(x, tail)):
         from . import hopper_launch
 
-        hopper_launch.launch(x, rows, lead, mask=mask, packed=packed)
+        hopper_launch.launch(x, rows, tail, mask=mask, packed=packed)
         return
     launch_plain(x, rows, mask=mask, packed=packed)
-    if lead is not None:
-        launch_plain(x, lead)
+    if tail is not None:
+        launch_plain(x, tail)
 
 
 def check_launch(x: AttentionInput) -> None:

@@ -29,11 +29,11 @@ def pack_kernel(
 ):  # fmt: skip
     """RUNS runs of one key head: sums over their rows by a product with the 0/1 table run x row."""
     head = tl.program_id(1).to(tl.int64)
-    total = tl.load(offset_ptr + head * offset_slots + chunks)
+    runs = tl.load(offset_ptr + head * offset_slots + chunks)
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
-    live = run < total
-    start = tl.load(start_ptr + head * start_slots + run, mask=live, other=1 << 30)
-    stop = tl.load(start_ptr + head * start_slots + run + 1, mask=live, other=0)
+    valid_run = run < runs
+    start = tl.load(start_ptr + head * start_slots + run, mask=valid_run, other=1 << 30)
+    stop = tl.load(start_ptr + head * start_slots + run + 1, mask=valid_run, other=0)
     first, end = tl.min(start, 0), tl.max(stop, 0)
     dim = tl.arange(0, D)
     k_base = k_ptr + head // heads * stride_kb + head % heads * stride_kg
@@ -43,28 +43,30 @@ def pack_kernel(
     for begin in range(first, end, ROWS):
         row = begin + tl.arange(0, ROWS)
         member = (row[None, :] >= start[:, None]) & (row[None, :] < stop[:, None])
-        there = (row < end)[:, None]
-        far = row.to(tl.int64)[:, None]
-        v = tl.load(v_base + far * stride_vs + dim[None, :], mask=there, other=0.0)
+        valid = (row < end)[:, None]
+        row_64 = row.to(tl.int64)[:, None]
+        v = tl.load(v_base + row_64 * stride_vs + dim[None, :], mask=valid, other=0.0)
         v_sum = tl.dot(member.to(v.dtype), v, v_sum, input_precision=PRECISION)
         if MEAN:
-            k = tl.load(k_base + far * stride_ks + dim[None, :], mask=there, other=0.0)
+            k = tl.load(k_base + row_64 * stride_ks + dim[None, :], mask=valid, other=0.0)
             k_sum = tl.dot(member.to(k.dtype), k, k_sum, input_precision=PRECISION)
-    length = tl.where(live, stop - start, 1).to(tl.float32)
+    length = tl.where(valid_run, stop - start, 1).to(tl.float32)
     if MEAN:
         k_sum = k_sum / length[:, None]
     else:
-        far = start.to(tl.int64)[:, None]
-        k_sum = tl.load(k_base + far * stride_ks + dim[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        row_64 = start.to(tl.int64)[:, None]
+        k_sum = tl.load(k_base + row_64 * stride_ks + dim[None, :], mask=valid_run[:, None], other=0.0).to(
+            tl.float32
+        )
     if not COUNTS:
         v_sum = v_sum / length[:, None]
         length = tl.full([RUNS], 1.0, tl.float32)
     # The attention kernel reads whole tiles: zeros after the last run.
-    kept = run < tl.cdiv(total, _BLOCK) * _BLOCK
+    stored = run < tl.cdiv(runs, _BLOCK) * _BLOCK
     place = (head * packed_slots + run)[:, None] * D + dim[None, :]
-    tl.store(packed_k_ptr + place, k_sum.to(packed_k_ptr.dtype.element_ty), mask=kept[:, None])
-    tl.store(packed_v_ptr + place, v_sum.to(packed_v_ptr.dtype.element_ty), mask=kept[:, None])
-    tl.store(weight_ptr + head * packed_slots + run, length, mask=kept)
+    tl.store(packed_k_ptr + place, k_sum.to(packed_k_ptr.dtype.element_ty), mask=stored[:, None])
+    tl.store(packed_v_ptr + place, v_sum.to(packed_v_ptr.dtype.element_ty), mask=stored[:, None])
+    tl.store(weight_ptr + head * packed_slots + run, length, mask=stored)
 
 
 def pack(

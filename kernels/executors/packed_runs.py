@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ..anchor_scan import leads
+from ..anchor_scan import find_anchors
 from ..constants import BLOCK
 from ..interface import AttentionInput, KernelInputError, StateSpec
 
@@ -33,7 +33,7 @@ class SimilarRuns:
 
     def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
         del first_chunk
-        return leads(k_BGSD, self.cos, chunk, "cosine")
+        return find_anchors(k_BGSD, self.cos, chunk, "cosine")
 
 
 @dataclass
@@ -79,18 +79,18 @@ class PackedRuns:
         self._append(found_BGS.reshape(*found_BGS.shape[:2], -1, chunk), begin)
         self.chunks = complete
 
-    def _append(self, leads_BGCR: torch.Tensor, begin: int) -> None:
+    def _append(self, is_anchor_BGCR: torch.Tensor, begin: int) -> None:
         """Note where the runs of the next chunks begin; their first row is at position `begin`."""
-        batch, heads, chunks, rows = leads_BGCR.shape
-        run_BGCR = leads_BGCR.cumsum(-1)
+        batch, heads, chunks, rows = is_anchor_BGCR.shape
+        run_BGCR = is_anchor_BGCR.cumsum(-1)
         before_BG1 = self.offset_BGC[:, :, self.chunks, None]
         upto_BGC = run_BGCR[..., -1].cumsum(-1) + before_BG1
         self.offset_BGC[:, :, self.chunks + 1 : self.chunks + chunks + 1] = upto_BGC
         place_BGCR = run_BGCR + (upto_BGC - run_BGCR[..., -1] - 1)[..., None]
         unused = self.start_BGP.shape[-1] - 1  # the last slot takes what is not a run
-        place_BGS = torch.where(leads_BGCR, place_BGCR, unused).flatten(2)
+        place_BGS = torch.where(is_anchor_BGCR, place_BGCR, unused).flatten(2)
         end = begin + chunks * rows
-        row_S = torch.arange(begin, end + 1, dtype=torch.int32, device=leads_BGCR.device)
+        row_S = torch.arange(begin, end + 1, dtype=torch.int32, device=is_anchor_BGCR.device)
         self.start_BGP.scatter_(2, place_BGS, row_S[:-1].expand(batch, heads, -1))
         self.start_BGP.scatter_(2, upto_BGC[..., -1:], row_S[-1:].expand(batch, heads, -1))
 

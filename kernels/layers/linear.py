@@ -37,7 +37,7 @@ def swiglu_linear(
     return swiglu(F.linear(x_TI, weight_JI, bias_J), fp8=False)
 
 
-def meet(weight_OI: torch.Tensor) -> None:
+def compile_products(weight_OI: torch.Tensor) -> None:
     """Compile what multiplies many rows by weights like these, if anything of ours does: whether a number of
     rows is taken by it depends on how they fill the GPU."""
     if not weight_OI.is_cuda:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from ..executors.hopper_launch import Tiles, descriptor_type, multiprocessors
+from ..executors.hopper_launch import TileDescriptor, descriptor_type, multiprocessors
 from ..executors.hopper_plan import WARPGROUP_ROWS
 from ..executors.launch import is_hopper
 from ..launches import Launcher, cdiv
@@ -76,8 +76,8 @@ def _copyable(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def _descriptor(x: torch.Tensor, rows: int, columns: int) -> Tiles:
-    return Tiles(x, x.shape, (x.stride(0), 1), (rows, columns))
+def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TileDescriptor:
+    return TileDescriptor(x, x.shape, (x.stride(0), 1), (rows, columns))
 
 
 def _case(

@@ -11,8 +11,8 @@ from ..constants import BLOCK
 from ..interface import AttentionInput
 
 
-def reference_attention(x: AttentionInput, keep_BHNM: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention over one big float64 score matrix, tiles outside keep_BHNM dropped. Returns fp32."""
+def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None) -> torch.Tensor:
+    """Causal attention over one big float64 score matrix, tiles outside kept_BHNM dropped. Returns fp32."""
     batch, heads, rows, dim = x.q_BHTD.shape
     q = x.q_BHTD.double().reshape(batch, -1, x.group, rows, dim)
     k, v = x.k_BGSD.double()[:, :, None], x.v_BGSD.double()[:, :, None]
@@ -20,9 +20,9 @@ def reference_attention(x: AttentionInput, keep_BHNM: torch.Tensor | None = None
     position_T1 = x.q_start + torch.arange(rows, device=scores.device)[:, None]
     column_S = torch.arange(x.k_BGSD.shape[2], device=scores.device)
     seen = column_S <= position_T1
-    if keep_BHNM is not None:
+    if kept_BHNM is not None:
         row_block = (position_T1[:, 0] - x.q_start) // BLOCK
-        seen = seen & keep_BHNM[..., row_block, :][..., column_S // BLOCK]
+        seen = seen & kept_BHNM[..., row_block, :][..., column_S // BLOCK]
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     out = weights.reshape(batch, -1, x.group, rows, weights.shape[-1]) @ v
     return out.reshape(batch, heads, rows, dim).float()

@@ -141,7 +141,7 @@ def kept_tiles(
     score: list[float],
     diagonal: int,
     kind: str,
-    amount: float,
+    threshold: float,
     *,
     sink: int = 1,
     window: int = 1,
@@ -154,25 +154,25 @@ def kept_tiles(
         return list(range(diagonal + 1))
     if outside:
         rest = [m for m in range(diagonal + 1) if m not in forced]
-        inner = _kept_of([score[m] for m in rest], set(), kind, amount)
+        inner = _kept_of([score[m] for m in rest], set(), kind, threshold)
         return sorted(forced | {rest[m] for m in inner})
-    return _kept_of(score, forced, kind, amount)
+    return _kept_of(score, forced, kind, threshold)
 
 
-def _kept_of(score: list[float], forced: set[int], kind: str, amount: float) -> list[int]:
+def _kept_of(score: list[float], forced: set[int], kind: str, threshold: float) -> list[int]:
     """The forced tiles of a row, and those that the rule adds to them."""
     top = max(score, default=0.0)
     if kind == "max_relative":
-        if top <= 0 < amount:
+        if top <= 0 < threshold:
             return sorted(forced)
-        least = float(torch.tensor(amount) * torch.tensor(top))
+        least = float(torch.tensor(threshold) * torch.tensor(top))
         return sorted(forced | {m for m, s in enumerate(score) if s >= least})
     if kind == "cumulative" and top <= 0:
-        return list(range(len(score))) if amount >= 1 else sorted(forced)
+        return list(range(len(score))) if threshold >= 1 else sorted(forced)
     value = [math.floor(s * (LEVELS / top) + 0.5) if kind == "cumulative" else s for s in score]
     weight = value if kind == "cumulative" else [1.0] * len(score)
-    need = amount * sum(value) if kind == "cumulative" else math.ceil(amount * len(score) - 1e-6)
-    if kind == "cumulative" and amount >= 1:
+    need = threshold * sum(value) if kind == "cumulative" else math.ceil(threshold * len(score) - 1e-6)
+    if kind == "cumulative" and threshold >= 1:
         return list(range(len(score)))
     for floor in (math.inf, *sorted(set(value), reverse=True)):
         kept = forced | {m for m, v in enumerate(value) if v >= floor}

@@ -196,11 +196,11 @@ class AnchorsSelector(ScoredSelector):
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
     """The first key block to summarise: this chunk's first, or one before it that is not there yet."""
     table = state.table
-    held = (*table.count_BGMA.shape[:2], state.blocks, table.vector_BGMAD.shape[4])
+    made_for = (*table.count_BGMA.shape[:2], state.blocks, table.vector_BGMAD.shape[4])
     needed = (*x.k_BGSD.shape[:2], x.key_blocks, x.k_BGSD.shape[3])
-    if held[:2] != needed[:2] or held[2] < needed[2] or held[3] != needed[3]:
+    if made_for[:2] != needed[:2] or made_for[2] < needed[2] or made_for[3] != needed[3]:
         raise KernelInputError(
-            f"the state was made for (batch, key heads, blocks, D) = {held}, the input needs {needed}"
+            f"the state was made for (batch, key heads, blocks, D) = {made_for}, the input needs {needed}"
         )
     if state.dtype != x.k_BGSD.dtype or table.vector_BGMAD.device != x.k_BGSD.device:
         raise KernelInputError(

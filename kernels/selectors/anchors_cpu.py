@@ -33,7 +33,7 @@ def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_bloc
     padding = blocks * BLOCK - rows
     x_BGMRD = functional.pad(x_BGSD.float(), (0, 0, 0, padding)).view(batch, heads, blocks, BLOCK, dim)
     run_BGMR = functional.pad(runs.run_BGS, (0, padding), value=-1).view(batch, heads, blocks, BLOCK)
-    leads_BGMR = functional.pad(runs.is_anchor_BGS, (0, padding)).view(batch, heads, blocks, BLOCK)
+    is_anchor_BGMR = functional.pad(runs.is_anchor_BGS, (0, padding)).view(batch, heads, blocks, BLOCK)
 
     runs_BGM1 = runs.runs_BGC[..., None]
     crowded_BGM1 = runs_BGM1 > side.cap
@@ -42,14 +42,14 @@ def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_bloc
     member_BGMR = (run_BGMR >= 0) & (picked_BGMR | (side.overflow == "merge"))
     slot_BGMRA = merged_BGMR[..., None] == torch.arange(side.cap, device=x_BGSD.device)
     member_BGMRA = slot_BGMRA & member_BGMR[..., None]
-    lead_BGMRA = slot_BGMRA & (picked_BGMR & leads_BGMR)[..., None]
+    first_row_BGMRA = slot_BGMRA & (picked_BGMR & is_anchor_BGMR)[..., None]
 
-    held_BGMRA = member_BGMRA if side.representative == "mean" else lead_BGMRA
+    summed_BGMRA = member_BGMRA if side.representative == "mean" else first_row_BGMRA
     count_BGMA = member_BGMRA.sum(3, dtype=torch.float32)
-    total_BGMAD = held_BGMRA.float().transpose(3, 4) @ x_BGMRD
-    vector_BGMAD = total_BGMAD / held_BGMRA.sum(3).clamp(min=1)[..., None]
+    total_BGMAD = summed_BGMRA.float().transpose(3, 4) @ x_BGMRD
+    vector_BGMAD = total_BGMAD / summed_BGMRA.sum(3).clamp(min=1)[..., None]
     start_M1 = (torch.arange(blocks, device=x_BGSD.device)[:, None] + first_block) * BLOCK
-    first_BGMA = lead_BGMRA.int().argmax(3) + start_M1
+    first_BGMA = first_row_BGMRA.int().argmax(3) + start_M1
     return BlockAnchors(vector_BGMAD, first_BGMA.int(), count_BGMA)
 
 

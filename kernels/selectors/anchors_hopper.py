@@ -64,8 +64,8 @@ class ScoreWork(NamedTuple):
     """share: query heads of a key head. The slab is query blocks first_row_block .. + slab_blocks of the
     chunk, which has query_blocks and begins at the prompt's block first_block."""
 
-    groups: gl.tensor
-    share: gl.tensor
+    kv_heads: gl.tensor
+    group: gl.tensor
     query_blocks: gl.tensor
     first_block: gl.tensor
     first_row_block: gl.tensor
@@ -78,7 +78,7 @@ class ScoreRows(NamedTuple):
 
     first: gl.tensor
     used: gl.tensor
-    real: gl.tensor
+    valid: gl.tensor
     out: gl.tensor
     highest: gl.tensor  # the last of their query blocks
 
@@ -96,8 +96,8 @@ class SlotBuffers(NamedTuple):
 def _diagonals(tile, units, work):
     """The prompt's first and last query block among the `units` of a tile."""
     first = work.first_block + work.first_row_block
-    low = first + tile * units // work.share
-    return low, first + gl.minimum((tile * units + units - 1) // work.share, work.slab_blocks - 1)
+    low = first + tile * units // work.group
+    return low, first + gl.minimum((tile * units + units - 1) // work.group, work.slab_blocks - 1)
 
 
 @gluon.jit
@@ -167,9 +167,9 @@ def _add_up(
     if DIAGONAL:
         block_W = tile * W + gl.arange(0, W, layout=gl.SliceLayout(1, per_key))
         slot_S = gl.arange(0, S, layout=gl.SliceLayout(0, per_key))
-        held_WS = (block_W <= rows.highest)[:, None]
-        at_WS = (block_W * S)[:, None] + slot_S[None, :]
-        first_WS = gl.load(first_ptr + at_WS, mask=held_WS, other=2147483647)
+        valid_WS = (block_W <= rows.highest)[:, None]
+        offset_WS = (block_W * S)[:, None] + slot_S[None, :]
+        first_WS = gl.load(first_ptr + offset_WS, mask=valid_WS, other=2147483647)
         position_X = gl.convert_layout(rows.first, per_row)
         position_XWS = gl.expand_dims(gl.expand_dims(position_X, 1), 2)
         seen_XWS = (position_XWS - first_WS[None, :, :] + 1).to(gl.float32)
@@ -177,28 +177,30 @@ def _add_up(
         s_XWS = gl.where(first_WS[None, :, :] > position_XWS, float("-inf"), s_XWS)
     if not PLAN.weighted:
         weight_XWS = gl.minimum(weight_XWS, 1.0)
-    top_XW = gl.max(s_XWS, 2) * scale
+    m_XW = gl.max(s_XWS, 2) * scale
     if DIAGONAL:
-        top_XW = gl.where(top_XW == float("-inf"), 0.0, top_XW)
-    mass_XW = gl.sum(gl.exp2(s_XWS * scale - top_XW[:, :, None]) * weight_XWS, 2)
+        m_XW = gl.where(m_XW == float("-inf"), 0.0, m_XW)
+    l_XW = gl.sum(gl.exp2(s_XWS * scale - m_XW[:, :, None]) * weight_XWS, 2)
     ring.release_loaded(use)
-    log_XW = top_XW + gl.inline_asm_elementwise(_LOG2, "=f,f", [mass_XW], gl.float32, True, 1)
-    log_XW = gl.where(gl.convert_layout(rows.used, per_row)[:, None], log_XW, float("-inf"))
-    block_W = tile * W + gl.arange(0, W, layout=gl.SliceLayout(0, log_XW.type.layout))
-    real_XW = gl.convert_layout(rows.real, per_row)[:, None]
+    lse_XW = m_XW + gl.inline_asm_elementwise(_LOG2, "=f,f", [l_XW], gl.float32, True, 1)
+    lse_XW = gl.where(gl.convert_layout(rows.used, per_row)[:, None], lse_XW, float("-inf"))
+    block_W = tile * W + gl.arange(0, W, layout=gl.SliceLayout(0, lse_XW.type.layout))
+    valid_XW = gl.convert_layout(rows.valid, per_row)[:, None]
     if DIAGONAL:
-        real_XW = real_XW & (block_W <= rows.highest)[None, :]
+        valid_XW = valid_XW & (block_W <= rows.highest)[None, :]
     out_X = gl.convert_layout(rows.out, per_row)
-    gl.store(out_X[:, None] + block_W[None, :], gl.minimum(log_XW, 60000.0).to(gl.float16), mask=real_XW)
+    gl.store(out_X[:, None] + block_W[None, :], gl.minimum(lse_XW, 60000.0).to(gl.float16), mask=valid_XW)
 
 
 @gluon.jit
-def _table(row_X, tile, batch, group, work, PLAN: gl.constexpr):
+def _table(row_X, tile, batch, kv_head, work, PLAN: gl.constexpr):
     """Where in the tables the warpgroup's rows are; their slab's blocks and heads; whether they exist."""
     unit_X = tile * PLAN.units + row_X // PLAN.q_slots
-    block_X = unit_X // work.share
-    head_X = group * work.share + unit_X % work.share
-    slot_X = (batch * work.groups * work.share + head_X) * work.query_blocks + work.first_row_block + block_X
+    block_X = unit_X // work.group
+    head_X = kv_head * work.group + unit_X % work.group
+    slot_X = (
+        (batch * work.kv_heads * work.group + head_X) * work.query_blocks + work.first_row_block + block_X
+    )
     return slot_X * PLAN.q_slots + row_X % PLAN.q_slots, (block_X, head_X), block_X < work.slab_blocks
 
 
@@ -207,31 +209,31 @@ def _score_rows(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN
     """One warpgroup: 64 query slots, ordered by block, then head, against the program's key tiles."""
     tile, begin, end = _tiles(work, PLAN)
     tile = tile * WARPGROUPS + WARPGROUP
-    batch = (gl.program_id(1) // work.groups).to(gl.int64)
-    group = (gl.program_id(1) % work.groups).to(gl.int64)
+    batch = (gl.program_id(1) // work.kv_heads).to(gl.int64)
+    kv_head = (gl.program_id(1) % work.kv_heads).to(gl.int64)
     lowest, highest = _diagonals(tile, PLAN.units, work)
 
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // PLAN.dim, PLAN.dim // 8], [4, 1], [1, 0])
     row_X = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, copied))
-    table_X, _, real_X = _table(row_X, tile, batch, group, work, PLAN)
+    table_X, _, valid_X = _table(row_X, tile, batch, kv_head, work, PLAN)
     column_D = gl.arange(0, PLAN.dim, layout=gl.SliceLayout(0, copied))
     at_XD = table_X[:, None] * PLAN.dim + column_D[None, :]
     q = buffers.q.index(WARPGROUP)
-    q.store(gl.load(queries.vector_ptr + at_XD, mask=real_X[:, None], other=0.0))
+    q.store(gl.load(queries.vector_ptr + at_XD, mask=valid_X[:, None], other=0.0))
     fence_async_shared()
 
     row_X = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout(q.dtype.primitive_bitwidth)))
-    table_X, place_X, real_X = _table(row_X, tile, batch, group, work, PLAN)
+    table_X, place_X, valid_X = _table(row_X, tile, batch, kv_head, work, PLAN)
     block_X, head_X = place_X
     rows = ScoreRows(
-        gl.load(queries.first_ptr + table_X, mask=real_X, other=-1),
-        gl.load(queries.count_ptr + table_X, mask=real_X, other=0.0) > 0.0,
-        real_X,
+        gl.load(queries.first_ptr + table_X, mask=valid_X, other=-1),
+        gl.load(queries.count_ptr + table_X, mask=valid_X, other=0.0) > 0.0,
+        valid_X,
         out.ptr + batch * out.stride_b + head_X * out.stride_h + block_X * out.stride_n
         + row_X % PLAN.q_slots * out.stride_r,
         highest,
     )  # fmt: skip
-    first_ptr = keys.first_ptr + batch * keys.stride_b + group * keys.stride_g
+    first_ptr = keys.first_ptr + batch * keys.stride_b + kv_head * keys.stride_g
     clear_end = gl.minimum(gl.maximum(lowest // PLAN.blocks, begin), end)
     for i in range(begin, clear_end):
         _add_up(i, i - begin, q, buffers, rows, first_ptr, work.scale, DIAGONAL=False, PLAN=PLAN)
@@ -243,7 +245,7 @@ def _score_rows(WARPGROUP: gl.constexpr, queries, keys, out, buffers, work, PLAN
 def anchors_hopper_kernel(
     k, count, k_first_ptr, q_ptr, q_first_ptr, q_count_ptr, out_ptr,
     stride_tb, stride_tg, stride_ob, stride_oh, stride_on, stride_or,
-    groups, share, query_blocks, first_block, first_row_block, slab_blocks, scale,
+    kv_heads, group, query_blocks, first_block, first_row_block, slab_blocks, scale,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """One tile of query slots against its part of the key tiles."""
@@ -251,7 +253,7 @@ def anchors_hopper_kernel(
     keys = Keys(k, count, k_first_ptr, stride_tb, stride_tg)
     queries = Queries(q_ptr, q_first_ptr, q_count_ptr)
     out = Out(out_ptr, stride_ob, stride_oh, stride_on, stride_or)
-    work = ScoreWork(groups, share, query_blocks, first_block, first_row_block, slab_blocks, scale)
+    work = ScoreWork(kv_heads, group, query_blocks, first_block, first_row_block, slab_blocks, scale)
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_ROWS, PLAN.dim], k.dtype)
     q_smem = gl.allocate_shared_memory(k.dtype, [WARPGROUPS, GROUP_ROWS, PLAN.dim], flat)
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 16, 4, 2, PLAN.dim], k.layout)

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ..constants import BLOCK, LOG2E
-from ..executors.hopper_launch import Tiles, descriptor_type, multiprocessors
+from ..executors.hopper_launch import TileDescriptor, descriptor_type, multiprocessors
 from ..executors.hopper_plan import WARPGROUP_ROWS
 from ..interface import AttentionInput
 from ..launches import Launcher, cdiv
@@ -50,13 +50,13 @@ def launch(
 ) -> None:
     """Fills in the sums' part; x and form satisfy `anchors_kernel.takes_hopper`."""
     part, first_row = sums.part_BHNRM, sums.first_row
-    batch, groups, _, dim = x.k_BGSD.shape
+    batch, kv_heads, _, dim = x.k_BGSD.shape
     blocks = part.shape[2]
     plan = plan_of(dim, form.q.cap, form.k.cap, form.weighted)
     tiles = cdiv(blocks * x.group, plan.units * WARPGROUPS.value)
     steps = (x.first_block + first_row + blocks) // plan.blocks
-    shares = shares_of(tiles * batch * groups, steps, multiprocessors(x.q_BHTD.device))
-    _score[(tiles, batch * groups, shares)](
+    splits = splits_of(tiles * batch * kv_heads, steps, multiprocessors(x.q_BHTD.device))
+    _score[(tiles, batch * kv_heads, splits)](
         *key_tiles(keys),
         keys.first_BGMA,
         queries.vector_BGMAD,
@@ -65,7 +65,7 @@ def launch(
         part,
         *keys.count_BGMA.stride()[:2],
         *part.stride()[:4],
-        groups,
+        kv_heads,
         x.group,
         x.query_blocks,
         x.first_block,
@@ -77,7 +77,7 @@ def launch(
     )
 
 
-def key_tiles(keys: BlockAnchors) -> tuple[Tiles, Tiles]:
+def key_tiles(keys: BlockAnchors) -> tuple[TileDescriptor, TileDescriptor]:
     """How the copy engine sees the slots' vectors and counts, so that a tile of 128 arrives with its quarters
     interleaved, vectors by pairs, counts by fours. The tables hold a multiple of 128 slots."""
     vector, count = keys.vector_BGMAD, keys.count_BGMA
@@ -86,7 +86,7 @@ def key_tiles(keys: BlockAnchors) -> tuple[Tiles, Tiles]:
     pairs, fours = (1, 16, 4, 2, dim), (1, 8, 4, 4)
     in_pairs = [lanes, 16, slots // 32, 2, dim], [slots * dim, 2 * dim, 32 * dim, dim, 1]
     in_fours = [lanes, 8, slots // 32, 4], [slots, 4, 32, 1]
-    return Tiles(vector, *in_pairs, pairs), Tiles(count, *in_fours, fours)
+    return TileDescriptor(vector, *in_pairs, pairs), TileDescriptor(count, *in_fours, fours)
 
 
 @cache
@@ -94,12 +94,12 @@ def plan_of(dim: int, q_slots: int, k_slots: int, weighted: bool) -> ScorePlan:
     return ScorePlan(dim, q_slots, k_slots, weighted)
 
 
-def shares_of(programs: int, steps: int, multiprocessors: int) -> int:
+def splits_of(programs: int, steps: int, multiprocessors: int) -> int:
     """Into how many parts the keys of `programs` programs, `steps` tiles, are cut: so that multiprocessors
     that take one program at a time are done soonest."""
 
-    def time(shares: int) -> int:
-        return -(-programs * shares // multiprocessors) * (-(-steps // shares) + _BEGIN)
+    def time(splits: int) -> int:
+        return -(-programs * splits // multiprocessors) * (-(-steps // splits) + _BEGIN)
 
     return min(range(1, -(-4 * multiprocessors // programs) + 1), key=time)
 
@@ -107,17 +107,17 @@ def shares_of(programs: int, steps: int, multiprocessors: int) -> int:
 def _case(
     dim: int, q_slots: int, k_slots: int, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
-    name = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}[dtype]
+    pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}[dtype]
     types = {
         "k": descriptor_type(dtype, 1, 16, 4, 2, dim),
         "count": descriptor_type(torch.float32, 1, 8, 4, 4),
-        "q_ptr": name,
+        "q_ptr": pointer,
         **dict.fromkeys(("k_first_ptr", "q_first_ptr"), "*i32"),
         "q_count_ptr": "*fp32",
         "out_ptr": "*fp16",
         **dict.fromkeys(("stride_tb", "stride_tg", "stride_ob"), "i64"),
         **dict.fromkeys(("stride_oh", "stride_on", "stride_or"), "i64"),
-        **dict.fromkeys(("groups", "share", "query_blocks", "first_block"), "i32"),
+        **dict.fromkeys(("kv_heads", "group", "query_blocks", "first_block"), "i32"),
         **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
         "scale": "fp32",
     }

@@ -41,8 +41,8 @@ def _score_kernel(  # noqa: PLR0915
     stride_oh,
     stride_on,
     stride_or,
-    groups,
-    share,
+    kv_heads,
+    group,
     query_blocks,
     first_block,
     first_row_block,
@@ -65,31 +65,31 @@ def _score_kernel(  # noqa: PLR0915
     of the chunk's tables. The third axis of programs shares the key blocks.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
-    batch = (tl.program_id(1) // groups).to(tl.int64)
-    group = (tl.program_id(1) % groups).to(tl.int64)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     PER_TILE: tl.constexpr = X // Q_SLOTS
     Y: tl.constexpr = W * K_SLOTS
     row_X = tl.arange(0, X)
     unit_X = tile * PER_TILE + row_X // Q_SLOTS
-    block_X = unit_X // share
-    head_X = group * share + unit_X % share
-    real_X = block_X < slab_blocks
+    block_X = unit_X // group
+    head_X = kv_head * group + unit_X % group
+    valid_X = block_X < slab_blocks
     table_X = (
-        (batch * groups * share + head_X) * query_blocks + first_row_block + block_X
+        (batch * kv_heads * group + head_X) * query_blocks + first_row_block + block_X
     ) * Q_SLOTS + row_X % Q_SLOTS
     column_D = tl.arange(0, D)
-    q_XD = tl.load(q_ptr + table_X[:, None] * D + column_D[None, :], mask=real_X[:, None], other=0.0)
-    q_first_X = tl.load(q_first_ptr + table_X, mask=real_X, other=-1)
-    used_X = tl.load(q_count_ptr + table_X, mask=real_X, other=0.0) > 0.0
-    lowest = first_block + first_row_block + tile * PER_TILE // share
+    q_XD = tl.load(q_ptr + table_X[:, None] * D + column_D[None, :], mask=valid_X[:, None], other=0.0)
+    q_first_X = tl.load(q_first_ptr + table_X, mask=valid_X, other=-1)
+    used_X = tl.load(q_count_ptr + table_X, mask=valid_X, other=0.0) > 0.0
+    lowest = first_block + first_row_block + tile * PER_TILE // group
     highest = (
-        first_block + first_row_block + tl.minimum((tile * PER_TILE + PER_TILE - 1) // share, slab_blocks - 1)
+        first_block + first_row_block + tl.minimum((tile * PER_TILE + PER_TILE - 1) // group, slab_blocks - 1)
     )
 
     column_Y = tl.arange(0, Y)
-    k_ptr += batch * stride_kb + group * stride_kg
-    k_first_ptr += batch * stride_tb + group * stride_tg
-    k_count_ptr += batch * stride_tb + group * stride_tg
+    k_ptr += batch * stride_kb + kv_head * stride_kg
+    k_first_ptr += batch * stride_tb + kv_head * stride_tg
+    k_count_ptr += batch * stride_tb + kv_head * stride_tg
     block_W = tl.arange(0, W)
     out_X = (
         out_ptr + batch * stride_ob + head_X * stride_oh + block_X * stride_on + row_X % Q_SLOTS * stride_or
@@ -101,17 +101,17 @@ def _score_kernel(  # noqa: PLR0915
     for block in tl.range(begin, end, W, num_stages=STAGES):
         place = block * K_SLOTS
         if DIAGONAL:
-            held_Y = block + column_Y // K_SLOTS <= highest
+            valid_Y = block + column_Y // K_SLOTS <= highest
             k_YD = tl.load(
                 k_ptr + (place + column_Y[:, None]).to(tl.int64) * D + column_D[None, :],
-                mask=held_Y[:, None],
+                mask=valid_Y[:, None],
                 other=0.0,
             )
-            count_Y = tl.load(k_count_ptr + place + column_Y, mask=held_Y, other=0.0)
-            first_Y = tl.load(k_first_ptr + place + column_Y, mask=held_Y, other=0)
+            count_Y = tl.load(k_count_ptr + place + column_Y, mask=valid_Y, other=0.0)
+            first_Y = tl.load(k_first_ptr + place + column_Y, mask=valid_Y, other=0)
             seen_XY = (q_first_X[:, None] - first_Y[None, :] + 1).to(tl.float32)
             weight_XY = tl.maximum(tl.minimum(seen_XY, count_Y[None, :]), 0.0)
-            hidden_XY = (first_Y[None, :] > q_first_X[:, None]) | (held_Y[None, :] == 0)
+            masked_XY = (first_Y[None, :] > q_first_X[:, None]) | (valid_Y[None, :] == 0)
         else:
             k_YD = tl.load(k_ptr + (place + column_Y[:, None]).to(tl.int64) * D + column_D[None, :])
             weight_XY = tl.load(k_count_ptr + place + column_Y)[None, :]
@@ -119,17 +119,17 @@ def _score_kernel(  # noqa: PLR0915
             weight_XY = tl.minimum(weight_XY, 1.0)
         score_XY = tl.dot(q_XD, tl.trans(k_YD), input_precision="ieee")
         if DIAGONAL:
-            score_XY = tl.where(hidden_XY, float("-inf"), score_XY)
+            score_XY = tl.where(masked_XY, float("-inf"), score_XY)
         score_XWA = tl.reshape(score_XY, (X, W, K_SLOTS))
-        top_XW = tl.max(score_XWA, axis=2)
-        base_XW = tl.where(top_XW == float("-inf"), 0.0, top_XW * scale_log2)
-        mass_XY = tl.reshape(tl.exp2(score_XWA * scale_log2 - base_XW[:, :, None]), (X, Y)) * weight_XY
-        sums_XW = base_XW + fast_log2(tl.sum(tl.reshape(mass_XY, (X, W, K_SLOTS)), axis=2))
-        sums_XW = tl.where(used_X[:, None], sums_XW, float("-inf"))
+        m_XW = tl.max(score_XWA, axis=2)
+        base_XW = tl.where(m_XW == float("-inf"), 0.0, m_XW * scale_log2)
+        p_XY = tl.reshape(tl.exp2(score_XWA * scale_log2 - base_XW[:, :, None]), (X, Y)) * weight_XY
+        lse_XW = base_XW + fast_log2(tl.sum(tl.reshape(p_XY, (X, W, K_SLOTS)), axis=2))
+        lse_XW = tl.where(used_X[:, None], lse_XW, float("-inf"))
         tl.store(
             out_X[:, None] + (block + block_W[None, :]),
-            in_16_bits(sums_XW),
-            mask=real_X[:, None] & (block + block_W[None, :] <= highest),
+            in_16_bits(lse_XW),
+            mask=valid_X[:, None] & (block + block_W[None, :] <= highest),
         )
 
 
@@ -143,7 +143,7 @@ def score_sums(
 ) -> Sums:
     """The log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, a row a query slot."""
     batch, heads = x.q_BHTD.shape[:2]
-    groups, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
+    kv_heads, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks
     part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), columns)
     sums = Sums(part, first_row, form.row_normalised, form.largest)
@@ -154,9 +154,9 @@ def score_sums(
         return sums
     tiles = triton.cdiv(blocks * x.group * form.q.cap, _TILE)
     steps = columns * form.k.cap // _TILE
-    shares = max(1, min(_PROGRAMS // (tiles * batch * groups), steps // _LEAST_STEPS))
+    splits = max(1, min(_PROGRAMS // (tiles * batch * kv_heads), steps // _LEAST_STEPS))
     for diagonal in (False, True):
-        _score_kernel[(tiles, batch * groups, 1 if diagonal else shares)](
+        _score_kernel[(tiles, batch * kv_heads, 1 if diagonal else splits)](
             queries.vector_BGMAD,
             queries.first_BGMA,
             queries.count_BGMA,
@@ -167,7 +167,7 @@ def score_sums(
             *keys.vector_BGMAD.stride()[:2],
             *keys.count_BGMA.stride()[:2],
             *part.stride()[:4],
-            groups,
+            kv_heads,
             x.group,
             x.query_blocks,
             x.first_block,
@@ -211,7 +211,7 @@ _SCORE = {
     "scale_log2": "fp32",
     **dict.fromkeys(("stride_kb", "stride_kg", "stride_tb", "stride_tg"), "i64"),
     **dict.fromkeys(("stride_ob", "stride_oh", "stride_on", "stride_or"), "i64"),
-    **dict.fromkeys(("groups", "share", "query_blocks", "first_block"), "i32"),
+    **dict.fromkeys(("kv_heads", "group", "query_blocks", "first_block"), "i32"),
     **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
 }
 _OURS = {"Q_SLOTS": 8, "K_SLOTS": 32, "WEIGHTED": True, "X": _TILE, "W": 4, "STAGES": 2}

@@ -28,7 +28,7 @@ def _next_kernel(
     stride_xb,
     stride_xg,
     stride_xs,
-    groups,
+    kv_heads,
     rows,
     blocks,
     cos,
@@ -40,25 +40,25 @@ def _next_kernel(
     """For each row of a block the first later row that is far from it, BLOCK if none, for each threshold."""
     block = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
-    x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
+    x_ptr += lane // kv_heads * stride_xb + lane % kv_heads * stride_xg
     row_R = tl.arange(0, _BLOCK)
-    real_R = block * _BLOCK + row_R < rows
+    valid_R = block * _BLOCK + row_R < rows
     x_RD = tl.load(
         x_ptr + (block * _BLOCK + row_R[:, None]).to(tl.int64) * stride_xs + tl.arange(0, D)[None, :],
-        mask=real_R[:, None],
+        mask=valid_R[:, None],
         other=0.0,
     )
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
-    own_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
-    length_R = tl.sqrt_rn(tl.sum(own_RR, axis=1))
+    square_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
+    length_R = tl.sqrt_rn(tl.sum(square_RR, axis=1))
     length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # then a zero row's cosine counts as 0
-    later_RR = (row_R[None, :] > row_R[:, None]) & real_R[None, :]
+    later_RR = (row_R[None, :] > row_R[:, None]) & valid_R[None, :]
     out = next_ptr + (lane * blocks + block) * _BLOCK + row_R
     for level in tl.static_range(LEVELS):
         threshold = cos if level == 0 else relaxed_cos
         threshold = tl.where(threshold == 0.0, -1e-30, threshold)  # 0 x inf would be no number
-        near_RR = dot_RR >= (threshold * length_R)[:, None] * length_R[None, :]
-        end_R = tl.min(tl.where(later_RR & (near_RR == 0), row_R[None, :], _BLOCK), axis=1)
+        close_RR = dot_RR >= (threshold * length_R)[:, None] * length_R[None, :]
+        end_R = tl.min(tl.where(later_RR & (close_RR == 0), row_R[None, :], _BLOCK), axis=1)
         tl.store(out + level * stride_nl, end_R.to(tl.uint8))
 
 
@@ -66,17 +66,17 @@ def _next_kernel(
 def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
     """The first row of every run of Z blocks, in order, and the number of runs."""
     lane_Z = tl.program_id(0).to(tl.int64) * Z + tl.arange(0, Z)
-    real_Z = lane_Z < lanes
-    row_Z = tl.where(real_Z, 0, _BLOCK)
+    valid_Z = lane_Z < lanes
+    row_Z = tl.where(valid_Z, 0, _BLOCK)
     runs_Z = tl.zeros((Z,), tl.int32)
-    live = tl.min(row_Z, axis=0)
-    while live < _BLOCK:
-        here_Z = row_Z < _BLOCK
-        tl.store(start_ptr + lane_Z * _BLOCK + runs_Z, row_Z.to(tl.uint8), mask=here_Z)
-        runs_Z += here_Z.to(tl.int32)
-        row_Z = tl.load(next_ptr + lane_Z * _BLOCK + row_Z, mask=here_Z, other=_BLOCK).to(tl.int32)
-        live = tl.min(row_Z, axis=0)
-    tl.store(runs_ptr + lane_Z, runs_Z, mask=real_Z)
+    lowest = tl.min(row_Z, axis=0)
+    while lowest < _BLOCK:
+        active_Z = row_Z < _BLOCK
+        tl.store(start_ptr + lane_Z * _BLOCK + runs_Z, row_Z.to(tl.uint8), mask=active_Z)
+        runs_Z += active_Z.to(tl.int32)
+        row_Z = tl.load(next_ptr + lane_Z * _BLOCK + row_Z, mask=active_Z, other=_BLOCK).to(tl.int32)
+        lowest = tl.min(row_Z, axis=0)
+    tl.store(runs_ptr + lane_Z, runs_Z, mask=valid_Z)
 
 
 @triton.jit(do_not_specialize=["stride_ab", "stride_ag", "rows", "blocks", "lanes", "first_block"])
@@ -94,7 +94,7 @@ def _fill_kernel(
     stride_vg,
     stride_ab,
     stride_ag,
-    groups,
+    kv_heads,
     rows,
     blocks,
     lanes,
@@ -108,8 +108,8 @@ def _fill_kernel(
 ):
     """The slots of one block from the starts of its runs. first_block is where x lies in the prompt."""
     block = tl.program_id(0)
-    batch = (tl.program_id(1) // groups).to(tl.int64)
-    group = (tl.program_id(1) % groups).to(tl.int64)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     lane = tl.program_id(1).to(tl.int64) * blocks + block
     runs = tl.load(runs_ptr + lane)
     if LEVELS == 2:
@@ -128,33 +128,33 @@ def _fill_kernel(
     first_A = tl.load(start_ptr + run_A, mask=filled_A, other=0).to(tl.int32)
     end_A = tl.load(start_ptr + after_A, mask=filled_A & (after_A < runs), other=0).to(tl.int32)
     end_A = tl.where(filled_A, tl.where(after_A < runs, end_A, height), 0)
-    one = tl.load(start_ptr + 1, mask=runs > 1, other=0).to(tl.int32)
-    second = tl.where(runs > 1, one, height) if MEAN else 1
-    held_A = tl.where(filled_A, end_A if MEAN else tl.minimum(first_A + 1, end_A), second)
+    second_start = tl.load(start_ptr + 1, mask=runs > 1, other=0).to(tl.int32)
+    second = tl.where(runs > 1, second_start, height) if MEAN else 1
+    summed_end_A = tl.where(filled_A, end_A if MEAN else tl.minimum(first_A + 1, end_A), second)
 
     row_R = tl.arange(0, _BLOCK)
-    held_AR = (row_R[None, :] >= first_A[:, None]) & (row_R[None, :] < held_A[:, None])
-    needed_R = tl.max(held_AR.to(tl.int32), axis=0) > 0
+    summed_AR = (row_R[None, :] >= first_A[:, None]) & (row_R[None, :] < summed_end_A[:, None])
+    needed_R = tl.max(summed_AR.to(tl.int32), axis=0) > 0
     column_D = tl.arange(0, D)
-    x_ptr += batch * stride_xb + group * stride_xg
+    x_ptr += batch * stride_xb + kv_head * stride_xg
     x_RD = tl.load(
         x_ptr + (block * _BLOCK + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
         mask=needed_R[:, None],
         other=0.0,
     )
-    total_AD = tl.dot(held_AR.to(x_RD.dtype), x_RD, input_precision="ieee")
-    vector_AD = total_AD / tl.maximum(held_A - first_A, 1).to(tl.float32)[:, None]
+    total_AD = tl.dot(summed_AR.to(x_RD.dtype), x_RD, input_precision="ieee")
+    vector_AD = total_AD / tl.maximum(summed_end_A - first_A, 1).to(tl.float32)[:, None]
 
-    fits_A = slot_A < CAP
-    table = batch * stride_ab + group * stride_ag + block.to(tl.int64) * CAP
-    tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * _BLOCK, mask=fits_A)
+    valid_A = slot_A < CAP
+    table = batch * stride_ab + kv_head * stride_ag + block.to(tl.int64) * CAP
+    tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * _BLOCK, mask=valid_A)
     count_A = tl.where(filled_A, end_A - first_A, 0).to(tl.float32)
-    tl.store(count_ptr + table + slot_A, count_A, mask=fits_A)
-    vector_ptr += batch * stride_vb + group * stride_vg + block.to(tl.int64) * CAP * D
+    tl.store(count_ptr + table + slot_A, count_A, mask=valid_A)
+    vector_ptr += batch * stride_vb + kv_head * stride_vg + block.to(tl.int64) * CAP * D
     tl.store(
         vector_ptr + slot_A[:, None] * D + column_D[None, :],
         vector_AD.to(vector_ptr.dtype.element_ty),
-        mask=fits_A[:, None],
+        mask=valid_A[:, None],
     )
 
 
@@ -176,18 +176,18 @@ def kernel_summarise(
     x_BGSD: torch.Tensor, cos: float, side: SideSettings, table: BlockAnchors, place: int, first_block: int
 ) -> None:
     """Write the slots of every block of x into table[place ..]; x begins at block `first_block`."""
-    batch, groups, rows, dim = x_BGSD.shape
+    batch, kv_heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
     blocks, levels = -(-rows // BLOCK), 1 if side.relax is None else 2
-    lanes = batch * groups * blocks
+    lanes = batch * kv_heads * blocks
     next_ZR = torch.empty((levels * lanes, BLOCK), dtype=torch.uint8, device=x_BGSD.device)
     start_ZR = torch.empty_like(next_ZR)
     runs_Z = torch.empty((levels * lanes,), dtype=torch.int32, device=x_BGSD.device)
-    _find_next[(blocks, batch * groups)](
+    _find_next[(blocks, batch * kv_heads)](
         x_BGSD,
         next_ZR,
         *x_BGSD.stride()[:3],
-        groups,
+        kv_heads,
         rows,
         blocks,
         cos,
@@ -200,7 +200,7 @@ def kernel_summarise(
     )
     _find_runs[(cdiv(levels * lanes, 32),)](next_ZR, start_ZR, runs_Z, levels * lanes, Z=32, num_warps=1)
     vector, count = table.vector_BGMAD[:, :, place:], table.count_BGMA[:, :, place:]
-    _fill[(blocks, batch * groups)](
+    _fill[(blocks, batch * kv_heads)](
         x_BGSD,
         start_ZR,
         runs_Z,
@@ -210,7 +210,7 @@ def kernel_summarise(
         *x_BGSD.stride()[:3],
         *vector.stride()[:2],
         *count.stride()[:2],
-        groups,
+        kv_heads,
         rows,
         blocks,
         lanes,
@@ -233,7 +233,7 @@ _NEXT = {
     "relaxed_cos": "fp32",
     "stride_nl": "i64",
     **_X_STRIDES,
-    **dict.fromkeys(("groups", "rows", "blocks"), "i32"),
+    **dict.fromkeys(("kv_heads", "rows", "blocks"), "i32"),
 }
 _ORBIT = {"next_ptr": "*u8", "start_ptr": "*u8", "runs_ptr": "*i32", "lanes": "i32"}
 _FILL = {
@@ -244,7 +244,7 @@ _FILL = {
     "count_ptr": "*fp32",
     **_X_STRIDES,
     **dict.fromkeys(("stride_vb", "stride_vg", "stride_ab", "stride_ag"), "i64"),
-    **dict.fromkeys(("groups", "rows", "blocks", "lanes", "first_block"), "i32"),
+    **dict.fromkeys(("kv_heads", "rows", "blocks", "lanes", "first_block"), "i32"),
 }
 _KEYS = {"CAP": 32, "SLOTS": 32, "LEVELS": 2, "MEAN": True, "MERGE": False}
 

@@ -45,13 +45,13 @@ class FlexSelector(LineSelector):
             raise KernelInputError(f"gamma_flex {self.gamma} and tau_flex {self.tau} must be within 0 .. 1")
         self._pooled = BlockPoolSelector(BlockPoolOptions())
 
-    def cpu_keep(self, x: AttentionInput) -> torch.Tensor:
+    def cpu_kept(self, x: AttentionInput) -> torch.Tensor:
         from .lines import cpu_line_masses
 
         score_BHNM = self._pooled.cpu_scores(x, None, no_phase)
         return choose(*cpu_line_masses(x, BLOCK), score_BHNM, self.gamma, self.tau)
 
-    def kernel_keep(self, x: AttentionInput) -> torch.Tensor:
+    def kernel_kept(self, x: AttentionInput) -> torch.Tensor:
         """The block-mean scores come from logarithms in 16 bits."""
         from .lines_kernel import kernel_line_masses
 

@@ -36,7 +36,7 @@ def _grouped_kernel(
     stride_oh,
     stride_oi,
     heads,
-    share,
+    group,
     rows,
     padded_I,
     padded_J,
@@ -67,15 +67,15 @@ def _grouped_kernel(
     W: tl.constexpr = Y // PER_BLOCK
     group_X = first_group + tile * X + tl.arange(0, X)
     absolute_X = start_group + group_X
-    real_X = group_X < last_group
+    valid_X = group_X < last_group
     filled_X = tl.minimum(tl.maximum(rows - group_X * STEP, 0), SLOTS)
     factor_X = scale_log2 / tl.maximum(filled_X, 1)
     own_X = tl.zeros((X,), tl.float32)
     if SLOTS > 1:
-        own_X = tl.load(own_ptr + lane.to(tl.int64) * own_groups + group_X, mask=real_X, other=float("-inf"))
+        own_X = tl.load(own_ptr + lane.to(tl.int64) * own_groups + group_X, mask=valid_X, other=float("-inf"))
         own_X = own_X / factor_X
     q_row = lane * padded_I + tile * X
-    k_row = (batch * (heads // share) + head // share) * padded_J
+    k_row = (batch * (heads // group) + head // group) * padded_J
     column_Y = tl.arange(0, Y)
     block_W = tl.arange(0, W)
     out_X = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
@@ -93,15 +93,15 @@ def _grouped_kernel(
                 score_XY = tl.where(group_Y[None, :] == absolute_X[:, None], own_X[:, None], score_XY)
             score_XY = tl.where(group_Y[None, :] <= absolute_X[:, None], score_XY, float("-inf"))
         score_XWP = tl.reshape(score_XY, (X, W, PER_BLOCK))
-        top_XW = tl.max(score_XWP, axis=2)
-        base_XW = tl.where(top_XW == float("-inf"), 0.0, top_XW * factor_X[:, None])
-        mass_XWP = tl.exp2(score_XWP * factor_X[:, None, None] - base_XW[:, :, None])
-        sums_XW = base_XW + fast_log2(tl.sum(mass_XWP, axis=2))
-        sums_XW = tl.where((filled_X > 0)[:, None], sums_XW, float("-inf"))
+        m_XW = tl.max(score_XWP, axis=2)
+        base_XW = tl.where(m_XW == float("-inf"), 0.0, m_XW * factor_X[:, None])
+        p_XWP = tl.exp2(score_XWP * factor_X[:, None, None] - base_XW[:, :, None])
+        lse_XW = base_XW + fast_log2(tl.sum(p_XWP, axis=2))
+        lse_XW = tl.where((filled_X > 0)[:, None], lse_XW, float("-inf"))
         tl.store(
             out_X[:, None] + (block + block_W[None, :]),
-            in_16_bits(sums_XW),
-            mask=real_X[:, None] & (block + block_W[None, :] < end),
+            in_16_bits(lse_XW),
+            mask=valid_X[:, None] & (block + block_W[None, :] < end),
         )
 
 
@@ -115,7 +115,7 @@ class Groups:
     k_XF: torch.Tensor
     own_BHI: torch.Tensor | None
     grouping: Grouping
-    share: int
+    group: int
     start: int
     scale: float
 
@@ -130,8 +130,8 @@ def pack(
 ) -> Groups:
     """Copy k's groups side by side, rows in reverse within a group."""
     k_XF = packed(k_BGSD, grouping, _TILE_Y, reverse=True)
-    share = q_BHTD.shape[1] // k_BGSD.shape[1]
-    return Groups(q_BHTD, k_XF, own_BHI, grouping, share, q_start // grouping.step, scale)
+    group = q_BHTD.shape[1] // k_BGSD.shape[1]
+    return Groups(q_BHTD, k_XF, own_BHI, grouping, group, q_start // grouping.step, scale)
 
 
 def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
@@ -158,10 +158,10 @@ def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
         *part.stride()[:2],
         part.stride(3),
         heads,
-        groups.share,
+        groups.group,
         rows,
         q_XF.shape[0] // lanes,
-        groups.k_XF.shape[0] // (lanes // groups.share),
+        groups.k_XF.shape[0] // (lanes // groups.group),
         0 if own is None else own.shape[2],
         groups.start,
         first_row * per_block,
@@ -188,7 +188,7 @@ _GROUPED = {
     "out_ptr": "*fp16",
     "scale_log2": "fp32",
     **dict.fromkeys(("stride_ob", "stride_oh", "stride_oi"), "i64"),
-    **dict.fromkeys(("heads", "share", "rows", "padded_I", "padded_J", "own_groups"), "i32"),
+    **dict.fromkeys(("heads", "group", "rows", "padded_I", "padded_J", "own_groups"), "i32"),
     **dict.fromkeys(("start_group", "first_group", "last_group"), "i32"),
 }
 _TILES = {"BF": 128, "X": _TILE_X, "Y": _TILE_Y, "STAGES": 3, "FLATTEN": True}

@@ -24,11 +24,11 @@ class LineSelector(ABC):
         return None
 
     @abstractmethod
-    def cpu_keep(self, x: AttentionInput) -> torch.Tensor:
+    def cpu_kept(self, x: AttentionInput) -> torch.Tensor:
         """bool_BHNM in plain torch; tiles after the diagonal are ignored."""
 
     @abstractmethod
-    def kernel_keep(self, x: AttentionInput) -> torch.Tensor:
+    def kernel_kept(self, x: AttentionInput) -> torch.Tensor:
         """The same on the GPU, without a host sync."""
 
     def select(self, x: AttentionInput, state: object, phase: Phase) -> TileMask:
@@ -50,15 +50,15 @@ class LineSelector(ABC):
         from .rules import cpu
 
         with phase("scoring"):
-            keep_BHNM = self.cpu_keep(x)
+            kept_BHNM = self.cpu_kept(x)
         with phase("selection"):
-            return cpu.select(kept_scores(keep_BHNM), KEPT, 0)
+            return cpu.select(kept_scores(kept_BHNM), KEPT, 0)
 
     def kernel_select(self, x: AttentionInput, phase: Phase) -> TileMask:
         from .lines import KEPT, kept_scores
         from .rules import kernel
 
         with phase("scoring"):
-            keep_BHNM = self.kernel_keep(x)
+            kept_BHNM = self.kernel_kept(x)
         with phase("selection"):
-            return kernel.select(kept_scores(keep_BHNM), KEPT, 0)
+            return kernel.select(kept_scores(kept_BHNM), KEPT, 0)

@@ -83,8 +83,8 @@ def tiles_of_lines(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor) -> torch.
     return banded_BHNM | vertical_BHM[..., None, :]
 
 
-def kept_scores(keep_BHNM: torch.Tensor) -> torch.Tensor:
+def kept_scores(kept_BHNM: torch.Tensor) -> torch.Tensor:
     """float32 score_BHNM of which KEPT makes the mask: the kept causal tiles, diagonal and sink."""
-    score_BHNM = keep_BHNM.float()
+    score_BHNM = kept_BHNM.float()
     score_BHNM[..., 0] = 1.0  # else a row that keeps nothing would be kept whole
     return score_BHNM

@@ -52,8 +52,8 @@ def _seen_logits(q_RD, k_ptr, stride_ks, key_K, position_R, keys, scale_log2, D:
 def _sums_kernel(
     q_ptr,
     k_ptr,
-    top_ptr,
-    sum_ptr,
+    m_ptr,
+    l_ptr,
     stride_qb,
     stride_qh,
     stride_qt,
@@ -61,7 +61,7 @@ def _sums_kernel(
     stride_kg,
     stride_ks,
     heads,
-    share,
+    group,
     rows,
     keys,
     per_split,
@@ -75,29 +75,29 @@ def _sums_kernel(
     batch = (lane // heads).to(tl.int64)
     head = (lane % heads).to(tl.int64)
     q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // share * stride_kg
+    k_ptr += batch * stride_kb + head // group * stride_kg
     q_RD, position_R = _last_rows(q_ptr, stride_qt, rows, keys, D, R)
-    top_R = tl.full((R,), float("-inf"), tl.float32)
-    total_R = tl.zeros((R,), tl.float32)
+    m_R = tl.full((R,), float("-inf"), tl.float32)
+    l_R = tl.zeros((R,), tl.float32)
     first = tl.program_id(1) * per_split
     for block in range(first, tl.minimum(first + per_split, tl.cdiv(keys, BLOCK))):
         key_K = block * BLOCK + tl.arange(0, BLOCK)
         logit_RK = _seen_logits(q_RD, k_ptr, stride_ks, key_K, position_R, keys, scale_log2, D)
-        higher_R = tl.maximum(top_R, tl.max(logit_RK, axis=1))
-        base_R = tl.where(higher_R == float("-inf"), 0.0, higher_R)
-        total_R = total_R * tl.exp2(top_R - base_R) + tl.sum(tl.exp2(logit_RK - base_R[:, None]), axis=1)
-        top_R = higher_R
+        m_new_R = tl.maximum(m_R, tl.max(logit_RK, axis=1))
+        base_R = tl.where(m_new_R == float("-inf"), 0.0, m_new_R)
+        l_R = l_R * tl.exp2(m_R - base_R) + tl.sum(tl.exp2(logit_RK - base_R[:, None]), axis=1)
+        m_R = m_new_R
     place_R = (lane.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * R + tl.arange(0, R)
-    tl.store(top_ptr + place_R, top_R)
-    tl.store(sum_ptr + place_R, total_R)
+    tl.store(m_ptr + place_R, m_R)
+    tl.store(l_ptr + place_R, l_R)
 
 
 @triton.jit
 def _masses_kernel(
     q_ptr,
     k_ptr,
-    top_ptr,
-    sum_ptr,
+    m_ptr,
+    l_ptr,
     vertical_ptr,
     band_ptr,
     stride_qb,
@@ -107,7 +107,7 @@ def _masses_kernel(
     stride_kg,
     stride_ks,
     heads,
-    share,
+    group,
     rows,
     keys,
     per_split,
@@ -127,17 +127,17 @@ def _masses_kernel(
     batch = (lane // heads).to(tl.int64)
     head = (lane % heads).to(tl.int64)
     q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // share * stride_kg
+    k_ptr += batch * stride_kb + head // group * stride_kg
     q_RD, position_R = _last_rows(q_ptr, stride_qt, rows, keys, D, R)
     split_C = tl.arange(0, C)
-    there_C1 = (split_C < tl.num_programs(1))[:, None]
+    valid_C1 = (split_C < tl.num_programs(1))[:, None]
     place_CR = (lane.to(tl.int64) * tl.num_programs(1) + split_C[:, None]) * R + tl.arange(0, R)[None, :]
-    top_CR = tl.load(top_ptr + place_CR, mask=there_C1, other=float("-inf"))
-    sum_CR = tl.load(sum_ptr + place_CR, mask=there_C1, other=0.0)
-    top_R = tl.max(top_CR, axis=0)
-    top_R = tl.where(top_R == float("-inf"), 0.0, top_R)
-    total_R = tl.sum(sum_CR * tl.exp2(top_CR - top_R[None, :]), axis=0)
-    share_R = 1.0 / tl.where(total_R > 0.0, total_R, 1.0)
+    m_CR = tl.load(m_ptr + place_CR, mask=valid_C1, other=float("-inf"))
+    l_CR = tl.load(l_ptr + place_CR, mask=valid_C1, other=0.0)
+    m_R = tl.max(m_CR, axis=0)
+    m_R = tl.where(m_R == float("-inf"), 0.0, m_R)
+    l_R = tl.sum(l_CR * tl.exp2(m_CR - m_R[None, :]), axis=0)
+    inverse_R = 1.0 / tl.where(l_R > 0.0, l_R, 1.0)
     blocks = tl.cdiv(keys, BLOCK)
     vertical_ptr += lane.to(tl.int64) * blocks
     band_ptr += lane.to(tl.int64) * 3 * blocks
@@ -145,7 +145,7 @@ def _masses_kernel(
     for block in range(first, tl.minimum(first + per_split, blocks)):
         key_K = block * BLOCK + tl.arange(0, BLOCK)
         logit_RK = _seen_logits(q_RD, k_ptr, stride_ks, key_K, position_R, keys, scale_log2, D)
-        mass_RK = tl.exp2(logit_RK - top_R[:, None]) * share_R[:, None]
+        mass_RK = tl.exp2(logit_RK - m_R[:, None]) * inverse_R[:, None]
         nearest = first_band - block
         past_RK = position_R[:, None] - key_K[None, :] - nearest * BLOCK  # 0 .. 3 * BLOCK - 1 where seen
         near = tl.sum(tl.sum(tl.where(past_RK < BLOCK, mass_RK, 0.0), axis=1), axis=0)
@@ -167,8 +167,8 @@ def kernel_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, t
     keys, lanes, device = x.k_BGSD.shape[2], batch * heads, x.q_BHTD.device
     per_split = triton.cdiv(x.key_blocks, _SPLITS)
     splits = triton.cdiv(x.key_blocks, per_split)
-    top_CR = torch.empty((lanes, splits, queries), dtype=torch.float32, device=device)
-    sum_CR = torch.empty_like(top_CR)
+    m_CR = torch.empty((lanes, splits, queries), dtype=torch.float32, device=device)
+    l_CR = torch.empty_like(m_CR)
     vertical_BHM = torch.empty((batch, heads, x.key_blocks), dtype=torch.float32, device=device)
     band_BHIM = torch.zeros((batch, heads, 3, x.key_blocks), dtype=torch.float32, device=device)
     strides = (*x.q_BHTD.stride()[:3], *x.k_BGSD.stride()[:3])
@@ -178,8 +178,8 @@ def kernel_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, t
     _sums_kernel[(lanes, splits)](
         x.q_BHTD,
         x.k_BGSD,
-        top_CR,
-        sum_CR,
+        m_CR,
+        l_CR,
         *strides,
         *sizes,
         scale,
@@ -192,8 +192,8 @@ def kernel_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, t
     _masses_kernel[(lanes, splits)](
         x.q_BHTD,
         x.k_BGSD,
-        top_CR,
-        sum_CR,
+        m_CR,
+        l_CR,
         vertical_BHM,
         band_BHIM,
         *strides,
@@ -210,10 +210,10 @@ def kernel_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, t
     return vertical_BHM, band_BHIM.sum(2)
 
 
-_POINTERS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "top_ptr": "*fp32", "sum_ptr": "*fp32"}
+_POINTERS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "m_ptr": "*fp32", "l_ptr": "*fp32"}
 _NUMBERS = {
     **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kg", "stride_ks"), "i64"),
-    **dict.fromkeys(("heads", "share", "rows", "keys", "per_split"), "i32"),
+    **dict.fromkeys(("heads", "group", "rows", "keys", "per_split"), "i32"),
     "scale_log2": "fp32",
 }
 _SUMS = {**_POINTERS, **_NUMBERS}

@@ -25,7 +25,7 @@ def _pack_kernel(
     stride_xb,
     stride_xg,
     stride_xs,
-    groups,
+    x_heads,
     rows,
     padded_I,
     D: tl.constexpr,
@@ -37,7 +37,7 @@ def _pack_kernel(
 ):
     """The first SLOTS rows of each group side by side, zeros past the end, cut off at +-LIMIT."""
     lane = tl.program_id(1).to(tl.int64)
-    x_ptr += lane // groups * stride_xb + lane % groups * stride_xg
+    x_ptr += lane // x_heads * stride_xb + lane % x_heads * stride_xg
     place_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot_R = place_R % SLOTS
     if REVERSED:
@@ -68,7 +68,7 @@ def _own_kernel(
     stride_kg,
     stride_ks,
     heads,
-    share,
+    group,
     rows,
     q_start,
     groups_I,
@@ -82,22 +82,22 @@ def _own_kernel(
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // share * stride_kg
+    k_ptr += batch * stride_kb + head // group * stride_kg
     column_D = tl.arange(0, D)
-    total_I = tl.zeros((ROWS,), tl.float32)
+    sum_I = tl.zeros((ROWS,), tl.float32)
     for slot in range(STEP // 2, STEP):
         row_I = group_I * STEP + slot
-        real_I1 = (row_I < rows)[:, None]
+        valid_I1 = (row_I < rows)[:, None]
         key_I = q_start + group_I * STEP + STEP - 1 - slot
         q_ID = tl.load(
-            q_ptr + row_I[:, None].to(tl.int64) * stride_qt + column_D[None, :], mask=real_I1, other=0.0
+            q_ptr + row_I[:, None].to(tl.int64) * stride_qt + column_D[None, :], mask=valid_I1, other=0.0
         )
         k_ID = tl.load(
-            k_ptr + key_I[:, None].to(tl.int64) * stride_ks + column_D[None, :], mask=real_I1, other=0.0
+            k_ptr + key_I[:, None].to(tl.int64) * stride_ks + column_D[None, :], mask=valid_I1, other=0.0
         )
-        total_I += tl.sum(q_ID.to(tl.float32) * k_ID.to(tl.float32), axis=1)
+        sum_I += tl.sum(q_ID.to(tl.float32) * k_ID.to(tl.float32), axis=1)
     pairs_I = tl.minimum(tl.maximum(rows - group_I * STEP - STEP // 2, 0), STEP - STEP // 2)
-    own_I = tl.where(pairs_I > 0, total_I * scale_log2 / tl.maximum(pairs_I, 1), float("-inf"))
+    own_I = tl.where(pairs_I > 0, sum_I * scale_log2 / tl.maximum(pairs_I, 1), float("-inf"))
     tl.store(own_ptr + tl.program_id(1).to(tl.int64) * groups_I + group_I, own_I, mask=group_I < groups_I)
 
 
@@ -139,9 +139,9 @@ def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
     """Logits, times log2 e, of the chunk's groups against themselves: float32 own_BHI; -inf where none."""
     batch, heads, rows, dim = x.q_BHTD.shape
     check_head_dim(dim)
-    groups = x.query_blocks * (BLOCK // step)
-    own_BHI = torch.empty((batch, heads, groups), dtype=torch.float32, device=x.q_BHTD.device)
-    _own_kernel[(triton.cdiv(groups, 32), batch * heads)](
+    row_groups = x.query_blocks * (BLOCK // step)
+    own_BHI = torch.empty((batch, heads, row_groups), dtype=torch.float32, device=x.q_BHTD.device)
+    _own_kernel[(triton.cdiv(row_groups, 32), batch * heads)](
         x.q_BHTD,
         x.k_BGSD,
         own_BHI,
@@ -151,7 +151,7 @@ def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
         x.group,
         rows,
         x.q_start,
-        groups,
+        row_groups,
         x.scale * LOG2E,
         D=dim,
         STEP=step,
@@ -165,7 +165,7 @@ _PACK = {
     "x_ptr": "*bf16",
     "out_ptr": "*fp8e4nv",
     **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
-    **dict.fromkeys(("groups", "rows", "padded_I"), "i32"),
+    **dict.fromkeys(("x_heads", "rows", "padded_I"), "i32"),
 }
 _OWN = {
     "q_ptr": "*bf16",
@@ -173,7 +173,7 @@ _OWN = {
     "own_ptr": "*fp32",
     "scale_log2": "fp32",
     **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kg", "stride_ks"), "i64"),
-    **dict.fromkeys(("heads", "share", "rows", "q_start", "groups_I"), "i32"),
+    **dict.fromkeys(("heads", "group", "rows", "q_start", "groups_I"), "i32"),
 }
 
 COMPILE_CASES = [

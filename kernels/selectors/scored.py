@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..constants import BLOCK
-from ..interface import Amounts, AttentionInput, KernelInputError, Phase, StateSpec, TileMask
+from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, Thresholds, TileMask
 from ..options import min_tokens, option
 from .rules.rule import Rule
 
@@ -22,7 +22,7 @@ SlabSums = Callable[[int, int], "Sums"]
 
 
 def tau(default: float = 0.9) -> float:
-    """The field `tau`, the amount of the cumulative rule."""
+    """The field `tau`, the threshold of the cumulative rule."""
     return option(default, 0.01, 1.0, "cumulative probability mass of the kept tiles")
 
 
@@ -39,11 +39,11 @@ class ScoredOptions:
     """What every method that ranks tiles by a score takes: its rule (XAttention, Xu et al. 2025, section
     2.2). The papers count tau over all mass.
 
-    density: the mean share of causal tiles for which the model's profile was calibrated. Its amounts, one for
-    each layer and head, then take the place of tau; they count outside sink and window. share: of each row's
-    causal tiles, sink and window among them, the highest-scoring, in place of tau. relative: tiles that score
-    at least this part of the row's largest, in place of tau (FlashPrefill). Raises KernelInputError for more
-    than one of the three.
+    density: the mean share of causal tiles for which the model's profile was calibrated. Its thresholds, one
+    for each layer and head, then take the place of tau; they count outside sink and window. share: of each
+    row's causal tiles, sink and window among them, the highest-scoring, in place of tau. relative: tiles that
+    score at least this part of the row's largest, in place of tau (FlashPrefill). Raises KernelInputError for
+    more than one of the three.
     """
 
     tau: float = tau()
@@ -58,8 +58,8 @@ class ScoredOptions:
     min_tokens: int = min_tokens()
 
     def __post_init__(self) -> None:
-        amounts = {"share": self.share, "relative": self.relative, "density": self.density}
-        given = [f"{name} = {amount}" for name, amount in amounts.items() if amount > 0]
+        thresholds = {"share": self.share, "relative": self.relative, "density": self.density}
+        given = [f"{name} = {threshold}" for name, threshold in thresholds.items() if threshold > 0]
         if len(given) > 1:
             raise KernelInputError(f"{' and '.join(given)} exclude each other: all but one must be 0")
 
@@ -85,8 +85,8 @@ class ScoredState:
 class ScoredSelector(ABC):
     """Scores every causal tile, then applies a rule; on the GPU slab by slab, without a host sync.
 
-    rule: its amount holds for every layer and head, unless `amounts` are set. with_scores: the masks carry
-    the scores of their tiles.
+    rule: its threshold holds for every layer and head, unless `thresholds` are set. with_scores: the masks
+    carry the scores of their tiles.
     """
 
     name: str
@@ -95,24 +95,24 @@ class ScoredSelector(ABC):
     def __init__(self, rule: Rule, with_scores: bool = False) -> None:
         self.rule = rule
         self.with_scores = with_scores
-        self.amounts: Amounts | None = None
+        self.thresholds: Thresholds | None = None
 
     def new_state(self, spec: StateSpec) -> ScoredState:
         return ScoredState(self.rule_of(spec))
 
     def rule_of(self, spec: StateSpec) -> Rule:
-        """The rule of the spec's layer. Raises KernelInputError for amounts that do not fit its heads."""
+        """The rule of the spec's layer. Raises KernelInputError for thresholds that do not fit its heads."""
         import torch
 
-        if self.amounts is None:
+        if self.thresholds is None:
             return self.rule
-        amounts = self.amounts(spec.layer, spec.max_tokens)
-        if len(amounts) != spec.q_heads or not all(0.0 <= amount <= 1.0 for amount in amounts):
+        thresholds = self.thresholds(spec.layer, spec.max_tokens)
+        if len(thresholds) != spec.q_heads or not all(0.0 <= threshold <= 1.0 for threshold in thresholds):
             raise KernelInputError(
-                f"layer {spec.layer}: {self.name} needs an amount within 0 .. 1 for each of its "
-                f"{spec.q_heads} query heads, got {len(amounts)}: {amounts}"
+                f"layer {spec.layer}: {self.name} needs a threshold within 0 .. 1 for each of its "
+                f"{spec.q_heads} query heads, got {len(thresholds)}: {thresholds}"
             )
-        return replace(self.rule, amount=torch.tensor(amounts, dtype=torch.float32, device=spec.device))
+        return replace(self.rule, threshold=torch.tensor(thresholds, dtype=torch.float32, device=spec.device))
 
     @abstractmethod
     def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:

@@ -55,9 +55,9 @@ def cpu_select(x: AttentionInput, sink: int, window: int) -> TileMask:
     row_N1 = torch.arange(x.query_blocks, device=device)[:, None] + x.first_block
     column_M = torch.arange(x.key_blocks, device=device)
     oldest_N1 = torch.clamp(row_N1 * BLOCK - window + 1, min=0) // BLOCK
-    keep_NM = (column_M <= row_N1) & ((column_M >= oldest_N1) | (column_M < -(-sink // BLOCK)))
+    kept_NM = (column_M <= row_N1) & ((column_M >= oldest_N1) | (column_M < -(-sink // BLOCK)))
     batch, heads = x.q_BHTD.shape[:2]
-    return compact(keep_NM.expand(batch, heads, -1, -1))
+    return compact(kept_NM.expand(batch, heads, -1, -1))
 
 
 register(

@@ -36,12 +36,12 @@ class VerticalSlashSelector(LineSelector):
         if self.verticals < 1 or self.slashes < 1:
             raise KernelInputError(f"{self.verticals} verticals, {self.slashes} slashes: at least 1 of each")
 
-    def cpu_keep(self, x: AttentionInput) -> torch.Tensor:
+    def cpu_kept(self, x: AttentionInput) -> torch.Tensor:
         from .lines import cpu_line_masses
 
         return choose(*cpu_line_masses(x, LAST_QUERIES), self.verticals, self.slashes)
 
-    def kernel_keep(self, x: AttentionInput) -> torch.Tensor:
+    def kernel_kept(self, x: AttentionInput) -> torch.Tensor:
         from .lines_kernel import kernel_line_masses
 
         return choose(*kernel_line_masses(x, LAST_QUERIES), self.verticals, self.slashes)

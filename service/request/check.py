@@ -16,7 +16,7 @@ import numpy as np
 
 from ...workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
 from ...workers.messages.requests import PageSelection, Sampling
-from ...workers.model.levels import amounts_for
+from ...workers.model.levels import thresholds_for
 from ...workers.model.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument
@@ -156,7 +156,7 @@ def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
 def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSpec:
     try:
         spec = limits.prefill.method(name or limits.default_method, options)
-        amounts_for(limits.profile, spec)
+        thresholds_for(limits.profile, spec)
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")
         raise InvalidArgument(field, str(error)) from None

@@ -65,7 +65,7 @@ def _kept(
     score_W,
     column_W,
     diagonal,
-    amount,
+    threshold,
     sink_blocks,
     window_blocks,
     KIND: tl.constexpr,
@@ -76,28 +76,28 @@ def _kept(
     causal_W = column_W <= diagonal
     forced_W = causal_W & ((column_W > diagonal - window_blocks) | (column_W < sink_blocks))
     ranked_W = causal_W
-    top = tl.max(score_W, axis=0)
-    anything = top > 0.0
+    row_max = tl.max(score_W, axis=0)
+    any_positive = row_max > 0.0
     if OUTSIDE:
         ranked_W = causal_W & (forced_W == 0)
         score_W = tl.where(ranked_W, score_W, 0.0)
-        top = tl.max(score_W, axis=0)
+        row_max = tl.max(score_W, axis=0)
     if KIND == _MAX_RELATIVE:
-        least = tl.where((top > 0.0) | (amount == 0.0), amount * top, float("inf"))
+        least = tl.where((row_max > 0.0) | (threshold == 0.0), threshold * row_max, float("inf"))
         kept_W = score_W >= least
     elif KIND == _CUMULATIVE:
-        larger = tl.where(top < _TINY, _LARGER, 1.0)
-        per_level = LEVELS / tl.where(top > 0.0, top * larger, 1.0)
+        larger = tl.where(row_max < _TINY, _LARGER, 1.0)
+        per_level = LEVELS / tl.where(row_max > 0.0, row_max * larger, 1.0)
         level_W = (score_W * larger * per_level + 0.5).to(tl.int32)
-        need = amount * tl.sum(level_W, axis=0).to(tl.float32)
+        need = threshold * tl.sum(level_W, axis=0).to(tl.float32)
         floor = _highest_floor(level_W, level_W, forced_W, need, LEVELS + 2)
-        kept_W = level_W >= tl.where(amount < 1.0, floor, 0)
+        kept_W = level_W >= tl.where(threshold < 1.0, floor, 0)
     else:
         bits_W = score_W.to(tl.int32, bitcast=True)
-        need = tl.ceil(amount * tl.sum(ranked_W.to(tl.int32), axis=0).to(tl.float32) * _ROUNDING)
+        need = tl.ceil(threshold * tl.sum(ranked_W.to(tl.int32), axis=0).to(tl.float32) * _ROUNDING)
         floor = _highest_floor(bits_W, ranked_W.to(tl.int32), forced_W, need, tl.max(bits_W, axis=0) + 2)
         kept_W = bits_W >= floor
-    return (tl.where(anything, kept_W, causal_W) & causal_W) | forced_W
+    return (tl.where(any_positive, kept_W, causal_W) & causal_W) | forced_W
 
 
 @triton.jit
@@ -114,28 +114,28 @@ def _score_of_sums(
     """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's; the rows'
     sum or the LARGEST of them."""
     score_W = tl.zeros((W,), tl.float32)
-    everyone = tl.zeros((), tl.float32)
-    top = tl.full((), float("-inf"), tl.float32)
+    all_sum = tl.zeros((), tl.float32)
+    row_max = tl.full((), float("-inf"), tl.float32)
     if not NORM:
         for row in range(R):
             part_W = tl.load(in_ptr + row * stride_r + column_W, mask=causal_W, other=float("-inf"))
-            top = tl.maximum(top, tl.max(part_W.to(tl.float32), axis=0))
+            row_max = tl.maximum(row_max, tl.max(part_W.to(tl.float32), axis=0))
     next_W = tl.load(in_ptr + column_W, mask=causal_W, other=float("-inf"))
     for row in range(R):
         part_W = next_W.to(tl.float32)
         more_W = causal_W & (row + 1 < R)  # asked for before it is needed
         next_W = tl.load(in_ptr + (row + 1) * stride_r + column_W, mask=more_W, other=float("-inf"))
         if NORM:
-            top = tl.max(part_W, axis=0)
-        mass_W = tl.exp2(part_W - tl.where(top == float("-inf"), 0.0, top))
+            row_max = tl.max(part_W, axis=0)
+        mass_W = tl.exp2(part_W - tl.where(row_max == float("-inf"), 0.0, row_max))
         if NORM:
-            total = tl.sum(mass_W, axis=0)
-            mass_W = mass_W * (1.0 / tl.where(total > 0.0, total, 1.0))
+            row_sum = tl.sum(mass_W, axis=0)
+            mass_W = mass_W * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))
         else:
-            everyone += tl.sum(mass_W, axis=0)
+            all_sum += tl.sum(mass_W, axis=0)
         score_W = tl.maximum(score_W, mass_W) if LARGEST else score_W + mass_W
     if not NORM:
-        score_W = score_W / tl.where(everyone > 0.0, everyone, 1.0)
+        score_W = score_W / tl.where(all_sum > 0.0, all_sum, 1.0)
     return score_W
 
 
@@ -153,7 +153,7 @@ def _score_of_sums(
 )
 def _rule_kernel(
     in_ptr,
-    amount_ptr,
+    threshold_ptr,
     index_ptr,
     count_ptr,
     score_ptr,
@@ -195,8 +195,10 @@ def _rule_kernel(
     if KIND == _SCORES_ONLY:
         tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
     else:
-        amount = tl.load(amount_ptr + head)
-        kept_W = _kept(score_W, column_W, diagonal, amount, sink_blocks, window_blocks, KIND, OUTSIDE, LEVELS)
+        threshold = tl.load(threshold_ptr + head)
+        kept_W = _kept(
+            score_W, column_W, diagonal, threshold, sink_blocks, window_blocks, KIND, OUTSIDE, LEVELS
+        )
         slot_W = tl.cumsum(kept_W.to(tl.int32), axis=0) - 1
         tl.store(index_ptr + place + slot_W, column_W.to(tl.int16), mask=kept_W)
         if WITH_SCORES:
@@ -248,15 +250,15 @@ def _launch(
     batch, heads, rows, parts = part.shape[:4]
     table = score_BHNM if index_BHNM is None else index_BHNM
     assert table is not None
-    amount_H = None if rule is None else rule.amounts(heads, part.device)
+    threshold_H = None if rule is None else rule.thresholds(heads, part.device)
     width = width_of(x.prompt_tokens)
 
-    def at(whole: torch.Tensor | None) -> torch.Tensor | None:
-        return None if whole is None else whole[:, :, sums.first_row :]
+    def at(table: torch.Tensor | None) -> torch.Tensor | None:
+        return None if table is None else table[:, :, sums.first_row :]
 
     _apply[(rows, batch * heads)](
         part,
-        amount_H,
+        threshold_H,
         at(index_BHNM),
         at(count_BHN),
         at(score_BHNM),
@@ -292,7 +294,7 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
     width = max(16, next_power_of_2(columns))
     _apply[(rows, batch * heads)](
         score_BHNM,
-        rule.amounts(heads, device),
+        rule.thresholds(heads, device),
         index_BHNM,
         count_BHN,
         kept_BHNM,
@@ -324,7 +326,7 @@ def _warps(width: int) -> int:
 
 _RULE = {
     "in_ptr": "*fp16",
-    "amount_ptr": "*fp32",
+    "threshold_ptr": "*fp32",
     "index_ptr": "*i16",
     "count_ptr": "*i32",
     "score_ptr": "*fp32",

@@ -33,12 +33,12 @@ class Rule:
     """Which tiles of a row of scores are kept. Always are the forced ones: the first `sink_blocks` and the
     last `window_blocks` up to the diagonal, the diagonal itself among them.
 
-    cumulative: the highest-scoring tiles, until they and the forced ones hold at least `amount` of the
+    cumulative: the highest-scoring tiles, until they and the forced ones hold at least `threshold` of the
     row's sum (XAttention, section 2.2); 1 keeps everything. Scores count in steps of 1 / LEVELS of the
-    row's largest. max_relative: tiles scoring at least `amount` times the row's largest score
-    (FlashPrefill). top_k: the highest-scoring tiles until at least `amount` of the row's causal tiles,
+    row's largest. max_relative: tiles scoring at least `threshold` times the row's largest score
+    (FlashPrefill). top_k: the highest-scoring tiles until at least `threshold` of the row's causal tiles,
     rounded up, are kept. Equal scores are kept or dropped together, so ties may keep more. A row without
-    a positive score is kept whole. `amount` is one number, or a float tensor with one number per head.
+    a positive score is kept whole. `threshold` is one number, or a float tensor with one number per head.
 
     outside: sum, largest score and number of tiles are those of the tiles that are not forced, and forced
     ones count towards nothing. Otherwise a sink that holds most of a row fills its quota, and tiles that the
@@ -46,7 +46,7 @@ class Rule:
     """
 
     kind: Kind
-    amount: float | torch.Tensor
+    threshold: float | torch.Tensor
     sink_blocks: int = 1
     window_blocks: int = 1
     outside: bool = False
@@ -59,21 +59,21 @@ class Rule:
                 f"a rule keeps at least one block of sink and of window, "
                 f"got {self.sink_blocks} and {self.window_blocks}"
             )
-        if not isinstance(self.amount, float | int):
-            if self.amount.dim() != 1 or not self.amount.is_floating_point():
-                raise KernelInputError("a rule's amounts must be one float per head")
-        elif not 0.0 <= self.amount <= 1.0:
-            raise KernelInputError(f"a rule's amount must be within 0 .. 1, got {self.amount}")
+        if not isinstance(self.threshold, float | int):
+            if self.threshold.dim() != 1 or not self.threshold.is_floating_point():
+                raise KernelInputError("a rule's thresholds must be one float per head")
+        elif not 0.0 <= self.threshold <= 1.0:
+            raise KernelInputError(f"a rule's threshold must be within 0 .. 1, got {self.threshold}")
 
-    def amounts(self, heads: int, device: torch.device) -> torch.Tensor:
-        """float32, one amount per head, on the device."""
+    def thresholds(self, heads: int, device: torch.device) -> torch.Tensor:
+        """float32, one threshold per head, on the device."""
         import torch
 
-        if isinstance(self.amount, torch.Tensor):
-            if self.amount.shape[0] != heads:
-                raise KernelInputError(f"{self.amount.shape[0]} amounts for {heads} query heads")
-            return self.amount.to(device, torch.float32, non_blocking=True)
-        return torch.full((heads,), self.amount, dtype=torch.float32, device=device)
+        if isinstance(self.threshold, torch.Tensor):
+            if self.threshold.shape[0] != heads:
+                raise KernelInputError(f"{self.threshold.shape[0]} thresholds for {heads} query heads")
+            return self.threshold.to(device, torch.float32, non_blocking=True)
+        return torch.full((heads,), self.threshold, dtype=torch.float32, device=device)
 
 
 def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:

@@ -181,9 +181,9 @@ class RandomRuns:
         for c in range(rows // chunk):
             generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + first_chunk + c)
             parts.append(torch.rand(batch, heads, chunk, generator=generator) < self.share)
-        leads_BGS = torch.cat(parts, dim=2)
-        leads_BGS[..., ::chunk] = True
-        return leads_BGS.to(k_BGSD.device)
+        is_anchor_BGS = torch.cat(parts, dim=2)
+        is_anchor_BGS[..., ::chunk] = True
+        return is_anchor_BGS.to(k_BGSD.device)
 
 
 @pytest.mark.parametrize("runs", [PeriodicRuns(2), RandomRuns(0.5, seed=3)])

@@ -26,11 +26,11 @@ def test_the_cpu_form_equals_the_oracle(kind: Kind, sink: int, window: int, outs
     score = torch.rand(2, 4, 5, 24) ** 6
     score[0, 1] = (score[0, 1] * 8).round() / 8  # ties, and rows with zeros
     score[1, 2, 3, 2:18] = 0.0  # nothing outside
-    amounts = torch.tensor([0.31, 0.55, 0.83, 1.0])
-    mask = cpu.select(score, Rule(kind, amounts, sink, window, outside), 19)
+    thresholds = torch.tensor([0.31, 0.55, 0.83, 1.0])
+    mask = cpu.select(score, Rule(kind, thresholds, sink, window, outside), 19)
     how = {"sink": sink, "window": window, "outside": outside}
     expected = [
-        kept_tiles(score[b, h, n].tolist(), 19 + n, kind, float(amounts[h]), **how)
+        kept_tiles(score[b, h, n].tolist(), 19 + n, kind, float(thresholds[h]), **how)
         for b in range(2)
         for h in range(4)
         for n in range(5)
@@ -92,8 +92,8 @@ def test_a_quota_is_met_however_little_sink_and_window_leave(select: object, tin
     assert callable(select)
     outside = [0.3, 0.1, 0.9, 0.2, 0.8, 0.05, 0.6]
     score = torch.tensor([1.0, *(tiny * part for part in outside), 0.5], device=DEVICE).view(1, 1, 1, 9)
-    for amount, expected in ((0.5, [0, 3, 5, 8]), (0.85, [0, 1, 3, 5, 7, 8])):
-        assert tiles(select(score, Rule("cumulative", amount, outside=True), 8)) == [expected]
+    for threshold, expected in ((0.5, [0, 3, 5, 8]), (0.85, [0, 1, 3, 5, 7, 8])):
+        assert tiles(select(score, Rule("cumulative", threshold, outside=True), 8)) == [expected]
     assert tiles(select(score, Rule("cumulative", 0.0, outside=True), 8)) == [[0, 8]]
 
 
@@ -134,14 +134,14 @@ def test_bad_input(select: object) -> None:
     ):
         with pytest.raises(KernelInputError):
             select(score, rule, first)
-    with pytest.raises(KernelInputError, match="3 amounts for 2"):
+    with pytest.raises(KernelInputError, match="3 thresholds for 2"):
         select(good, Rule("cumulative", torch.ones(3)), 2)
 
 
 def test_bad_rules() -> None:
-    for kind, amount in (("best", 0.5), ("cumulative", 1.5), ("top_k", -0.1), ("top_k", float("nan"))):
+    for kind, threshold in (("best", 0.5), ("cumulative", 1.5), ("top_k", -0.1), ("top_k", float("nan"))):
         with pytest.raises(KernelInputError):
-            Rule(kind, amount)  # type: ignore[arg-type]
+            Rule(kind, threshold)  # type: ignore[arg-type]
     for sink, window in ((0, 1), (1, 0)):
         with pytest.raises(KernelInputError, match="at least one block"):
             Rule("cumulative", 0.5, sink, window)

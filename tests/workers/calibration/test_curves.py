@@ -66,7 +66,7 @@ def _slowly(
     total = torch.einsum("htd,chd->tc", dense_HTD, slices).square().sum()
     density, error = torch.zeros(heads, len(QUOTAS)), torch.zeros(heads, len(QUOTAS))
     for i, quota in enumerate(QUOTAS):
-        kept = rules.keep(score, Rule("cumulative", quota, 1, 1, True), 0)[0]
+        kept = rules.kept_table(score, Rule("cumulative", quota, 1, 1, True), 0)[0]
         tile_HTS = kept.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, : len(IDS), : len(IDS)]
         sparse = logit_HTS.masked_fill(~tile_HTS, float("-inf")).softmax(-1) @ v_HSD
         change_HTD = sparse[:, rows] - dense_HTD
