@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from .correction import Correction
-from .executors.common import causal_tiles
 from .executors.dense import DenseExecutor
+from .executors.inputs import causal_tiles
 from .interface import (
     Attention,
     AttentionInput,
@@ -23,7 +25,8 @@ from .interface import (
     no_phase,
 )
 from .methods import MethodSpec, registered
-from .selectors.scored import ScoredOptions, ScoredSelector
+from .options import ScoredOptions
+from .selectors.scored import ScoredSelector
 
 
 def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
@@ -35,7 +38,7 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
     """
     preset, values = registered(spec), spec.values
     options = preset.form(**{name: values[name] for name in preset.options})
-    selector = None if preset.selector is None else preset.selector(options)
+    selector = None if preset.selector is None else part_of(preset.selector)(options)
     if thresholds is not None:
         if not isinstance(selector, ScoredSelector):
             raise KernelInputError(f"{spec.name} ranks no tiles by a score, so it takes no thresholds")
@@ -44,13 +47,22 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
         raise KernelInputError(
             f"{spec.name}: density = {options.density} stands for thresholds by layer and head, none came"
         )
-    method: Attention = Composition(selector, preset.executor(options))
+    method: Attention = Composition(selector, part_of(preset.executor)(options))
     if spec.correction:
         method = Correction(method, int(values["gamma"]))
     shortest = int(values.get("min_tokens", 0))
     if shortest > 0:
         method = DenseWhenShort(method, Composition(None, DenseExecutor()), shortest)
     return method
+
+
+def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
+    """The callable that makes a method's part from its options, imported if it is registered by its path."""
+    if not isinstance(registered, str):
+        return registered
+    module, _, name = registered.partition(":")
+    made: Callable[[Any], Any] = getattr(import_module(module), name)
+    return made
 
 
 @dataclass

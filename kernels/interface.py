@@ -122,8 +122,6 @@ class AttentionInput:
 
 
 def _check_tensors(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-    import torch
-
     for name, x in (("q", q_BHTD), ("k", k_BGSD), ("v", v_BGSD)):
         if x.dim() != 4:
             raise KernelInputError(f"{name} must have 4 dimensions (batch, heads, tokens, D), got {x.dim()}")
@@ -131,7 +129,7 @@ def _check_tensors(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Ten
             raise KernelInputError(f"{name} is empty: shape {tuple(x.shape)}")
         if x.stride(3) != 1:
             raise KernelInputError(f"{name}: the head dimension must be contiguous, stride is {x.stride(3)}")
-        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if not x.is_floating_point() or x.element_size() not in (2, 4):
             raise KernelInputError(f"{name}: dtype {x.dtype} is not float32, float16 or bfloat16")
         if x.dtype != q_BHTD.dtype or x.device != q_BHTD.device:
             raise KernelInputError(

@@ -75,6 +75,7 @@ from deltafront.benchmarks.reader import (
     warm_up,
 )
 from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.methods import load
 from deltafront.workers.calibration.probes import Document, Question, Text
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.decoder import LayerStack, load_model
@@ -89,7 +90,12 @@ CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
 answer of some twenty tokens behind 130,000."""
 
 
+WHOLE_PROMPT = "deltafront.benchmarks.whole_prompt.methods"
+"""Baselines that the service cannot have."""
+
+
 def main() -> int:
+    load(WHOLE_PROMPT)
     arguments = _arguments()
     stacks, profile = _load(arguments)
     tokenizer = load_tokenizer(arguments.model)

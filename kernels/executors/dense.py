@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
-from ..methods import register
-from .common import causal_tiles, scalar
-
-if TYPE_CHECKING:
-    import torch
+from .inputs import QueryRows, causal_tiles, new_output, scalar
+from .launch import launch
 
 ROWS = 512
 """Rows per step on the CPU: each step sees no more keys than its last row may."""
-
-
-@dataclass(frozen=True)
-class DenseOptions:
-    """Dense attention (FlashAttention-2, Dao 2023, Algorithm 1) takes none."""
 
 
 class DenseExecutor:
@@ -42,16 +34,11 @@ class DenseExecutor:
 
 def cpu_attend(x: AttentionInput) -> torch.Tensor:
     """softmax(q k^T * scale) v over all keys at or before each row; any q_start. Returns q's dtype."""
-    import torch
-
     return cpu_attend_rows(x, torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device))
 
 
 def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor:
     """Dense attention of the chunk's rows at the ascending absolute positions position_R: out_BHRD."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
     parts = []
     for position in torch.split(position_R, ROWS):
         end = int(position[-1]) + 1
@@ -70,11 +57,6 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor
 
 def kernel_attend(x: AttentionInput) -> torch.Tensor:
     """See `cpu_attend`. Scores in float32, weights rounded to q's type."""
-    from .launch import QueryRows, launch, new_output
-
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start))
     return out_BHTD
-
-
-register("dense", DenseOptions, None, DenseExecutor, source="FlashAttention-2", from_keys=True)

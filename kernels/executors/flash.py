@@ -10,12 +10,17 @@ Strides are in elements, named stride_<tensor><dimension> with the letters of th
 `launch.py`: q and o(ut) BHR, k and v BGS, p(acked) BGP, i(ndex) BHN. The innermost dimension is contiguous.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from ..constants import BLOCK
+from ..constants import BLOCK, LOG2E
+from ..interface import AttentionInput, TileMask
+from .inputs import PackedKeys, QueryRows
 
 NEGATIVE = tl.constexpr(-1.0e30)
 """Score of an unseen key. Finite, so that a row whose first tiles are all unseen stays free of NaN: what it
@@ -129,6 +134,55 @@ def flash_kernel(
     out_base = out_ptr + b * stride_ob + h * stride_oh
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_base + row.to(tl.int64)[:, None] * stride_or + dim[None, :], out, mask=valid_row)
+
+
+def launch_plain(
+    x: AttentionInput, rows: QueryRows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
+) -> None:
+    """The plain Triton kernel, for any strides and dtype."""
+    q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
+    batch, heads, count, dim = q.shape
+    size = 64 if q.dtype == torch.float32 else BLOCK
+    index_strides = (0, 0, 0) if mask is None else mask.index_BHNM.stride()[:3]
+    packed_strides = (0, 0, 0) if packed is None else packed.k_BGPD.stride()[:3]
+    flash_kernel[(triton.cdiv(count, size), batch * heads)](
+        q,
+        k,
+        v,
+        out,
+        k if packed is None else packed.k_BGPD,
+        v if packed is None else packed.v_BGPD,
+        q if packed is None else packed.weight_BGP,
+        q if packed is None else packed.offset_BGC,
+        q if mask is None else mask.index_BHNM,
+        q if mask is None else mask.count_BHN.contiguous(),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        *packed_strides,
+        *index_strides,
+        heads,
+        x.group,
+        count,
+        k.shape[2],
+        rows.row0,
+        rows.step,
+        0 if packed is None else packed.critical,
+        1 if packed is None else packed.chunk,
+        0 if packed is None else packed.weight_BGP.shape[2],
+        0 if packed is None else packed.offset_BGC.shape[2],
+        x.scale * LOG2E,
+        LISTED=mask is not None,
+        PACKED=packed is not None,
+        D=dim,
+        ROWS=size,
+        COLS=size,
+        BLOCK=BLOCK,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4 if size == 64 else 8,
+        num_stages=2,
+    )
 
 
 _STRIDES = [f"stride_{name}" for name in "qb qh qr kb kg ks vb vg vs ob oh or pb pg pp ib ih in".split()]

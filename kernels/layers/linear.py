@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..interface import KernelInputError
+from .linear_hopper_launch import fits, launch, takes
 from .norm import LinearInput
 from .swiglu import swiglu
 
@@ -18,8 +19,6 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     """x · weightᵀ + bias. Raises KernelInputError unless both have one width, dtype and device."""
     _check("linear", x_TI, weight_OI)
     if bias_O is None and _is_ours(x_TI, weight_OI, gated=False):
-        from .linear_hopper_launch import launch
-
         return launch(x_TI, weight_OI, gated=False)
     return F.linear(x_TI, weight_OI, bias_O)
 
@@ -31,8 +30,6 @@ def swiglu_linear(
     KernelInputError as `linear`, and for an odd number of output channels."""
     _check("swiglu_linear", x_TI, weight_JI)
     if bias_J is None and _is_ours(x_TI, weight_JI, gated=True):
-        from .linear_hopper_launch import launch
-
         return launch(x_TI, weight_JI, gated=True)
     return swiglu(F.linear(x_TI, weight_JI, bias_J), fp8=False)
 
@@ -42,8 +39,6 @@ def compile_products(weight_OI: torch.Tensor) -> None:
     rows is taken by it depends on how they fill the GPU."""
     if not weight_OI.is_cuda:
         return
-    from .linear_hopper_launch import fits, launch
-
     if fits(weight_OI):
         for gated in (False, True):
             launch(torch.zeros_like(weight_OI[:1]), weight_OI, gated=gated)
@@ -52,8 +47,6 @@ def compile_products(weight_OI: torch.Tensor) -> None:
 def _is_ours(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
     if not x_TI.is_cuda:
         return False
-    from .linear_hopper_launch import takes
-
     return takes(x_TI, weight_OI, gated=gated)
 
 

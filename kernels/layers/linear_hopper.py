@@ -12,6 +12,8 @@ side, or (GATED) one of the gate's and the same of up's, so that a thread has bo
 another's, so that the band's x stays in L2.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -27,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..constants import LOG2E
-from ..executors.hopper_plan import GROUP_ROWS
-from ..executors.hopper_ring import Ring, barriers
+from ..hopper.layouts import GROUP_ROWS
+from ..hopper.ring import Ring, barriers
 
 WARPGROUPS = gl.constexpr(3)
 """That compute."""

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import torch
 
-from ..executors.hopper_launch import TileDescriptor, descriptor_type, multiprocessors
-from ..executors.hopper_plan import WARPGROUP_ROWS
-from ..executors.launch import is_hopper
+from ..hopper.descriptors import TileDescriptor, descriptor_type
+from ..hopper.device import is_hopper, multiprocessors
+from ..hopper.layouts import WARPGROUP_ROWS
 from ..launches import Launcher, cdiv
 from .linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel
 

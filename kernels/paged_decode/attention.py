@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import cpu
+from . import cpu, launch
 from .pages import PagedInput, SelectedPages
 
 
@@ -27,8 +27,6 @@ def paged_attention(
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     if x.q_RHD.is_cuda:
-        from . import launch
-
         return launch.paged_attention(x)
     return cpu.paged_attention(x)
 
@@ -49,8 +47,6 @@ def paged_attention_scored(
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     if x.q_RHD.is_cuda:
-        from . import launch
-
         return launch.paged_attention_scored(x)
     return cpu.paged_attention_scored(x)
 
@@ -75,7 +71,5 @@ def paged_attention_sparse(
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     selected = SelectedPages(x, selected_RK, counts_R)
     if x.q_RHD.is_cuda:
-        from . import launch
-
         return launch.paged_attention_sparse(selected)
     return cpu.paged_attention_sparse(selected)

@@ -13,6 +13,8 @@ keeps their relative error that of the dtype, however large the logits are. All 
 together, and the maxima of a bundle: small writes between the reads cost far more than their bytes.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import math

@@ -6,7 +6,7 @@ import torch
 
 from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
-from . import cpu
+from . import cpu, selection_kernel
 from .pages import check_per_request
 
 MAX_PAGES = 1 << 16
@@ -45,8 +45,6 @@ def select_pages(
     if not 0 <= recency <= budget or budget < 1:
         raise KernelInputError(f"budget {budget} must be at least 1 and recency {recency} within 0 .. budget")
     if page_score_RP.is_cuda:
-        from . import selection_kernel
-
         if page_score_RP.shape[1] > MAX_PAGES:
             raise KernelInputError(f"{page_score_RP.shape[1]} pages a request, at most {MAX_PAGES}")
         return selection_kernel.select_pages(page_score_RP, lengths_R, budget=budget, recency=recency)

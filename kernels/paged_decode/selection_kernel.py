@@ -5,6 +5,8 @@ bits (32 rounds at most; it ends when a threshold has exactly K - L scores at or
 sum places what is kept. stride_sr: elements from one request's scores to the next's.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 import torch

@@ -27,8 +27,8 @@ _MAX_STOP_BYTES = 256
 _MAX_REQUEST_ID = 128
 _MAX_TOP_K = 1 << 20
 _MAX_ROLE = 64
-_UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau"), "relative": ("tau",)}
-"""Options that another one, above 0, takes the place of (`kernels.selectors.scored.ScoredOptions`)."""
+_UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau")}
+"""Options that another one, above 0, takes the place of (`kernels.options.ScoredOptions`)."""
 
 
 @dataclass(frozen=True)

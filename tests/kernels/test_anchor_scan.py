@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltafront.kernels.anchor_scan import AnchorRuns, cpu_find_anchors, cpu_scan, find_anchors, runs_of
-from deltafront.kernels.anchor_scan_kernel import kernel_find_anchors
+from deltafront.kernels.anchor_scan import (
+    AnchorRuns,
+    cpu_find_anchors,
+    cpu_scan,
+    find_anchors,
+    kernel_find_anchors,
+    runs_of,
+)
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.reference.anchor_scan import run_starts
 from deltafront.kernels.testing import poisoned_empty

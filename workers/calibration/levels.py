@@ -13,7 +13,8 @@ import torch
 from ...kernels.build import build
 from ...kernels.interface import AttentionInput, Coverage
 from ...kernels.methods import MethodSpec, method_spec, registered
-from ...kernels.selectors.scored import ScoredOptions, ScoredSelector
+from ...kernels.options import ScoredOptions
+from ...kernels.selectors.scored import ScoredSelector
 from ..model.decoder import LayerStack
 from ..model.levels import levels_of
 from ..model.profile import Level, MethodLevels, Profile, shaping_options

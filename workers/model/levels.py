@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...kernels.interface import Thresholds
 from ...kernels.methods import MethodError, MethodSpec, registered
-from ...kernels.selectors.scored import ScoredOptions
+from ...kernels.options import ScoredOptions
 from .profile import Level, Profile, shaping_options
 
 

@@ -19,14 +19,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, registered
-from ...kernels.options import Value
-from ...kernels.selectors.scored import ScoredOptions
+from ...kernels.options import ScoredOptions, Value
 from ..settings import Count, DecodeConfig, Layer, ModelSpec
 from .config import ModelConfig, ModelError, read_config
 from .digest import model_digest
 from .store import model_directory, profile_file
 
-_OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "relative", "min_tokens"})
+_OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
 """Options that a level stands for, or that decide whether the method is used at all; others shape scores."""
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

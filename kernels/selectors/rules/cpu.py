@@ -35,12 +35,7 @@ def kept_table(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.
     score_BHNM = torch.where(ranked_NM, score_BHNM, 0.0)
     top_BHN1 = score_BHNM.amax(-1, keepdim=True)
 
-    if rule.kind == "max_relative":
-        least_BHN1 = torch.where(
-            (top_BHN1 > 0) | (threshold_H11 == 0), threshold_H11 * top_BHN1, float("inf")
-        )
-        kept_BHNM = score_BHNM >= least_BHN1
-    elif rule.kind == "cumulative":
+    if rule.kind == "cumulative":
         larger_BHN1 = torch.where(top_BHN1 < TINY, LARGER, 1.0)
         per_level_BHN1 = LEVELS / (top_BHN1 * larger_BHN1)
         level_BHNM = (score_BHNM * larger_BHN1 * per_level_BHN1 + 0.5).nan_to_num(0.0).int()

@@ -22,11 +22,10 @@ from .sums import Sums
 
 _SCORES_ONLY = tl.constexpr(-1)
 _CUMULATIVE = tl.constexpr(0)
-_MAX_RELATIVE = tl.constexpr(1)
-_TOP_K = tl.constexpr(2)
+_TOP_K = tl.constexpr(1)
 _TINY, _LARGER = tl.constexpr(TINY), tl.constexpr(LARGER)
 _ROUNDING = tl.constexpr(ROUNDING)
-_KINDS = {"cumulative": _CUMULATIVE.value, "max_relative": _MAX_RELATIVE.value, "top_k": _TOP_K.value}
+_KINDS = {"cumulative": _CUMULATIVE.value, "top_k": _TOP_K.value}
 
 
 @triton.jit
@@ -82,10 +81,7 @@ def _kept(
         ranked_W = causal_W & (forced_W == 0)
         score_W = tl.where(ranked_W, score_W, 0.0)
         row_max = tl.max(score_W, axis=0)
-    if KIND == _MAX_RELATIVE:
-        least = tl.where((row_max > 0.0) | (threshold == 0.0), threshold * row_max, float("inf"))
-        kept_W = score_W >= least
-    elif KIND == _CUMULATIVE:
+    if KIND == _CUMULATIVE:
         larger = tl.where(row_max < _TINY, _LARGER, 1.0)
         per_level = LEVELS / tl.where(row_max > 0.0, row_max * larger, 1.0)
         level_W = (score_W * larger * per_level + 0.5).to(tl.int32)

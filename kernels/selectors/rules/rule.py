@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from ...interface import KernelInputError
-
-if TYPE_CHECKING:
-    import torch
 
 LEVELS = 1 << 17
 """Steps into which a row's scores are cut for the cumulative rule; one step is 7.6e-6 of the row's largest
@@ -25,7 +24,7 @@ infinite where sink and window hold all but 4e-34 of a row."""
 MAX_BLOCKS = (1 << 31) // LEVELS - 1
 """Key blocks for which a row's sum stays within int32: 2 million tokens."""
 
-Kind = Literal["cumulative", "max_relative", "top_k"]
+Kind = Literal["cumulative", "top_k"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Rule:
 
     cumulative: the highest-scoring tiles, until they and the forced ones hold at least `threshold` of the
     row's sum (XAttention, section 2.2); 1 keeps everything. Scores count in steps of 1 / LEVELS of the
-    row's largest. max_relative: tiles scoring at least `threshold` times the row's largest score
-    (FlashPrefill). top_k: the highest-scoring tiles until at least `threshold` of the row's causal tiles,
+    row's largest. top_k: the highest-scoring tiles until at least `threshold` of the row's causal tiles,
     rounded up, are kept. Equal scores are kept or dropped together, so ties may keep more. A row without
     a positive score is kept whole. `threshold` is one number, or a float tensor with one number per head.
 
@@ -52,8 +50,8 @@ class Rule:
     outside: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cumulative", "max_relative", "top_k"):
-            raise KernelInputError(f"unknown selection rule {self.kind!r}: cumulative, max_relative or top_k")
+        if self.kind not in ("cumulative", "top_k"):
+            raise KernelInputError(f"unknown selection rule {self.kind!r}: cumulative or top_k")
         if self.sink_blocks < 1 or self.window_blocks < 1:
             raise KernelInputError(
                 f"a rule keeps at least one block of sink and of window, "
@@ -67,8 +65,6 @@ class Rule:
 
     def thresholds(self, heads: int, device: torch.device) -> torch.Tensor:
         """float32, one threshold per head, on the device."""
-        import torch
-
         if isinstance(self.threshold, torch.Tensor):
             if self.threshold.shape[0] != heads:
                 raise KernelInputError(f"{self.threshold.shape[0]} thresholds for {heads} query heads")
@@ -78,8 +74,6 @@ class Rule:
 
 def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:
     """Raise KernelInputError unless the scores fit a chunk that starts at `first_block`."""
-    import torch
-
     if score_BHNM.dim() != 4 or score_BHNM.numel() == 0:
         raise KernelInputError(
             f"scores must be (batch, heads, query blocks, key blocks) and not empty, "

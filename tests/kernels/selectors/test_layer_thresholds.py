@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from deltafront.kernels.build import Composition, build
 from deltafront.kernels.interface import KernelInputError, Thresholds, no_phase
 from deltafront.kernels.methods import PRESETS, method_spec
 from deltafront.kernels.options import Value
-from deltafront.kernels.reference.selection import kept_tiles
+from deltafront.kernels.reference.structured import structured_input
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
-from deltafront.kernels.structured import structured_input
 from deltafront.kernels.testing import spec_of, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,7 +65,7 @@ def test_a_density_needs_thresholds_and_counts_outside_sink_and_window(name: str
     state = spec_of(structured_input(300, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE))
     for outside in (0, 1):
         asked = selector_of(name, thresholds_of, density=0.08, outside=outside, sink=129, window=300)
-        rule = asked.rule_of(replace(state, layer=3))
+        rule = asked.layer_rule(replace(state, layer=3))
         assert rule == Rule("cumulative", rule.threshold, sink_blocks=2, window_blocks=4, outside=True)
         assert torch.equal(rule.thresholds(3, state.device), torch.tensor(THRESHOLDS[3], device=state.device))
 
@@ -83,24 +81,10 @@ def test_a_share_keeps_that_part_of_every_row_with_sink_and_window_among_it(name
         assert all(kept <= count <= kept + 1 for count in count_H), f"row {row}: {count_H}"  # one more: a tie
 
 
-@pytest.mark.parametrize("outside", [False, True])
-@pytest.mark.parametrize("name", SCORED)
-def test_relative_keeps_what_scores_that_part_of_its_rows_largest(name: str, outside: bool) -> None:
-    x = structured_input(1100, q_heads=3, kv_heads=1, head_dim=16, device=DEVICE)
-    selector = selector_of(name, None, relative=0.2, outside=outside, sink=129)
-    state = selector.new_state(spec_of(x))
-    score_HNM = selector.scores(x, state, no_phase)[0].tolist()
-    rows = [(n, row) for score_NM in score_HNM for n, row in enumerate(score_NM)]
-    expected = [kept_tiles(row, n, "max_relative", 0.2, sink=2, outside=outside) for n, row in rows]
-    assert tiles(selector.select(x, state, no_phase)) == expected
-    assert any(3 < len(kept) < n + 1 for kept, (n, _) in zip(expected, rows, strict=True))
-
-
 @pytest.mark.parametrize("name", SCORED)
 def test_rules_exclude_each_other(name: str) -> None:
-    for one, other in combinations(("share", "relative", "density"), 2):
-        with pytest.raises(KernelInputError, match=f"^{one} = 0.5 and {other} = 0.08 exclude each other"):
-            PRESETS[name].form(**{one: 0.5, other: 0.08})
+    with pytest.raises(KernelInputError, match=r"^share = 0\.5 and density = 0\.08 exclude each other"):
+        PRESETS[name].form(share=0.5, density=0.08)
 
 
 def test_thresholds_go_through_the_correction_and_the_switch_for_short_prompts() -> None:

@@ -15,7 +15,7 @@ from deltafront.kernels.selectors.rules.rule import Kind, Rule
 from deltafront.kernels.testing import poisoned_empty, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS: list[Kind] = ["cumulative", "max_relative", "top_k"]
+KINDS: list[Kind] = ["cumulative", "top_k"]
 FORCED = [(1, 1, False), (2, 4, False), (1, 1, True), (2, 5, True)]
 """Blocks of sink and of window, and whether the rule counts outside them."""
 
@@ -63,7 +63,6 @@ def test_forced_tiles_ties_and_edges(select: object) -> None:
     assert callable(select)
     score = torch.zeros(1, 1, 1, 9, device=DEVICE)
     score[..., 4] = 1.0
-    assert tiles(select(score, Rule("max_relative", 1.0), 8)) == [[0, 4, 8]]
     assert tiles(select(score, Rule("cumulative", 0.5), 8)) == [[0, 4, 8]]
     assert tiles(select(score, Rule("cumulative", 1.0), 8)) == [list(range(9))]
     assert tiles(select(score, Rule("cumulative", 0.0), 8)) == [[0, 8]]
@@ -72,7 +71,7 @@ def test_forced_tiles_ties_and_edges(select: object) -> None:
     assert tiles(select(tied, Rule("cumulative", 0.5), 8)) == [list(range(9))]
     assert tiles(select(score[..., :1], Rule("cumulative", 0.5), 0)) == [[0]]
     everything = [[*range(9)]]
-    for kind, whole in (("cumulative", 1.0), ("max_relative", 0.0), ("top_k", 1.0)):
+    for kind, whole in (("cumulative", 1.0), ("top_k", 1.0)):
         assert tiles(select(score, Rule(kind, whole, outside=True), 8)) == everything, "full budget is dense"
 
 

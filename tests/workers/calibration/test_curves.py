@@ -9,7 +9,8 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput
-from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from deltafront.kernels.options import AntidiagonalOptions
+from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
 from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.workers.calibration import curves as made
