@@ -1,7 +1,10 @@
-"""The anchor scan: runs of similar rows, each led by its anchor. Row by row on the CPU, in Triton on a GPU.
+"""Runs of similar rows, each led by its anchor (DeltaAttention, section 3.1).
 
-Shape suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows
-of a chunk; L lanes = batch x heads x chunks.
+Shape suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a
+chunk, L lanes = batch x heads x chunks.
+
+On a GPU one program takes a chunk, BLOCK rows at a time. Their Gram matrix gives `next[i]`, the first later
+row far from row i. The anchors are found by following `next`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -24,11 +27,8 @@ METRICS = ("cosine", "euclidean")
 
 @dataclass(frozen=True)
 class AnchorRuns:
-    """Runs of consecutive rows that are close to the run's first row, its anchor.
-
-    is_anchor_BGS: bool, whether the row leads a run. run_BGS: int32, the row's run within its chunk,
-    from 0. runs_BGC: int32, runs in each chunk.
-    """
+    """is_anchor_BGS: bool. run_BGS: int32, the row's run within its chunk, from 0. runs_BGC: int32, runs of a
+    chunk."""
 
     is_anchor_BGS: torch.Tensor
     run_BGS: torch.Tensor
@@ -36,7 +36,6 @@ class AnchorRuns:
 
 
 def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) -> None:
-    """Raise KernelInputError for anything the scan cannot work with."""
     if x_BGSD.dim() != 4 or x_BGSD.numel() == 0:
         raise KernelInputError(
             f"x must be (batch, heads, rows, D) and not empty, its shape is {tuple(x_BGSD.shape)}"
@@ -56,12 +55,17 @@ def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) 
 def find_anchors(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
-    """is_anchor_BGS, bool: which rows lead a run (DeltaAttention, section 3.1, pre-processing).
+    """Which rows are anchors: is_anchor_BGS, bool.
 
-    The first row of a chunk is an anchor. A row joins the current run while it is close to the run's
-    anchor: cos(anchor, row) >= threshold, or |anchor - row| <= threshold for the Euclidean metric;
-    otherwise it becomes the next anchor. A zero vector has cosine 0 with everything. Any number of rows;
-    the last chunk may be shorter. Raises KernelInputError for unusable arguments.
+    The first row of a chunk is one. A row joins the current run while it is close to the run's anchor;
+    otherwise it is the next anchor. A zero vector has cosine 0 with everything.
+
+    Args:
+        threshold: a row is close at a cosine of at least this, or at a Euclidean distance of at most this.
+        chunk: a multiple of BLOCK. The last may be shorter.
+
+    Raises:
+        KernelInputError: shapes, types or numbers that the scan cannot work with.
     """
     if x_BGSD.is_cuda:
         return kernel_find_anchors(x_BGSD, threshold, chunk, metric)
@@ -71,14 +75,14 @@ def find_anchors(
 def cpu_scan(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> AnchorRuns:
-    """Split each chunk of rows into runs: `cpu_find_anchors`, and what follows from it."""
+    """The anchors, and the runs that follow from them."""
     return runs_of(cpu_find_anchors(x_BGSD, threshold, chunk, metric), chunk)
 
 
 def cpu_find_anchors(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
-    """See `find_anchors`; on any device."""
+    """`find_anchors` in torch, on any device."""
     check_scan(x_BGSD, threshold, chunk, metric)
     batch, heads, rows, dim = x_BGSD.shape
     chunks = -(-rows // chunk)
@@ -112,7 +116,6 @@ def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tens
 
 
 def runs_of(is_anchor_BGS: torch.Tensor, chunk: int) -> AnchorRuns:
-    """Number the runs of each chunk, from the anchors' places."""
     batch, heads, rows = is_anchor_BGS.shape
     chunks = -(-rows // chunk)
     padded = functional.pad(is_anchor_BGS, (0, chunks * chunk - rows)).view(batch, heads, chunks, chunk)
@@ -129,7 +132,7 @@ _METRICS = {"cosine": _COSINE.value, "euclidean": _EUCLIDEAN.value}
 
 @triton.jit
 def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
-    """Whether two rows are close, from their dot product and squared lengths; a zero row has cosine 0."""
+    """Whether two rows are close, from their dot product and squared lengths. A zero row has cosine 0."""
     if METRIC == _EUCLIDEAN:
         close = square_a + square_b - 2.0 * dot <= threshold * threshold
     else:
@@ -140,7 +143,7 @@ def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
-    """For each of BLOCK rows the first later row, of the first `rows`, that is far from it; BLOCK if none."""
+    """The first later row far from each of BLOCK rows, of which `rows` exist; BLOCK if there is none."""
     row_R = tl.arange(0, _BLOCK)
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)
@@ -150,7 +153,7 @@ def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
 
 @triton.jit
 def orbit(next_R, start):
-    """The rows reached from row `start` (none if it is BLOCK) by following `next`."""
+    """The rows reached from row `start` by following `next`; none if it is BLOCK."""
     row_R = tl.arange(0, _BLOCK)
     is_anchor_R = tl.zeros((_BLOCK,), tl.int32)
     current = start
@@ -163,18 +166,9 @@ def orbit(next_R, start):
 
 @triton.jit(do_not_specialize=["rows"])
 def _scan_kernel(
-    x_ptr,
-    anchor_ptr,
-    stride_xb,
-    stride_xg,
-    stride_xs,
-    heads,
-    rows,
-    threshold,
-    CHUNK: tl.constexpr,
-    D: tl.constexpr,
-    METRIC: tl.constexpr,
-):
+    x_ptr, anchor_ptr, stride_xb, stride_xg, stride_xs, heads, rows, threshold,
+    CHUNK: tl.constexpr, D: tl.constexpr, METRIC: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // heads * stride_xb + lane % heads * stride_xg
@@ -206,7 +200,6 @@ def _scan_kernel(
 def kernel_find_anchors(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
-    """See `anchor_scan.find_anchors`."""
     check_scan(x_BGSD, threshold, chunk, metric)
     batch, heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
@@ -229,7 +222,7 @@ def kernel_find_anchors(
 
 
 def check_head_dim(dim: int) -> None:
-    """Triton tiles have power-of-two sides, and a dot at least 16 columns."""
+    """Triton's tiles have power-of-two sides, and a dot needs 16 columns."""
     if dim < 16 or dim > 256 or dim & (dim - 1):
         raise KernelInputError(f"head dimension {dim} is not a power of two within 16 .. 256")
 
@@ -247,4 +240,3 @@ COMPILE_CASES = [
     (_scan_kernel, _SCAN, {"CHUNK": BLOCK, "D": 64, "METRIC": _METRICS["euclidean"]}),
     (_scan_kernel, _SCAN, {"CHUNK": 512, "D": 128, "METRIC": _METRICS["cosine"]}),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

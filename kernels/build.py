@@ -1,4 +1,4 @@
-"""Turns a `MethodSpec` into something that runs: selector × executor × wrapper."""
+"""Turns a `MethodSpec` into something that runs: selector × executor × correction."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ from .selectors.scored import ScoredSelector
 
 
 def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
-    """The method that `spec` names, ready to attend. One instance serves every layer and prompt.
+    """The method of `spec`, ready to attend. One instance serves every layer and prompt.
 
-    thresholds: of a method that ranks tiles by a score, the rule's threshold for each query head of a layer,
-    instead of the same one everywhere; the option `density` asks for them. Raises MethodError for a method
-    that is not registered, and KernelInputError for thresholds that it cannot use, or lacks.
+    Args:
+        thresholds: by layer and query head, for a method with the option `density`.
+
+    Raises:
+        MethodError: the method is not registered.
+        KernelInputError: the method takes no thresholds, or needs them and got none.
     """
     preset, values = registered(spec), spec.values
     options = preset.form(**{name: values[name] for name in preset.options})
@@ -57,7 +60,7 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
 
 
 def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
-    """The callable that makes a method's part from its options, imported if it is registered by its path."""
+    """The callable behind a registered part. A path is imported."""
     if not isinstance(registered, str):
         return registered
     module, _, name = registered.partition(":")
@@ -67,14 +70,12 @@ def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
 
 @dataclass
 class CompositionState:
-    """What the selector and the executor carry from chunk to chunk of one layer."""
-
     selector: Any
     executor: Any
 
 
 class Composition:
-    """A selector (or none: everything causal) and an executor, as one method."""
+    """A selector (None: everything causal) and an executor."""
 
     def __init__(self, selector: Selector | None, executor: Executor) -> None:
         self.selector = selector
@@ -97,10 +98,7 @@ class Composition:
 
 
 class DenseWhenShort:
-    """Prompts of at most `shortest` tokens take the dense method: there the others save nothing.
-
-    The prompt's whole length decides, so every chunk of a prompt takes the same path.
-    """
+    """Prompts of at most `shortest` tokens take the dense method, in every chunk."""
 
     def __init__(self, method: Attention, dense: Composition, shortest: int) -> None:
         self.method = method

@@ -1,4 +1,7 @@
-"""The Δ correction around any method. Shape suffixes as in `interface.py`; R dense rows of the chunk."""
+"""The Δ correction around any method (Δ Attention, Willette et al. 2025, section 3).
+
+Shape suffixes as in `interface.py`; R dense rows of the chunk.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -36,11 +39,11 @@ class CorrectionState:
 
 
 class Correction:
-    """Δ Attention (Willette et al. 2025), section 3, equations 5-6.
+    """Equations 5 and 6.
 
-    Every gamma-th row (by absolute position) is computed densely; its difference to the sparse row is added
-    to it and the gamma - 1 rows after it. The prompt's last rows (its last whole block and what follows it)
-    are dense. Row numbers are absolute, so any chunking gives the same result.
+    Every gamma-th row, by absolute position, is dense. Its difference to the sparse row is added to it and to
+    the gamma - 1 rows behind it. The prompt's last whole block and the rows after it are dense. Any chunking
+    gives the same result.
     """
 
     def __init__(self, inner: Attention, gamma: int) -> None:
@@ -76,12 +79,12 @@ class Correction:
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:
-        """First row of this chunk that belongs to the prompt's dense tail (the chunk's length if none)."""
+        """First row of this chunk in the prompt's dense tail; the chunk's length if there is none."""
         begin = max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
         return min(max(0, begin - x.q_start), x.q_BHTD.shape[2])
 
     def _extra_tiles(self, x: AttentionInput) -> float:
-        """Tiles' worth of products in the dense rows: each row counts 1/128 of its row of tiles."""
+        """The dense rows' products in tiles: a row counts 1/128 of its row of tiles."""
         batch, heads, rows, _ = x.q_BHTD.shape
         tail, first = self._tail_begin(x), -x.q_start % self.gamma
         dense = [*range(first, tail, self.gamma), *range(tail, rows)]
@@ -90,10 +93,8 @@ class Correction:
 
 
 def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention of the chunk's rows first, first + gamma, … below `tail`, and of all from `tail` on.
-
-    Both in q's dtype; either may have no rows.
-    """
+    """Dense attention of the rows first, first + gamma, … below `tail`, and of all rows from `tail` on, in
+    q's dtype."""
     stop = x.q_start + x.q_BHTD.shape[2]
     every = torch.arange(x.q_start + first, max(x.q_start + tail, x.q_start + first), gamma)
     strided, last = (
@@ -106,9 +107,9 @@ def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tupl
 def cpu_add_differences(
     out_BHTD: torch.Tensor, dense_BHRD: torch.Tensor, carried_BHD: torch.Tensor, first: int, gamma: int
 ) -> torch.Tensor:
-    """Add each dense row's difference to its own row and the gamma - 1 after it, in place.
+    """Add each dense row's difference to its own row and the gamma - 1 rows behind it, in place.
 
-    Rows before `first` take the difference carried from the chunk before. Returns what the next one carries.
+    carried_BHD: the difference for the rows before `first`. Returns the next chunk's.
     """
     sparse_BHRD = out_BHTD[:, :, first::gamma].float()
     difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)
@@ -141,7 +142,6 @@ def add_kernel(
 def kernel_dense_rows(
     x: AttentionInput, first: int, gamma: int, tail: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `correction.cpu_dense_rows`."""
     made = []
     for rows, row0, step in ((slice(first, tail, gamma), first, gamma), (slice(tail, None), tail, 1)):
         q_BHRD = x.q_BHTD[:, :, rows]
@@ -156,7 +156,6 @@ def kernel_dense_rows(
 def kernel_add_differences(
     out_BHTD: torch.Tensor, dense_BHRD: torch.Tensor, carried_BHD: torch.Tensor, first: int, gamma: int
 ) -> torch.Tensor:
-    """See `correction.cpu_add_differences`."""
     batch, heads, rows, dim = out_BHTD.shape
     sparse_BHRD = out_BHTD[:, :, first::gamma].float()
     difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)
@@ -181,4 +180,3 @@ _NUMBERS = ("stride_ob", "stride_oh", "stride_ot", "heads", "rows", "differences
 _TYPES = {"out_ptr": "*bf16", "difference_ptr": "*fp32", **dict.fromkeys(_NUMBERS, "i32")}
 
 COMPILE_CASES = [(add_kernel, _TYPES, {"D": 128, "ROWS": 64})]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

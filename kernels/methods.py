@@ -1,7 +1,7 @@
-"""The registry of attention methods: their names, options and parts. Free of torch.
+"""The registry of attention methods: names, options and parts. Free of torch; `build.py` makes them run.
 
-`build.py` turns a `MethodSpec` into something that runs. The package's own methods stand at the end; modules
-outside it call `register` and are named to `load`. A name's ending `+delta` adds the Δ correction.
+The package's own methods stand at the end. Modules outside it call `register` and are named to `load`.
+`+delta` behind a name adds the Δ correction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ O = TypeVar("O")  # noqa: E741
 
 
 class MethodError(ValueError):
-    """An unknown method, or an option it does not take; `field` names the offender."""
+    """An unknown method, or an option it does not take. `field` names the offender."""
 
     def __init__(self, field_name: str, message: str) -> None:
         super().__init__(message)
@@ -42,12 +42,7 @@ class MethodError(ValueError):
 
 @dataclass(frozen=True)
 class Preset:
-    """A registered method: its options, its parts and where it was published.
-
-    form: the dataclass of its options. selector (None: everything causal), executor: `register` says what
-    they are. whole_prompt: it estimates from the prompt's last queries, so a chunk is not enough. from_keys:
-    its state follows from the keys alone (`interface.Attention`).
-    """
+    """A registered method. form: the dataclass of its options. The others are as given to `register`."""
 
     form: type[Any]
     selector: Callable[[Any], Selector] | str | None
@@ -62,7 +57,7 @@ class Preset:
 
     @property
     def module(self) -> str:
-        """The module that registered it. Another process imports it to have the method too."""
+        """The module that another process imports to have the method too."""
         return self.form.__module__
 
 
@@ -70,7 +65,7 @@ class Preset:
 class MethodSpec:
     """A method with its options filled in. Hashable; crosses processes.
 
-    name: ends in `+delta` where `correction`. module: the one that registers the method.
+    module: the one that registers it.
     """
 
     name: str
@@ -84,8 +79,6 @@ class MethodSpec:
 
 
 class _Presets(Mapping[str, Preset]):
-    """Registered methods in alphabetical order."""
-
     def __init__(self) -> None:
         self._registered: dict[str, Preset] = {}
 
@@ -119,17 +112,17 @@ def register(
     whole_prompt: bool = False,
     from_keys: bool = False,
 ) -> None:
-    """Make a method known. Called at the top of the module that defines its options.
+    """Make a method known, at the top of the module that defines its options.
 
-    Importing that module must not load torch: the front door imports it. So name parts by their path.
+    The front door imports that module, so it must not load torch: name parts by their path.
 
     Args:
         options: a frozen dataclass of that module, its fields made with `options.option`.
-        selector, executor: make the part from the options: a callable, or "module:object" where one is. None
-            selects everything causal.
+        selector, executor: make the part from options: a callable, or "module:object". No selector:
+            everything causal.
         source: paper and section.
-        whole_prompt: the method takes a prompt in one piece only, so the service refuses it.
-        from_keys: see `interface.Attention`; prompts of other methods start over where a prefill group dies.
+        whole_prompt: the method takes a prompt in one piece, so the service refuses it.
+        from_keys: see `interface.Attention`. Without it, a prompt starts over where a prefill group dies.
 
     Raises:
         MethodError: another module has registered the name.
@@ -142,7 +135,7 @@ def register(
 
 
 def load(module: str) -> None:
-    """Import a module outside the package for the methods that it registers. Raises MethodError."""
+    """Import a module for the methods that it registers. Raises MethodError."""
     try:
         import_module(module)
     except Exception as error:
@@ -152,10 +145,7 @@ def load(module: str) -> None:
 
 
 def registered(spec: MethodSpec) -> Preset:
-    """The method that a spec of any process names; its module is imported if it is not here yet.
-
-    Raises MethodError.
-    """
+    """The method of a spec from any process; its module is imported if needed. Raises MethodError."""
     base = spec.name.partition("+")[0]
     if base not in PRESETS:
         load(spec.module)
@@ -166,10 +156,9 @@ def registered(spec: MethodSpec) -> Preset:
 
 
 def resume_step(spec: MethodSpec) -> int:
-    """A prompt can be resumed, with a new state, at the multiples of so many tokens; 0: at none of them.
+    """A prompt can be resumed with a new state at multiples of so many tokens; 0: never. Raises MethodError.
 
-    The Δ correction carries the difference of the last dense row from chunk to chunk, which only queries that
-    are gone could tell; a chunk that begins with a dense row of its own does not need it. Raises MethodError.
+    The Δ correction carries the last dense row's difference, unless a chunk begins with a dense row.
     """
     preset = registered(spec)
     if preset.whole_prompt or not preset.from_keys:
@@ -178,17 +167,16 @@ def resume_step(spec: MethodSpec) -> int:
 
 
 def is_exact(spec: MethodSpec, tokens: int) -> bool:
-    """Whether a prompt of so many tokens gets the keys and values of exact attention."""
+    """Whether a prompt of so many tokens gets exact attention's keys and values."""
     return spec.name == "dense" or tokens <= spec.values.get("min_tokens", 0)
 
 
 def reads_whole_prompts(name: str) -> bool:
-    """Whether a known method can only take a prompt in one piece, so that the service refuses it."""
     return PRESETS[name.partition("+")[0]].whole_prompt
 
 
 def method_spec(name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
-    """Check a method's name and options and fill in defaults. Raises MethodError naming the field."""
+    """Check a method's name and options, and fill in defaults. Raises MethodError that names the field."""
     base, plus, wrapper = name.partition("+")
     if base not in PRESETS or (plus and wrapper != "delta"):
         raise MethodError(

@@ -1,11 +1,5 @@
-"""Options of attention methods: frozen dataclasses whose fields carry their bounds. Free of torch.
-
-`option` makes such a field, here and in modules of other packages:
-
-    @dataclass(frozen=True)
-    class StreamingOptions:
-        window: int = option(2048, 1, 1 << 20, "most recent tokens that every query attends to")
-"""
+"""Options of attention methods: frozen dataclasses whose fields, made with `option`, carry bounds. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -22,7 +16,7 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its default, its inclusive bounds or its choices, and its meaning."""
+    """Its default, inclusive bounds or choices, and meaning."""
 
     default: Value
     low: float
@@ -32,16 +26,12 @@ class Option:
 
 
 def option(default: V, low: float, high: float, help: str, choices: tuple[V, ...] = ()) -> V:
-    """A field of an options dataclass. `methods.method_spec` holds requests to its bounds."""
+    """A field of an options dataclass, with the bounds that `methods.method_spec` enforces."""
     return field(default=default, metadata={_KEY: Option(default, low, high, help, choices)})
 
 
 def options_of(form: type[Any]) -> Mapping[str, Option]:
-    """The options that a dataclass declares, in its order.
-
-    Raises:
-        TypeError: a field is not made with `option`.
-    """
+    """The options that a dataclass declares. Raises TypeError for a field that is not made with `option`."""
     for declared in fields(form):
         if _KEY not in declared.metadata:
             raise TypeError(f"{form.__name__}.{declared.name} is not made with `option`: it has no bounds")
@@ -88,11 +78,10 @@ class StreamingOptions:
 
 @dataclass(frozen=True)
 class ScoredOptions:
-    """Options of every method that ranks tiles by a score (XAttention, Xu et al. 2025, section 2.2).
+    """Options of methods that rank tiles by a score (XAttention, Xu et al. 2025, section 2.2).
 
-    A request picks one rule: `tau` (all mass, unless `outside`), `share` (of each row's causal tiles, sink
-    and window included) or `density` (a level of the model's profile; its thresholds, one for each layer and
-    head, count outside sink and window).
+    A request picks one rule: `tau` (of all mass, unless `outside`), `share` (of each row's causal tiles) or
+    `density` (a level of the model's profile, whose thresholds count outside sink and window).
 
     Raises:
         KernelInputError: both `share` and `density` are given.
@@ -120,7 +109,7 @@ class BlockPoolOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class NaiveOptions(ScoredOptions):
-    """The ablation that DeltaAttention section 4.3 compares its anchors with."""
+    """DeltaAttention, ablation of section 4.3."""
 
     stride: int = option(4, 2, 16, "every stride-th row of q and k is scored", (2, 4, 8, 16))
 

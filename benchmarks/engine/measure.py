@@ -31,9 +31,7 @@ _TOLD_S = 4.0
 APPENDED = 16
 """Tokens of a question to a session."""
 STRETCH = 8
-_COMPILATIONS = re.compile(
-    r'^deltafront_kernel_compilations\{.*phase="serving".*\} (\S+)$', re.MULTILINE
-)
+_COMPILATIONS = re.compile(r'^deltafront_kernel_compilations\{.*phase="serving".*\} (\S+)$', re.MULTILINE)
 
 
 def random_ids(tokens: int, vocabulary: int, seed: int) -> list[int]:

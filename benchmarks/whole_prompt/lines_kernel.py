@@ -50,26 +50,10 @@ def _seen_logits(q_RD, k_ptr, stride_ks, key_K, position_R, keys, scale_log2, D:
 
 @triton.jit
 def _sums_kernel(
-    q_ptr,
-    k_ptr,
-    m_ptr,
-    l_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kg,
-    stride_ks,
-    heads,
-    group,
-    rows,
-    keys,
-    per_split,
-    scale_log2,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q_ptr, k_ptr, m_ptr, l_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kg, stride_ks, heads,
+    group, rows, keys, per_split, scale_log2,
+    D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One head and split: each row's maximum (-inf where it sees no key), and its sum of exponentials."""
     lane = tl.program_id(0)
     batch = (lane // heads).to(tl.int64)
@@ -94,30 +78,10 @@ def _sums_kernel(
 
 @triton.jit
 def _masses_kernel(
-    q_ptr,
-    k_ptr,
-    m_ptr,
-    l_ptr,
-    vertical_ptr,
-    band_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kg,
-    stride_ks,
-    heads,
-    group,
-    rows,
-    keys,
-    per_split,
-    first_band,
-    scale_log2,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q_ptr, k_ptr, m_ptr, l_ptr, vertical_ptr, band_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
+    stride_kg, stride_ks, heads, group, rows, keys, per_split, first_band, scale_log2,
+    D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One head and split: the mass of each of its key blocks, whole and by band.
 
     first_band: the nearest band that tiles of block 0 can touch; each block further on touches one nearer.

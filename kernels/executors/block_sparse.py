@@ -12,8 +12,6 @@ from .launch import launch
 
 
 class BlockSparseExecutor:
-    """Attention over the tiles a selector kept, whatever the options of its method."""
-
     def __init__(self, options: object = None) -> None:
         del options
 
@@ -32,10 +30,7 @@ class BlockSparseExecutor:
 
 
 def cpu_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """softmax over the keys of each query block's kept tiles, causal within the diagonal tile.
-
-    In fp32; a tile is dropped by not touching its keys.
-    """
+    """softmax over the keys of each query block's kept tiles, causal in the diagonal tile. In float32."""
     batch, heads, rows, _ = x.q_BHTD.shape
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()
@@ -65,13 +60,13 @@ def _attend_block(
 
 
 def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
-    """Positions of the keys in the given tiles that come before `stop`."""
+    """Positions before `stop` of the tiles' keys."""
     key_J = (tile_M[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
     return key_J[key_J < stop]
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """See `cpu_attend`. The last listed tile must be the diagonal; the others are taken unmasked."""
+    """`cpu_attend` on the GPU. The last listed tile must be the diagonal; only it is masked."""
     kept = check_mask(x, mask, "block_sparse")
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)

@@ -10,11 +10,11 @@ from .inputs import QueryRows, causal_tiles, new_output, scalar
 from .launch import launch
 
 ROWS = 512
-"""Rows per step on the CPU: each step sees no more keys than its last row may."""
+"""Rows of a step on the CPU, which sees no more keys than its last row may."""
 
 
 class DenseExecutor:
-    """Exact causal attention; takes no mask and any q_start, and whatever the options of its method."""
+    """Takes no mask, and any q_start."""
 
     def __init__(self, options: object = None) -> None:
         del options
@@ -33,12 +33,12 @@ class DenseExecutor:
 
 
 def cpu_attend(x: AttentionInput) -> torch.Tensor:
-    """softmax(q k^T * scale) v over all keys at or before each row; any q_start. Returns q's dtype."""
+    """softmax(q k^T * scale) v over all keys at or before each row. Returns q's dtype."""
     return cpu_attend_rows(x, torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device))
 
 
 def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor:
-    """Dense attention of the chunk's rows at the ascending absolute positions position_R: out_BHRD."""
+    """`cpu_attend` of the rows at the ascending absolute positions position_R: out_BHRD."""
     parts = []
     for position in torch.split(position_R, ROWS):
         end = int(position[-1]) + 1
@@ -56,7 +56,7 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor
 
 
 def kernel_attend(x: AttentionInput) -> torch.Tensor:
-    """See `cpu_attend`. Scores in float32, weights rounded to q's type."""
+    """`cpu_attend` on the GPU. Scores are float32; weights are rounded to q's type."""
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start))
     return out_BHTD

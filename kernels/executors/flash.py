@@ -1,13 +1,11 @@
-"""Online-softmax attention over three kinds of tile lists: the plain Triton kernel.
+"""FlashAttention over three kinds of tile lists: the plain Triton kernel, for any strides, dtype and
+power-of-two D.
 
-It takes any strides, dtype and power-of-two D, and it runs in the interpreter; `flash_hopper.py` is the same
-algorithm for the layouts and types that Hopper's copy engine and matrix units like.
+Row i is the absolute position row0 + step * i. It sees the tiles of a mask (LISTED), packed runs before the
+critical region and then every key up to itself (PACKED), or every key up to itself (neither).
 
-Rows of a call are the absolute positions row0 + step * i. They see: LISTED, the tiles of a mask; PACKED,
-packed runs before the critical region, then every key up to each row; neither, every key up to each row.
-
-Strides are in elements, named stride_<tensor><dimension> with the letters of the shape suffixes in
-`launch.py`: q and o(ut) BHR, k and v BGS, p(acked) BGP, i(ndex) BHN. The innermost dimension is contiguous.
+Strides are in elements, named stride_<tensor><dimension>: q and o(ut) BHR, k and v BGS, p(acked) BGP, i(ndex)
+BHN.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,8 +21,7 @@ from ..interface import AttentionInput, TileMask
 from .inputs import PackedKeys, QueryRows
 
 NEGATIVE = tl.constexpr(-1.0e30)
-"""Score of an unseen key. Finite, so that a row whose first tiles are all unseen stays free of NaN: what it
-gathered there is multiplied by exp2(NEGATIVE - m) = 0 once it meets a seen key."""
+"""Score of an unseen key. It is finite, so that a row that has seen no key yet stays free of NaN."""
 
 
 @triton.jit
@@ -32,7 +29,7 @@ def step_tile(
     acc, l_i, m_i, q, k_ptr, v_ptr, stride_ks, stride_vs, col, stop, seen_to, weight, scale,
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile: rows `col` of k and v; those at or after `stop` are absent, those after seen_to unseen."""
+    """One tile: rows `col` of k and v. Those from `stop` on do not exist; those after seen_to are masked."""
     dim = tl.arange(0, D)
     valid = (col < stop)[:, None]
     k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=valid, other=0.0)
@@ -63,14 +60,14 @@ def step_tile(
     ]
 )
 def flash_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr, count_ptr,
-    stride_qb, stride_qh, stride_qr, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs,
-    stride_ob, stride_oh, stride_or, stride_pb, stride_pg, stride_pp, stride_ib, stride_ih, stride_in,
-    heads, group, rows, keys, row0, step, critical, chunk, packed_slots, chunk_slots, scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr,
+    count_ptr, stride_qb, stride_qh, stride_qr, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg,
+    stride_vs, stride_ob, stride_oh, stride_or, stride_pb, stride_pg, stride_pp, stride_ib, stride_ih,
+    stride_in, heads, group, rows, keys, row0, step, critical, chunk, packed_slots, chunk_slots, scale,
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of one query head, longest rows first. PACKED slots: see `launch.py`."""
+    """One program: ROWS rows of one query head, longest rows first. PACKED slots: `inputs.PackedKeys`."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -139,7 +136,7 @@ def flash_kernel(
 def launch_plain(
     x: AttentionInput, rows: QueryRows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
 ) -> None:
-    """The plain Triton kernel, for any strides and dtype."""
+    """Launch the plain kernel, for any strides and dtype."""
     q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
     batch, heads, count, dim = q.shape
     size = 64 if q.dtype == torch.float32 else BLOCK
@@ -208,4 +205,3 @@ COMPILE_CASES = [
     )
     for listed, packed, dim in ((False, False, 128), (True, False, 64), (False, True, 128))
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

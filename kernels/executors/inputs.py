@@ -26,10 +26,10 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class PackedKeys:
-    """Packed keys of the complete chunks. v_BGPD holds each run's mean times its weight; weight_BGP float32.
+    """Packed keys of the complete chunks.
 
-    offset_BGC: int32, packed rows before each chunk. All three of k, v, weight may be longer than needed;
-    weight ends with a tile of ones, the weights of exact keys.
+    v_BGPD: each run's mean times its weight. weight_BGP: float32; ends with a tile of ones, the weights of
+    exact keys. offset_BGC: int32, packed rows before each chunk. k, v and weight may be longer than needed.
     """
 
     k_BGPD: torch.Tensor
@@ -41,15 +41,14 @@ class PackedKeys:
 
 
 def new_output(x: AttentionInput) -> torch.Tensor:
-    """Room for out_BHTD, a row's heads side by side in memory: the projection that follows takes it as it
-    is."""
+    """Room for out_BHTD in the projection's layout: a row's heads side by side."""
     batch, heads, rows, dim = x.q_BHTD.shape
     out_BTHD = torch.empty((batch, rows, heads, dim), dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
     return out_BTHD.transpose(1, 2)
 
 
 def check_launch(x: AttentionInput) -> None:
-    """Raise for what neither kernel computes."""
+    """Raises KernelInputError for inputs that no attention kernel computes."""
     dim = x.q_BHTD.shape[3]
     if dim not in PREFILL_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {PREFILL_HEAD_DIMS}")
@@ -60,19 +59,20 @@ def check_launch(x: AttentionInput) -> None:
 
 
 def causal_tiles(x: AttentionInput) -> int:
-    """128x128 tiles that touch the causal triangle of this chunk, over batch and heads."""
+    """Tiles that touch the causal triangle of this chunk, over batch and heads."""
     batch, heads = x.q_BHTD.shape[:2]
     blocks = x.query_blocks
     return batch * heads * (blocks * (x.first_block + 1) + blocks * (blocks - 1) // 2)
 
 
 def scalar(value: float, x: AttentionInput) -> torch.Tensor:
-    """A float64 scalar on x's device, made without a host sync."""
+    """A float64 scalar on x's device, without a host sync."""
     return torch.full((), value, dtype=torch.float64, device=x.q_BHTD.device)
 
 
 def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:
-    """The mask, if its shapes, types and device fit x; nothing on the device is read."""
+    """The mask, if its shapes, types and device fit x; nothing on the device is read. Raises
+    KernelInputError."""
     x.require_aligned(name)
     if mask is None:
         raise KernelInputError(f"{name} needs a tile mask, from a selector")

@@ -16,9 +16,9 @@ def launch(
     mask: TileMask | None = None,
     packed: PackedKeys | None = None,
 ) -> None:
-    """Attend with `rows` to x's keys: the mask's tiles, packed then exact keys, or (neither) every key.
+    """Attend with `rows` to the mask's tiles, to packed then exact keys, or (neither) to every key.
 
-    lead: further rows, in steps of 1, that see every key; on Hopper they go first in the same launch.
+    tail: more rows, in steps of 1, that see every key; on Hopper in the same launch.
     """
     check_launch(x)
     if hopper.takes(x, rows) and (tail is None or hopper.takes(x, tail)):

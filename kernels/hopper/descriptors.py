@@ -11,8 +11,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
-    """How the copy engine sees a tensor. Without the checks of Triton's own, which take longer than all else
-    of it: who makes one has asked whether the tensor can be copied."""
+    """How the copy engine sees a tensor.
+
+    Triton's own class checks it first, which takes longer than the rest. Callers have checked it.
+    """
 
     def __init__(
         self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]
@@ -24,7 +26,6 @@ class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
 
 @cache
 def layout_of(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
-    """Kept, because making one takes longer than the rest of a descriptor."""
     if dtype == torch.float32:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(shape))
     types = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
@@ -33,7 +34,7 @@ def layout_of(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
 
 
 def descriptor_type(dtype: torch.dtype, *shape: int) -> str:
-    """What COMPILE_CASES call a descriptor of such tiles."""
+    """The type of such a descriptor in COMPILE_CASES."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     name = {**names, torch.float8_e4m3fn: "fp8e4nv"}[dtype]
     return f"tensordesc<{name}{list(shape)},{layout_of(dtype, *shape)!r}>"

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from ..constants import BLOCK
 
 WARPGROUP_ROWS = 64
-"""Rows of one warpgroup: what the matrix unit takes at a time."""
+"""Rows that the matrix unit takes at a time from one warpgroup."""
 GROUP_ROWS = gl.constexpr(WARPGROUP_ROWS)
 TILE = gl.constexpr(BLOCK)
 """Keys of a tile."""
@@ -18,5 +18,5 @@ TILE = gl.constexpr(BLOCK)
 
 @gluon.constexpr_function
 def scores_layout(bits=16):
-    """(64, 128) in the matrix unit's registers; bits: of the numbers that it multiplies."""
+    """(64, 128) in the matrix unit's registers. bits: of the numbers that it multiplies."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 256 // bits])

@@ -1,6 +1,6 @@
-"""Buffers in shared memory that one warp fills and others read, in turns. See `flash_hopper.py`.
+"""Buffers in shared memory that one warp fills and others read, in turns.
 
-Without `from __future__ import annotations`: an aggregate checks its fields against what annotates them.
+Without `from __future__ import annotations`: an aggregate checks its fields against their annotations.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -13,12 +13,11 @@ from triton.language.core import _aggregate as aggregate
 
 @aggregate
 class Ring:
-    """COUNT buffers, from number FIRST on: use n (from 0) is of buffer FIRST + n % COUNT.
+    """COUNT buffers from number FIRST on. Use n (from 0) takes buffer FIRST + n % COUNT.
 
-    full and empty hold a barrier for each buffer. In each of its uses, a buffer's full completes when the
-    buffer has been written, its empty when every reader has released it. A wait names the parity of the
-    completion it waits for; a new barrier is as if one of odd parity were over, so that the first COUNT uses
-    find their buffers empty.
+    `full` completes when a buffer has been written, `empty` when every reader has released it. A wait names
+    the parity of a completion. A new barrier acts as if one of odd parity had completed, so first uses find
+    their buffers empty.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -37,7 +36,7 @@ class Ring:
 
     @gluon.jit
     def part(self, number):
-        """The number-th run of COUNT buffers, a ring of its own."""
+        """The number-th COUNT buffers as a ring of their own."""
         return Ring(self.buffers, self.full, self.empty, self.COUNT, number * self.COUNT)
 
     @gluon.jit
@@ -46,7 +45,6 @@ class Ring:
 
     @gluon.jit
     def when_full(self, use):
-        """The barrier that completes when this use's buffer has been written."""
         return self.full.index(self.FIRST + use % self.COUNT)
 
     @gluon.jit
@@ -56,19 +54,18 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, use):
-        """The writer's wait, for the readers of the buffer's use before this one."""
+        """The writer's wait for the readers of the buffer's last use."""
         mbarrier.wait(self.empty.index(self.FIRST + use % self.COUNT), ((use // self.COUNT) & 1) ^ 1)
 
     @gluon.jit
     def release(self, use, pred=True):
-        """One reader's word that it has done with this use's buffer."""
+        """One reader has done with this use's buffer."""
         mbarrier.arrive(self.empty.index(self.FIRST + use % self.COUNT), pred=pred)
 
     @gluon.jit
     def release_loaded(self, use):
-        """`release` of a reader that has loaded what was copied, itself and not by the matrix unit. The copy
-        engine writes by another way (PTX: the async proxy) and overtakes loads that are under way, whatever
-        barriers their threads have passed; the fence waits for them."""
+        """`release` by a reader that loaded the buffer itself. The fence waits for the loads, which the copy
+        engine, writing by another path (PTX: the async proxy), could overtake."""
         fence_async_shared()
         gl.thread_barrier()
         self.release(use)

@@ -1,6 +1,5 @@
-"""Products with 16-bit or 32-bit weights. Those of 8 bits are in `fp8.py`.
+"""Products with 16-bit or 32-bit weights: our own for many rows on Hopper (`linear_hopper.py`), else torch's.
 
-Products of many rows on a Hopper GPU are our own (`linear_hopper.py`), others torch's.
 Shape suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
 """
 
@@ -26,8 +25,11 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
 def swiglu_linear(
     x_TI: torch.Tensor, weight_JI: torch.Tensor, bias_J: torch.Tensor | None = None
 ) -> LinearInput:
-    """SiLU(gate) · up (Shazeer 2020, equation 6) of [gate, up] = x · weightᵀ + bias: [T, I] → [T, O]. Raises
-    KernelInputError as `linear`, and for an odd number of output channels."""
+    """SiLU(gate) · up (Shazeer 2020, equation 6) of [gate, up] = x · weightᵀ + bias: [T, I] → [T, O].
+
+    Raises:
+        KernelInputError: as `linear`, and for an odd number of output channels.
+    """
     _check("swiglu_linear", x_TI, weight_JI)
     if bias_J is None and _is_ours(x_TI, weight_JI, gated=True):
         return launch(x_TI, weight_JI, gated=True)
@@ -35,8 +37,7 @@ def swiglu_linear(
 
 
 def compile_products(weight_OI: torch.Tensor) -> None:
-    """Compile what multiplies many rows by weights like these, if anything of ours does: whether a number of
-    rows is taken by it depends on how they fill the GPU."""
+    """Compile our product with weights like these, if they fit it. The number of rows decides later."""
     if not weight_OI.is_cuda:
         return
     if fits(weight_OI):

@@ -1,7 +1,4 @@
-"""RMSNorm of the residual stream, which takes in what the block before added to it.
-
-Shape suffixes: T tokens, C hidden size.
-"""
+"""RMSNorm of the residual stream after the last block's update. Shape suffixes: T tokens, C hidden size."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -18,7 +15,7 @@ from .fp8 import Fp8Rows, cpu_quantise_rows, empty_rows, row_warps, store_fp8_ro
 from .rows import check_rows
 
 LinearInput = torch.Tensor | Fp8Rows
-"""What a linear layer takes: 16 or 32 bits, or quantised."""
+"""Input of a linear layer: 16 or 32 bits, or quantised."""
 
 
 def add_norm(
@@ -26,9 +23,14 @@ def add_norm(
 ) -> tuple[torch.Tensor, LinearInput]:
     """hidden + update, and its RMSNorm (Zhang and Sennrich 2019, equation 4) times the weight.
 
-    The sum is rounded to hidden's dtype before it is normed, in float32; without an update it is hidden
-    itself. fp8: the norm as rows of e4m3. Neither argument is written to. Raises KernelInputError for
-    shapes or dtypes that differ.
+    The sum is rounded to hidden's dtype, then normed in float32. Nothing is written in place.
+
+    Args:
+        update_TC: None: the sum is hidden itself.
+        fp8: give the norm as rows of e4m3.
+
+    Raises:
+        KernelInputError: shapes or dtypes differ.
     """
     given = {"hidden": hidden_TC} if update_TC is None else {"hidden": hidden_TC, "update": update_TC}
     check_rows("add_norm", **given)
@@ -77,7 +79,6 @@ _add_norm = Launcher(add_norm_kernel)
 def kernel_add_norm(
     hidden_TC: torch.Tensor, update_TC: torch.Tensor | None, weight_C: torch.Tensor, eps: float, fp8: bool
 ) -> tuple[torch.Tensor, LinearInput]:
-    """See `norm.add_norm`."""
     hidden_TC = hidden_TC.contiguous()
     rows, width = hidden_TC.shape
     sum_TC, update = hidden_TC, hidden_TC
@@ -114,4 +115,3 @@ COMPILE_CASES = [
     (add_norm_kernel, _TYPES, _SIZES),
     (add_norm_kernel, {**_TYPES, "normed_ptr": "*fp8e4nv"}, {**_SIZES, "FP8": True}),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -1,7 +1,7 @@
-"""From a fused projection to attention: norms of q and k, rotation, and K/V where they are kept.
+"""From a fused projection to attention: norms of q and k, rotation, and K/V into their memory.
 
-Shape suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G,
-D head dimension, F = D / 2 frequencies, R rows of a layer's K/V memory.
+Shape suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D
+head dimension, F = D / 2 frequencies, R rows of a layer's K/V memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,7 +21,7 @@ from ..launches import Launcher, cdiv, next_power_of_2
 
 @dataclass(frozen=True)
 class KVRows:
-    """Where K and V of each token go: row rows_T[t] (int64) of k_RGD and v_RGD. Rows do not collide."""
+    """K and V of token t go to row rows_T[t] (int64) of k_RGD and v_RGD. Rows do not collide."""
 
     k_RGD: torch.Tensor
     v_RGD: torch.Tensor
@@ -30,7 +30,7 @@ class KVRows:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMSNorm of every query and key head, with a weight for each channel of each."""
+    """RMSNorm of every query and key head."""
 
     weight_JD: torch.Tensor
     eps: float
@@ -43,12 +43,17 @@ def rotate_and_store(
     norm: HeadNorm | None,
     kv: KVRows,
 ) -> torch.Tensor:
-    """q_THD, normed and rotated; k, the same, and v are written to their rows.
+    """Norm and rotate q and k, and write k and v to their rows. Returns q_THD.
 
-    A row of qkv is query heads, key heads, value heads. It is used up: q_THD may lie in its memory.
-    Channel f turns with channel f + D/2 by the angle whose float32 cosine and sine are given (RoFormer, Su
-    et al. 2021, equation 34). Row numbers are not checked, which would wait for the device. Raises
-    KernelInputError for what does not fit together.
+    Channel f turns with channel f + D/2 (RoFormer, Su et al. 2021, equation 34).
+
+    Args:
+        qkv_TXD: rows of query heads, key heads, value heads. Used up: q_THD may lie in its memory.
+        cos_T1F, sin_T1F: float32, of the angles.
+        kv: row numbers are not checked, which would wait for the device.
+
+    Raises:
+        KernelInputError: the arguments do not fit together.
     """
     _check(qkv_TXD, cos_T1F, sin_T1F, norm, kv)
     if runs_on_cpu(qkv_TXD, "rotate_and_store"):
@@ -123,7 +128,7 @@ def rope_kernel(
 ):  # fmt: skip
     """TOKENS rows, HEADS heads of each, as their first and second HALF of channels.
 
-    q stays where it is; of the three stores each head takes part in one.
+    q stays where it is. Each head takes part in one of the three stores.
     """
     D: tl.constexpr = 2 * HALF
     TURNED: tl.constexpr = Q_HEADS + KV_HEADS
@@ -136,7 +141,7 @@ def rope_kernel(
     place = qkv_ptr + token[:, None, None] * ((TURNED + KV_HEADS) * D) + head * D + channel
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    # Each head loads its angles: from L1, and without the barriers that handing them round would take.
+    # Each head loads its angles from L1; sharing them would take barriers.
     angle = tl.broadcast_to(token[:, None, None] * HALF + channel, (TOKENS, HEADS, BLOCK))
     cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
@@ -179,7 +184,6 @@ def kernel_rotate_and_store(
     norm: HeadNorm | None,
     kv: KVRows,
 ) -> torch.Tensor:
-    """See `rope.rotate_and_store`. q_THD is a view of qkv."""
     tokens, heads, dim = qkv_TXD.shape
     kv_heads = kv.k_RGD.shape[1]
     q_heads = heads - 2 * kv_heads
@@ -218,4 +222,3 @@ COMPILE_CASES = [
     (rope_kernel, _TYPES, {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "NORMS": norms, "BLOCK": 64, **_TILE})
     for norms in (False, True)
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

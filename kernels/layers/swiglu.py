@@ -1,4 +1,4 @@
-"""The activation between a feed-forward network's products. Shape suffixes: T tokens, I intermediate size."""
+"""The activation between an MLP's products. Shape suffixes: T tokens, I intermediate size, J = 2 I."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -19,7 +19,7 @@ from .rows import check_rows
 def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
     """SiLU(gate) · up (Shazeer 2020, equation 6) of a row's two halves: [T, 2 I] → [T, I].
 
-    fp8: as rows of e4m3. Raises KernelInputError unless the rows are contiguous and even.
+    fp8: as rows of e4m3. Raises KernelInputError unless rows are contiguous and even.
     """
     check_rows("swiglu", gate_up=gate_up_TJ)
     if gate_up_TJ.shape[1] % 2:
@@ -67,7 +67,6 @@ _activate, _activate_fp8 = Launcher(swiglu_kernel), Launcher(swiglu_fp8_kernel)
 
 
 def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
-    """See `swiglu.swiglu`."""
     gate_up_TJ = gate_up_TJ.contiguous()
     rows, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
     block = next_power_of_2(width)
@@ -101,4 +100,3 @@ COMPILE_CASES = [
         for columns, block in ((14336, 16384), (28672, 32768))
     ),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -1,8 +1,7 @@
 """Which split of which request a program of paged decode attention computes.
 
-Requests get splits in proportion to what they read, so that programs end at about the same time whatever the
-lengths are: a long request beside short ones, or beside rows of padding, has nearly all programs. It follows
-from lengths on the device, so a CUDA graph stays valid while they change.
+Requests get splits in proportion to their tokens, so that programs end together. Lengths are read on the
+device, so a CUDA graph stays valid.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -19,12 +18,12 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 
 @triton.jit
 def assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr):
-    """Of `slot`: request r, its split, how many splits r has (0 where no request is left), its tokens, and
-    its count of selected pages. most: splits that a request can have. Each has one, and most - 1 are shared
-    out, so that slots below requests + most - 1 can be taken. No split is shorter than STEP tokens.
+    """Of `slot`: its request r, its split, r's number of splits (0: no request is left), its tokens, its
+    selected pages.
 
-    One number after the other, and not a vector of all requests: what comes of numbers that a whole program
-    loads and computes alike stays out of vector registers, also in the loop over keys that it bounds.
+    Each request has one of its at most max_splits splits, and max_splits - 1 are shared out; a slot is below
+    requests + max_splits - 1. No split is shorter than STEP tokens. A scalar loop: scalars stay out of vector
+    registers.
     """
     total = 0
     for n in range(requests):
@@ -56,7 +55,7 @@ def assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.const
 
 @triton.jit
 def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr):
-    """Of request n: its tokens, its count of selected pages, and what it reads in steps of STEP tokens."""
+    """Of request n: tokens, count of selected pages, and steps of STEP tokens to read."""
     length = tl.load(lengths_ptr + n)
     count = length
     read = length

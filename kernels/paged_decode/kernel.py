@@ -1,16 +1,13 @@
-"""Paged decode attention in Triton: split over keys (flash-decoding), merged, and page scores in one pass.
+"""Paged decode attention in Triton: split over keys (flash-decoding), merged, with page scores in one pass.
 
 Shape suffixes as in `pages.py`; C splits of a request at most, B blocks of keys, T keys of a block, E bundles
-of 8 blocks, W the blocks of a bundle. Strides are in elements, named stride_<tensor><dimension> with the
-letters of the shape suffixes: q RHD, k and v PSGD, t(able) RP, s(elected) RK. The innermost dimension is
-contiguous.
+of 8 blocks, W the blocks of a bundle. Strides are in elements: q RHD, k and v PSGD, t(able) RP, s(elected)
+RK.
 
-`_attend` reads each key and value once. For page scores it also leaves what it computed anyway: the
-weights of each key under the running maximum of its block, in the pages' dtype, and that maximum. Once
-`_merge` knows the LSE, `_score` turns them into weights; they are heads × tokens, 1/(2 D / group) of what
-was read (1.6% for D 128 and 4 heads a group). Storing weights under a near maximum rather than logits
-keeps their relative error that of the dtype, however large the logits are. All heads of a block lie
-together, and the maxima of a bundle: small writes between the reads cost far more than their bytes.
+For page scores `_attend` leaves p of each key under its block's running maximum, in the pages' dtype, and
+that maximum; `_score` turns them into weights once `_merge` knows the LSE. Weights under a near maximum,
+unlike logits, keep the dtype's relative error. All heads of a block lie together, and so do a bundle's
+maxima: small writes between reads are slow.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -35,41 +32,14 @@ _LN2 = tl.constexpr(math.log(2))
 
 @triton.jit(do_not_specialize=["bundles", "max_splits", "requests"])
 def _attend(  # noqa: PLR0915
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    lengths_ptr,
-    selected_ptr,
-    counts_ptr,
-    acc_RHCD_ptr,
-    m_RHC_ptr,
-    l_RHC_ptr,
-    splits_R_ptr,
-    p_RBHT_ptr,
-    m_REHW_ptr,
-    scale_log2,
-    stride_qr,
-    stride_qh,
-    stride_kp,
-    stride_ks,
-    stride_kg,
-    stride_vp,
-    stride_vs,
-    stride_vg,
-    stride_tr,
-    stride_sr,
-    bundles,
-    max_splits,
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, selected_ptr, counts_ptr, acc_RHCD_ptr, m_RHC_ptr,
+    l_RHC_ptr, splits_R_ptr, p_RBHT_ptr, m_REHW_ptr, scale_log2, stride_qr, stride_qh, stride_kp,
+    stride_ks, stride_kg, stride_vp, stride_vs, stride_vg, stride_tr, stride_sr, bundles, max_splits,
     requests,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr,
-):
-    """One key head of one split of a request: program (g, slot). ROWS pads the group to what tl.dot takes."""
+):  # fmt: skip
+    """One key head of one split of a request: program (g, slot). ROWS pads the group for tl.dot."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
@@ -78,7 +48,7 @@ def _attend(  # noqa: PLR0915
     )
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
-    if SPARSE:  # ascending, so only the last selected page can have empty slots
+    if SPARSE:  # ascending: only the last page can have empty slots
         selects = count > 0  # otherwise every page is read
         last = tl.load(selected + tl.maximum(count, 1) - 1)
         chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
@@ -98,7 +68,7 @@ def _attend(  # noqa: PLR0915
     k_base = k_ptr + g * stride_kg + (key % _PAGE)[:, None] * stride_ks + d[None, :]
     v_base = v_ptr + g * stride_vg + (key % _PAGE)[:, None] * stride_vs + d[None, :]
 
-    # The page ids are loaded a block ahead: else the pipeliner gives them half of its stages.
+    # Page ids are loaded a block ahead, else they take half of the pipeline's stages.
     column = (begin + key) // _PAGE
     if SPARSE:
         column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
@@ -147,20 +117,14 @@ def _attend(  # noqa: PLR0915
 
 @triton.jit(do_not_specialize=["max_splits"])
 def _merge(
-    acc_RHCD_ptr,
-    m_RHC_ptr,
-    l_RHC_ptr,
-    splits_R_ptr,
-    out_ptr,
-    lse_ptr,
-    max_splits,
-    heads,
-    C: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Joins the splits of one request and head: program r·heads + h. The first C are loaded before it is
-    known how many there are, since few requests have more; M, a power of two, is room for the others."""
+    acc_RHCD_ptr, m_RHC_ptr, l_RHC_ptr, splits_R_ptr, out_ptr, lse_ptr, max_splits, heads,
+    C: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one request and head: program r·heads + h.
+
+    The first C are loaded before their number is known, since few requests have more. M is room for the
+    others.
+    """
     lane = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
     splits = tl.load(splits_R_ptr + tl.program_id(0) // heads)
@@ -194,18 +158,9 @@ def _merge(
 
 @triton.jit(do_not_specialize=["bundles"])
 def _score(
-    p_RBHT_ptr,
-    m_REHW_ptr,
-    lse_ptr,
-    lengths_ptr,
-    score_ptr,
-    heads,
-    columns,
-    bundles,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    p_RBHT_ptr, m_REHW_ptr, lse_ptr, lengths_ptr, score_ptr, heads, columns, bundles,
+    H: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Scores of the pages of BLOCKS blocks of one request: program (chunk, r). H pads the heads."""
     chunk, r = tl.program_id(0), tl.program_id(1)
     PAGES: tl.constexpr = BLOCKS * BLOCK // _PAGE
@@ -270,4 +225,3 @@ COMPILE_CASES = [
         {"H": 32, "BLOCK": 64, "BLOCKS": 1},
     ),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -1,7 +1,7 @@
-"""Launches the Triton kernels of paged decode attention. Shape suffixes as in `kernel.py`.
+"""Launches paged decode attention. Shape suffixes as in `kernel.py`.
 
-Grids and scratch depend on shapes alone (the table's width, not the lengths), and nothing is read back, so
-a CUDA graph that holds a call stays valid while lengths, tables and selections change on the device.
+Grids and scratch depend on shapes alone, so a CUDA graph stays valid while lengths, tables and selections
+change.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from . import kernel
 from .pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
-"""Programs of `_attend` to aim at: two for each of an H200's 132 multiprocessors, all resident at once."""
+"""Of `_attend`: two for each of an H200's multiprocessors."""
 _FIRST_SPLITS = 8
-"""Splits that are merged at once: what each of four requests has with eight key heads."""
+"""Splits that are merged at once: those of each of four requests with eight key heads."""
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How the work is divided: keys a block, splits of all requests together (one for each at least), warps
-    and pipeline stages of `_attend`; blocks a program and warps of `_score`."""
+    """Keys a block, splits of all requests, warps and stages of `_attend`; blocks a program and warps of
+    `_score`."""
 
     block: int
     splits: int
@@ -44,7 +44,6 @@ class SplitPlan:
 
 
 def paged_attention(x: PagedInput, plan: SplitPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention.paged_attention` with the Triton kernels."""
     plan = plan or SplitPlan.of(x, x.table_RP.shape[1])
     return _attend(x, None, plan, _scratch(x, plan, 0))
 
@@ -52,7 +51,6 @@ def paged_attention(x: PagedInput, plan: SplitPlan | None = None) -> tuple[torch
 def paged_attention_sparse(
     selection: SelectedPages, plan: SplitPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention.paged_attention_sparse` with the Triton kernels."""
     x = selection.x
     plan = plan or SplitPlan.of(x, x.table_RP.shape[1])  # a request may read all its pages
     return _attend(x, selection, plan, _scratch(x, plan, 0))
@@ -61,7 +59,6 @@ def paged_attention_sparse(
 def paged_attention_scored(
     x: PagedInput, plan: SplitPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention.paged_attention_scored` with the Triton kernels."""
     columns = x.table_RP.shape[1]
     plan = plan or SplitPlan.of(x, columns)
     blocks = -(-columns * PAGE_TOKENS // plan.block)
@@ -87,7 +84,7 @@ def paged_attention_scored(
 
 
 def _scratch(x: PagedInput, plan: SplitPlan, bundles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight_RBHT and top_REHW for page scores of so many bundles of blocks (no memory for none)."""
+    """p_RBHT and m_REHW for page scores of so many bundles of blocks."""
     requests, heads, _ = x.q_RHD.shape
     p_RBHT = x.k_PSGD.new_empty((requests, kernel.BUNDLE * bundles, heads, plan.block))
     m_REHW = torch.empty(
@@ -102,7 +99,7 @@ def _attend(
     plan: SplitPlan,
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every split, then their merge. Page scores are prepared where scratch has bundles."""
+    """Attention of every split, then their merge. Page scores are prepared if scratch has bundles."""
     requests, heads, dim = x.q_RHD.shape
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")

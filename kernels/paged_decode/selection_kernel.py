@@ -1,8 +1,7 @@
 """DELTA's page selection in Triton: one program ranks all pages of one request in registers.
 
-Shape suffixes as in `pages.py`. No sort: the (K - L)-th largest score is found by bisection on the scores'
-bits (32 rounds at most; it ends when a threshold has exactly K - L scores at or above it), then one prefix
-sum places what is kept. stride_sr: elements from one request's scores to the next's.
+Shape suffixes as in `pages.py`. It does not sort. It bisects the scores' bits for the (K - L)-th largest (at
+most 32 rounds), then one prefix sum places the kept columns.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,17 +19,9 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 
 @triton.jit
 def _select(
-    score_ptr,
-    lengths_ptr,
-    selected_ptr,
-    counts_ptr,
-    stride_sr,
-    columns,
-    budget,
-    recency,
-    N: tl.constexpr,
-    K: tl.constexpr,
-):
+    score_ptr, lengths_ptr, selected_ptr, counts_ptr, stride_sr, columns, budget, recency,
+    N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """Program r. N, K: powers of two, N at least the columns and K, K at least the budget."""
     r = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, N)
@@ -75,7 +66,6 @@ def _select(
 def select_pages(
     page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cpu.select_pages` with the Triton kernel; identical to the reference, ties included."""
     requests, columns = page_score_RP.shape
     selected_RK = torch.empty((requests, budget), dtype=torch.int32, device=page_score_RP.device)
     counts_R = torch.empty((requests,), dtype=torch.int32, device=page_score_RP.device)
@@ -113,4 +103,3 @@ COMPILE_CASES = [
         {"N": 8192, "K": 64},
     ),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -12,7 +12,7 @@ from ..interface import AttentionInput
 
 
 def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention over one big float64 score matrix, tiles outside kept_BHNM dropped. Returns fp32."""
+    """Causal attention over one float64 score matrix; tiles outside kept_BHNM are dropped. Returns fp32."""
     batch, heads, rows, dim = x.q_BHTD.shape
     q = x.q_BHTD.double().reshape(batch, -1, x.group, rows, dim)
     k, v = x.k_BGSD.double()[:, :, None], x.v_BGSD.double()[:, :, None]
@@ -31,10 +31,7 @@ def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None
 def packed_attention(
     x: AttentionInput, starts: list[int], critical: int, counts: bool, chunk: int
 ) -> torch.Tensor:
-    """Delta-KV of one head, row by row from the definition: repeat each mean, or take it once. fp32.
-
-    starts: first positions of the runs, sought in chunks of `chunk` tokens.
-    """
+    """Delta-KV of one head, row by row: each mean repeated, or taken once. fp32. starts: of runs."""
     q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
     rows = []
     for position in range(q.shape[0]):
@@ -55,10 +52,11 @@ def packed_attention(
 def mixed_attention(
     x: AttentionInput, exact_HNM: torch.Tensor, packed_HNM: torch.Tensor, starts: list[list[int]]
 ) -> torch.Tensor:
-    """DeltaXAttention of one sequence, row by row: exact tiles as they are, packed ones as repeated means.
+    """DeltaXAttention of one sequence, row by row: exact tiles, and packed ones as repeated means. fp32.
 
-    exact_HNM, packed_HNM: bool, by query block and key block; the diagonal is exact. starts: of each key
-    head, the first positions of the runs, which never cross a tile. fp32.
+    Args:
+        exact_HNM, packed_HNM: bool, by query block and key block; the diagonal is exact.
+        starts: of each key head, the first positions of the runs, which never cross a tile.
     """
     out_BHTD = torch.zeros(x.q_BHTD.shape)
     for h in range(x.q_BHTD.shape[1]):
@@ -83,7 +81,7 @@ def mixed_attention(
 
 
 def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int) -> torch.Tensor:
-    """The Δ correction of a whole prompt's sparse_BHTD, row by row from the definition."""
+    """The Δ correction of a whole prompt's sparse_BHTD, row by row."""
     dense_BHTD = reference_attention(x)
     out_BHTD = sparse_BHTD.clone()
     for row in range(out_BHTD.shape[2]):

@@ -1,4 +1,4 @@
-"""Tile scores and selections by their definitions, one pair of rows at a time.
+"""Tile scores and selections, one pair of rows at a time.
 
 Shape suffixes as in `kernels.interface`. Scores are float64 score_BHNM.
 """
@@ -53,7 +53,6 @@ def antidiagonal_scores(x: AttentionInput, stride: int) -> torch.Tensor:
 
 
 def naive_scores(x: AttentionInput, stride: int) -> torch.Tensor:
-    """Attention of every stride-th row over every stride-th key up to it."""
     q, k = x.q_BHTD.double(), x.k_BGSD.double()
 
     def logit(b: int, h: int, i: int, j: int) -> float | None:
@@ -66,7 +65,6 @@ def naive_scores(x: AttentionInput, stride: int) -> torch.Tensor:
 
 
 def pooled_scores(x: AttentionInput) -> torch.Tensor:
-    """Attention of mean queries over mean keys."""
     q, k = x.q_BHTD.double(), x.k_BGSD.double()
 
     def logit(b: int, h: int, i: int, j: int) -> float | None:
@@ -143,7 +141,7 @@ def kept_tiles(
     window: int = 1,
     outside: bool = False,
 ) -> list[int]:
-    """What a `Rule` keeps of one row: try every threshold from the highest down. sink, window: blocks."""
+    """Tiles that a `Rule` keeps of one row, by trying every threshold. sink, window: blocks."""
     score = score[: diagonal + 1]
     forced = {m for m in range(diagonal + 1) if m < sink or m > diagonal - window}
     if max(score) <= 0:
@@ -156,7 +154,6 @@ def kept_tiles(
 
 
 def _kept_of(score: list[float], forced: set[int], kind: str, threshold: float) -> list[int]:
-    """The forced tiles of a row, and those that the rule adds to them."""
     top = max(score, default=0.0)
     if kind == "cumulative" and top <= 0:
         return list(range(len(score))) if threshold >= 1 else sorted(forced)

@@ -1,12 +1,9 @@
 """Synthetic q, k, v that look like a real model's after RoPE; deterministic by seed.
 
-Shape suffixes as in `interface.py`; P head dimension pairs that RoPE turns together (D / 2).
+Shape suffixes as in `interface.py`; P = D / 2 pairs of channels that RoPE turns together.
 
-What is in them, so that sparse methods have something to find: neighbouring rows are alike (runs of a
-topic, about 0.84 cosine; about a fifth of the rows lead a run at cosine 0.75); rows of the same topic
-attract each other; the first keys are sinks; every 600th key or so is a vertical, seen by all queries;
-each head has a slash, a distance at which it likes to look back. The measured statistics are what
-`statistics` prints; nothing here is fitted to any one model.
+Neighbouring rows are alike (a topic's run), a topic's rows attract each other, the first keys are sinks,
+every 600th key or so is a vertical that all queries see, and each head looks back at one distance, its slash.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from ..interface import AttentionInput
 
 @dataclass(frozen=True)
 class Recipe:
-    """Lengths of the parts of a row at head dimension 64; they grow with D^(1/4), so that logits do not
-    shrink. run and vertical_every: rows, on average."""
+    """Lengths of a row's parts at head dimension 64; they grow with D^(1/4). run, vertical_every: rows, on
+    average."""
 
     rope_theta: float = 500_000.0
     topics: int = 1500
@@ -53,7 +50,7 @@ def structured_input(
     seed: int = 0,
     recipe: Recipe = DEFAULT_RECIPE,
 ) -> AttentionInput:
-    """q, k, v of a whole prompt. Made head by head, so that a long prompt fits."""
+    """q, k, v of a whole prompt, made head by head so that a long prompt fits."""
     generator = torch.Generator(device=device).manual_seed(seed)
     shape = (tokens, head_dim)
     q_BHTD = torch.empty((batch, q_heads, *shape), dtype=dtype, device=device)
@@ -72,7 +69,6 @@ def structured_input(
 
 
 def _topic_of_rows(tokens: int, recipe: Recipe, generator: torch.Generator) -> torch.Tensor:
-    """The topic of each row; a topic lasts `run` rows on average."""
     device = generator.device
     starts_S = torch.rand(tokens, generator=generator, device=device) < 1 / recipe.run
     run_S = starts_S.cumsum(0)
@@ -137,7 +133,7 @@ class _Head:
 
 
 def statistics(x: AttentionInput, cos: float = 0.75) -> dict[str, float]:
-    """Adjacent cosine and share of rows that lead a run, of q and k, over at most 8,192 rows of each head."""
+    """Adjacent cosine of q and k, and their share of anchors, over at most 8,192 rows of each head."""
     found: dict[str, float] = {}
     for name, rows in (("q", x.q_BHTD[:, :, :8192]), ("k", x.k_BGSD[:, :, :8192])):
         wide = rows.float()

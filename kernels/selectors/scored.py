@@ -1,4 +1,4 @@
-"""What every selector that ranks tiles by a score shares. Shape suffixes as in `kernels.interface`."""
+"""What selectors that rank tiles by a score share. Shape suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .rules.rule import Rule
 from .rules.sums import Sums, slabs
 
 SlabSums = Callable[[int, int], Sums]
-"""(first query block, query blocks) -> the logarithms that those blocks' scores are made of."""
+"""(first query block, query blocks) -> the logarithms behind those blocks' scores."""
 
 
 def rule_of(options: ScoredOptions) -> Rule:
-    """The rule of all layers. Sink and window become whole blocks: all that hold one of their tokens."""
+    """The rule of all layers. Sink and window become all blocks that hold one of their tokens."""
     sink_blocks, window_blocks = -(-options.sink // BLOCK), 1 - (1 - options.window) // BLOCK
     if options.share > 0:
         return Rule("top_k", options.share, sink_blocks, window_blocks)
@@ -31,7 +31,7 @@ def rule_of(options: ScoredOptions) -> Rule:
 
 @dataclass
 class ScoredState:
-    """What is carried for one layer of one prompt: the rule of its layer."""
+    """The rule of the state's layer."""
 
     rule: Rule
 
@@ -39,8 +39,7 @@ class ScoredState:
 class ScoredSelector(ABC):
     """Scores every causal tile, then applies a rule; on the GPU slab by slab, without a host sync.
 
-    rule: its threshold holds for every layer and head, unless `thresholds` are set. with_scores: the masks
-    carry the scores of their tiles.
+    rule: for every layer and head, unless `thresholds` are set. with_scores: masks carry scores.
     """
 
     name: str
@@ -55,7 +54,11 @@ class ScoredSelector(ABC):
         return ScoredState(self.layer_rule(spec))
 
     def layer_rule(self, spec: StateSpec) -> Rule:
-        """The rule of the spec's layer. Raises KernelInputError for thresholds that do not fit its heads."""
+        """The rule of the spec's layer.
+
+        Raises:
+            KernelInputError: the thresholds do not fit its heads.
+        """
         if self.thresholds is None:
             return self.rule
         thresholds = self.thresholds(spec.layer, spec.max_tokens)
@@ -68,14 +71,14 @@ class ScoredSelector(ABC):
 
     @abstractmethod
     def cpu_scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
-        """float32 score_BHNM in plain torch."""
+        """float32 score_BHNM in torch."""
 
     @abstractmethod
     def slab_sums(self, x: AttentionInput, state: Any, phase: Phase) -> tuple[int, SlabSums]:
-        """On the GPU: logarithm rows per query block, and what computes a slab of them."""
+        """On the GPU: logarithm rows per query block, and the function that computes a slab of them."""
 
     def scores(self, x: AttentionInput, state: Any, phase: Phase) -> torch.Tensor:
-        """float32 score_BHNM, the estimate itself; columns after a row's diagonal are 0."""
+        """float32 score_BHNM; columns after a row's diagonal are 0."""
         self._check(x)
         if x.q_BHTD.is_cuda:
             return self.kernel_scores(x, state, phase)

@@ -1,4 +1,7 @@
-"""Sink and window, without looking at q or k. Shape suffixes as in `kernels.interface`."""
+"""Sink and window (StreamingLLM), without a look at q or k.
+
+Shape suffixes as in `kernels.interface`; W columns at once.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -16,8 +19,6 @@ from .rules.kernel import empty_mask
 
 
 class StreamingSelector:
-    """The same tiles for every head."""
-
     sampled = 0.0
 
     def __init__(self, options: StreamingOptions) -> None:
@@ -37,8 +38,8 @@ class StreamingSelector:
 
 
 def cpu_select(x: AttentionInput, sink: int, window: int) -> TileMask:
-    """Every tile that holds one of the first `sink` keys, or for some row of the query block one of its
-    last `window` keys (the row's own among them)."""
+    """Tiles with one of the first `sink` keys, or one of the last `window` keys of some row of the query
+    block."""
     device = x.q_BHTD.device
     row_N1 = torch.arange(x.query_blocks, device=device)[:, None] + x.first_block
     column_M = torch.arange(x.key_blocks, device=device)
@@ -71,7 +72,6 @@ def _streaming_kernel(
 
 
 def kernel_select(x: AttentionInput, sink: int, window: int) -> TileMask:
-    """See `streaming.cpu_select`."""
     mask = empty_mask(x)
     batch, heads, query_blocks, key_blocks = mask.index_BHNM.shape
     _streaming_kernel[(query_blocks, batch * heads)](
@@ -95,4 +95,3 @@ _STREAMING = {
 }
 
 COMPILE_CASES = [(_streaming_kernel, _STREAMING, {"W": 128})]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -1,25 +1,19 @@
-"""Online-softmax attention for Hopper, in Gluon: the algorithm of `flash.py` with the roles split by warps.
+"""FlashAttention for Hopper, in Gluon: `executors/flash.py` with the roles split by warps.
 
-*Roles.* One warp copies (TMA; `load_items` in `hopper_tiles.py`), two or three warpgroups of four warps
-compute 64 rows each (`_compute` below). A program takes *items*, tiles of rows of one query head, and visits
-for each a list of tiles of 128 keys; `hopper_tiles.py` says which, and in which order.
+*Roles.* One producer warp copies (TMA; `load_items`). Two or three consumer warpgroups of four warps compute
+64 rows each (`_compute`). A program takes *items*, tiles of rows of one query head, and visits a list of key
+tiles for each.
 
-*Shared memory* (`Buffers` in `hopper_ring.py`) is all rings: queries, tiles of keys with the run lengths of
-packed ones, tiles of values, and the number of the next item. Each buffer has two barriers: `full` (written:
-read it), which the warpgroups wait for, and `empty` (every reader has done with it: overwrite it), for which
-the copying warp waits. So it runs ahead as far as buffers are empty, and no warpgroup waits for another.
+*Shared memory* is rings. The producer runs ahead as far as buffers are empty; no warpgroup waits for another.
 
-*One tile* (`_advance`): a warpgroup issues the scores of the next tile and the weighted sum of the last one
-together (FlashAttention-3, section 3.2), waits for both (but see `late_rescale` in `hopper_plan.py`), and
-takes exponentials while the matrix unit works for the others.
+*One tile* (`_advance`). A warpgroup issues the scores of the next tile and the weighted sum of the last one
+together (FlashAttention-3, section 3.2), waits for both (but see `late_rescale` in `plan.py`), and takes
+exponentials while the matrix unit works for the others.
 
-*The grid* is persistent: one program per multiprocessor takes items from a common counter, those of a key
-head's query heads side by side so that they share keys in L2, longest first so that the programs end
-together.
+*The grid* is persistent: one program per multiprocessor takes items from a common counter, a key head's query
+heads side by side (they share keys in L2), longest first.
 
-LISTED and PACKED as in `flash.py`. What is known when compiling is one argument, PLAN (`hopper_plan.py`);
-the others are gathered into named tuples, which cost nothing: they are gone before the code is optimised.
-Strides are in elements, named stride_<tensor><dimension>: stride_ib, _ih and _in are those of index_BHNM.
+PLAN holds all compile-time arguments. The named tuples cost nothing in the compiled code.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -65,11 +59,11 @@ from .softmax import (
 )
 
 NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Whether `_advance` hides a tile's unseen keys: there are none, there are, or a branch on the tile says."""
+"""Whether `_advance` masks a tile: no, yes, or by the tile."""
 
 
 class OwnRows(NamedTuple):
-    """A warpgroup's 64 rows of one item: queries (in shared memory or registers), and what they see."""
+    """A warpgroup's 64 rows of one item: queries (in shared memory or registers) and what they see."""
 
     q: gl.tensor
     seen: Seen
@@ -77,7 +71,7 @@ class OwnRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Descriptors of where output goes: rows' and leading rows'."""
+    """Descriptors of the output of an item's rows and of tail rows."""
 
     out: tma.tensor_descriptor
     out_tail: tma.tensor_descriptor
@@ -92,7 +86,6 @@ def _matrix(buffer, ROWS: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _begin_scores(q, buffer, PLAN: gl.constexpr):
-    """Issue the products of q and a tile of keys."""
     k = _matrix(buffer, TILE, PLAN)
     blank = gl.zeros([GROUP_ROWS, TILE], gl.float32, layout=scores_layout())
     return warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
@@ -100,7 +93,7 @@ def _begin_scores(q, buffer, PLAN: gl.constexpr):
 
 @gluon.jit
 def _begin_sum(running, buffer, PLAN: gl.constexpr):
-    """Issue the addition of the last tile's weighted values to acc."""
+    """Issue acc += p · v of the last tile."""
     v = _matrix(buffer, TILE, PLAN)
     acc = running.acc
     p = running.p
@@ -116,7 +109,7 @@ def _advance(
 ):  # fmt: skip
     """Scores and weights of tile i while tile i - 1 is summed. done: tiles summed so far.
 
-    WEIGHTED: the tile's keys count as often as its run lengths say; they are packed ones if any is hidden.
+    WEIGHTED: keys count as often as their run lengths say.
     """
     seen = rows.seen
     keys = buffers.k
@@ -157,10 +150,7 @@ def _advance(
 
 @gluon.jit
 def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
-    """`_advance` for every tile of an item but the first: where faster, in a loop for each kind of tile.
-
-    PACKED weighs exact keys by ones, for one loop less.
-    """
+    """`_advance` for every tile but the first, in a loop for each kind of tile where that is faster."""
     if PLAN.packed:
         if PLAN.warpgroups == 3:  # else an item's rows lie in one block, and only the first tile is masked
             for i in range(1, ends.masked_end):
@@ -189,8 +179,8 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
 ):  # fmt: skip
     """One warpgroup: 64 rows of each item. done: tiles so far, taken: items so far.
 
-    An item's output leaves by its queries' buffer. With two of those, the buffer is released when the next
-    item, whose queries lie in the other, is under way.
+    Output leaves through the queries' buffer. With two of those, it is released when the next item is under
+    way.
     """
     queries = buffers.q.part(WARPGROUP)
     keys = buffers.k

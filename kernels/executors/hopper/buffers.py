@@ -18,12 +18,11 @@ ENTRIES = gl.constexpr(2)
 
 
 class Buffers(NamedTuple):
-    """Everything in shared memory. The copying warp writes it.
+    """All shared memory, which the producer warp writes.
 
-    q, (1, 1, 64, D) a buffer: queries. Each warpgroup reads, and puts its output into, a part of its own.
-    k and v, (1, 1, 128, D): tiles of keys and of values, which every warpgroup reads.
-    lengths, (1, 1, 128) float32: (PACKED) run lengths of k's keys, full and empty when their keys are.
-    entries, (1,) int64: the item that comes next, see `hopper_tiles.py`.
+    q, (1, 1, 64, D) a buffer: queries, then output, of one warpgroup. k and v, (1, 1, 128, D): tiles for
+    every warpgroup. lengths, (1, 1, 128) float32: (PACKED) run lengths of k's keys, full and empty with them.
+    entries, (1,) int64.
     """
 
     q: Ring
@@ -35,7 +34,7 @@ class Buffers(NamedTuple):
 
 @gluon.jit
 def new_buffers(q, k, v, weight, PLAN: gl.constexpr):
-    """All shared memory, with the barriers ready. q, k, v, weight: descriptors of what is copied into it."""
+    """All shared memory with its barriers ready. q, k, v, weight: descriptors of its sources."""
     STAGES: gl.constexpr = PLAN.stages
     READERS: gl.constexpr = PLAN.warpgroups
     QUERIES: gl.constexpr = PLAN.warpgroups * PLAN.query_buffers

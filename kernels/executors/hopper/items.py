@@ -1,12 +1,10 @@
-"""Which tiles a program of the Hopper kernel visits, and the warp that copies them. See `flash_hopper.py`.
+"""The tiles that a program of the Hopper kernel visits, and the producer warp that copies them.
 
-An *item* is a tile of PLAN.rows rows of one query head, 64 for each computing warpgroup. Leading items (a
-prompt's dense tail, lead_...) come first. An *entry* is one number that stands for an item where the copying
-warp tells the computing ones of it: which item in the lower half, how many tiles its list has (LISTED) in the
-upper; less than 0 when there is no further item.
+An *item* is a tile of PLAN.rows rows of one query head. Items of tail rows come first. An *entry* names an
+item: its number in the lower half, its list's length (LISTED) in the upper; negative after the last.
 
-An item's tiles of keys come in this order: the *masked* ones, which some row does not see whole (they lie at
-the diagonal; a list has one), the other exact ones, then (PACKED) those of packed keys.
+An item's key tiles come in this order: *masked* ones, at the diagonal, the other exact ones, then (PACKED)
+packed ones.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,28 +21,28 @@ from ...hopper.layouts import GROUP_ROWS, TILE
 
 
 class Work(NamedTuple):
-    """All items of a launch, and which keys their rows see. Rows of positions row0 + step * i."""
+    """All items of a launch, and which keys their rows see: rows of positions row0 + step * i."""
 
     items: gl.tensor
     batch: gl.tensor
     heads: gl.tensor
     group: gl.tensor  # query heads of a key head
     tiles: gl.tensor  # items of a query head
-    tail_tiles: gl.tensor  # leading items of a query head
+    tail_tiles: gl.tensor  # tail items of a query head
     keys: gl.tensor
     row0: gl.tensor
     step: gl.tensor
     tail_row0: gl.tensor
-    critical: gl.tensor  # (PACKED) exact keys at least, before a block of rows
+    critical: gl.tensor  # (PACKED) exact keys before a block of rows
     chunk: gl.tensor  # (PACKED) keys of which runs are packed together
     packed_ptr: gl.tensor  # (PACKED) packed keys before each chunk, (B, G, C)
     chunk_slots: gl.tensor  # (PACKED) C
 
 
 class Lists(NamedTuple):
-    """What the copying warp reads of the lists, and the counter from which programs take items."""
+    """The lists as the producer reads them, and the counter from which programs take items."""
 
-    order_ptr: gl.tensor  # (LISTED) each list's length; by length: the entries, longest first
+    order_ptr: gl.tensor  # (LISTED) each list's length, or the entries by length
     counter_ptr: gl.tensor
     index_ptr: gl.tensor  # (LISTED) each list's blocks of keys, (B, H, N, M)
     stride_ib: gl.tensor
@@ -53,7 +51,7 @@ class Lists(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """What the copy engine reads: descriptors of tiles."""
+    """The producer's descriptors."""
 
     q: tma.tensor_descriptor
     k: tma.tensor_descriptor
@@ -65,8 +63,7 @@ class Sources(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Batch, query head, key head, number of the tile of rows, whether those are leading rows, and (LISTED)
-    how many tiles its list has."""
+    """tail: its rows are tail rows. list_tiles: (LISTED) its list's length."""
 
     b: gl.tensor
     h: gl.tensor
@@ -77,20 +74,19 @@ class Item(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """An item's rows and, in the order in which they are visited, its tiles of keys."""
+    """An item's rows, and its key tiles in the order of the visit."""
 
     first: gl.tensor  # position of the first row
     step: gl.tensor  # from one row's position to the next's
     tiles: gl.tensor  # in all
     exact: gl.tensor  # how many are of exact keys
-    masked: gl.tensor  # how many of those some row does not see whole
+    masked: gl.tensor  # and of these, masked
     masked_block: gl.tensor  # the masked tiles are this block of keys and those after it
     exact_block: gl.tensor  # the other exact tiles are this block and those after it (not LISTED)
 
 
 @gluon.jit
 def _publish(entry, taken, entries):
-    """Tell the computing warpgroups which item comes next."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     entries.wait_empty(taken)
     entries.buffer(taken).store(gl.zeros([1], gl.int64, layout=one) + entry)
@@ -99,7 +95,7 @@ def _publish(entry, taken, entries):
 
 @gluon.jit
 def next_entry(taken, entries):
-    """The entry that the copying warp has published in this turn."""
+    """The entry that the producer has published in this turn."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entries.wait_full(taken)
     entry = gl.max(entries.buffer(taken).load(one), 0)
@@ -109,7 +105,7 @@ def next_entry(taken, entries):
 
 @gluon.jit
 def item_of(entry, work, PLAN: gl.constexpr):
-    """The item of an entry. Orders: see `hopper_plan.py`."""
+    """The item of an entry, in the order that `plan.py` names."""
     key_heads = work.heads // work.group
     tail_items = work.batch * work.heads * work.tail_tiles
     item = entry.to(gl.int32)
@@ -136,7 +132,7 @@ def item_of(entry, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def packed_before(row, item, work):
-    """(PACKED) From which key on the block of 128 rows around position `row` is exact; packed keys before."""
+    """(PACKED) The first exact key of the block of 128 rows around position `row`; packed keys before it."""
     chunks = gl.maximum(row // TILE * TILE - work.critical, 0) // work.chunk
     head = item.b * (work.heads // work.group) + item.g
     return chunks * work.chunk, gl.load(work.packed_ptr + head * work.chunk_slots + chunks)
@@ -144,7 +140,7 @@ def packed_before(row, item, work):
 
 @gluon.jit
 def extent_of(item, work, PLAN: gl.constexpr):
-    """A PACKED item may begin in one block of 128 rows and end in another: its tiles are those of both."""
+    """A PACKED item may begin in one block of 128 rows and end in another; its tiles are those of both."""
     step = gl.where(item.tail, 1, work.step)
     first = gl.where(item.tail, work.tail_row0, work.row0) + step * item.tile * PLAN.rows
     end = gl.minimum(first + step * (PLAN.rows - 1), work.keys - 1) // TILE + 1
@@ -167,7 +163,7 @@ def extent_of(item, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def exact_key(i, extent):
-    """The first key of an item's i-th tile, which is one of exact keys (and not LISTED)."""
+    """The first key of an item's i-th tile, an exact one (not LISTED)."""
     before = extent.masked
     block = gl.where(i < before, extent.masked_block + i, extent.exact_block + i - before)
     return block * TILE
@@ -177,9 +173,9 @@ def exact_key(i, extent):
 def _copy(
     exact, packed, place, packed_row, is_exact, full, buffer, PLAN: gl.constexpr, MORE: gl.constexpr = 0
 ):
-    """Start copying one tile of keys or values: from the sequence, or (PACKED) from the packed keys.
+    """Start copying a tile of keys or values from the sequence or (PACKED) from the packed keys.
 
-    MORE: bytes beside the tile's whose arrival completes the barrier `full`.
+    MORE: further bytes that complete the barrier `full`.
     """
     b, g, row = place
     mbarrier.expect(full, exact.block_type.nbytes + MORE)
@@ -192,7 +188,6 @@ def _copy(
 
 @gluon.jit
 def _copy_queries(item, taken, sources, queries, PLAN: gl.constexpr):
-    """Start copying each warpgroup's 64 rows."""
     WARPGROUPS: gl.constexpr = PLAN.warpgroups
     for warpgroup in gl.static_range(WARPGROUPS):
         row = (item.tile * WARPGROUPS + warpgroup) * GROUP_ROWS
@@ -207,11 +202,8 @@ def _copy_queries(item, taken, sources, queries, PLAN: gl.constexpr):
 
 @gluon.jit
 def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
-    """The copying warp: takes items and copies their queries, then keys and values tile by tile.
-
-    The first item of a program is its own number, then all take from one counter, so that a program with
-    short items takes more of them. done: tiles so far, taken: items so far.
-    """
+    """The producer warp: takes items and copies queries, then keys and values. done: tiles so far, taken:
+    items so far."""
     done = 0
     taken = 0
     number = gl.program_id(0)
@@ -235,7 +227,7 @@ def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
             + item.tile * lists.stride_in
         )
         for i in range(extent.tiles):
-            if PLAN.listed:  # ascending, so its last is the diagonal, which is visited first
+            if PLAN.listed:  # the list's last is the diagonal, which comes first
                 row = gl.load(list_ptr + gl.where(i == 0, extent.tiles - 1, i - 1)).to(gl.int32) * TILE
             else:
                 row = exact_key(i, extent)
@@ -249,7 +241,7 @@ def load_items(sources, lists, buffers, work, PLAN: gl.constexpr):
                     sources.k, sources.packed_k, place, packed_row, exact, k_full, k_buffer, PLAN,
                     sources.weight.block_type.nbytes,
                 )  # fmt: skip
-                # Exact keys' weights are the last tile, all ones: see `launch.PackedKeys`.
+                # Exact keys' weights are the last tile, all ones: `inputs.PackedKeys`.
                 ones = sources.weight.shape[2].to(gl.int32) - TILE
                 lengths = buffers.lengths.index(done % PLAN.stages)
                 tma.async_copy_global_to_shared(

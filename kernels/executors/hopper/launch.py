@@ -1,4 +1,4 @@
-"""Launches the Hopper attention kernel: descriptors for the copy engine, order of the items, grid."""
+"""Launches the Hopper attention kernel: descriptors, order of the items, grid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _attend = Launcher(hopper_kernel)
 
 
 def takes(x: AttentionInput, rows: QueryRows) -> bool:
-    """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
+    """Whether the kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
     if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device):
         return False
     if x.q_BHTD.dtype == torch.float32 or x.q_BHTD.shape[3] not in (64, 128):
@@ -43,7 +43,7 @@ def launch(
     mask: TileMask | None,
     packed: PackedKeys | None,
 ) -> None:
-    """See `executors.launch.launch`; x, rows and lead satisfy `takes`."""
+    """`executors.launch.launch` of inputs that satisfy `takes`."""
     batch, heads, count, dim = rows.q_BHRD.shape
     kind = {"listed": mask is not None, "packed": packed is not None}
     item_rows = plan_of(dim, **kind).rows
@@ -90,11 +90,10 @@ def launch(
 
 
 def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
-    """In which order programs take items, of which each takes `rounds`.
+    """The order in which programs take items, of which each takes `rounds`.
 
-    One key head's rows after another's, the longest rows of all heads first, or (few lists) the longest lists
-    of all. The second balances few items better but streams every key head's keys at once; what they weigh
-    decides (measured: dense 16,384 tokens of 8 heads and D 128, 64 MiB, gain 11% by it, 32,768 lose 6%).
+    Longest rows first balances few items better, but streams every key head's keys at once, so their bytes
+    decide. (Dense, 8 heads, D 128: 16,384 tokens gain 11% by it, 32,768 lose 6%.)
     """
     if mask is not None and rounds < 48:
         return BY_LENGTH
@@ -104,10 +103,7 @@ def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: in
 
 
 def by_length(mask: TileMask) -> torch.Tensor:
-    """The longest list first: count in the upper half, its place in (B, H, N) in the lower.
-
-    Heads differ in density, so a long list may stand anywhere; one that is taken last is waited for.
-    """
+    """Longest list first: its length in the upper half, its place in (B, H, N) in the lower."""
     count = mask.count_BHN.reshape(-1)
     place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
     entries = torch.add(place, count, alpha=1 << 32)
@@ -120,10 +116,8 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _descriptor(t: torch.Tensor, block: int) -> TileDescriptor:
-    """How the copy engine sees t: tiles of `block` rows of one head (or so many numbers, if t has no D).
-
-    Strides of dimensions of size 1 do not matter and may be anything.
-    """
+    """Tiles of `block` rows of one head, or of `block` numbers if t has no D. Strides of size-1 dimensions do
+    not matter."""
     strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
     shape = (1, 1, block, t.shape[3]) if t.dim() == 4 else (1, 1, block)
     return TileDescriptor(t, t.shape, [*strides, 1], shape)
@@ -156,4 +150,3 @@ COMPILE_CASES = [
     _case(64, listed=True, order=BY_LENGTH),
     _case(64, packed=True, dtype=torch.float16),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -1,4 +1,4 @@
-"""What of a launch of the Hopper kernel is known when it is compiled, and why. See `flash_hopper.py`."""
+"""Compile-time choices of the Hopper attention kernel, and why."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from functools import cache
 from ...hopper.layouts import WARPGROUP_ROWS
 
 ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH = 0, 1, 2
-"""Orders of the items: one key head's rows after another's; the longest rows of all heads first; the longest
-lists of all first, from a sorted table."""
+"""Orders of the items: by key head; longest rows of all heads first; longest lists first."""
 
 
 @dataclass(frozen=True)
 class HopperPlan:
-    """The kernel's one compile-time argument. Neither listed nor packed: a row sees every key up to itself.
-
-    What follows `order` is what was fastest for it (docs/log/2026-11-21.md).
-    """
+    """The kernel's one compile-time argument. The fields after `order` are what was fastest
+    (docs/log/2026-11-21.md)."""
 
     dim: int
     listed: bool
@@ -28,25 +25,23 @@ class HopperPlan:
     stages: int
     """Buffers for tiles of keys, and for tiles of values."""
     warpgroups: int
-    """That compute, each WARPGROUP_ROWS of an item's rows."""
+    """That compute, 64 rows of an item each."""
     query_buffers: int
     """For each warpgroup. With two, an item's output leaves while the next item is computed."""
     registers: int
-    """A thread of a computing warpgroup."""
+    """Of a thread of a consumer warpgroup."""
     copying_registers: int
-    """A thread of the copying warp."""
+    """Of a thread of the producer warp."""
     in_pairs: bool
-    """Hand weights on as 32-bit numbers that hold two. An item's tiles then take several loops: between loops
-    LLVM keeps 16-bit numbers apart and has 64 instructions put them together for every tile."""
+    """Hand weights on as 32-bit numbers that hold two. Between an item's loops LLVM would keep 16-bit numbers
+    apart."""
     late_rescale: bool
-    """Round weights and shrink the sums while the next scores are made, and wait for the weighted sum after
-    the next exponentials."""
+    """Round weights and rescale acc while the next scores are made."""
     l_i_in_threads: bool
-    """Let each of a row's four threads add up its weights until the item's end."""
+    """Each of a row's four threads sums its own weights until the item's end."""
 
     @property
     def rows(self) -> int:
-        """Of an item."""
         return WARPGROUP_ROWS * self.warpgroups
 
     @property
@@ -62,8 +57,7 @@ class HopperPlan:
 def plan_of(
     dim: int, *, listed: bool = False, packed: bool = False, order: int = ONE_HEAD_FIRST
 ) -> HopperPlan:
-    """The fastest that fits. Three warpgroups have too few registers at D 128, and a list's tile has the rows
-    of two."""
+    """The fastest plan that fits."""
     if listed:
         stages, warpgroups, query_buffers, registers = 2, 2, 2, 240
     elif dim == 64:

@@ -1,7 +1,6 @@
-"""What a computing warpgroup of the Hopper kernel does with one tile's scores. See `flash_hopper.py`.
+"""The online softmax of a consumer warpgroup over one tile's scores.
 
-Scores and weights are (64, 128), a thread has 32 columns of two rows. How weights and sums are handed on
-differs by what is attended to and by head size: see `hopper_plan.py`.
+Scores and weights are (64, 128); a thread has 32 columns of two rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,10 +16,10 @@ from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
 from .items import Extent, exact_key, packed_before
 
 NEGATIVE = gl.constexpr(-1.0e30)
-"""A row's largest score before its first tile; finite for the reason given in `flash.py`."""
+"""A row's largest score before its first tile; finite as in `executors/flash.py`."""
 UNSEEN = gl.constexpr(-3.0e38)
-"""Score of an unseen key, far below NEGATIVE. With equal scores, a row that sees nothing of its first tile
-would have top = s * scale rounded, s * scale - top not: exp2 of what the rounding left may be infinite."""
+"""Score of a masked key, far below NEGATIVE: else a row that sees nothing of its first tile takes exp2 of
+rounding."""
 
 _ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
@@ -28,7 +27,7 @@ _TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 class Seen(NamedTuple):
-    """Which keys a warpgroup's rows see. (PACKED) The rows lie in one block of 128 positions."""
+    """Keys that a warpgroup's rows see. (PACKED) The rows lie in one block of 128 positions."""
 
     position: gl.tensor  # (64,), of each row
     extent: Extent
@@ -37,8 +36,8 @@ class Seen(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Where a warpgroup's tiles of one item change kind. Those before hidden_end hold keys that some row does
-    not see; so do (PACKED) those from clear_end on, which are of packed keys. tiles: their number."""
+    """Where an item's tiles change kind for a warpgroup. Tiles before masked_end are masked, and (PACKED)
+    those from unmasked_end on, which hold packed keys. tiles: their number."""
 
     masked_end: gl.tensor
     unmasked_end: gl.tensor
@@ -46,14 +45,13 @@ class Ends(NamedTuple):
 
 
 class Running(NamedTuple):
-    """What a warpgroup hands on from tile to tile: its rows' sums so far, and the last tile's weights, which
-    are counted in mass and not yet summed in acc."""
+    """State from tile to tile. The last tile's weights are in l_i already, and not yet in acc."""
 
-    acc: gl.tensor  # (64, D), the weighted sum of values; (PLAN.late_rescale) not yet shrunk by `shrink`
-    m_i: gl.tensor  # (64,), the largest scores
-    l_i: gl.tensor  # (64,), the sums of weights; or (64, 8), of every eighth column (PLAN.l_i_in_threads)
-    p: gl.tensor  # (64, 128) the last tile's, as `rounded` gives them, or (PLAN.late_rescale) not rounded
-    alpha: gl.tensor  # (64,), what the last tile's new largest scores shrink the sums by
+    acc: gl.tensor  # (64, D); (PLAN.late_rescale) not yet rescaled by alpha
+    m_i: gl.tensor  # (64,)
+    l_i: gl.tensor  # (64,), or (64, 8) of every eighth column (PLAN.l_i_in_threads)
+    p: gl.tensor  # (64, 128), `rounded` unless PLAN.late_rescale
+    alpha: gl.tensor  # (64,)
 
 
 @gluon.constexpr_function
@@ -70,7 +68,7 @@ def spread_layout():
 
 @gluon.jit
 def seen_by(item, extent, work, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
-    """What the warpgroup's rows of an item see, and where its tiles change kind."""
+    """The keys that the warpgroup's rows of an item see, and where its tiles change kind."""
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout()))
     position = extent.first + extent.step * (WARPGROUP * GROUP_ROWS + lane)
     masked_end = extent.masked
@@ -87,7 +85,6 @@ def seen_by(item, extent, work, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def zero_l_i(PLAN: gl.constexpr):
-    """No weights yet."""
     if PLAN.l_i_in_threads:
         l_i = gl.zeros([GROUP_ROWS, 8], gl.float32, layout=spread_layout())
     else:
@@ -97,7 +94,7 @@ def zero_l_i(PLAN: gl.constexpr):
 
 @gluon.jit
 def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Weights p (64, 128) in 16 bits: as the sum's operand, or (64, 64) pairs of columns."""
+    """p (64, 128) in 16 bits: as the sum's operand, or as (64, 64) pairs of columns."""
     if PLAN.in_pairs:
         even, odd = gl.split(gl.reshape(p, [GROUP_ROWS, TILE // 2, 2]))
         code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
@@ -109,7 +106,7 @@ def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """The sum's operand from what `rounded` gave."""
+    """The sum's operand, from `rounded`."""
     if PLAN.in_pairs:
         halves: gl.constexpr = (gl.int16, gl.int16)
         even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [p], halves, True, 1)
@@ -121,7 +118,7 @@ def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_columns(l_i, x):
-    """total (64, 8) and the sums of every eighth column of x, in pairs. Nothing leaves its thread."""
+    """l_i (64, 8) plus the sums of every eighth column of x, in pairs. Nothing leaves its thread."""
     if x.shape[1] > 8:
         halves = gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1])
         left, right = gl.split(halves)
@@ -133,10 +130,8 @@ def _add_columns(l_i, x):
 
 @gluon.jit
 def online_softmax(s, m_i, l_i, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
-    """Weights p of one tile's products s; the new top and mass; what shrinks the sums so far.
-
-    WEIGHTED: the tile's keys stand for `lengths` (128,) keys each.
-    """
+    """p of one tile's products s; the new m_i and l_i; alpha. WEIGHTED: keys stand for `lengths` (128,) keys
+    each."""
     m_ij = gl.maximum(m_i, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - m_ij[:, None])
     alpha = gl.exp2(m_i - m_ij)
@@ -151,20 +146,18 @@ def online_softmax(s, m_i, l_i, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl
 
 @gluon.jit
 def rescaled(acc, alpha):
-    """acc (64, D) in terms of the new largest scores."""
     return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
 def tile_columns():
-    """A number for each key of a tile."""
     return gl.arange(0, TILE, layout=gl.SliceLayout(0, scores_layout()))
 
 
 @gluon.jit
 def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
-    """Scores s of tile i, UNSEEN where a row does not see the key: (PACKED) it sees those from exact_from to
-    itself. Unsigned, those before are as far as those after."""
+    """Scores of tile i, UNSEEN where a row does not see the key. (PACKED) A row sees keys from exact_from to
+    itself."""
     if PLAN.packed:
         key = exact_key(i, seen.extent) - seen.exact_from + column
         count = seen.position + 1 - seen.exact_from
@@ -177,5 +170,5 @@ def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
 
 @gluon.jit
 def mask_packed(s, column, i, seen):
-    """Scores s of tile i, one of packed keys, UNSEEN from the first that no row of the warpgroup sees."""
+    """Scores of tile i, of packed keys, UNSEEN from the first that the warpgroup does not see."""
     return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

@@ -1,6 +1,6 @@
-"""Delta-KV: far keys packed by runs, near ones exact.
+"""Delta-KV: far keys packed by runs, near ones exact (DeltaAttention, section 4.1).
 
-Shape suffixes as in `packed_runs.py`; J keys that a query block attends to.
+Shape suffixes as in `runs.py`; J keys that a query block attends to.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .pack import pack
 from .runs import PackedRuns, packed_chunks
 
 CHUNK = 512
-"""Tokens in which runs are sought (DeltaAttention section 4.1); also the grain of the exact region."""
+"""Tokens in which runs are sought (DeltaAttention section 4.1)."""
 
 
 class DeltaKVExecutor:
-    """Delta-KV: far keys packed by runs, the `critical` tokens before each query block exact."""
+    """Far keys packed by runs, the `critical` tokens before each query block exact."""
 
     def __init__(self, options: DeltaKVOptions) -> None:
         self.cos = options.cos
@@ -47,7 +47,7 @@ class DeltaKVExecutor:
             return kernel_attend(x, state, **self._how)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        """Packed rows count as 1/128 of a tile each, exact tiles as one."""
+        """A packed row counts 1/128 of a tile."""
         del mask
         row_N = x.first_block + torch.arange(x.query_blocks, device=x.q_BHTD.device)
         chunks_N = (row_N * BLOCK - self.critical).clamp(min=0) // CHUNK
@@ -61,10 +61,10 @@ class DeltaKVExecutor:
 def cpu_pack_head(
     k_SD: torch.Tensor, v_SD: torch.Tensor, start_P: torch.Tensor, end: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One row per run: the mean key, the mean value, the run's length n.
+    """One row per run: mean key, mean value (both rounded as the cache would) and length: keys_PD, values_PD,
+    length_P, float32.
 
-    start_P: first rows of the runs, which cover positions start_P[0] .. end-1. Packed rows are kept as the
-    cache keeps its rows, so means are rounded to the type of k and v; all results are then fp32.
+    start_P: first rows of the runs, which cover positions start_P[0] .. end-1.
     """
     length_P = torch.diff(start_P, append=start_P.new_tensor([end]))
     first = int(start_P[0])
@@ -78,9 +78,9 @@ def cpu_pack_head(
 def cpu_attend(
     x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool
 ) -> torch.Tensor:
-    """Phase 1 over the packed chunks before each query block's critical region, phase 2 exact over the rest.
+    """Attention over the packed chunks before each query block's critical region and the exact keys behind.
 
-    A packed key of n rows weighs n * exp(s) when `counts` (the thesis's formula (4)), else exp(s).
+    counts: a packed key of n rows weighs n * exp(s) (formula 4), else exp(s).
     """
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)
@@ -136,7 +136,6 @@ def _attend_block(
 def kernel_attend(
     x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool
 ) -> torch.Tensor:
-    """See `cpu_attend`."""
     chunks = packed_chunks(x.first_block, x.query_blocks, critical, chunk)[-1]
     packed = pack(x, state, chunks=chunks, chunk=chunk, critical=critical, counts=counts)
     out_BHTD = new_output(x)

@@ -1,6 +1,6 @@
-"""DeltaXAttention: a mask whose lesser tiles are attended over packed keys.
+"""DeltaXAttention: a mask whose lesser tiles are attended over packed keys (DeltaAttention, section 4.2).
 
-Shape suffixes as in `packed_runs.py`; J keys attended to.
+Shape suffixes as in `runs.py`; J keys attended to.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from .runs import PackedRuns
 
 
 class DeltaXAttentionExecutor:
-    """DeltaAttention section 4.2: the best kept tiles and the diagonal exact, the others over packed keys.
-    The mask must carry scores."""
+    """The best kept tiles and the diagonal exact, the others over packed keys. The mask must carry scores."""
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
@@ -45,7 +44,7 @@ class DeltaXAttentionExecutor:
             return kernel_attend(x, kept, state, share=self.share)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
-        """Packed rows count as 1/128 of a tile each, exact tiles as one."""
+        """A packed row counts 1/128 of a tile."""
         kept = self._check(x, mask)
         if runs_on_cpu(x.q_BHTD, "delta_xattention"):
             exact_BHNM = cpu_exact_table(kept, self.share)
@@ -73,7 +72,7 @@ class DeltaXAttentionExecutor:
 
 
 def cpu_exact_table(mask: TileMask, share: float) -> torch.Tensor:
-    """bool, laid out as the mask's index: which entries are attended exactly (undefined past the count)."""
+    """bool, laid out as the mask's index: entries that are attended exactly. Undefined past the count."""
     assert mask.score_BHNM is not None
     exact_BHNM = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
     for b, h, n in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():
@@ -83,11 +82,8 @@ def cpu_exact_table(mask: TileMask, share: float) -> torch.Tensor:
 
 
 def exact_entries(score_M: torch.Tensor, share: float) -> torch.Tensor:
-    """bool (entries): which of one row's listed tiles are attended exactly.
-
-    The diagonal (the last entry) and, of the others, those that score at least as high as the
-    ceil(share * others)-th highest.
-    """
+    """bool (entries): a list's exact tiles. These are the diagonal (last) and others that score like the
+    ceil(share * others)-th highest."""
     exact_M = torch.zeros(score_M.shape, dtype=torch.bool)
     exact_M[-1] = True
     others = score_M.numel() - 1

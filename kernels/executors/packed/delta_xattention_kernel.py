@@ -1,6 +1,6 @@
 """DeltaXAttention on the GPU: which tiles are exact, then exact and packed tiles in one pass.
 
-Shape suffixes as in `packed_runs.py`; N query blocks, M entries of a block's tile list.
+Shape suffixes as in `runs.py`; N query blocks, M entries of a block's list.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -26,7 +26,7 @@ _ROUNDING = tl.constexpr(ROUNDING)
 def exact_kernel(
     score_ptr, count_ptr, exact_ptr, stride_sn, share, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """One list: find the ceil(share * others)-th highest score bit by bit, mark what reaches it."""
+    """One list: find the ceil(share * others)-th highest score bit by bit, mark scores that reach it."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + row)
     entry = tl.arange(0, ENTRIES)
@@ -46,7 +46,7 @@ def exact_kernel(
 
 
 def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
-    """bool, laid out as the mask's index: `delta_xattention.exact_entries` of every list. No host sync."""
+    """`delta_xattention.exact_entries` of every list, laid out as the mask's index. No host sync."""
     assert mask.score_BHNM is not None
     score_BHNM = mask.score_BHNM.contiguous()
     exact_BHNM = torch.empty(score_BHNM.shape, dtype=torch.bool, device=score_BHNM.device)
@@ -77,14 +77,13 @@ def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
     ]
 )
 def mixed_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, offset_ptr,
-    index_ptr, exact_ptr, count_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs,
-    stride_ob, stride_oh, stride_ot, stride_ib, stride_ih, stride_in, stride_en,
+    q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, offset_ptr, index_ptr,
+    exact_ptr, count_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kg, stride_ks, stride_vb,
+    stride_vg, stride_vs, stride_ob, stride_oh, stride_ot, stride_ib, stride_ih, stride_in, stride_en,
     heads, group, rows, keys, row0, packed_slots, offset_slots, scale,
     D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query block's ROWS rows: each listed tile exact or over its packed rows, the diagonal last."""
+    """ROWS rows of one query block: each listed tile exact or over its packed rows, the diagonal last."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -139,7 +138,6 @@ def mixed_kernel(
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float) -> torch.Tensor:
-    """See `delta_xattention.cpu_attend`."""
     check_launch(x)
     q, k, v = x.q_BHTD, x.k_BGSD, x.v_BGSD
     out = new_output(x)
@@ -205,4 +203,3 @@ COMPILE_CASES = [
     ),
     (exact_kernel, _EXACT, {"ENTRIES": 1024}),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -1,7 +1,4 @@
-"""Delta-KV on the GPU: pack the runs, then the tile kernel over packed and exact keys.
-
-Shape suffixes as in `packed_runs.py`.
-"""
+"""Packs runs on the GPU. Shape suffixes as in `runs.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -27,7 +24,7 @@ def pack_kernel(
     D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """RUNS runs of one key head: sums over their rows by a product with the 0/1 table run x row."""
+    """RUNS runs of one key head: sums over their rows, by a product with the 0/1 table run x row."""
     head = tl.program_id(1).to(tl.int64)
     runs = tl.load(offset_ptr + head * offset_slots + chunks)
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
@@ -65,10 +62,7 @@ def pack_kernel(
 def pack(
     x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool
 ) -> PackedKeys:
-    """The packed rows of the first `chunks` chunks, in scratch of the worst case's size (every row a run).
-
-    After them a tile whose weights stay ones: see `PackedKeys`.
-    """
+    """The packed rows of the first `chunks` chunks, in scratch that fits one run per row."""
     batch, heads, _, dim = x.k_BGSD.shape
     slots = chunks * chunk + BLOCK
     shape, device = (batch, heads, slots), x.k_BGSD.device
@@ -119,4 +113,3 @@ _TYPES = {
 _SIZES = {"D": 128, "RUNS": 64, "ROWS": 64, "COUNTS": True, "PRECISION": "tf32"}
 
 COMPILE_CASES = [(pack_kernel, _TYPES, _SIZES)]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -1,7 +1,7 @@
-"""Runs of similar keys, packed into one row each, and what is remembered of them between chunks.
+"""Runs of similar keys, and where they begin: a prompt's state between chunks.
 
-Shape suffixes as in `interface.py`; C pack chunks (of `chunk` tokens, complete ones only), P packed rows of
-one key head in the order of their positions, R runs of one pack chunk.
+Shape suffixes as in `interface.py`; C complete pack chunks, P packed rows of one key head, R rows of one
+chunk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from ...interface import AttentionInput, KernelInputError, StateSpec
 class PackedRuns:
     """Where the runs of the complete chunks begin, for one layer of one prompt.
 
-    start_BGP: int32, position of the first row of each run; run p ends where run p+1 begins. The slot after
-    the last run holds the end of the last complete chunk. offset_BGC: int32, entry c is the number of runs in
-    the chunks before c. chunks: complete chunks so far (known to the host without reading the device).
+    start_BGP: int32, position of each run's first row, then the end. offset_BGC: int32, runs before each
+    chunk. chunks: complete ones, known without a sync.
     """
 
     start_BGP: torch.Tensor
@@ -38,7 +37,7 @@ class PackedRuns:
         return cls(start, offset, spec.max_tokens)
 
     def check(self, x: AttentionInput, name: str) -> None:
-        """Raise unless this state was made for inputs like x."""
+        """Raises KernelInputError unless this state was made for inputs like x."""
         heads, keys = tuple(x.k_BGSD.shape[:2]), x.k_BGSD.shape[2]
         if tuple(self.offset_BGC.shape[:2]) != heads or self.offset_BGC.device != x.k_BGSD.device:
             raise KernelInputError(
@@ -75,5 +74,5 @@ class PackedRuns:
 
 
 def packed_chunks(first_block: int, query_blocks: int, critical: int, chunk: int) -> list[int]:
-    """For each query block, how many pack chunks lie wholly before its last `critical` tokens."""
+    """For each query block: pack chunks that lie before its last `critical` tokens."""
     return [max(0, (first_block + n) * BLOCK - critical) // chunk for n in range(query_blocks)]

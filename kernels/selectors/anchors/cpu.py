@@ -1,4 +1,4 @@
-"""Anchor scores on the CPU. Shape suffixes as in `anchors.py`; R runs of a block."""
+"""Anchor scores on the CPU. Shape suffixes as in `form.py`; R runs of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .form import AnchorSettings, BlockAnchors, SideSettings
 
 
 def cpu_summarise(x_BGSD: torch.Tensor, cos: float, side: SideSettings, first_block: int = 0) -> BlockAnchors:
-    """The slots of every block of x, whose first row is the first of block `first_block`; float32."""
+    """The slots of every block of x, float32. first_block: where x begins in the prompt."""
     runs = cpu_scan(x_BGSD, cos, BLOCK)
     strict = _fill(x_BGSD, runs, side, first_block)
     if side.relax is None:
@@ -27,7 +27,6 @@ def cpu_summarise(x_BGSD: torch.Tensor, cos: float, side: SideSettings, first_bl
 
 
 def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_block: int) -> BlockAnchors:
-    """The slots of every block, given its runs."""
     batch, heads, rows, dim = x_BGSD.shape
     blocks = runs.runs_BGC.shape[2]
     padding = blocks * BLOCK - rows
@@ -56,12 +55,15 @@ def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_bloc
 def cpu_scores(
     x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings
 ) -> torch.Tensor:
-    """Tile scores: float32 score_BHNM (DeltaAttention section 4.3, with the changes of decisions/0003).
+    """Tile scores, float32 score_BHNM (DeltaAttention section 4.3, changed by docs/decisions/0003).
 
-    A tile's score is the sum over query slots a, or the largest of them, of the sum over key slots b of
-    n_b exp(q_a . k_b scale), each query slot's values divided by their sum over all keys before it. n_b is
-    the number of rows that slot b stands for; in the query's own block, of those not after the query slot's
-    first row. `keys` holds all blocks so far, `queries` this chunk's.
+    Sum (or largest) over query slots a of the sum over key slots b of n_b exp(q_a . k_b scale), each query
+    slot's values divided by their sum over all keys before it. n_b: rows of slot b, in the query's own block
+    only those up to the query slot's first row.
+
+    Args:
+        queries: this chunk's slots.
+        keys: those of all blocks so far.
     """
     batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
     groups, columns, key_slots = keys.count_BGMA.shape[1:]

@@ -20,9 +20,9 @@ Representative = Literal["mean", "anchor"]
 class SideSettings:
     """How one side (q or k) of a block is summarised.
 
-    cap: slots per block, a power of two up to 128. representative: what a slot holds, the mean of its rows
-    or the run's first row. relax: a block with more runs than slots is scanned again with the cosine lowered
-    by this much (None: it is not). If runs are still more, every (runs / cap)-th is kept.
+    cap: slots per block, a power of two up to 128. representative: a slot holds the mean of its rows, or the
+    run's first row. relax: a block with more runs than slots is scanned again with a cosine lower by this;
+    then every (runs / cap)-th is kept.
     """
 
     cap: int
@@ -40,12 +40,9 @@ class SideSettings:
 
 @dataclass(frozen=True)
 class AnchorSettings:
-    """The anchor selector's form.
-
-    cos: cosine at or above which a row joins a run. weighted: count a key slot once per row it stands for.
-    row_normalised: every query anchor's scores sum to 1 before they are added; otherwise all cells of a
-    query block share one normaliser, as in the thesis. largest: a tile's score is that of the query anchor
-    that gives it most, in place of their sum.
+    """cos: a row joins a run at this cosine. weighted: count a key slot once per row it stands for.
+    row_normalised: each query anchor's scores sum to 1 first; else all cells of a query block share one
+    normaliser (the thesis). largest: a tile's score is its largest query anchor's, not their sum.
     """
 
     cos: float
@@ -60,9 +57,8 @@ class AnchorSettings:
 class BlockAnchors:
     """The slots of consecutive blocks.
 
-    vector_BGMAD: what each slot stands for. first_BGMA: int32, absolute position of its first row.
-    count_BGMA: float32, rows it stands for; 0 where the slot is empty, and then its vector
-    means nothing.
+    first_BGMA: int32, absolute position of a slot's first row. count_BGMA: float32, rows it stands for. A
+    slot with count 0 is empty, and its vector means nothing.
     """
 
     vector_BGMAD: torch.Tensor
@@ -70,7 +66,6 @@ class BlockAnchors:
     count_BGMA: torch.Tensor
 
     def until(self, block: int) -> BlockAnchors:
-        """The blocks before `block`."""
         return BlockAnchors(
             self.vector_BGMAD[:, :, :block], self.first_BGMA[:, :, :block], self.count_BGMA[:, :, :block]
         )

@@ -1,9 +1,7 @@
-"""Sums of anchor scores for Hopper, in Gluon: `anchors_kernel.py` with the roles split by warps.
+"""Sums of anchor scores for Hopper, in Gluon: `scores.py` with roles as in `executors/hopper/attention.py`.
 
-One warp copies key tiles (TMA) into a ring, four warpgroups of 64 query slots each multiply and add up
-(`executors/flash_hopper.py` tells more of both). A warpgroup waits for nothing but its keys, so that the
-matrix unit works for one while others take exponentials. What bounds it is the reads of shared memory, most
-of them the matrix unit's own (docs/log/2026-11-22.md). Hence the order of slots in `_by_block` and `_counts`.
+Four consumer warpgroups take 64 query slots each. Reads of shared memory bound the kernel
+(docs/log/2026-11-22.md); hence the order of slots in `_by_block` and `_counts`.
 
 Shape suffixes: X query slots of a warpgroup, Y key slots of a tile, W its blocks, S the slots of a block.
 """
@@ -28,13 +26,12 @@ from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
 from ...hopper.ring import Ring, barriers
 
 _LOG2 = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
-"""Within 2^-22, -inf for 0; the results are kept in 16 bits."""
+"""Within 2^-22, -inf for 0. Results are kept in 16 bits."""
 WARPGROUPS = gl.constexpr(4)
-"""That compute."""
 
 
 class Keys(NamedTuple):
-    """k, count: descriptors, see `key_tiles`. first_ptr: positions."""
+    """k, count: descriptors (`hopper_launch.key_tiles`). first_ptr: positions."""
 
     k: tma.tensor_descriptor
     count: tma.tensor_descriptor
@@ -62,8 +59,8 @@ class Out(NamedTuple):
 
 
 class ScoreWork(NamedTuple):
-    """share: query heads of a key head. The slab is query blocks first_row_block .. + slab_blocks of the
-    chunk, which has query_blocks and begins at the prompt's block first_block."""
+    """The slab is query blocks first_row_block .. + slab_blocks of the chunk's query_blocks. first_block: the
+    chunk's."""
 
     kv_heads: gl.tensor
     group: gl.tensor
@@ -85,8 +82,8 @@ class ScoreRows(NamedTuple):
 
 
 class SlotBuffers(NamedTuple):
-    """In shared memory. q: each warpgroup's 64 rows. k, (1, 16, 4, 2, D), and counts, (1, 8, 4, 4): a
-    tile's, full and empty together."""
+    """q: each warpgroup's 64 rows. k, (1, 16, 4, 2, D), and counts, (1, 8, 4, 4): a tile's, full and empty
+    together."""
 
     q: gl.shared_memory_descriptor
     k: Ring
@@ -103,7 +100,7 @@ def _diagonals(tile, units, work):
 
 @gluon.jit
 def _tiles(work, PLAN: gl.constexpr):
-    """This program's key tiles, first and end: its part of those up to its last query block."""
+    """This program's key tiles: its part of those up to its last query block."""
     tile = gl.num_programs(0) - 1 - gl.program_id(0)  # long rows first
     _, highest = _diagonals(tile, PLAN.units * WARPGROUPS, work)
     tiles = highest // PLAN.blocks + 1
@@ -114,7 +111,7 @@ def _tiles(work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _copy_keys(keys, buffers, work, PLAN: gl.constexpr):
-    """The copying warp."""
+    """The producer warp."""
     ring = buffers.k
     lane = gl.program_id(1)
     _, begin, end = _tiles(work, PLAN)
@@ -130,16 +127,15 @@ def _copy_keys(keys, buffers, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _by_block(s_XY, PLAN: gl.constexpr):
-    """(64, 128) products as (64, W, S). A row's four threads hold pairs of columns in turns, and `key_tiles`
-    puts the tile's first 32 slots into the first's, and so on: up to 32 slots a block, nothing is exchanged
-    to add up a block."""
+    """(64, 128) products as (64, W, S). `key_tiles` orders a tile's slots so that blocks of up to 32 add up
+    within a thread."""
     s_XPTE = gl.reshape(s_XY, [GROUP_ROWS, 16, 4, 2])
     return gl.reshape(gl.permute(s_XPTE, [0, 2, 1, 3]), [GROUP_ROWS, PLAN.blocks, PLAN.k_slots])
 
 
 @gluon.jit
 def _counts(buffer, s_XWS, PLAN: gl.constexpr):
-    """A tile's counts (W, S), each thread's own: the four of a row read 64 bytes side by side."""
+    """A tile's counts (W, S), each thread's own. A row's four threads read 64 bytes side by side."""
     s_XUTV = gl.permute(gl.reshape(s_XWS, [GROUP_ROWS, 4, 8, 4]), [0, 2, 1, 3])
     lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     count_UTV = buffer._reinterpret(gl.float32, [8, 4, 4], lines).load(gl.SliceLayout(0, s_XUTV.type.layout))
@@ -151,7 +147,7 @@ def _counts(buffer, s_XWS, PLAN: gl.constexpr):
 def _add_up(
     tile, use, q, buffers, rows, first_ptr, scale, DIAGONAL: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """log2 sums of one key tile's blocks, stored. DIAGONAL: some of it is not seen by every row."""
+    """Store log2 sums of one key tile's blocks. DIAGONAL: some row does not see all of it."""
     W: gl.constexpr = PLAN.blocks
     S: gl.constexpr = PLAN.k_slots
     ring = buffers.k
@@ -195,7 +191,7 @@ def _add_up(
 
 @gluon.jit
 def _table(row_X, tile, batch, kv_head, work, PLAN: gl.constexpr):
-    """Where in the tables the warpgroup's rows are; their slab's blocks and heads; whether they exist."""
+    """Places of the warpgroup's rows in the tables; their slab's blocks and heads; whether they exist."""
     unit_X = tile * PLAN.units + row_X // PLAN.q_slots
     block_X = unit_X // work.group
     head_X = kv_head * work.group + unit_X % work.group

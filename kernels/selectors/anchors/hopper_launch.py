@@ -1,4 +1,4 @@
-"""Launches the Hopper kernel of anchor scores: descriptors for the copy engine, grid."""
+"""Launches the Hopper kernel of anchor scores."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .hopper import WARPGROUPS, anchors_hopper_kernel
 
 _score = Launcher(anchors_hopper_kernel)
 _BEGIN = 3
-"""How many key tiles a program's begin takes as long as."""
+"""A program's start takes as long as so many key tiles."""
 
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """What of a launch is known when the kernel is compiled."""
+    """The kernel's compile-time argument."""
 
     dim: int
     q_slots: int
     k_slots: int
     weighted: bool
     stages: int = 4
-    """Buffers for tiles of keys."""
+    """Buffers for key tiles."""
     registers: int = 112
-    """A thread of a computing warpgroup."""
+    """Of a thread of a consumer warpgroup."""
 
     @property
     def units(self) -> int:
@@ -49,7 +49,7 @@ class ScorePlan:
 def launch(
     x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings, sums: Sums
 ) -> None:
-    """Fills in the sums' part; x and form satisfy `scores.takes_hopper`."""
+    """Fill the sums' part. x and form satisfy `scores.takes_hopper`."""
     part, first_row = sums.part_BHNRM, sums.first_row
     batch, kv_heads, _, dim = x.k_BGSD.shape
     blocks = part.shape[2]
@@ -79,8 +79,7 @@ def launch(
 
 
 def key_tiles(keys: BlockAnchors) -> tuple[TileDescriptor, TileDescriptor]:
-    """How the copy engine sees the slots' vectors and counts, so that a tile of 128 arrives with its quarters
-    interleaved, vectors by pairs, counts by fours. The tables hold a multiple of 128 slots."""
+    """Descriptors of the slots' vectors and counts. A tile of 128 arrives with its quarters interleaved."""
     vector, count = keys.vector_BGMAD, keys.count_BGMA
     lanes, dim = vector.shape[0] * vector.shape[1], vector.shape[4]
     slots = vector.shape[2] * vector.shape[3]
@@ -96,8 +95,8 @@ def plan_of(dim: int, q_slots: int, k_slots: int, weighted: bool) -> ScorePlan:
 
 
 def splits_of(programs: int, steps: int, multiprocessors: int) -> int:
-    """Into how many parts the keys of `programs` programs, `steps` tiles, are cut: so that multiprocessors
-    that take one program at a time are done soonest."""
+    """Into how many parts to cut the `steps` key tiles of each of `programs` programs so that all end
+    soonest."""
 
     def time(splits: int) -> int:
         return -(-programs * splits // multiprocessors) * (-(-steps // splits) + _BEGIN)
@@ -134,4 +133,3 @@ COMPILE_CASES = [
     _case(128, 8, 32),
     _case(64, 64, 128, torch.float16),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -1,5 +1,7 @@
-"""Sums of anchor scores on the GPU. Shape suffixes as in `anchors.py`; X rows of a query tile (slots of
-several heads and blocks), Y columns of a key tile (slots of W blocks).
+"""Sums of anchor scores on the GPU.
+
+Shape suffixes as in `form.py`; X rows of a query tile (slots of several heads and blocks), Y columns of a key
+tile (slots of W blocks).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,50 +22,24 @@ from .form import AnchorSettings, BlockAnchors
 
 _TILE = BLOCK
 _PROGRAMS = 528
-"""Four for each multiprocessor of an H200: fewer query tiles than that share their keys among programs."""
+"""Four for each multiprocessor of an H200. With fewer query tiles, programs split their keys."""
 _LEAST_STEPS = 8
-"""Key tiles that a program should have at least."""
+"""Key tiles that a program should have."""
 
 
 @triton.jit(do_not_specialize=["query_blocks", "first_block", "first_row_block", "slab_blocks"])
 def _score_kernel(  # noqa: PLR0915
-    q_ptr,
-    q_first_ptr,
-    q_count_ptr,
-    k_ptr,
-    k_first_ptr,
-    k_count_ptr,
-    out_ptr,
-    stride_kb,
-    stride_kg,
-    stride_tb,
-    stride_tg,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_or,
-    kv_heads,
-    group,
-    query_blocks,
-    first_block,
-    first_row_block,
-    slab_blocks,
-    scale_log2,
-    D: tl.constexpr,
-    Q_SLOTS: tl.constexpr,
-    K_SLOTS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    X: tl.constexpr,
-    W: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One tile of query slots against the key blocks before its first diagonal, or from there on (DIAGONAL).
+    q_ptr, q_first_ptr, q_count_ptr, k_ptr, k_first_ptr, k_count_ptr, out_ptr, stride_kb, stride_kg,
+    stride_tb, stride_tg, stride_ob, stride_oh, stride_on, stride_or, kv_heads, group, query_blocks,
+    first_block, first_row_block, slab_blocks, scale_log2,
+    D: tl.constexpr, Q_SLOTS: tl.constexpr, K_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
+    X: tl.constexpr, W: tl.constexpr, DIAGONAL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of query slots against the key blocks before its first diagonal, or from there on (DIAGONAL).
 
-    Two launches: the comparison of positions that diagonals need would cost the others registers. The units
-    (query block, head of the group) of one key head fill the tile, Q_SLOTS rows each, ordered by block, so
-    that a tile needs the keys of few diagonals. The slab is query blocks first_row_block .. + slab_blocks
-    of the chunk's tables. The third axis of programs shares the key blocks.
+    Diagonals are a launch of their own, since comparing positions costs registers. Units (query block, head
+    of the group) of one key head fill a tile, Q_SLOTS rows each, by block. The slab is query blocks
+    first_row_block .. + slab_blocks of the chunk. The third axis of programs splits the key blocks.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -142,7 +118,7 @@ def score_sums(
     first_row: int,
     blocks: int,
 ) -> Sums:
-    """The log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, a row a query slot."""
+    """log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, one row per query slot."""
     batch, heads = x.q_BHTD.shape[:2]
     kv_heads, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
     columns = x.first_block + first_row + blocks
@@ -188,16 +164,15 @@ def score_sums(
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> bool:
-    """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, query blocks that fit a
-    warpgroup, and key blocks whose slots come in fours."""
+    """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, slots that fit."""
     if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
         return False
     return head_dim in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4
 
 
 def slot_dtype(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> torch.dtype:
-    """What slots are kept in: 8-bit floats for the Hopper kernel, which multiplies them twice as fast, where
-    a slot is a row as it was. A mean keeps the input's dtype."""
+    """The slots' type: 8-bit floats, which the Hopper kernel multiplies twice as fast, where a slot is a row
+    as it was."""
     rows = form.q.representative == form.k.representative == "anchor"
     return torch.float8_e4m3fn if rows and takes_hopper(device, dtype, head_dim, form) else dtype
 
@@ -221,4 +196,3 @@ COMPILE_CASES = [
     (_score_kernel, _SCORE, {"D": 64, **_OURS, "DIAGONAL": False}),
     (_score_kernel, _SCORE, {"D": 128, **_OURS, "Q_SLOTS": 32, "K_SLOTS": 64, "DIAGONAL": False}),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -18,8 +18,7 @@ from .summary import empty_table, kernel_summarise
 
 @dataclass
 class KeyAnchors(ScoredState):
-    """Also the key side of the layer, filled block by block: `done` of its `blocks` hold their slots. The
-    table has whole tiles of 128 slots, which the Hopper kernel copies. dtype: of the keys."""
+    """Also the layer's key slots: `done` of its `blocks` hold theirs. dtype: of the keys."""
 
     dtype: torch.dtype
     table: BlockAnchors
@@ -28,10 +27,8 @@ class KeyAnchors(ScoredState):
 
 
 class AnchorsSelector(ScoredSelector):
-    """The keyword arguments open the rest of the form (see `SideSettings` and `AnchorSettings`).
-
-    The thesis's own: q_anchors = k_anchors = 128, k_relax None, weighted and row_normalised False.
-    """
+    """The keyword arguments are benchmarks' (`benchmarks.recall`): the thesis has 128 anchors a side, k_relax
+    None, weighted and row_normalised False."""
 
     name = "anchors"
 
@@ -98,7 +95,7 @@ class AnchorsSelector(ScoredSelector):
 
 
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
-    """The first key block to summarise: this chunk's first, or one before it that is not there yet."""
+    """The first key block to summarise: this chunk's first, or an earlier one that has no slots yet."""
     table = state.table
     made_for = (*table.count_BGMA.shape[:2], state.blocks, table.vector_BGMAD.shape[4])
     needed = (*x.k_BGSD.shape[:2], x.key_blocks, x.k_BGSD.shape[3])

@@ -1,8 +1,7 @@
-"""Slots of blocks on the GPU: three light kernels instead of one that waits for its own loop.
+"""Slots of blocks on the GPU, in three light kernels: `next` from a Gram matrix, the chase along it, sums of
+rows.
 
-Shape suffixes as in `anchors.py`; R rows of a block, Z lanes = levels (L) x batch x heads x blocks. `next`
-comes from a Gram matrix, BLOCK rows at once; following it from row 0 is a chase of dependent loads, done for
-many blocks side by side; the slots are then sums of rows between two run starts.
+Shape suffixes as in `form.py`; R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,21 +22,10 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _next_kernel(
-    x_ptr,
-    next_ptr,
-    stride_xb,
-    stride_xg,
-    stride_xs,
-    kv_heads,
-    rows,
-    blocks,
-    cos,
-    relaxed_cos,
-    stride_nl,
-    D: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
-    """For each row of a block the first later row that is far from it, BLOCK if none, for each threshold."""
+    x_ptr, next_ptr, stride_xb, stride_xg, stride_xs, kv_heads, rows, blocks, cos, relaxed_cos, stride_nl,
+    D: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The first later row far from each row of a block (BLOCK if none), by threshold."""
     block = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // kv_heads * stride_xb + lane % kv_heads * stride_xg
@@ -51,7 +39,7 @@ def _next_kernel(
     dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
     square_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
     length_R = tl.sqrt_rn(tl.sum(square_RR, axis=1))
-    length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # then a zero row's cosine counts as 0
+    length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # so a zero row's cosine counts as 0
     later_RR = (row_R[None, :] > row_R[:, None]) & valid_R[None, :]
     out = next_ptr + (lane * blocks + block) * _BLOCK + row_R
     for level in tl.static_range(LEVELS):
@@ -81,31 +69,11 @@ def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_ab", "stride_ag", "rows", "blocks", "lanes", "first_block"])
 def _fill_kernel(
-    x_ptr,
-    start_ptr,
-    runs_ptr,
-    vector_ptr,
-    first_ptr,
-    count_ptr,
-    stride_xb,
-    stride_xg,
-    stride_xs,
-    stride_vb,
-    stride_vg,
-    stride_ab,
-    stride_ag,
-    kv_heads,
-    rows,
-    blocks,
-    lanes,
-    first_block,
-    D: tl.constexpr,
-    CAP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MEAN: tl.constexpr,
-):
-    """The slots of one block from the starts of its runs. first_block is where x lies in the prompt."""
+    x_ptr, start_ptr, runs_ptr, vector_ptr, first_ptr, count_ptr, stride_xb, stride_xg, stride_xs,
+    stride_vb, stride_vg, stride_ab, stride_ag, kv_heads, rows, blocks, lanes, first_block,
+    D: tl.constexpr, CAP: tl.constexpr, SLOTS: tl.constexpr, LEVELS: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """The slots of one block from the starts of its runs. first_block: where x begins in the prompt."""
     block = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -172,7 +140,7 @@ def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnch
 def kernel_summarise(
     x_BGSD: torch.Tensor, cos: float, side: SideSettings, table: BlockAnchors, place: int, first_block: int
 ) -> None:
-    """Write the slots of every block of x into table[place ..]; x begins at block `first_block`."""
+    """Write the slots of every block of x into table[place ..]. first_block: where x begins in the prompt."""
     batch, kv_heads, rows, dim = x_BGSD.shape
     check_head_dim(dim)
     blocks, levels = -(-rows // BLOCK), 1 if side.relax is None else 2
@@ -253,4 +221,3 @@ COMPILE_CASES = [
     (_fill_kernel, _FILL, {"D": 128, **_KEYS, "CAP": 64, "SLOTS": 64}),
     (_fill_kernel, _FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False}),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

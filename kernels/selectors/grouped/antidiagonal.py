@@ -1,7 +1,7 @@
-"""XAttention: tiles ranked by antidiagonal sums in stride x stride cells.
+"""XAttention: tiles ranked by antidiagonal sums in stride x stride cells (Xu et al. 2025, sections 2.1-2.2).
 
-Shape suffixes as in `kernels.interface`; S = stride in the names of grouped tensors: I, J groups of S query
-or key rows, X = S x D.
+Shape suffixes as in `kernels.interface`; I, J groups of `stride` query or key rows, S = stride in grouped
+tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from .packing import Grouping, own_logits
 
 
 class AntidiagonalSelector(ScoredSelector):
-    """Antidiagonal scores: on the GPU from groups of rows side by side (`grouped_kernel.py`)."""
-
     name = "antidiagonal"
 
     def __init__(self, options: AntidiagonalOptions, *, with_scores: bool = False) -> None:
@@ -39,24 +37,23 @@ class AntidiagonalSelector(ScoredSelector):
         per_block = BLOCK // self.stride
         grouping = Grouping(self.stride, self.stride, per_block)
         with phase("scoring"):
-            # A group's logits against itself count only the keys up to each query.
+            # Only keys up to each query count.
             own_BHI = own_logits(x, self.stride)
             groups = pack(x.q_BHTD, x.k_BGSD, x.q_start, x.scale, grouping, own_BHI)
         return per_block, lambda first, blocks: Sums(log_sums(groups, first, blocks), first)
 
 
 def scoring_selector(options: AntidiagonalOptions) -> AntidiagonalSelector:
-    """One whose masks carry scores, for `delta_xattention`."""
+    """A selector whose masks carry scores, for `delta_xattention`."""
     return AntidiagonalSelector(options, with_scores=True)
 
 
 def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
-    """Tile scores of XAttention, section 2.1: float32 score_BHNM.
+    """Tile scores of XAttention, float32 score_BHNM.
 
-    Rows are taken in groups of `stride`. The logit of a query group against a key group is the mean of
-    q . k over the antidiagonal of their cell, rows u against keys stride-1-u; a softmax over the causal key
-    groups of each query group, then sums over tiles. Unlike the authors' code, a group's own cell counts
-    only the pairs whose key is not after the query, and a ragged last group only the rows it has.
+    A cell's logit is the mean of q . k over its antidiagonal: rows u against keys stride-1-u. Softmax over
+    the causal key groups, then sums over tiles. Unlike the authors' code, a group's own cell counts only keys
+    up to the query, and a ragged group only rows that exist.
     """
 
     rows, dim = x.q_BHTD.shape[2:]
@@ -85,5 +82,5 @@ def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """float32, the rows filled up with zeros to whole blocks."""
+    """float32, filled up with zeros to whole blocks."""
     return functional.pad(x.float(), (0, 0, 0, -x.shape[2] % BLOCK))

@@ -1,4 +1,4 @@
-"""Mean query against mean key of every tile. Shape suffixes as in `kernels.interface`."""
+"""Tiles ranked by mean query against mean key. Shape suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from .packing import Grouping
 
 
 class BlockPoolSelector(ScoredSelector):
-    """Block means; on the GPU as groups of one row (`grouped_kernel.py`)."""
-
     name = "block_pool"
     sampled = 1.0 / BLOCK**2
 
@@ -45,7 +43,7 @@ def cpu_scores(x: AttentionInput) -> torch.Tensor:
 
 
 def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
-    """float32 mean of each block of rows, over the rows that it has."""
+    """float32 mean of each block of rows, over the rows that exist."""
     batch, heads, rows, dim = x_BGSD.shape
     padded = functional.pad(x_BGSD.float(), (0, 0, 0, -rows % BLOCK)).view(batch, heads, -1, BLOCK, dim)
     start_M = torch.arange(padded.shape[2], device=x_BGSD.device) * BLOCK
@@ -53,7 +51,8 @@ def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 def _read_once(x_BGSD: torch.Tensor) -> torch.Tensor:
-    """`block_means` without a float32 copy of x. In float32: what is small already is not rounded further."""
+    """`block_means` without a float32 copy of x. Means stay float32, so that small numbers are not rounded
+    further."""
     whole = x_BGSD.shape[2] // BLOCK * BLOCK
     batch, heads, _, dim = x_BGSD.shape
     blocks = x_BGSD[:, :, :whole].reshape(batch, heads, -1, BLOCK, dim)

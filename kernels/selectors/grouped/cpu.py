@@ -1,7 +1,5 @@
-"""From logits between groups of rows to tile scores; shared by the CPU forms.
-
-Shape suffixes as in `kernels.interface`; I groups of query rows, J groups of key rows.
-"""
+"""From logits between groups of rows to tile scores. Suffixes as in `kernels.interface`; I, J query and key
+groups."""
 
 from __future__ import annotations
 
@@ -9,10 +7,8 @@ import torch
 
 
 def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: int) -> torch.Tensor:
-    """Softmax every row over its allowed columns, then add up tiles of per_block x per_block groups.
-
-    Rows without an allowed column give nothing. Returns float32 score_BHNM.
-    """
+    """Softmax every row over its allowed columns, then add up tiles of per_block x per_block groups: float32
+    score_BHNM. Rows without an allowed column give nothing."""
     logit_BHIJ = logit_BHIJ.masked_fill(~allowed_IJ, float("-inf"))
     mass_BHIJ = torch.softmax(logit_BHIJ, dim=-1).nan_to_num(0.0)
     batch, heads, rows, columns = mass_BHIJ.shape
@@ -21,7 +17,7 @@ def tile_scores(logit_BHIJ: torch.Tensor, allowed_IJ: torch.Tensor, per_block: i
 
 
 def per_query_head(k_BGJX: torch.Tensor, q_BHIX: torch.Tensor) -> torch.Tensor:
-    """q . k for every query head against its key head: logit_BHIJ, float32."""
+    """q . k for every query head against its key head: logit_BHIJ."""
     batch, heads, rows, width = q_BHIX.shape
     groups = k_BGJX.shape[1]
     stacked = q_BHIX.reshape(batch, groups, heads // groups * rows, width)

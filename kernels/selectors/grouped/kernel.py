@@ -1,10 +1,11 @@
-"""Sums of scores between groups of rows, on the GPU; what XAttention, `naive` and `block_pool` share.
+"""Sums of scores between groups of rows, on the GPU.
 
-Shape suffixes as in `kernels.interface`; I query groups, J key groups of `step` rows each; F the numbers of a
-group that are multiplied, slots x D; X query groups and Y key groups of a tile, W key blocks of it. The logit
-of two groups is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]: antidiagonals for slots =
-step, every step-th row for slots = 1. The groups are copied side by side first; antidiagonals in 8 bits where
-the inputs have 16: the products are bound by L2 reads, and each logit is a mean over many rounded rows.
+Shape suffixes as in `kernels.interface`; I, J query and key groups of `step` rows, F = slots x D numbers of a
+group, X query groups and Y key groups of a tile, W its key blocks.
+
+Two groups' logit is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]: antidiagonals for slots
+= step, every step-th row for slots = 1. Reads from L2 bound it, so antidiagonals of 16-bit inputs are
+multiplied in 8 bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -28,37 +29,15 @@ _TILE_X, _TILE_Y = 128, 256
 
 @triton.jit(do_not_specialize=["rows", "own_groups", "start_group", "first_group", "last_group"])
 def _grouped_kernel(
-    q_desc,
-    k_desc,
-    own_ptr,
-    out_ptr,
-    stride_ob,
-    stride_oh,
-    stride_oi,
-    heads,
-    group,
-    rows,
-    padded_I,
-    padded_J,
-    own_groups,
-    start_group,
-    first_group,
-    last_group,
-    scale_log2,
-    STEP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    F: tl.constexpr,
-    BF: tl.constexpr,
-    X: tl.constexpr,
-    Y: tl.constexpr,
-    STAGES: tl.constexpr,
-    FLATTEN: tl.constexpr,
-):
-    """One tile of X query groups against all key groups they may see; log2 sums per key block.
+    q_desc, k_desc, own_ptr, out_ptr, stride_ob, stride_oh, stride_oi, heads, group, rows, padded_I,
+    padded_J, own_groups, start_group, first_group, last_group, scale_log2,
+    STEP: tl.constexpr, SLOTS: tl.constexpr, PER_BLOCK: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of X query groups against all key groups before them: log2 sums per key block.
 
-    The slab is the query groups first_group .. last_group-1 of q, whose first group is the prompt's
-    start_group. With several slots own_ptr holds the logits of groups against themselves.
+    The slab is the query groups first_group .. last_group-1 of q, which begins at the prompt's start_group.
+    With several slots own_ptr holds the logits of groups against themselves.
     """
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # long rows first
     lane = tl.program_id(0)
@@ -107,9 +86,8 @@ def _grouped_kernel(
 
 @dataclass(frozen=True)
 class Groups:
-    """k's groups side by side, (lanes x padded groups, slots x D), and what their products with q's need;
-    q's are packed slab by slab. own_BHI as in `own_logits`, None for one slot. share: query heads of a key
-    head. start: the prompt's group where q begins."""
+    """k's groups side by side, (lanes x padded groups, slots x D). own_BHI: `own_logits`, None for one slot.
+    start: the prompt's group where q begins."""
 
     q_BHTD: torch.Tensor
     k_XF: torch.Tensor
@@ -135,10 +113,11 @@ def pack(
 
 
 def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
-    """log2 of the sums of e^logit per query group and key block: fp16 part_BHNRM.
+    """log2 of the sums of e^logit per query group and key block, for N = `blocks` query blocks from
+    `first_row` on.
 
-    For N = `blocks` query blocks from `first_row` of q on, R = groups per block; M covers the key blocks of
-    the last of them.
+    Returns:
+        part_BHNRM, fp16; R groups per block, M the key blocks up to the last of them.
     """
     grouping, per_block = groups.grouping, groups.grouping.per_block
     batch, heads, rows, _ = groups.q_BHTD.shape
@@ -202,4 +181,3 @@ COMPILE_CASES = [
     ),
     (_grouped_kernel, _GROUPED, {"STEP": 4, "SLOTS": 1, "PER_BLOCK": 32, "F": 128, **_TILES}),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -1,4 +1,5 @@
-"""Every stride-th row of q and k. Shape suffixes as in `kernels.interface`; I, J sampled rows."""
+"""Tiles ranked by every stride-th row of q and k. Shape suffixes as in `kernels.interface`; I, J sampled
+rows."""
 
 from __future__ import annotations
 
@@ -16,8 +17,6 @@ from .packing import Grouping
 
 
 class NaiveSelector(ScoredSelector):
-    """Strided rows; on the GPU the first row of every group (`grouped_kernel.py`)."""
-
     name = "naive"
 
     def __init__(self, options: NaiveOptions) -> None:
@@ -39,10 +38,8 @@ class NaiveSelector(ScoredSelector):
 
 
 def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
-    """Tile scores from every stride-th row of q and k: float32 score_BHNM.
-
-    The attention of the sampled query rows over the sampled keys up to each, added up in tiles.
-    """
+    """The attention of sampled query rows over sampled keys up to each, added up in tiles: float32
+    score_BHNM."""
 
     per_block = BLOCK // stride
     q_BHID, k_BGJD = _sampled(x.q_BHTD, stride), _sampled(x.k_BGSD, stride)

@@ -1,7 +1,4 @@
-"""Groups of rows side by side, and their products with themselves; what `grouped_kernel.py` starts from.
-
-Shape suffixes as there.
-"""
+"""Groups of rows side by side, and their products with themselves. Shape suffixes as in `kernel.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -20,22 +17,11 @@ from ...interface import AttentionInput
 
 @triton.jit(do_not_specialize=["rows"])
 def _pack_kernel(
-    x_ptr,
-    out_ptr,
-    stride_xb,
-    stride_xg,
-    stride_xs,
-    x_heads,
-    rows,
-    padded_I,
-    D: tl.constexpr,
-    STEP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    REVERSED: tl.constexpr,
-    LIMIT: tl.constexpr,
+    x_ptr, out_ptr, stride_xb, stride_xg, stride_xs, x_heads, rows, padded_I,
+    D: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr, REVERSED: tl.constexpr, LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
-):
-    """The first SLOTS rows of each group side by side, zeros past the end, cut off at +-LIMIT."""
+):  # fmt: skip
+    """The first SLOTS rows of each group side by side, zeros past the end, clamped to +-LIMIT."""
     lane = tl.program_id(1).to(tl.int64)
     x_ptr += lane // x_heads * stride_xb + lane % x_heads * stride_xg
     place_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -58,26 +44,11 @@ def _pack_kernel(
 
 @triton.jit(do_not_specialize=["rows", "q_start", "groups_I"])
 def _own_kernel(
-    q_ptr,
-    k_ptr,
-    own_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kg,
-    stride_ks,
-    heads,
-    group,
-    rows,
-    q_start,
-    groups_I,
-    scale_log2,
-    D: tl.constexpr,
-    STEP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Logits of groups against themselves, over the pairs whose key is not after the query."""
+    q_ptr, k_ptr, own_ptr, stride_qb, stride_qh, stride_qt, stride_kb, stride_kg, stride_ks, heads, group,
+    rows, q_start, groups_I, scale_log2,
+    D: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Logits of groups against themselves, over pairs whose key is not after the query."""
     group_I = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -103,7 +74,7 @@ def _own_kernel(
 
 @dataclass(frozen=True)
 class Grouping:
-    """Rows per group, rows of a group that are paired (all, or the first), groups per block."""
+    """Rows per group; rows of a group that are paired (all, or the first); groups per block."""
 
     step: int
     slots: int
@@ -136,7 +107,7 @@ def packed(x_BGSD: torch.Tensor, grouping: Grouping, multiple: int, *, reverse: 
 
 
 def own_logits(x: AttentionInput, step: int) -> torch.Tensor:
-    """Logits, times log2 e, of the chunk's groups against themselves: float32 own_BHI; -inf where none."""
+    """Logits times log2 e of the chunk's groups against themselves: float32 own_BHI; -inf without a pair."""
     batch, heads, rows, dim = x.q_BHTD.shape
     check_head_dim(dim)
     row_groups = x.query_blocks * (BLOCK // step)
@@ -180,4 +151,3 @@ COMPILE_CASES = [
     (_pack_kernel, _PACK, {"D": 128, "STEP": 8, "SLOTS": 8, "REVERSED": True, "LIMIT": 448.0, "ROWS": 64}),
     (_own_kernel, _OWN, {"D": 128, "STEP": 8, "ROWS": 32}),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

@@ -1,4 +1,4 @@
-"""The selection rules on the CPU, in plain torch. Shape suffixes as in `kernels.interface`."""
+"""The selection rules in torch. Shape suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FLOAT_BITS = 1 << 31
 
 
 def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
-    """The tiles that `rule` keeps of float32 scores >= 0; columns after the diagonal are ignored."""
+    """The tiles that `rule` keeps of float32 scores >= 0. Columns after the diagonal are ignored."""
     mask = compact(kept_table(score_BHNM, rule, first_block))
     if not with_scores:
         return mask
@@ -71,6 +71,5 @@ def _highest_floor(
 
 
 def compact(kept_BHNM: torch.Tensor) -> TileMask:
-    """The ascending list of kept key blocks of every row."""
     order_BHNM = torch.argsort(kept_BHNM.byte(), dim=-1, descending=True, stable=True)
     return TileMask(order_BHNM.to(torch.int16), kept_BHNM.sum(-1, dtype=torch.int32))

@@ -1,9 +1,8 @@
-"""From scores, or from the logarithms of their parts, to kept tiles, on the GPU.
+"""From scores, or logarithms of their parts, to kept tiles, on the GPU.
 
-Shape suffixes as in `kernels.interface`; R rows of logarithms of one query block, W key blocks of the whole
-prompt rounded up to a power of two. One program per query block and head; nothing is sorted: thresholds
-are found by bisection, with sums of whole numbers. W depends on the prompt and not on the chunk, so that
-sums are formed in the same order however the prompt is cut.
+Shape suffixes as in `kernels.interface`; R rows of logarithms of one query block, W key blocks of the prompt,
+rounded up to a power of two. Thresholds are found by bisection over whole numbers. W does not depend on the
+chunk, so chunks do not change the order of sums.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,8 +29,7 @@ _KINDS = {"cumulative": _CUMULATIVE.value, "top_k": _TOP_K.value}
 
 @triton.jit
 def fast_log2(x):
-    """log2 of normal positive numbers within 2e-5, -inf for 0: the results are kept in 16 bits, and the
-    exact function costs twice the instructions."""
+    """log2 of normal positive numbers within 2e-5, -inf for 0, at half the instructions."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
     t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
@@ -42,7 +40,7 @@ def fast_log2(x):
 
 @triton.jit
 def in_16_bits(log2_sum):
-    """Cut off above what fp16 holds: logits of tens of thousands tie instead of turning infinite."""
+    """Cut off above fp16's range, where logits tie instead of turning infinite."""
     return tl.minimum(log2_sum, 60000.0).to(tl.float16)
 
 
@@ -61,17 +59,10 @@ def _highest_floor(level_W, weight_W, forced_W, need, limit):
 
 @triton.jit
 def _kept(
-    score_W,
-    column_W,
-    diagonal,
-    threshold,
-    sink_blocks,
-    window_blocks,
-    KIND: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
-    """Which tiles of a row the rule keeps; score_W is 0 after the diagonal. See `rule.Rule`."""
+    score_W, column_W, diagonal, threshold, sink_blocks, window_blocks,
+    KIND: tl.constexpr, OUTSIDE: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The tiles of a row that the rule keeps (`rule.Rule`). score_W is 0 after the diagonal."""
     causal_W = column_W <= diagonal
     forced_W = causal_W & ((column_W > diagonal - window_blocks) | (column_W < sink_blocks))
     ranked_W = causal_W
@@ -98,17 +89,10 @@ def _kept(
 
 @triton.jit
 def _score_of_sums(
-    in_ptr,
-    stride_r,
-    column_W,
-    causal_W,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    NORM: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's; the rows'
-    sum or the LARGEST of them."""
+    in_ptr, stride_r, column_W, causal_W,
+    R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Tile scores from log2 sums. NORM: each row's values are divided by their sum, else by that of all."""
     score_W = tl.zeros((W,), tl.float32)
     all_sum = tl.zeros((), tl.float32)
     row_max = tl.full((), float("-inf"), tl.float32)
@@ -148,33 +132,11 @@ def _score_of_sums(
     ]
 )
 def _rule_kernel(
-    in_ptr,
-    threshold_ptr,
-    index_ptr,
-    count_ptr,
-    score_ptr,
-    stride_ib,
-    stride_ih,
-    stride_in,
-    stride_ir,
-    stride_mb,
-    stride_mh,
-    stride_mn,
-    stride_cb,
-    stride_ch,
-    heads,
-    first_block,
-    sink_blocks,
-    window_blocks,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    NORM: tl.constexpr,
-    LARGEST: tl.constexpr,
-    KIND: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    WITH_SCORES: tl.constexpr,
-):
+    in_ptr, threshold_ptr, index_ptr, count_ptr, score_ptr, stride_ib, stride_ih, stride_in, stride_ir,
+    stride_mb, stride_mh, stride_mn, stride_cb, stride_ch, heads, first_block, sink_blocks, window_blocks,
+    R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, KIND: tl.constexpr,
+    OUTSIDE: tl.constexpr, LEVELS: tl.constexpr, WITH_SCORES: tl.constexpr,
+):  # fmt: skip
     """R = 0: in_ptr holds scores. KIND = _SCORES_ONLY: write the row's scores and select nothing."""
     row = tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -206,7 +168,7 @@ _apply = Launcher(_rule_kernel)
 
 
 def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
-    """A TileMask for the chunk, to be filled slab by slab."""
+    """A mask of the chunk, to be filled slab by slab."""
     shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
     device = x.q_BHTD.device
     return TileMask(
@@ -217,7 +179,7 @@ def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
 
 
 def width_of(prompt_tokens: int) -> int:
-    """W of a prompt."""
+    """W of a prompt. Raises KernelInputError for more blocks than can be ranked."""
     blocks = -(-prompt_tokens // BLOCK)
     if blocks > MAX_BLOCKS:
         raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
@@ -225,12 +187,10 @@ def width_of(prompt_tokens: int) -> int:
 
 
 def select_from_sums(x: AttentionInput, sums: Sums, rule: Rule, out: TileMask) -> None:
-    """Fill the slab's rows of `out`."""
     _launch(x, sums, rule, out.index_BHNM, out.count_BHN, out.score_BHNM)
 
 
 def scores_from_sums(x: AttentionInput, sums: Sums, score_BHNM: torch.Tensor) -> None:
-    """Fill the slab's rows of the chunk's float32 scores."""
     _launch(x, sums, None, None, None, score_BHNM)
 
 
@@ -278,7 +238,7 @@ def _launch(
 
 
 def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
-    """The tiles that `rule` keeps of float32 scores >= 0; columns after the diagonal are ignored."""
+    """`cpu.select` on the GPU."""
     check_scores(score_BHNM, first_block)
     if score_BHNM.stride(3) != 1:
         raise KernelInputError("scores must be contiguous along key blocks")
@@ -316,7 +276,7 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
 
 
 def _warps(width: int) -> int:
-    """One warp needs no barrier in its sums, and 32 values a thread leave room for enough programs."""
+    """One warp needs no barrier in its sums."""
     return min(16, max(1, width // 1024))
 
 
@@ -353,4 +313,3 @@ COMPILE_CASES = [
         },
     ),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""
