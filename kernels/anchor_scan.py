@@ -1,10 +1,8 @@
 """Runs of similar rows, each led by its anchor (DeltaAttention, section 3.1).
 
-Shape suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a
-chunk, L lanes = batch x heads x chunks.
-
-On a GPU one program takes a chunk, BLOCK rows at a time. Their Gram matrix gives `next[i]`, the first later
-row far from row i. The anchors are found by following `next`.
+Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a
+chunk, L lanes = batch x heads x chunks. On a GPU a Gram matrix gives `next[i]`, the first later row far from
+row i; the anchors are found by following it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -57,12 +55,12 @@ def find_anchors(
 ) -> torch.Tensor:
     """Which rows are anchors: is_anchor_BGS, bool.
 
-    The first row of a chunk is one. A row joins the current run while it is close to the run's anchor;
-    otherwise it is the next anchor. A zero vector has cosine 0 with everything.
+    A chunk's first row is one. A row joins the current run while it is close to the run's anchor; otherwise
+    it is the next anchor. A zero vector has cosine 0 with everything.
 
     Args:
-        threshold: a row is close at a cosine of at least this, or at a Euclidean distance of at most this.
-        chunk: a multiple of BLOCK. The last may be shorter.
+        threshold: close is a cosine of at least this, or a Euclidean distance of at most this.
+        chunk: a multiple of BLOCK.
 
     Raises:
         KernelInputError: shapes, types or numbers that the scan cannot work with.

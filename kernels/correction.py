@@ -1,6 +1,6 @@
 """The Δ correction around any method (Δ Attention, Willette et al. 2025, section 3).
 
-Shape suffixes as in `interface.py`; R dense rows of the chunk.
+Suffixes as in `interface.py`; R dense rows of the chunk.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

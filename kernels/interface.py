@@ -1,6 +1,6 @@
 """Types that selectors, executors and workers share. Free of torch at import.
 
-Shape suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
+Suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
 dimension, N query blocks of this chunk, M key blocks so far. A method's state, one per layer of a prompt, is
 what it remembers between chunks.
 """

@@ -55,7 +55,7 @@ class Launcher:
         return partial(self._launch, (x, y, z))
 
     def key(self, arguments: Sequence[Any], constants: dict[str, Any]) -> Hashable:
-        """Equal for launches of one compiled kernel, and mostly different for others."""
+        """Equal for launches of one compiled kernel."""
         if (pointers := self._pointers) is None:
             pointers = self._look_at(arguments)
         return (

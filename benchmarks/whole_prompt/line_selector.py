@@ -1,4 +1,4 @@
-"""What the two whole-prompt baselines share as selectors. Shape suffixes as in `kernels.interface`."""
+"""The base of the two whole-prompt selectors. Shape suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Vertical and slash lines, as blocks of them, from the attention of a prompt's last queries.
 
-Shape suffixes as in `kernels.interface`; L the last queries. What the two whole-prompt baselines share. Both
+Shape suffixes as in `kernels.interface`; L the last queries. Both
 papers keep single lines (columns, diagonals); tiles of 128 x 128 cannot, so a line here is a key block, or
 a band of 128 diagonals, which crosses two tiles of a row.
 """

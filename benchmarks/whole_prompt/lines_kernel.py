@@ -195,4 +195,3 @@ def _cases(last: int, stages: int, inputs: dict[str, str]) -> list[Any]:
 
 
 COMPILE_CASES = [*_cases(64, 3, {}), *_cases(128, 3, {}), *_cases(128, 2, _WIDE)]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

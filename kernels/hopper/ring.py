@@ -15,9 +15,8 @@ from triton.language.core import _aggregate as aggregate
 class Ring:
     """COUNT buffers from number FIRST on. Use n (from 0) takes buffer FIRST + n % COUNT.
 
-    `full` completes when a buffer has been written, `empty` when every reader has released it. A wait names
-    the parity of a completion. A new barrier acts as if one of odd parity had completed, so first uses find
-    their buffers empty.
+    `full` completes when a buffer has been written, `empty` when every reader has released it. A wait names a
+    completion's parity; in a new barrier odd parity counts as completed.
     """
 
     buffers: gl.shared_memory_descriptor

@@ -1,7 +1,7 @@
 """Rows of 8-bit numbers with one factor each, and their product. Activations are quantised as they come,
 weights once.
 
-Shape suffixes: T rows (tokens), I input width, O output width.
+Suffixes: T rows (tokens), I input width, O output width.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,7 +20,7 @@ from ..launches import Launcher, next_power_of_2
 from .rows import check_rows
 
 LARGEST = 448.0
-"""Of e4m3."""
+"""The largest number of e4m3."""
 SMALLEST = 1e-12
 """The least magnitude that a row is divided by."""
 

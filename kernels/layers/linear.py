@@ -1,6 +1,6 @@
-"""Products with 16-bit or 32-bit weights: our own for many rows on Hopper (`linear_hopper.py`), else torch's.
+"""Products with 16-bit or 32-bit weights: ours for many rows on Hopper, else torch's.
 
-Shape suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
+Suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
 """
 
 from __future__ import annotations

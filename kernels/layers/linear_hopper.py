@@ -1,13 +1,11 @@
 """Products of many rows for Hopper, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
 
-*Why not cuBLAS.* At the card's power limit, reads from L2 cost speed. A tile of 192 × 256 reads a fifth less
-per result than one of 128 × 256 (docs/log/2026-11-25.md).
+Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which counts at the card's power limit
+(docs/log/2026-11-25.md).
 
-*Roles.* One producer warp copies steps of DEPTH columns into a ring; three consumer warpgroups multiply 64
-rows of x each. Weights come in two pieces of 128 output channels: side by side, or (GATED) gate's and up's.
-
-*The grid* is persistent. Programs take BAND tiles of rows for one piece of weights after another, so that x
-stays in L2.
+One producer warp copies steps of DEPTH columns into a ring; three consumer warpgroups multiply 64 rows of x
+each. Weights come in two pieces of 128 output channels: side by side, or (GATED) gate's and up's. Programs
+take BAND tiles of rows for one piece of weights after another, so that x stays in L2.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -42,8 +40,7 @@ _LOG2E = gl.constexpr(LOG2E)
 
 
 class LinearWork(NamedTuple):
-    """Tiles of rows and of output channels, steps of DEPTH columns, and the distance of a tile's two pieces
-    of weights."""
+    """Tiles of rows and of channels, steps of DEPTH columns, and the distance of a tile's two pieces."""
 
     row_tiles: gl.tensor
     column_tiles: gl.tensor

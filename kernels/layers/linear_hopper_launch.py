@@ -1,4 +1,4 @@
-"""Launches the Hopper product of many rows, where it is faster. Shape suffixes as in `linear.py`."""
+"""Launches the Hopper product of many rows, where it is faster. Suffixes as in `linear.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm of the residual stream after the last block's update. Shape suffixes: T tokens, C hidden size."""
+"""RMSNorm of the residual stream after the last block's update. Suffixes: T tokens, C hidden size."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

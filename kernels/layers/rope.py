@@ -1,7 +1,7 @@
-"""From a fused projection to attention: norms of q and k, rotation, and K/V into their memory.
+"""Norms of q and k, rotation, and K/V into their memory, in one pass over the fused projection.
 
-Shape suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D
-head dimension, F = D / 2 frequencies, R rows of a layer's K/V memory.
+Suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D
+head dimension, F = D / 2, R rows of a layer's K/V memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -117,7 +117,7 @@ def _check(
 
 
 _TOKENS, _HEADS = 4, 8
-"""Of a program."""
+"""A program's."""
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -1,4 +1,4 @@
-"""The activation between an MLP's products. Shape suffixes: T tokens, I intermediate size, J = 2 I."""
+"""The activation between an MLP's products. Suffixes: T tokens, I intermediate size, J = 2 I."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

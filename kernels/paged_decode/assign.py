@@ -1,7 +1,7 @@
-"""Which split of which request a program of paged decode attention computes.
+"""Splits of requests for the programs of paged decode attention, in proportion to tokens, so that they end
+together.
 
-Requests get splits in proportion to their tokens, so that programs end together. Lengths are read on the
-device, so a CUDA graph stays valid.
+Lengths are read on the device, so a CUDA graph stays valid.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,7 +18,7 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 
 @triton.jit
 def assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr):
-    """Of `slot`: its request r, its split, r's number of splits (0: no request is left), its tokens, its
+    """A slot's request r, its split, r's number of splits (0: no request is left), its tokens, its
     selected pages.
 
     Each request has one of its at most max_splits splits, and max_splits - 1 are shared out; a slot is below
@@ -55,7 +55,7 @@ def assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.const
 
 @triton.jit
 def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr):
-    """Of request n: tokens, count of selected pages, and steps of STEP tokens to read."""
+    """Tokens of request n, its count of selected pages, and steps of STEP tokens to read."""
     length = tl.load(lengths_ptr + n)
     count = length
     read = length

@@ -1,4 +1,4 @@
-"""Paged decode attention: torch on the CPU, Triton on a GPU. Shape suffixes as in `pages.py`."""
+"""Paged decode attention: torch on the CPU, Triton on a GPU. Suffixes as in `pages.py`."""
 
 from __future__ import annotations
 
@@ -65,10 +65,8 @@ def paged_attention_sparse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` over some of each request's pages (DELTA, Algorithm 2, sparse layers).
 
-    Args:
-        selected_RK, counts_R: from `page_selection.select_pages`; a request with a count of 0 reads all its
-            pages.
-        lengths_R: the full length, which says what slots of the last page are filled.
+    selected_RK, counts_R: from `page_selection.select_pages`; a count of 0 reads all pages. lengths_R: the
+    full length.
     """
     x = PagedInput(q_RHD, k_PSGD, v_PSGD, table_RP, lengths_R, scale)
     selected = SelectedPages(x, selected_RK, counts_R)

@@ -1,6 +1,6 @@
-"""Paged decode attention, page scores and page selection on the CPU, request by request, in fp32.
+"""Paged decode attention, page scores and selection on the CPU, request by request, in fp32.
 
-Shape suffixes as in `pages.py`; T tokens and N pages of one request, Q query heads of one key head.
+Suffixes as in `pages.py`; T tokens and N pages of one request, Q query heads of one key head.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _gather(pages_PSGD: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
 def select_pages(
     page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`page_selection.select_pages`. Of equal scores the lower column wins."""
+    """`page_selection.select_pages`. The lower of equal columns wins."""
     columns_P = torch.arange(page_score_RP.shape[1], device=page_score_RP.device)
     pages_R1 = ((lengths_R + PAGE_TOKENS - 1) // PAGE_TOKENS)[:, None]
     rival_RP = columns_P < pages_R1 - recency

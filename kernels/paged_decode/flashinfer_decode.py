@@ -1,4 +1,4 @@
-"""FlashInfer's paged decode, the baseline of the benchmarks. Shape suffixes as in `pages.py`."""
+"""FlashInfer's paged decode, the baseline of the benchmarks. Suffixes as in `pages.py`."""
 
 from __future__ import annotations
 

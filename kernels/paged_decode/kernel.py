@@ -1,13 +1,11 @@
 """Paged decode attention in Triton: split over keys (flash-decoding), merged, with page scores in one pass.
 
-Shape suffixes as in `pages.py`; C splits of a request at most, B blocks of keys, T keys of a block, E bundles
-of 8 blocks, W the blocks of a bundle. Strides are in elements: q RHD, k and v PSGD, t(able) RP, s(elected)
-RK.
+Suffixes as in `pages.py`; C splits of a request, B blocks of keys, T keys of a block, E bundles of 8
+blocks, W the blocks of a bundle.
 
-For page scores `_attend` leaves p of each key under its block's running maximum, in the pages' dtype, and
-that maximum; `_score` turns them into weights once `_merge` knows the LSE. Weights under a near maximum,
-unlike logits, keep the dtype's relative error. All heads of a block lie together, and so do a bundle's
-maxima: small writes between reads are slow.
+For page scores `_attend` leaves p of each key under its block's running maximum, and that maximum; `_score`
+turns them into weights once `_merge` knows the LSE. Weights under a near maximum, unlike logits, keep the
+dtype's relative error.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

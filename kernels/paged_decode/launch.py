@@ -1,4 +1,4 @@
-"""Launches paged decode attention. Shape suffixes as in `kernel.py`.
+"""Launches paged decode attention. Suffixes as in `kernel.py`.
 
 Grids and scratch depend on shapes alone, so a CUDA graph stays valid while lengths, tables and selections
 change.
@@ -17,7 +17,7 @@ from . import kernel
 from .pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
-"""Of `_attend`: two for each of an H200's multiprocessors."""
+"""`_attend` has two for each of an H200's multiprocessors."""
 _FIRST_SPLITS = 8
 """Splits that are merged at once: those of each of four requests with eight key heads."""
 

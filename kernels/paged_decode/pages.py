@@ -1,6 +1,6 @@
 """Inputs of paged decode attention, and their checks.
 
-Shape suffixes: R requests, H query heads, G key/value heads, D head dimension, S slots of a page (its 16
+Suffixes: R requests, H query heads, G key/value heads, D head dimension, S slots of a page (its 16
 tokens), K pages selected at most. P counts pages: of the pool in k and v, of one request in tables and page
 scores.
 """

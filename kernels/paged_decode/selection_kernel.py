@@ -1,7 +1,6 @@
-"""DELTA's page selection in Triton: one program ranks all pages of one request in registers.
+"""DELTA's page selection in Triton, without a sort: bisection over the scores' bits, then a prefix sum.
 
-Shape suffixes as in `pages.py`. It does not sort. It bisects the scores' bits for the (K - L)-th largest (at
-most 32 rounds), then one prefix sum places the kept columns.
+Suffixes as in `pages.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -35,8 +34,8 @@ def _select(
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.uint32, bitcast=True)
     rank = tl.where(rival, ordered ^ 0x80000000, 0)  # unsigned, in the order of the scores
 
-    # The wanted-th largest rank lies in least .. most: K groups of columns (any; the compiler picks those
-    # that move no data) each have a rank at or above the least of their maxima, and K >= wanted.
+    # The wanted-th largest rank lies in least .. most: K groups of columns each have a rank
+    # at or above the least of their maxima, and K >= wanted.
     group = tl.max(tl.reshape(rank, [N // K, K], can_reorder=True), 0)
     least, most = tl.min(group, 0), tl.max(group, 0)
     while least < most:

@@ -1,6 +1,6 @@
 """Attention by its definition: dense and over tiles, Delta-KV, DeltaXAttention, the Δ correction.
 
-Shape suffixes as in `kernels.interface`.
+Suffixes as in `kernels.interface`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The steps between a layer's products, row by row in float64. Shape suffixes as in `kernels.layers`."""
+"""The steps between a layer's products, row by row in float64. Suffixes as in `kernels.layers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged decode attention and page selection, one request at a time. Shape suffixes as in
+"""Paged decode attention and page selection, one request at a time. Suffixes as in
 `paged_decode.pages`."""
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def paged_attention(
 
 
 def selected_pages(score_P: list[float], pages: int, budget: int, recency: int) -> list[int]:
-    """DELTA, Algorithm 2, of one request."""
     if pages <= budget:
         return list(range(pages))
     rivals = sorted(range(pages - recency), key=lambda column: (-score_P[column], column))

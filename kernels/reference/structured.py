@@ -1,9 +1,8 @@
 """Synthetic q, k, v that look like a real model's after RoPE; deterministic by seed.
 
-Shape suffixes as in `interface.py`; P = D / 2 pairs of channels that RoPE turns together.
-
-Neighbouring rows are alike (a topic's run), a topic's rows attract each other, the first keys are sinks,
-every 600th key or so is a vertical that all queries see, and each head looks back at one distance, its slash.
+Suffixes as in `interface.py`; P = D / 2 pairs of channels. Neighbouring rows are alike (a topic's run),
+a topic's rows attract each other, the first keys are sinks, some keys are verticals that all queries see, and
+each head looks back at one distance, its slash.
 """
 
 from __future__ import annotations

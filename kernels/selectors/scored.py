@@ -1,4 +1,4 @@
-"""What selectors that rank tiles by a score share. Shape suffixes as in `kernels.interface`."""
+"""The base of selectors that rank tiles by a score. Suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sink and window (StreamingLLM), without a look at q or k.
 
-Shape suffixes as in `kernels.interface`; W columns at once.
+Suffixes as in `kernels.interface`; W columns at once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,19 +1,14 @@
 """FlashAttention for Hopper, in Gluon: `executors/flash.py` with the roles split by warps.
 
-*Roles.* One producer warp copies (TMA; `load_items`). Two or three consumer warpgroups of four warps compute
-64 rows each (`_compute`). A program takes *items*, tiles of rows of one query head, and visits a list of key
-tiles for each.
-
-*Shared memory* is rings. The producer runs ahead as far as buffers are empty; no warpgroup waits for another.
+*Roles.* One producer warp copies (TMA; `load_items`). Consumer warpgroups of four warps compute 64 rows each
+(`_compute`). A program takes *items*, tiles of rows of one query head, and visits key tiles for each. No
+warpgroup waits for another.
 
 *One tile* (`_advance`). A warpgroup issues the scores of the next tile and the weighted sum of the last one
-together (FlashAttention-3, section 3.2), waits for both (but see `late_rescale` in `plan.py`), and takes
-exponentials while the matrix unit works for the others.
+together (FlashAttention-3, section 3.2), and takes exponentials while the matrix unit works for the others.
 
-*The grid* is persistent: one program per multiprocessor takes items from a common counter, a key head's query
-heads side by side (they share keys in L2), longest first.
-
-PLAN holds all compile-time arguments. The named tuples cost nothing in the compiled code.
+*The grid* is persistent: programs take items from a common counter, a key head's query heads side by side
+(they share keys in L2), longest first.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

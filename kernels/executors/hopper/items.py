@@ -1,10 +1,8 @@
-"""The tiles that a program of the Hopper kernel visits, and the producer warp that copies them.
+"""The tiles that a program of the Hopper kernel visits, and the producer warp.
 
-An *item* is a tile of PLAN.rows rows of one query head. Items of tail rows come first. An *entry* names an
-item: its number in the lower half, its list's length (LISTED) in the upper; negative after the last.
-
-An item's key tiles come in this order: *masked* ones, at the diagonal, the other exact ones, then (PACKED)
-packed ones.
+An *item* is a tile of PLAN.rows rows of one query head; tail rows come first. An *entry* names it: its number
+in the lower half, its list's length (LISTED) in the upper; negative after the last. Key tiles come in this
+order: *masked* ones (at the diagonal), other exact ones, (PACKED) packed ones.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

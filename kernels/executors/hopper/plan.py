@@ -18,20 +18,16 @@ class HopperPlan:
 
     dim: int
     listed: bool
-    """The tiles of a mask."""
     packed: bool
-    """Packed keys before the critical region, then every key."""
     order: int
     stages: int
     """Buffers for tiles of keys, and for tiles of values."""
     warpgroups: int
-    """That compute, 64 rows of an item each."""
+    """Consumers, 64 rows of an item each."""
     query_buffers: int
-    """For each warpgroup. With two, an item's output leaves while the next item is computed."""
+    """For each warpgroup."""
     registers: int
-    """Of a thread of a consumer warpgroup."""
     copying_registers: int
-    """Of a thread of the producer warp."""
     in_pairs: bool
     """Hand weights on as 32-bit numbers that hold two. Between an item's loops LLVM would keep 16-bit numbers
     apart."""

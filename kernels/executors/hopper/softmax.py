@@ -36,8 +36,7 @@ class Seen(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Where an item's tiles change kind for a warpgroup. Tiles before masked_end are masked, and (PACKED)
-    those from unmasked_end on, which hold packed keys. tiles: their number."""
+    """masked_end, unmasked_end: tiles before and from there on are masked. tiles: their number."""
 
     masked_end: gl.tensor
     unmasked_end: gl.tensor

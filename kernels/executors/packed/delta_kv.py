@@ -1,6 +1,6 @@
 """Delta-KV: far keys packed by runs, near ones exact (DeltaAttention, section 4.1).
 
-Shape suffixes as in `runs.py`; J keys that a query block attends to.
+Suffixes as in `runs.py`; J keys that a query block attends to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DeltaXAttention: a mask whose lesser tiles are attended over packed keys (DeltaAttention, section 4.2).
 
-Shape suffixes as in `runs.py`; J keys attended to.
+Suffixes as in `runs.py`; J keys attended to.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DeltaXAttentionExecutor:
 
 
 def cpu_exact_table(mask: TileMask, share: float) -> torch.Tensor:
-    """bool, laid out as the mask's index: entries that are attended exactly. Undefined past the count."""
+    """bool, laid out as the mask's index: exact entries. Undefined past the count."""
     assert mask.score_BHNM is not None
     exact_BHNM = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
     for b, h, n in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():
@@ -124,7 +124,6 @@ def _packed(x: AttentionInput, state: PackedRuns, b: int, g: int, runs: int) -> 
 
 
 def _runs_of(tile_M: torch.Tensor, offset_M: torch.Tensor) -> torch.Tensor:
-    """Packed rows of the given tiles."""
     spans = [torch.arange(int(offset_M[m]), int(offset_M[m + 1])) for m in tile_M.tolist()]
     return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)
 

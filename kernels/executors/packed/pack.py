@@ -1,4 +1,4 @@
-"""Packs runs on the GPU. Shape suffixes as in `runs.py`."""
+"""Packs runs on the GPU. Suffixes as in `runs.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -1,6 +1,6 @@
 """Runs of similar keys, and where they begin: a prompt's state between chunks.
 
-Shape suffixes as in `interface.py`; C complete pack chunks, P packed rows of one key head, R rows of one
+Suffixes as in `interface.py`; C complete pack chunks, P packed rows of one key head, R rows of one
 chunk.
 """
 

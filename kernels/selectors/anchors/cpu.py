@@ -1,4 +1,4 @@
-"""Anchor scores on the CPU. Shape suffixes as in `form.py`; R runs of a block."""
+"""Anchor scores on the CPU. Suffixes as in `form.py`; R runs of a block."""
 
 from __future__ import annotations
 

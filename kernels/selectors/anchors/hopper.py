@@ -3,7 +3,7 @@
 Four consumer warpgroups take 64 query slots each. Reads of shared memory bound the kernel
 (docs/log/2026-11-22.md); hence the order of slots in `_by_block` and `_counts`.
 
-Shape suffixes: X query slots of a warpgroup, Y key slots of a tile, W its blocks, S the slots of a block.
+Suffixes: X query slots of a warpgroup, Y key slots of a tile, W its blocks, S the slots of a block.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -49,8 +49,6 @@ class Queries(NamedTuple):
 
 
 class Out(NamedTuple):
-    """The slab's sums."""
-
     ptr: gl.tensor
     stride_b: gl.tensor
     stride_h: gl.tensor
@@ -59,8 +57,7 @@ class Out(NamedTuple):
 
 
 class ScoreWork(NamedTuple):
-    """The slab is query blocks first_row_block .. + slab_blocks of the chunk's query_blocks. first_block: the
-    chunk's."""
+    """The slab is query blocks first_row_block .. + slab_blocks of the chunk."""
 
     kv_heads: gl.tensor
     group: gl.tensor

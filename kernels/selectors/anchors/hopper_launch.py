@@ -24,16 +24,12 @@ _BEGIN = 3
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """The kernel's compile-time argument."""
-
     dim: int
     q_slots: int
     k_slots: int
     weighted: bool
     stages: int = 4
-    """Buffers for key tiles."""
     registers: int = 112
-    """Of a thread of a consumer warpgroup."""
 
     @property
     def units(self) -> int:
@@ -42,14 +38,13 @@ class ScorePlan:
 
     @property
     def blocks(self) -> int:
-        """Of a key tile."""
         return BLOCK // self.k_slots
 
 
 def launch(
     x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings, sums: Sums
 ) -> None:
-    """Fill the sums' part. x and form satisfy `scores.takes_hopper`."""
+    """Fill the sums' part. Inputs satisfy `scores.takes_hopper`."""
     part, first_row = sums.part_BHNRM, sums.first_row
     batch, kv_heads, _, dim = x.k_BGSD.shape
     blocks = part.shape[2]

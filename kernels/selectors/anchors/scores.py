@@ -1,6 +1,6 @@
 """Sums of anchor scores on the GPU.
 
-Shape suffixes as in `form.py`; X rows of a query tile (slots of several heads and blocks), Y columns of a key
+Suffixes as in `form.py`; X rows of a query tile (slots of several heads and blocks), Y columns of a key
 tile (slots of W blocks).
 """
 
@@ -35,11 +35,11 @@ def _score_kernel(  # noqa: PLR0915
     D: tl.constexpr, Q_SLOTS: tl.constexpr, K_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
     X: tl.constexpr, W: tl.constexpr, DIAGONAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of query slots against the key blocks before its first diagonal, or from there on (DIAGONAL).
+    """A tile of query slots against the key blocks before its first diagonal, or from there on (DIAGONAL,
+    which costs registers).
 
-    Diagonals are a launch of their own, since comparing positions costs registers. Units (query block, head
-    of the group) of one key head fill a tile, Q_SLOTS rows each, by block. The slab is query blocks
-    first_row_block .. + slab_blocks of the chunk. The third axis of programs splits the key blocks.
+    Units (query block, head of the group) of one key head fill a tile, Q_SLOTS rows each, by block. The slab
+    is query blocks first_row_block .. + slab_blocks. The third axis of programs splits the key blocks.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)

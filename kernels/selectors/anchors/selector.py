@@ -1,4 +1,4 @@
-"""DPXA: query anchors against key anchors, in our bounded form. Shape suffixes as in `form.py`."""
+"""DPXA: query anchors against key anchors, in our bounded form. Suffixes as in `form.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Slots of blocks on the GPU, in three light kernels: `next` from a Gram matrix, the chase along it, sums of
-rows.
+"""Slots of blocks on the GPU: `next` from a Gram matrix, the chase along it, sums of rows.
 
-Shape suffixes as in `form.py`; R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
+Suffixes as in `form.py`; R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

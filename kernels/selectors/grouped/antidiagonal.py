@@ -1,6 +1,6 @@
 """XAttention: tiles ranked by antidiagonal sums in stride x stride cells (Xu et al. 2025, sections 2.1-2.2).
 
-Shape suffixes as in `kernels.interface`; I, J groups of `stride` query or key rows, S = stride in grouped
+Suffixes as in `kernels.interface`; I, J groups of `stride` query or key rows, S = stride in grouped
 tensors.
 """
 

@@ -1,10 +1,8 @@
 """Sums of scores between groups of rows, on the GPU.
 
-Shape suffixes as in `kernels.interface`; I, J query and key groups of `step` rows, F = slots x D numbers of a
-group, X query groups and Y key groups of a tile, W its key blocks.
-
-Two groups' logit is the sum over u < slots of q[step i + u] . k[step j + slots-1-u]: antidiagonals for slots
-= step, every step-th row for slots = 1. Reads from L2 bound it, so antidiagonals of 16-bit inputs are
+Suffixes as in `kernels.interface`; I, J query and key groups of `step` rows, F = slots x D, X query
+groups and Y key groups of a tile, W its key blocks. Two groups' logit is the sum over u < slots of q[step i +
+u] . k[step j + slots-1-u]. Reads from L2 bound it, so antidiagonals (slots = step) of 16-bit inputs are
 multiplied in 8 bits.
 """
 

@@ -1,4 +1,4 @@
-"""Tiles ranked by every stride-th row of q and k. Shape suffixes as in `kernels.interface`; I, J sampled
+"""Tiles ranked by every stride-th row of q and k. Suffixes as in `kernels.interface`; I, J sampled
 rows."""
 
 from __future__ import annotations

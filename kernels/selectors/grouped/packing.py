@@ -1,4 +1,4 @@
-"""Groups of rows side by side, and their products with themselves. Shape suffixes as in `kernel.py`."""
+"""Groups of rows side by side, and their products with themselves. Suffixes as in `kernel.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -1,4 +1,4 @@
-"""The selection rules in torch. Shape suffixes as in `kernels.interface`."""
+"""The selection rules in torch. Suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""From scores, or logarithms of their parts, to kept tiles, on the GPU.
+"""From scores, or logarithms of their parts, to kept tiles, on the GPU, by bisection over whole numbers.
 
-Shape suffixes as in `kernels.interface`; R rows of logarithms of one query block, W key blocks of the prompt,
-rounded up to a power of two. Thresholds are found by bisection over whole numbers. W does not depend on the
-chunk, so chunks do not change the order of sums.
+Suffixes as in `kernels.interface`; R rows of logarithms of one query block, W key blocks of the prompt
+(not of the chunk, so that sums keep their order), rounded up to a power of two.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,4 +1,4 @@
-"""The definition of a selection rule. Shape suffixes as in `kernels.interface`."""
+"""The definition of a selection rule. Suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 

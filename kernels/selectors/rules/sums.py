@@ -1,6 +1,6 @@
 """Logarithms of scores, slab by slab, from score kernels to rules.
 
-Shape suffixes as in `kernels.interface`; R rows of logarithms of one query block.
+Suffixes as in `kernels.interface`; R rows of logarithms of one query block.
 """
 
 from __future__ import annotations
