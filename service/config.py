@@ -28,7 +28,7 @@ from ..workers.messages.methods import (
     reads_whole_prompts,
 )
 from ..workers.model.config import ModelConfig, ModelError
-from ..workers.model.levels import amounts_for
+from ..workers.model.levels import thresholds_for
 from ..workers.model.profile import Profile
 from ..workers.model.store import profile_file
 from ..workers.settings import (
@@ -268,7 +268,7 @@ class ServiceConfig(BaseModel):
             problems.append(f"prefill.stages: {error}")
         for key, name, options in self._named_methods:
             try:
-                amounts_for(profile, self.prefill.method(name, options))
+                thresholds_for(profile, self.prefill.method(name, options))
             except MethodError as error:
                 problems.append(f"{key}: {error}")
         if problems:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
 from ...workers.messages.requests import PageSelection, Sampling
-from ...workers.model.levels import amounts_for
+from ...workers.model.levels import thresholds_for
 from ...workers.model.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument, TooLong
@@ -37,8 +37,8 @@ ROLES = {
 }
 """Of messages → as chat templates know them."""
 _MAX_SALT = 128
-_UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau"), "relative": ("tau",)}
-"""Options that another one, above 0, takes the place of (`kernels.selectors.scored.ScoredOptions`)."""
+_UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau")}
+"""Options that another one, above 0, takes the place of (`kernels.options.ScoredOptions`)."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
 def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSpec:
     try:
         spec = limits.prefill.method(name or limits.default_method, options)
-        amounts_for(limits.profile, spec)
+        thresholds_for(limits.profile, spec)
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")
         raise InvalidArgument(field, str(error)) from None
