@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -56,7 +56,7 @@ def grpc_request(message: pb.GenerateRequest, timeout: float = 300.0) -> Callabl
 
     def send(address: str, _http: str) -> str:
         with grpc.insecure_channel(address, _CHANNEL) as channel:
-            call = channel.unary_stream("/deltafront.v1.DeltafrontService/Generate")
+            call: Any = channel.unary_stream("/deltafront.v1.DeltafrontService/Generate")
             try:
                 for _answer in call(data, timeout=timeout):
                     pass
@@ -97,9 +97,14 @@ def body(size: int) -> Callable[[str, str], str]:
     return chat_of(json.dumps({"role": "user", "content": novel(size)}).encode())
 
 
+def nothing_sent(_grpc: str, _http: str) -> str:
+    time.sleep(20.0)
+    return "nothing sent"
+
+
 MB = 10**6
 ATTACKS: dict[str, Callable[[], Callable[[str, str], str]]] = {
-    "none": lambda: lambda _grpc, _http: time.sleep(20.0) or "nothing sent",
+    "none": lambda: nothing_sent,
     "prompts of 60 MB": lambda: text(novel(60 * MB)),
     "prompts of 9 MB": lambda: text(novel(9 * MB)),
     "prompts of 4 MB without a place to cut": lambda: text(dense(4 * MB)),
@@ -191,6 +196,12 @@ class Row:
     answers: dict[str, int]
 
 
+def waited(heard: Sequence[tuple[str, float]], kind: str) -> tuple[float, float]:
+    """The median and the longest wait of this kind of request, in seconds."""
+    waits = [wait for asked, wait in heard if asked == kind and wait >= 0]
+    return round(statistics.median(waits), 2), round(max(waits), 2)
+
+
 def tried(name: str, service: int, grpc_address: str, http_address: str) -> Row:
     context = multiprocessing.get_context("spawn")
     begin, stop, waits, answers = context.Event(), context.Event(), context.Queue(), context.Queue()
@@ -212,14 +223,14 @@ def tried(name: str, service: int, grpc_address: str, http_address: str) -> Row:
         others.join()
         time.sleep(_AFTER_S)
         after = memory.now()
-    times = {kind: [wait for one, wait in heard if one == kind and wait >= 0] for kind in ("answer", "info")}
     return Row(
-        name if name == "none" else f"{CALLERS} {name}",
-        seconds,
-        before,
-        memory.peaks,
-        after,
-        *((round(statistics.median(one), 2), round(max(one), 2)) for one in times.values()),
+        attack=name if name == "none" else f"{CALLERS} {name}",
+        seconds=seconds,
+        before=before,
+        peaks=memory.peaks,
+        after=after,
+        answer=waited(heard, "answer"),
+        info=waited(heard, "info"),
         asked=len(heard),
         failed=sum(wait < 0 for _, wait in heard),
         answers={answer: said.count(answer) for answer in sorted(set(said))},
