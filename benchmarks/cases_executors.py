@@ -17,7 +17,7 @@ from ..kernels.anchor_scan import find_anchors
 from ..kernels.correction import Correction
 from ..kernels.executors import block_sparse, dense
 from ..kernels.executors.inputs import causal_tiles
-from ..kernels.executors.packed import delta_kv, delta_xattention
+from ..kernels.executors.packed import delta_kv, delta_xattention, delta_xattention_kernel
 from ..kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
 from ..kernels.executors.packed.runs import PackedRuns
 from ..kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
@@ -208,7 +208,7 @@ def _check_input(x: AttentionInput) -> None:
         assert_rows_close(block_sparse.kernel_attend(x, mask), _by_head(x, mask))
         packed_kv_state, tile_state = _states(x, CHUNK), _states(x, 128)
         found = delta_kv.kernel_attend(x, packed_kv_state, chunk=CHUNK, critical=512, counts=True)
-        mixed = delta_xattention.kernel_attend(x, mask, tile_state, share=share)
+        mixed = delta_xattention_kernel.kernel_attend(x, mask, tile_state, share=share)
     y = AttentionInput.of(*(t.cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start)
     on_cpu = TileMask(*(t.cpu() for t in (mask.index_BHNM, mask.count_BHN, mask.score_BHNM) if t is not None))
     wanted = delta_kv.cpu_attend(y, _moved(packed_kv_state), chunk=CHUNK, critical=512, counts=True)
