@@ -39,8 +39,7 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
         MethodError: the method is not registered.
         KernelInputError: the method takes no thresholds, or needs them and got none.
     """
-    preset, values = registered(spec), spec.values
-    options = preset.form(**{name: values[name] for name in preset.options})
+    preset, values, options = registered(spec), spec.values, options_for(spec)
     selector = None if preset.selector is None else part_of(preset.selector)(options)
     if thresholds is not None:
         if not isinstance(selector, ScoredSelector):
@@ -57,6 +56,12 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
     if shortest > 0:
         method = DenseWhenShort(method, Composition(None, DenseExecutor()), shortest)
     return method
+
+
+def options_for(spec: MethodSpec) -> Any:
+    """The method's options, as an object of its dataclass."""
+    preset, values = registered(spec), spec.values
+    return preset.form(**{name: values[name] for name in preset.options})
 
 
 def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:

@@ -39,7 +39,7 @@ class Launcher:
         self._function = function
         self._parameters = getattr(function, "params", ())
         """Empty where Triton interprets."""
-        constants = [one.is_constexpr for one in self._parameters]
+        constants = [parameter.is_constexpr for parameter in self._parameters]
         if constants != sorted(constants):
             raise TypeError(f"{function}: constants must be the last parameters")
         self._compiled: dict[Hashable, Any] = {}
@@ -88,13 +88,19 @@ class Launcher:
     def _look_at(self, arguments: Sequence[Any]) -> Sequence[int]:
         """Sort places by kind, without numbers that Triton does not specialise on; returns tensors'. Raises
         TypeError."""
-        for place, one in enumerate(arguments):
-            if not (one is None or isinstance(one, torch.Tensor | int | float) or hasattr(one, "form")):
-                raise TypeError(f"argument {place} is {type(one).__name__}, of which no form is known")
-        free = {one.num for one in self._parameters if one.do_not_specialize}
+        for place, argument in enumerate(arguments):
+            if not (
+                argument is None
+                or isinstance(argument, torch.Tensor | int | float)
+                or hasattr(argument, "form")
+            ):
+                raise TypeError(f"argument {place} is {type(argument).__name__}, of which no form is known")
+        free = {parameter.num for parameter in self._parameters if parameter.do_not_specialize}
         kinds = list(enumerate(arguments))
-        self._descriptors = [place for place, one in kinds if hasattr(one, "form")]
-        self._numbers = [place for place, one in kinds if isinstance(one, int) and place not in free]
-        self._unused = [None] * sum(one.is_constexpr for one in self._parameters)
-        self._pointers = [place for place, one in kinds if one is None or torch.is_tensor(one)]
+        self._descriptors = [place for place, argument in kinds if hasattr(argument, "form")]
+        self._numbers = [
+            place for place, argument in kinds if isinstance(argument, int) and place not in free
+        ]
+        self._unused = [None] * sum(parameter.is_constexpr for parameter in self._parameters)
+        self._pointers = [place for place, argument in kinds if argument is None or torch.is_tensor(argument)]
         return self._pointers

@@ -30,7 +30,7 @@ class BlockSparseExecutor:
 
 
 def cpu_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """softmax over the keys of each query block's kept tiles, causal in the diagonal tile. In float32."""
+    """softmax over the keys of each query block's kept tiles, causal in the diagonal tile."""
     batch, heads, rows, _ = x.q_BHTD.shape
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()

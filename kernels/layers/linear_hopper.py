@@ -106,7 +106,7 @@ def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
     # Two instructions of 128 columns: one of 256 would take too many registers.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     ring = buffers.x
-    mine = buffers.out.index(WARPGROUP)
+    out_buffer = buffers.out.index(WARPGROUP)
     use = 0
     for number in range(gl.program_id(0), work.row_tiles * work.column_tiles, gl.num_programs(0)):
         row, column = _tile(number, work)
@@ -125,10 +125,10 @@ def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
         row = (row * WARPGROUPS + WARPGROUP) * GROUP_ROWS
         if GATED:
             active = first / (1.0 + gl.exp2(-_LOG2E * first)) * second
-            _store(active, out, mine, row, column * PIECE)
+            _store(active, out, out_buffer, row, column * PIECE)
         else:
-            _store(first, out, mine, row, column * 2 * PIECE)
-            _store(second, out, mine, row, column * 2 * PIECE + PIECE)
+            _store(first, out, out_buffer, row, column * 2 * PIECE)
+            _store(second, out, out_buffer, row, column * 2 * PIECE + PIECE)
     tma.store_wait(0)
 
 

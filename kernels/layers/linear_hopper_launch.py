@@ -40,8 +40,8 @@ def filled(rows: int, width: int, multiprocessors: int) -> float:
     """The useful part of the GPU's time for `rows` rows of `width` channels (gate and up are two)."""
     columns = 2 * PIECE.value
     tiles = cdiv(rows, _ROWS) * cdiv(width, columns)
-    whole = cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
-    return float(rows * width / whole)
+    computed = cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
+    return float(rows * width / computed)
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:

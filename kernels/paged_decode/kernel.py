@@ -169,15 +169,15 @@ def _score(
         b = chunk * BLOCKS + tl.arange(0, BLOCKS)
         t = tl.arange(0, BLOCK)
         lse_H = tl.load(lse_ptr + r * heads + h, mask=h < heads, other=0.0) * _LOG2E
-        live_BH = (h[None, :] < heads) & (b[:, None] * BLOCK < tokens)
+        valid_BH = (h[None, :] < heads) & (b[:, None] * BLOCK < tokens)
         lane_BH = (r * bundles * _BUNDLE + b).to(tl.int64)[:, None] * heads + h[None, :]
         bundle_BH = (r * bundles + b // _BUNDLE).to(tl.int64)[:, None] * heads + h[None, :]
         m_BH = tl.load(
-            m_REHW_ptr + bundle_BH * _BUNDLE + (b % _BUNDLE)[:, None], mask=live_BH, other=float("-inf")
+            m_REHW_ptr + bundle_BH * _BUNDLE + (b % _BUNDLE)[:, None], mask=valid_BH, other=float("-inf")
         )
         p_BHT = tl.load(
             p_RBHT_ptr + lane_BH[:, :, None] * BLOCK + t[None, None, :],
-            mask=live_BH[:, :, None],
+            mask=valid_BH[:, :, None],
             other=0.0,
         ).to(tl.float32)
         factor_BH = tl.exp2(m_BH - lse_H[None, :])

@@ -34,19 +34,19 @@ def _select(
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.uint32, bitcast=True)
     rank = tl.where(rival, ordered ^ 0x80000000, 0)  # unsigned, in the order of the scores
 
-    # The wanted-th largest rank lies in least .. most: K groups of columns each have a rank
-    # at or above the least of their maxima, and K >= wanted.
+    # The wanted-th largest rank lies in lowest .. highest: K groups of columns each have a rank
+    # at or above the lowest of their maxima, and K >= wanted.
     group = tl.max(tl.reshape(rank, [N // K, K], can_reorder=True), 0)
-    least, most = tl.min(group, 0), tl.max(group, 0)
-    while least < most:
-        middle = most - (most - least) // 2
+    lowest, highest = tl.min(group, 0), tl.max(group, 0)
+    while lowest < highest:
+        middle = highest - (highest - lowest) // 2
         reached = tl.sum((rank >= middle).to(tl.int32), 0)
-        least = tl.where(reached >= wanted, middle, least)
-        most = tl.where(reached > wanted, most, tl.where(reached == wanted, middle, middle - 1))
+        lowest = tl.where(reached >= wanted, middle, lowest)
+        highest = tl.where(reached > wanted, highest, tl.where(reached == wanted, middle, middle - 1))
 
-    sure = (rival & (rank > least)) | ((column >= rivals) & (column < pages))
-    tied = rival & (rank == least)
-    ties_wanted = (wanted - tl.sum((rank > least).to(tl.int32), 0)).to(tl.uint32)
+    sure = (rival & (rank > lowest)) | ((column >= rivals) & (column < pages))
+    tied = rival & (rank == lowest)
+    ties_wanted = (wanted - tl.sum((rank > lowest).to(tl.int32), 0)).to(tl.uint32)
     # Both running counts in one word; each is below 2^16 before any column.
     word = sure.to(tl.uint32) + (tied.to(tl.uint32) << 16)
     before = tl.cumsum(word, 0) - word

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ...kernels.build import build, part_of
+from ...kernels.build import build, options_for, part_of
 from ...kernels.interface import AttentionInput, Coverage
 from ...kernels.methods import MethodSpec, method_spec, registered
 from ...kernels.options import ScoredOptions
@@ -123,7 +123,7 @@ def selector_of(method: MethodSpec) -> ScoredSelector:
     """The selector of a method that ranks tiles by a score."""
     preset = registered(method)
     assert preset.selector is not None
-    selector = part_of(preset.selector)(preset.form(**{key: method.values[key] for key in preset.options}))
+    selector = part_of(preset.selector)(options_for(method))
     assert isinstance(selector, ScoredSelector)
     return selector
 

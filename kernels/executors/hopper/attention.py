@@ -194,8 +194,8 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         l_i = zero_l_i(PLAN)
         acc = gl.zeros([GROUP_ROWS, D], gl.float32, layout=acc_layout(PLAN.dim))
         queries.wait_full(taken)
-        own = queries.buffer(taken)
-        q_rows = _matrix(own, GROUP_ROWS, PLAN)
+        q_buffer = queries.buffer(taken)
+        q_rows = _matrix(q_buffer, GROUP_ROWS, PLAN)
         # Queries in registers where they are free.
         q = q_rows.load(gl.DotOperandLayout(0, scores_layout(), 2)) if PLAN.listed else q_rows
         keys.wait_full(done)
@@ -222,9 +222,9 @@ def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide t
         fence_async_shared()
         place = [item.b, item.h, (item.tile * PLAN.warpgroups + WARPGROUP) * GROUP_ROWS, 0]
         if item.tail:
-            tma.async_copy_shared_to_global(results.out_tail, place, own)
+            tma.async_copy_shared_to_global(results.out_tail, place, q_buffer)
         else:
-            tma.async_copy_shared_to_global(results.out, place, own)
+            tma.async_copy_shared_to_global(results.out, place, q_buffer)
         if PLAN.query_buffers == 1:
             tma.store_wait(0)
             queries.release(0)

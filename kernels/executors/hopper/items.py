@@ -85,18 +85,18 @@ class Extent(NamedTuple):
 
 @gluon.jit
 def _publish(entry, taken, entries):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     entries.wait_empty(taken)
-    entries.buffer(taken).store(gl.zeros([1], gl.int64, layout=one) + entry)
+    entries.buffer(taken).store(gl.zeros([1], gl.int64, layout=layout) + entry)
     mbarrier.arrive(entries.when_full(taken))
 
 
 @gluon.jit
 def next_entry(taken, entries):
     """The entry that the producer has published in this turn."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entries.wait_full(taken)
-    entry = gl.max(entries.buffer(taken).load(one), 0)
+    entry = gl.max(entries.buffer(taken).load(layout), 0)
     entries.release(taken)
     return entry
 
@@ -189,9 +189,9 @@ def _copy_queries(item, taken, sources, queries, PLAN: gl.constexpr):
     WARPGROUPS: gl.constexpr = PLAN.warpgroups
     for warpgroup in gl.static_range(WARPGROUPS):
         row = (item.tile * WARPGROUPS + warpgroup) * GROUP_ROWS
-        mine = queries.part(warpgroup)
-        full, buffer = mine.when_full(taken), mine.buffer(taken)
-        mine.wait_empty(taken)
+        ring = queries.part(warpgroup)
+        full, buffer = ring.when_full(taken), ring.buffer(taken)
+        ring.wait_empty(taken)
         mbarrier.expect(full, sources.q.block_type.nbytes)
         place = [item.b, item.h, row, 0]
         tma.async_copy_global_to_shared(sources.q, place, full, buffer, pred=item.tail == 0)

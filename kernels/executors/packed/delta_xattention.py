@@ -26,7 +26,7 @@ class DeltaXAttentionExecutor:
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
-        self.share = options.exact_share
+        self.exact_share = options.exact_share
 
     def new_state(self, spec: StateSpec) -> PackedRuns:
         return PackedRuns.empty(spec, BLOCK)
@@ -40,16 +40,16 @@ class DeltaXAttentionExecutor:
             state.extend(x.k_BGSD, BLOCK, self.cos)
         with phase("attention"):
             if runs_on_cpu(x.q_BHTD, "delta_xattention"):
-                return cpu_attend(x, kept, state, share=self.share)
-            return kernel_attend(x, kept, state, share=self.share)
+                return cpu_attend(x, kept, state, exact_share=self.exact_share)
+            return kernel_attend(x, kept, state, exact_share=self.exact_share)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
         """A packed row counts 1/128 of a tile."""
         kept = self._check(x, mask)
         if runs_on_cpu(x.q_BHTD, "delta_xattention"):
-            exact_BHNM = cpu_exact_table(kept, self.share)
+            exact_BHNM = cpu_exact_table(kept, self.exact_share)
         else:
-            exact_BHNM = kernel_exact_table(kept, self.share)
+            exact_BHNM = kernel_exact_table(kept, self.exact_share)
         entry_M = torch.arange(kept.index_BHNM.shape[-1], device=exact_BHNM.device)
         listed_BHNM = entry_M < kept.count_BHN[..., None]
         batch, heads = x.q_BHTD.shape[:2]
@@ -71,30 +71,30 @@ class DeltaXAttentionExecutor:
         return kept
 
 
-def cpu_exact_table(mask: TileMask, share: float) -> torch.Tensor:
+def cpu_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
     """bool, laid out as the mask's index: exact entries. Undefined past the count."""
     assert mask.score_BHNM is not None
     exact_BHNM = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
     for b, h, n in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():
         count = int(mask.count_BHN[b, h, n])
-        exact_BHNM[b, h, n, :count] = exact_entries(mask.score_BHNM[b, h, n, :count], share)
+        exact_BHNM[b, h, n, :count] = exact_entries(mask.score_BHNM[b, h, n, :count], exact_share)
     return exact_BHNM
 
 
-def exact_entries(score_M: torch.Tensor, share: float) -> torch.Tensor:
+def exact_entries(score_M: torch.Tensor, exact_share: float) -> torch.Tensor:
     """bool (entries): a list's exact tiles. These are the diagonal (last) and others that score like the
-    ceil(share * others)-th highest."""
+    ceil(exact_share * others)-th highest."""
     exact_M = torch.zeros(score_M.shape, dtype=torch.bool)
     exact_M[-1] = True
     others = score_M.numel() - 1
-    wanted = math.ceil(share * others * ROUNDING)
+    wanted = math.ceil(exact_share * others * ROUNDING)
     if wanted > 0:
         exact_M[:-1] = score_M[:-1] >= score_M[:-1].topk(wanted).values[-1]
     return exact_M
 
 
-def cpu_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float) -> torch.Tensor:
-    """Kept tiles: `share` of them and the diagonal exact, the rest over their runs, weighted by length."""
+def cpu_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float) -> torch.Tensor:
+    """Kept tiles: `exact_share` of them and the diagonal exact, the rest over their runs."""
     assert mask.score_BHNM is not None
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()
@@ -107,7 +107,7 @@ def cpu_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: f
             for n in range(x.query_blocks):
                 count = counts[b][h][n]
                 tile_M = mask.index_BHNM[b, h, n, :count].long()
-                exact_M = exact_entries(mask.score_BHNM[b, h, n, :count], share)
+                exact_M = exact_entries(mask.score_BHNM[b, h, n, :count], exact_share)
                 rows = slice(n * BLOCK, min((n + 1) * BLOCK, x.q_BHTD.shape[2]))
                 lesser = _runs_of(tile_M[~exact_M], offset_M)
                 out = _attend_block(x, b, h, rows, tile_M[exact_M], [part[lesser] for part in packed])

@@ -24,9 +24,9 @@ _ROUNDING = tl.constexpr(ROUNDING)
 
 @triton.jit(do_not_specialize=["stride_sn"])
 def exact_kernel(
-    score_ptr, count_ptr, exact_ptr, stride_sn, share, ENTRIES: tl.constexpr
+    score_ptr, count_ptr, exact_ptr, stride_sn, exact_share, ENTRIES: tl.constexpr
 ):  # fmt: skip
-    """One list: find the ceil(share * others)-th highest score bit by bit, mark scores that reach it."""
+    """One list: mark scores that reach the ceil(exact_share * others)-th highest, found bit by bit."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr + row)
     entry = tl.arange(0, ENTRIES)
@@ -36,7 +36,7 @@ def exact_kernel(
     # Order-preserving whole numbers from 0: negative floats reversed, then positive ones.
     order = tl.where(bits < 0, -1 - (bits & 0x7FFFFFFF).to(tl.int64), bits.to(tl.int64)) + (1 << 31)
     order = tl.where(other, order, -1)
-    wanted = tl.ceil(share * (count - 1).to(tl.float32) * _ROUNDING).to(tl.int32)
+    wanted = tl.ceil(exact_share * (count - 1).to(tl.float32) * _ROUNDING).to(tl.int32)
     limit = tl.zeros([], tl.int64)
     for round in range(32):
         candidate = limit + (tl.full([], 1, tl.int64) << (31 - round))
@@ -45,7 +45,7 @@ def exact_kernel(
     tl.store(exact_ptr + row * stride_sn + entry, exact.to(tl.int8), mask=entry < stride_sn)
 
 
-def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
+def kernel_exact_table(mask: TileMask, exact_share: float) -> torch.Tensor:
     """`delta_xattention.exact_entries` of every list, laid out as the mask's index. No host sync."""
     assert mask.score_BHNM is not None
     score_BHNM = mask.score_BHNM.contiguous()
@@ -56,7 +56,7 @@ def kernel_exact_table(mask: TileMask, share: float) -> torch.Tensor:
         mask.count_BHN.contiguous(),
         exact_BHNM.view(torch.int8),
         entries,
-        share,
+        exact_share,
         ENTRIES=triton.next_power_of_2(entries),
         num_warps=4,
     )
@@ -137,12 +137,14 @@ def mixed_kernel(
     tl.store(out_base + row.to(tl.int64)[:, None] * stride_ot + dim[None, :], out, mask=valid_row)
 
 
-def kernel_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float) -> torch.Tensor:
+def kernel_attend(
+    x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float
+) -> torch.Tensor:
     check_launch(x)
     q, k, v = x.q_BHTD, x.k_BGSD, x.v_BGSD
     out = new_output(x)
     packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True)
-    exact_BHNM = kernel_exact_table(mask, share)
+    exact_BHNM = kernel_exact_table(mask, exact_share)
     size = 64 if q.dtype == torch.float32 else BLOCK
     mixed_kernel[(triton.cdiv(q.shape[2], size), q.shape[0] * q.shape[1])](
         q,
@@ -192,7 +194,13 @@ _TYPES = {
     **dict.fromkeys(_NUMBERS, "i32"),
     "scale": "fp32",
 }
-_EXACT = {"score_ptr": "*fp32", "count_ptr": "*i32", "exact_ptr": "*i8", "stride_sn": "i32", "share": "fp32"}
+_EXACT = {
+    "score_ptr": "*fp32",
+    "count_ptr": "*i32",
+    "exact_ptr": "*i8",
+    "stride_sn": "i32",
+    "exact_share": "fp32",
+}
 
 COMPILE_CASES = [
     (

@@ -53,10 +53,10 @@ def block_means(x_BGSD: torch.Tensor) -> torch.Tensor:
 def _read_once(x_BGSD: torch.Tensor) -> torch.Tensor:
     """`block_means` without a float32 copy of x. Means stay float32, so that small numbers are not rounded
     further."""
-    whole = x_BGSD.shape[2] // BLOCK * BLOCK
+    full_rows = x_BGSD.shape[2] // BLOCK * BLOCK
     batch, heads, _, dim = x_BGSD.shape
-    blocks = x_BGSD[:, :, :whole].reshape(batch, heads, -1, BLOCK, dim)
+    blocks = x_BGSD[:, :, :full_rows].reshape(batch, heads, -1, BLOCK, dim)
     parts = [blocks.mean(3, dtype=torch.float32)]
-    if whole < x_BGSD.shape[2]:
-        parts.append(block_means(x_BGSD[:, :, whole:]))
+    if full_rows < x_BGSD.shape[2]:
+        parts.append(block_means(x_BGSD[:, :, full_rows:]))
     return torch.cat(parts, dim=2).view(batch, heads, -1, dim)

@@ -45,10 +45,10 @@ def cpu_scores(x: AttentionInput, stride: int) -> torch.Tensor:
     q_BHID, k_BGJD = _sampled(x.q_BHTD, stride), _sampled(x.k_BGSD, stride)
     logit_BHIJ = per_query_head(k_BGJD, q_BHID) * x.scale
     own_I = torch.arange(q_BHID.shape[2], device=q_BHID.device)
-    real_I = own_I * stride < x.q_BHTD.shape[2]
+    valid_I = own_I * stride < x.q_BHTD.shape[2]
     own_I = own_I + x.first_block * per_block
     column_J = torch.arange(k_BGJD.shape[2], device=q_BHID.device)
-    return tile_scores(logit_BHIJ, (column_J <= own_I[:, None]) & real_I[:, None], per_block)
+    return tile_scores(logit_BHIJ, (column_J <= own_I[:, None]) & valid_I[:, None], per_block)
 
 
 def _sampled(x: torch.Tensor, stride: int) -> torch.Tensor:

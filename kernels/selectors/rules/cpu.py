@@ -44,9 +44,9 @@ def kept_table(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.
         kept_BHNM = (level_BHNM >= floor_BHN1) | (threshold_H11 >= 1.0)
     else:
         bits_BHNM = score_BHNM.contiguous().view(torch.int32)
-        one_BHNM = ranked_NM.int().expand_as(bits_BHNM)
+        count_BHNM = ranked_NM.int().expand_as(bits_BHNM)
         need_BHN1 = torch.ceil(threshold_H11 * ranked_NM.sum(-1, keepdim=True).float() * ROUNDING)
-        floor_BHN1 = _highest_floor(bits_BHNM, one_BHNM, forced_NM, need_BHN1, _FLOAT_BITS)
+        floor_BHN1 = _highest_floor(bits_BHNM, count_BHNM, forced_NM, need_BHN1, _FLOAT_BITS)
         kept_BHNM = bits_BHNM >= floor_BHN1
     return ((kept_BHNM | ~any_BHN1) & causal_NM) | forced_NM
 

@@ -106,13 +106,13 @@ def _score_of_sums(
         next_W = tl.load(in_ptr + (row + 1) * stride_r + column_W, mask=more_W, other=float("-inf"))
         if NORM:
             row_max = tl.max(part_W, axis=0)
-        mass_W = tl.exp2(part_W - tl.where(row_max == float("-inf"), 0.0, row_max))
+        p_W = tl.exp2(part_W - tl.where(row_max == float("-inf"), 0.0, row_max))
         if NORM:
-            row_sum = tl.sum(mass_W, axis=0)
-            mass_W = mass_W * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))
+            row_sum = tl.sum(p_W, axis=0)
+            p_W = p_W * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))
         else:
-            all_sum += tl.sum(mass_W, axis=0)
-        score_W = tl.maximum(score_W, mass_W) if LARGEST else score_W + mass_W
+            all_sum += tl.sum(p_W, axis=0)
+        score_W = tl.maximum(score_W, p_W) if LARGEST else score_W + p_W
     if not NORM:
         score_W = score_W / tl.where(all_sum > 0.0, all_sum, 1.0)
     return score_W
