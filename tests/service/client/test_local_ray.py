@@ -42,7 +42,7 @@ def test_ray_gets_what_it_must_know_before_it_starts(tmp_path: Path) -> None:
     config = parse(content("prefill", groups=2, stages=20, cpus_per_stage=0.5))
     variables = environment(config, tmp_path)
     assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    assert variables["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(64 << 20)
+    assert variables["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"] == str(config.door.max_message_bytes)
     assert variables["RAY_SERVE_HAPROXY_SOCKET_PATH"].startswith(str(tmp_path))
     assert cpus(config) >= 2 * 20 * 0.5 + 1
 
