@@ -13,22 +13,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.anchor_scan import leads
+from ..kernels.anchor_scan import find_anchors
 from ..kernels.correction import Correction
-from ..kernels.executors import (
-    block_sparse,
-    block_sparse_packed,
-    block_sparse_packed_kernel,
-    dense,
-    packed_kv,
-    packed_kv_kernel,
-)
-from ..kernels.executors.common import causal_tiles
-from ..kernels.executors.packed_kv import CHUNK, DeltaKVOptions, PackedKVExecutor
-from ..kernels.executors.packed_runs import PackedRuns, SimilarRuns
+from ..kernels.executors import block_sparse, dense
+from ..kernels.executors.inputs import causal_tiles
+from ..kernels.executors.packed import delta_kv, delta_xattention, delta_xattention_kernel
+from ..kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
+from ..kernels.executors.packed.runs import PackedRuns
 from ..kernels.interface import AttentionInput, Coverage, Phase, StateSpec, TileMask, no_phase
+from ..kernels.options import DeltaKVOptions
 from ..kernels.reference.attention import reference_attention
-from ..kernels.structured import structured_input
+from ..kernels.reference.structured import structured_input
 from ..kernels.testing import (
     assert_rows_close,
     chunk_of,
@@ -135,7 +130,7 @@ def _uneven_chunk(x: AttentionInput) -> Timed:
 def _delta_kv(x: AttentionInput) -> Timed:
     """Everything a prompt's prefill pays for it: scan, packing, attention."""
     cos = _halving_cosine(x)
-    executor = PackedKVExecutor(DeltaKVOptions(cos=cos, critical=512))
+    executor = DeltaKVExecutor(DeltaKVOptions(cos=cos, critical=512))
     spec = spec_of(x)
 
     def run() -> PackedRuns:
@@ -156,7 +151,9 @@ def _halving_cosine(x: AttentionInput) -> float:
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
-        share = float(leads(x.k_BGSD[:, :, :16_384], middle, min(CHUNK, x.k_BGSD.shape[2])).double().mean())
+        share = float(
+            find_anchors(x.k_BGSD[:, :, :16_384], middle, min(CHUNK, x.k_BGSD.shape[2])).double().mean()
+        )
         low, high = (low, middle) if share > 0.5 else (middle, high)
     return low
 
@@ -210,13 +207,13 @@ def _check_input(x: AttentionInput) -> None:
         assert_rows_close(dense.kernel_attend(x), expected)
         assert_rows_close(block_sparse.kernel_attend(x, mask), _by_head(x, mask))
         packed_kv_state, tile_state = _states(x, CHUNK), _states(x, 128)
-        found = packed_kv_kernel.kernel_attend(x, packed_kv_state, chunk=CHUNK, critical=512, counts=True)
-        mixed = block_sparse_packed_kernel.kernel_attend(x, mask, tile_state, share=share)
+        found = delta_kv.kernel_attend(x, packed_kv_state, chunk=CHUNK, critical=512, counts=True)
+        mixed = delta_xattention_kernel.kernel_attend(x, mask, tile_state, share=share)
     y = AttentionInput.of(*(t.cpu() for t in (x.q_BHTD, x.k_BGSD, x.v_BGSD)), q_start=x.q_start)
     on_cpu = TileMask(*(t.cpu() for t in (mask.index_BHNM, mask.count_BHN, mask.score_BHNM) if t is not None))
-    wanted = packed_kv.cpu_attend(y, _moved(packed_kv_state), chunk=CHUNK, critical=512, counts=True)
+    wanted = delta_kv.cpu_attend(y, _moved(packed_kv_state), chunk=CHUNK, critical=512, counts=True)
     assert_rows_close(found.cpu(), wanted)
-    wanted = block_sparse_packed.cpu_attend(y, on_cpu, _moved(tile_state), share=share)
+    wanted = delta_xattention.cpu_attend(y, on_cpu, _moved(tile_state), share=share)
     assert_rows_close(mixed.cpu(), wanted)
     if x.q_start == 0:
         _check_correction(x, expected)
@@ -234,7 +231,7 @@ def _check_correction(x: AttentionInput, expected: torch.Tensor) -> None:
 
 def _states(x: AttentionInput, chunk: int) -> PackedRuns:
     state = PackedRuns.empty(spec_of(x), chunk)
-    state.extend(x.k_BGSD, chunk, SimilarRuns(0.8))
+    state.extend(x.k_BGSD, chunk, 0.8)
     return state
 
 

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from ..kernels.interface import AttentionInput, TileMask, no_phase
-from ..kernels.selectors.anchors import AnchorsOptions, AnchorsSelector
-from ..kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
-from ..kernels.selectors.flex import FlexOptions, FlexSelector
-from ..kernels.selectors.line_selector import LineSelector
-from ..kernels.selectors.lines import cpu_line_masses
-from ..kernels.selectors.lines_kernel import kernel_line_masses
+from ..kernels.options import AnchorsOptions, AntidiagonalOptions
+from ..kernels.reference.structured import statistics
+from ..kernels.selectors.anchors.selector import AnchorsSelector
+from ..kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
 from ..kernels.selectors.scored import ScoredSelector
-from ..kernels.selectors.vertical_slash import VerticalSlashOptions, VerticalSlashSelector
-from ..kernels.structured import statistics
 from ..kernels.testing import assert_rows_close, chunk_of, spec_of
 from .harness import BenchConfig, Case, Timed
+from .whole_prompt.flex import FlexSelector
+from .whole_prompt.line_selector import LineSelector
+from .whole_prompt.lines import cpu_line_masses
+from .whole_prompt.lines_kernel import kernel_line_masses
+from .whole_prompt.methods import FlexOptions, VerticalSlashOptions
+from .whole_prompt.vertical_slash import VerticalSlashSelector
 
 CHECKED_TOKENS = 4000
 CHUNK_TOKENS = 1280

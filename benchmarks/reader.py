@@ -23,7 +23,7 @@ from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.calibration.probes import Text
 from deltafront.workers.model import store as model_store
 from deltafront.workers.model.decoder import LayerStack
-from deltafront.workers.model.levels import amounts_for
+from deltafront.workers.model.levels import thresholds_for
 from deltafront.workers.model.profile import Profile
 from deltafront.workers.model.recompute import recompute, rows_of_blocks
 from deltafront.workers.prefill import warm_up as prefill_warm_up
@@ -78,7 +78,7 @@ class Reader:
             raise ValueError(f"{len(ids)} tokens, but the model has {config.positions} positions")
         self.length = after
         self._ids_T = torch.tensor(ids, device=self.stack.device)
-        attention = build(named, amounts_for(self._profile, named))
+        attention = build(named, thresholds_for(self._profile, named))
         spec = StateSpec(
             1,
             config.q_heads,

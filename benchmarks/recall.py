@@ -27,10 +27,11 @@ from torch.nn import functional
 
 from ..kernels.constants import BLOCK
 from ..kernels.interface import AttentionInput, no_phase
-from ..kernels.selectors.anchors import AnchorsOptions, AnchorsSelector
-from ..kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
-from ..kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
-from ..kernels.selectors.naive import NaiveOptions, NaiveSelector
+from ..kernels.options import AnchorsOptions, AntidiagonalOptions, BlockPoolOptions, NaiveOptions
+from ..kernels.selectors.anchors.selector import AnchorsSelector
+from ..kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
+from ..kernels.selectors.grouped.block_pool import BlockPoolSelector
+from ..kernels.selectors.grouped.naive import NaiveSelector
 from ..kernels.selectors.scored import ScoredSelector
 from ..kernels.testing import spec_of
 from .harness import commit_of, write_json
@@ -47,9 +48,7 @@ ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
     "block_pool": lambda: BlockPoolSelector(BlockPoolOptions(tau=0.9)),
     "dpxa": lambda: AnchorsSelector(_OURS),
     "dpxa_4x32": lambda: AnchorsSelector(replace(_OURS, q_anchors=4)),
-    "dpxa_means": lambda: AnchorsSelector(
-        replace(_OURS, q_anchors=8), q_representative="mean", k_representative="mean"
-    ),
+    "dpxa_means": lambda: AnchorsSelector(replace(_OURS, q_anchors=8), representative="mean"),
     "dpxa_not_relaxed": lambda: AnchorsSelector(_OURS, k_relax=None),
     "dpxa_cells": lambda: AnchorsSelector(_OURS, row_normalised=False),
     "dpxa_unweighted": lambda: AnchorsSelector(_OURS, weighted=False),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
@@ -31,8 +31,8 @@ Answers = Callable[[Panel, Query], list[Series]]
 _COLUMN, _LINE = 0.62, 0.36
 """Inches of a column and of a unit of height."""
 _DPI = 96
-_NAME = 0.14
-"""Inches that a row's name needs."""
+_LEAST_POINTS = 6.0
+"""Of a row with a name."""
 _FEW = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 _GREEN, _GREY = "#73bf69", "#d9d9d9"
 _NAMED = {"green": _GREEN, "orange": "#ff9830", "red": "#f2495c"}
@@ -112,16 +112,17 @@ def _place(figure: Figure, panel: Panel, cell: Bbox, answers: Answers) -> None:
 def _settle(axes: Axes, cell: Bbox) -> None:
     """Makes the axes so small that they are in the cell with all that is written around them: the legend at
     its foot, the names of ticks at the left, and half a name at the right."""
-    figure = axes.figure
-    renderer = figure.canvas.get_renderer()
-    back = figure.transFigure.inverted()
+    figure = _figure(axes)
+    renderer, back = _renderer(figure), figure.transFigure.inverted()
     room = cell
     if legend := _legend(axes, cell):
         above = legend.get_window_extent(renderer).transformed(back).y1
         room = Bbox.from_extents(cell.x0, above, cell.x1, cell.y1)
     for _ in range(2):  # fewer ticks may have shorter names
         inner = axes.get_position()
-        outer = axes.get_tightbbox(renderer, bbox_extra_artists=[]).transformed(back)
+        written = axes.get_tightbbox(renderer, bbox_extra_artists=[])
+        assert written is not None, "axes are visible"
+        outer = written.transformed(back)
         axes.set_position(
             Bbox.from_extents(
                 room.x0 + max(0.0, inner.x0 - outer.x0),
@@ -132,9 +133,21 @@ def _settle(axes: Axes, cell: Bbox) -> None:
         )
 
 
+def _figure(axes: Axes) -> Figure:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def _renderer(figure: Figure) -> RendererAgg:
+    canvas: Any = figure.canvas  # which compose() made; its method has no types
+    renderer: RendererAgg = canvas.get_renderer()
+    return renderer
+
+
 def _legend(axes: Axes, cell: Bbox) -> Legend | None:
     """At the cell's foot, in as many columns as it has room for."""
-    figure = axes.figure
+    figure = _figure(axes)
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return None
@@ -155,11 +168,7 @@ def _legend(axes: Axes, cell: Bbox) -> Legend | None:
             columnspacing=1.2,
         )
         legend.set_in_layout(False)
-        width = (
-            legend.get_window_extent(figure.canvas.get_renderer())
-            .transformed(figure.transFigure.inverted())
-            .width
-        )
+        width = legend.get_window_extent(_renderer(figure)).transformed(figure.transFigure.inverted()).width
         if width <= cell.width:
             break
     return legend
@@ -188,9 +197,9 @@ def _graph(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
         names = [line.name for line in drawn]
         axes.stackplot(moments, heights, labels=names, colors=colors(len(drawn)), linewidth=0)
     else:
-        for line, color in zip(drawn, colors(len(drawn)), strict=True):
+        for line, own in zip(drawn, colors(len(drawn)), strict=True):
             points = zip(*_with_gaps(line.points), strict=True)
-            axes.plot(*points, label=line.name, linewidth=1.1, color=color)
+            axes.plot(*points, label=line.name, linewidth=1.1, color=own)
     low = min(0.0, *(value for line in drawn for _, value in line.points))
     top = axes.get_ylim()[1] if axes.dataLim.ymax > 0 else 1.0
     for value, color in panel.levels:
@@ -233,19 +242,19 @@ def _bars(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
     found = sorted(found, key=lambda line: line.name) if panel.key else found
     values = [line.points[-1][1] for line in found]
     axes.barh(range(len(found)), values, color=_GREEN, height=0.75)
-    every = _thinned(axes, len(found))
-    axes.set_yticks(range(0, len(found), every), [line.name for line in found[::every]])
+    _name_rows(axes, range(len(found)), [line.name for line in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.locator_params(axis="x", nbins=5)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
 
 
-def _thinned(axes: Axes, rows: int) -> int:
-    """Of so many rows, every how many have room for a name."""
-    figure = axes.figure
-    inches = axes.get_position().height * figure.get_figheight() - 0.25  # the other axis' names
-    return max(1, math.ceil(rows * _NAME / inches))
+def _name_rows(axes: Axes, places: Sequence[float], names: Sequence[str]) -> None:
+    """As large as rows have room for; of rows too low for that, some."""
+    inches = axes.get_position().height * _figure(axes).get_figheight() - 0.25  # the other axis' names
+    every = max(1, math.ceil(len(names) * _LEAST_POINTS / 72 / inches))
+    points = min(7.0, 72 * inches * every / len(names)) * 0.9
+    axes.set_yticks(places[::every], names[::every], fontsize=points)
 
 
 def _heat(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
@@ -263,9 +272,8 @@ def _heat(axes: Axes, panel: Panel, lines: Sequence[Sequence[Line]]) -> None:
     edges = [*moments, moments[-1] + (moments[-1] - moments[0]) / max(len(moments) - 1, 1)]
     axes.pcolormesh(edges, range(len(rows) + 1), shades, cmap="YlOrRd")
     names = [shown(float(line.name), panel.unit if panel.cumulative else "short") for line in rows]
-    # A bound is the upper edge of its row; a layer is its row.
-    edge, every = (1.0 if panel.cumulative else 0.5), _thinned(axes, len(rows))
-    axes.set_yticks([i + edge for i in range(0, len(rows), every)], names[::every])
+    edge = 1.0 if panel.cumulative else 0.5  # a bound is the upper edge of its row; a layer is its row
+    _name_rows(axes, [i + edge for i in range(len(rows))], names)
     axes.grid(visible=False)
     _axes_of_time(axes, moments)
 

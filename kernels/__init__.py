@@ -1,4 +1,5 @@
-"""Attention kernels (torch and triton only).
+"""Attention and layer kernels, in torch and Triton.
 
+Start at `methods.py` (names and options), then `build.py` (selector, executor, correction), then the rooms.
 Keep this file free of imports: transformers probes for a package of this name.
 """

@@ -1,8 +1,11 @@
-"""The anchor scan: runs of similar rows, each led by its anchor. Row by row on the CPU, in Triton on a GPU.
+"""Runs of similar rows, each led by its anchor (DeltaAttention, section 3.1).
 
-Shape suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows
-of a chunk; L lanes = batch x heads x chunks.
+Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a
+chunk, L lanes = batch x heads x chunks. On a GPU a Gram matrix gives `next[i]`, the first later row far from
+row i; the anchors are found by following it.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch.nn import functional
 
 from .constants import BLOCK
@@ -20,11 +25,8 @@ METRICS = ("cosine", "euclidean")
 
 @dataclass(frozen=True)
 class AnchorRuns:
-    """Runs of consecutive rows that are close to the run's first row, its anchor.
-
-    is_anchor_BGS: bool, whether the row leads a run. run_BGS: int32, the row's run within its chunk,
-    from 0. runs_BGC: int32, runs in each chunk.
-    """
+    """is_anchor_BGS: bool. run_BGS: int32, the row's run within its chunk, from 0. runs_BGC: int32, runs of a
+    chunk."""
 
     is_anchor_BGS: torch.Tensor
     run_BGS: torch.Tensor
@@ -32,7 +34,6 @@ class AnchorRuns:
 
 
 def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) -> None:
-    """Raise KernelInputError for anything the scan cannot work with."""
     if x_BGSD.dim() != 4 or x_BGSD.numel() == 0:
         raise KernelInputError(
             f"x must be (batch, heads, rows, D) and not empty, its shape is {tuple(x_BGSD.shape)}"
@@ -49,32 +50,37 @@ def check_scan(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) 
         raise KernelInputError(f"threshold {threshold} is not usable with the {metric} metric")
 
 
-def leads(x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine") -> torch.Tensor:
-    """is_anchor_BGS, bool: which rows lead a run (DeltaAttention, section 3.1, pre-processing).
+def find_anchors(
+    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
+) -> torch.Tensor:
+    """Which rows are anchors: is_anchor_BGS, bool.
 
-    The first row of a chunk is an anchor. A row joins the current run while it is close to the run's
-    anchor: cos(anchor, row) >= threshold, or |anchor - row| <= threshold for the Euclidean metric;
-    otherwise it becomes the next anchor. A zero vector has cosine 0 with everything. Any number of rows;
-    the last chunk may be shorter. Raises KernelInputError for unusable arguments.
+    A chunk's first row is one. A row joins the current run while it is close to the run's anchor; otherwise
+    it is the next anchor. A zero vector has cosine 0 with everything.
+
+    Args:
+        threshold: close is a cosine of at least this, or a Euclidean distance of at most this.
+        chunk: a multiple of BLOCK.
+
+    Raises:
+        KernelInputError: shapes, types or numbers that the scan cannot work with.
     """
     if x_BGSD.is_cuda:
-        from .anchor_scan_kernel import kernel_leads
-
-        return kernel_leads(x_BGSD, threshold, chunk, metric)
-    return cpu_leads(x_BGSD, threshold, chunk, metric)
+        return kernel_find_anchors(x_BGSD, threshold, chunk, metric)
+    return cpu_find_anchors(x_BGSD, threshold, chunk, metric)
 
 
 def cpu_scan(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> AnchorRuns:
-    """Split each chunk of rows into runs: `cpu_leads`, and what follows from it."""
-    return runs_of(cpu_leads(x_BGSD, threshold, chunk, metric), chunk)
+    """The anchors, and the runs that follow from them."""
+    return runs_of(cpu_find_anchors(x_BGSD, threshold, chunk, metric), chunk)
 
 
-def cpu_leads(
+def cpu_find_anchors(
     x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
 ) -> torch.Tensor:
-    """See `leads`; on any device."""
+    """`find_anchors` in torch, on any device."""
     check_scan(x_BGSD, threshold, chunk, metric)
     batch, heads, rows, dim = x_BGSD.shape
     chunks = -(-rows // chunk)
@@ -84,15 +90,15 @@ def cpu_leads(
     later_RR = torch.ones(chunk, chunk, dtype=torch.bool, device=x_BGSD.device).triu(1)
     ends_LRR = ~close_LRR & later_RR
     next_LR = torch.where(ends_LRR.any(-1), ends_LRR.byte().argmax(-1), chunk)
-    table = [[False] * chunk for _ in range(next_LR.shape[0])]
-    for led, following in zip(table, next_LR.tolist(), strict=True):
+    anchors = [[False] * chunk for _ in range(next_LR.shape[0])]
+    for is_anchor, next_row in zip(anchors, next_LR.tolist(), strict=True):
         row = 0
         while row < chunk:
-            led[row] = True
-            row = following[row]
+            is_anchor[row] = True
+            row = next_row[row]
 
-    leads_LR = torch.tensor(table, device=x_BGSD.device)
-    return leads_LR.view(batch, heads, chunks * chunk)[..., :rows]
+    is_anchor_LR = torch.tensor(anchors, device=x_BGSD.device)
+    return is_anchor_LR.view(batch, heads, chunks * chunk)[..., :rows]
 
 
 def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tensor:
@@ -108,10 +114,127 @@ def _closeness(x_LRD: torch.Tensor, threshold: float, metric: str) -> torch.Tens
 
 
 def runs_of(is_anchor_BGS: torch.Tensor, chunk: int) -> AnchorRuns:
-    """Number the runs of each chunk, from the anchors' places."""
     batch, heads, rows = is_anchor_BGS.shape
     chunks = -(-rows // chunk)
     padded = functional.pad(is_anchor_BGS, (0, chunks * chunk - rows)).view(batch, heads, chunks, chunk)
     run_BGCR = padded.cumsum(-1) - 1
     run_BGS = run_BGCR.reshape(batch, heads, -1)[..., :rows].int()
     return AnchorRuns(is_anchor_BGS, run_BGS, (run_BGCR[..., -1] + 1).int())
+
+
+_BLOCK = tl.constexpr(BLOCK)
+_COSINE = tl.constexpr(0)
+_EUCLIDEAN = tl.constexpr(1)
+_METRICS = {"cosine": _COSINE.value, "euclidean": _EUCLIDEAN.value}
+
+
+@triton.jit
+def is_close(dot, square_a, square_b, threshold, METRIC: tl.constexpr):
+    """Whether two rows are close, from their dot product and squared lengths. A zero row has cosine 0."""
+    if METRIC == _EUCLIDEAN:
+        close = square_a + square_b - 2.0 * dot <= threshold * threshold
+    else:
+        lengths = tl.sqrt_rn(square_a) * tl.sqrt_rn(square_b)
+        close = tl.where(lengths > 0.0, dot >= threshold * lengths, threshold <= 0.0)
+    return close
+
+
+@triton.jit
+def next_far(x_RD, square_R, rows, threshold, METRIC: tl.constexpr):
+    """The first later row far from each of BLOCK rows, of which `rows` exist; BLOCK if there is none."""
+    row_R = tl.arange(0, _BLOCK)
+    dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
+    close_RR = is_close(dot_RR, square_R[:, None], square_R[None, :], threshold, METRIC)
+    ends_RR = (row_R[None, :] > row_R[:, None]) & (row_R[None, :] < rows) & (close_RR == 0)
+    return tl.min(tl.where(ends_RR, row_R[None, :], _BLOCK), axis=1)
+
+
+@triton.jit
+def orbit(next_R, start):
+    """The rows reached from row `start` by following `next`; none if it is BLOCK."""
+    row_R = tl.arange(0, _BLOCK)
+    is_anchor_R = tl.zeros((_BLOCK,), tl.int32)
+    current = start
+    while current < _BLOCK:
+        current_R = row_R == current
+        is_anchor_R = tl.where(current_R, 1, is_anchor_R)
+        current = tl.sum(tl.where(current_R, next_R, 0), axis=0)
+    return is_anchor_R
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _scan_kernel(
+    x_ptr, anchor_ptr, stride_xb, stride_xg, stride_xs, heads, rows, threshold,
+    CHUNK: tl.constexpr, D: tl.constexpr, METRIC: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    lane = tl.program_id(1).to(tl.int64)
+    x_ptr += lane // heads * stride_xb + lane % heads * stride_xg
+    anchor_ptr += lane * rows
+    row_R = tl.arange(0, _BLOCK)
+    column_D = tl.arange(0, D)
+    anchor = chunk * CHUNK  # absolute row of the run's anchor so far
+    for part in range(CHUNK // _BLOCK):
+        start = chunk * CHUNK + part * _BLOCK
+        valid_R = start + row_R < rows
+        x_RD = tl.load(
+            x_ptr + (start + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
+            mask=valid_R[:, None],
+            other=0.0,
+        )
+        wide_RD = x_RD.to(tl.float32)
+        square_R = tl.sum(wide_RD * wide_RD, axis=1)
+        anchor_D = tl.load(x_ptr + anchor.to(tl.int64) * stride_xs + column_D).to(tl.float32)
+        dot_R = tl.sum(wide_RD * anchor_D[None, :], axis=1)
+        close_R = is_close(dot_R, square_R, tl.sum(anchor_D * anchor_D, axis=0), threshold, METRIC)
+        opens_R = ((close_R == 0) | (start + row_R == chunk * CHUNK)) & valid_R
+        entry = tl.min(tl.where(opens_R, row_R, _BLOCK), axis=0)
+        is_anchor_R = orbit(next_far(x_RD, square_R, rows - start, threshold, METRIC), entry)
+        last = tl.max(tl.where(is_anchor_R > 0, row_R, -1), axis=0)
+        anchor = tl.where(last >= 0, start + last, anchor)
+        tl.store(anchor_ptr + start + row_R, is_anchor_R.to(tl.int8), mask=valid_R)
+
+
+def kernel_find_anchors(
+    x_BGSD: torch.Tensor, threshold: float, chunk: int = BLOCK, metric: str = "cosine"
+) -> torch.Tensor:
+    check_scan(x_BGSD, threshold, chunk, metric)
+    batch, heads, rows, dim = x_BGSD.shape
+    check_head_dim(dim)
+    is_anchor_BGS = torch.empty((batch, heads, rows), dtype=torch.int8, device=x_BGSD.device)
+    _scan_kernel[(-(-rows // chunk), batch * heads)](
+        x_BGSD,
+        is_anchor_BGS,
+        x_BGSD.stride(0),
+        x_BGSD.stride(1),
+        x_BGSD.stride(2),
+        heads,
+        rows,
+        threshold,
+        CHUNK=chunk,
+        D=dim,
+        METRIC=_METRICS[metric],
+        num_warps=4,
+    )
+    return is_anchor_BGS.view(torch.bool)
+
+
+def check_head_dim(dim: int) -> None:
+    """Triton's tiles have power-of-two sides, and a dot needs 16 columns."""
+    if dim < 16 or dim > 256 or dim & (dim - 1):
+        raise KernelInputError(f"head dimension {dim} is not a power of two within 16 .. 256")
+
+
+_SCAN = {
+    "x_ptr": "*bf16",
+    "anchor_ptr": "*i8",
+    "threshold": "fp32",
+    "heads": "i32",
+    "rows": "i32",
+    **dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64"),
+}
+
+COMPILE_CASES = [
+    (_scan_kernel, _SCAN, {"CHUNK": BLOCK, "D": 64, "METRIC": _METRICS["euclidean"]}),
+    (_scan_kernel, _SCAN, {"CHUNK": 512, "D": 128, "METRIC": _METRICS["cosine"]}),
+]

@@ -1,17 +1,18 @@
-"""Turns a `MethodSpec` into something that runs: selector × executor × wrapper."""
+"""Turns a `MethodSpec` into something that runs: selector × executor × correction."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from .correction import Correction
-from .executors.common import causal_tiles
 from .executors.dense import DenseExecutor
+from .executors.inputs import causal_tiles
 from .interface import (
-    Amounts,
     Attention,
     AttentionInput,
     Coverage,
@@ -20,31 +21,36 @@ from .interface import (
     Phase,
     Selector,
     StateSpec,
+    Thresholds,
     no_phase,
 )
 from .methods import MethodSpec, registered
-from .selectors.scored import ScoredOptions, ScoredSelector
+from .options import ScoredOptions
+from .selectors.scored import ScoredSelector
 
 
-def build(spec: MethodSpec, amounts: Amounts | None = None) -> Attention:
-    """The method that `spec` names, ready to attend. One instance serves every layer and prompt.
+def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
+    """The method of `spec`, ready to attend. One instance serves every layer and prompt.
 
-    amounts: of a method that ranks tiles by a score, the rule's amount for each query head of a layer,
-    instead of the same one everywhere; the option `density` asks for them. Raises MethodError for a method
-    that is not registered, and KernelInputError for amounts that it cannot use, or lacks.
+    Args:
+        thresholds: by layer and query head, for a method with the option `density`.
+
+    Raises:
+        MethodError: the method is not registered.
+        KernelInputError: the method takes no thresholds, or needs them and got none.
     """
     preset, values = registered(spec), spec.values
     options = preset.form(**{name: values[name] for name in preset.options})
-    selector = None if preset.selector is None else preset.selector(options)
-    if amounts is not None:
+    selector = None if preset.selector is None else part_of(preset.selector)(options)
+    if thresholds is not None:
         if not isinstance(selector, ScoredSelector):
-            raise KernelInputError(f"{spec.name} ranks no tiles by a score, so it takes no amounts")
-        selector.amounts = amounts
+            raise KernelInputError(f"{spec.name} ranks no tiles by a score, so it takes no thresholds")
+        selector.thresholds = thresholds
     elif isinstance(options, ScoredOptions) and options.density > 0:
         raise KernelInputError(
-            f"{spec.name}: density = {options.density} stands for amounts by layer and head, none came"
+            f"{spec.name}: density = {options.density} stands for thresholds by layer and head, none came"
         )
-    method: Attention = Composition(selector, preset.executor(options))
+    method: Attention = Composition(selector, part_of(preset.executor)(options))
     if spec.correction:
         method = Correction(method, int(values["gamma"]))
     shortest = int(values.get("min_tokens", 0))
@@ -53,16 +59,23 @@ def build(spec: MethodSpec, amounts: Amounts | None = None) -> Attention:
     return method
 
 
+def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
+    """The callable behind a registered part. A path is imported."""
+    if not isinstance(registered, str):
+        return registered
+    module, _, name = registered.partition(":")
+    made: Callable[[Any], Any] = getattr(import_module(module), name)
+    return made
+
+
 @dataclass
 class CompositionState:
-    """What the selector and the executor carry from chunk to chunk of one layer."""
-
     selector: Any
     executor: Any
 
 
 class Composition:
-    """A selector (or none: everything causal) and an executor, as one method."""
+    """A selector (None: everything causal) and an executor."""
 
     def __init__(self, selector: Selector | None, executor: Executor) -> None:
         self.selector = selector
@@ -85,10 +98,7 @@ class Composition:
 
 
 class DenseWhenShort:
-    """Prompts of at most `shortest` tokens take the dense method: there the others save nothing.
-
-    The prompt's whole length decides, so every chunk of a prompt takes the same path.
-    """
+    """Prompts of at most `shortest` tokens take the dense method, in every chunk."""
 
     def __init__(self, method: Attention, dense: Composition, shortest: int) -> None:
         self.method = method

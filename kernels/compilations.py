@@ -1,8 +1,5 @@
-"""What Triton compiles in this process, and when: before the worker was ready, or while requests waited.
-
-A form of a kernel that is found in the cache on disk counts like one that is compiled: loading it also stops
-a request, for less time.
-"""
+"""Counts kernels that Triton compiles in this process, or loads from disk, before and after the worker is
+ready."""
 
 from __future__ import annotations
 
@@ -16,19 +13,18 @@ log = logging.getLogger(__name__)
 
 
 Phases = tuple[tuple[str, int], ...]
-"""Forms of kernels made, by phase."""
+"""Kernels compiled, by phase."""
 
 
 @dataclass
 class Compilations:
-    """Forms of kernels made so far. ready: from now on they are made while requests may wait."""
+    """Kernels compiled so far. ready: from now on requests may wait for one."""
 
     warm_up: int = 0
     serving: int = 0
     ready: bool = False
 
     def count(self, name: str, seconds: float, loaded: bool) -> None:
-        """One was made in `seconds`; loaded: from disk."""
         if not self.ready:
             self.warm_up += 1
             return
@@ -42,7 +38,7 @@ class Compilations:
 
 
 def added_up(several: Iterable[Phases]) -> Phases:
-    """Of several processes."""
+    """The sum over several processes."""
     total: Counter[str] = Counter()
     for phases in several:
         total.update(dict(phases))
@@ -50,8 +46,7 @@ def added_up(several: Iterable[Phases]) -> Phases:
 
 
 def watch(device: str, cache: str | None = None) -> Compilations:
-    """Count from now on, in this process, if the device has something compiled, and keep what is made in the
-    directory `cache` (None: where Triton does). Whoever listens to Triton already is still told."""
+    """Count from now on. Other devices than CUDA's compile nothing. cache: directory; None: Triton's own."""
     if not device.startswith("cuda"):
         return Compilations()
     import triton

@@ -1,11 +1,23 @@
-"""The Δ correction around any method. Shape suffixes as in `interface.py`; R dense rows of the chunk."""
+"""The Δ correction around any method (Δ Attention, Willette et al. 2025, section 3).
+
+Suffixes as in `interface.py`; R dense rows of the chunk.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
 
 from .constants import BLOCK
+from .executors.dense import cpu_attend_rows
+from .executors.inputs import QueryRows
+from .executors.launch import launch
 from .interface import (
     Attention,
     AttentionInput,
@@ -16,17 +28,6 @@ from .interface import (
     no_phase,
     runs_on_cpu,
 )
-from .options import option
-
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True)
-class CorrectionOptions:
-    """What `+delta` adds to a method's options (Δ Attention, Willette et al. 2025, section 3)."""
-
-    gamma: int = option(64, 1, 4096, "every gamma-th query row is computed densely")
 
 
 @dataclass
@@ -38,24 +39,20 @@ class CorrectionState:
 
 
 class Correction:
-    """Δ Attention (Willette et al. 2025), section 3, equations 5-6.
+    """Equations 5 and 6.
 
-    Every gamma-th row (by absolute position) is computed densely; its difference to the sparse row is added
-    to it and the gamma - 1 rows after it. The prompt's last rows (its last whole block and what follows it)
-    are dense. Row numbers are absolute, so any chunking gives the same result. recompute=True is the paper's
-    ablation: the gamma-th rows are replaced by the dense ones and no other row changes.
+    Every gamma-th row, by absolute position, is dense. Its difference to the sparse row is added to it and to
+    the gamma - 1 rows behind it. The prompt's last whole block and the rows after it are dense. Any chunking
+    gives the same result.
     """
 
-    def __init__(self, inner: Attention, gamma: int, recompute: bool = False) -> None:
+    def __init__(self, inner: Attention, gamma: int) -> None:
         if gamma < 1:
             raise KernelInputError(f"correction: gamma {gamma} is less than 1")
         self.inner = inner
         self.gamma = gamma
-        self.recompute = recompute
 
     def new_state(self, spec: StateSpec) -> CorrectionState:
-        import torch
-
         shape = (spec.batch, spec.q_heads, spec.head_dim)
         carried_BHD = torch.zeros(shape, dtype=torch.float32, device=spec.device)
         return CorrectionState(self.inner.new_state(spec), carried_BHD)
@@ -72,26 +69,22 @@ class Correction:
     def _correct(self, x: AttentionInput, out_BHTD: torch.Tensor, state: CorrectionState) -> None:
         dense_rows, add_differences = cpu_dense_rows, cpu_add_differences
         if not runs_on_cpu(x.q_BHTD, "correction"):
-            from .correction_kernel import kernel_add_differences, kernel_dense_rows
-
             dense_rows, add_differences = kernel_dense_rows, kernel_add_differences
         first, tail = -x.q_start % self.gamma, self._tail_begin(x)
         strided_BHRD, last_BHRD = dense_rows(x, first, self.gamma, tail)
         body_BHTD = out_BHTD[:, :, :tail]
-        if self.recompute:
-            body_BHTD[:, :, first :: self.gamma] = strided_BHRD
-        elif tail > 0:
+        if tail > 0:
             carried_BHD = state.carried_BHD
             state.carried_BHD = add_differences(body_BHTD, strided_BHRD, carried_BHD, first, self.gamma)
         out_BHTD[:, :, tail:] = last_BHRD
 
     def _tail_begin(self, x: AttentionInput) -> int:
-        """First row of this chunk that belongs to the prompt's dense tail (the chunk's length if none)."""
+        """First row of this chunk in the prompt's dense tail; the chunk's length if there is none."""
         begin = max(0, x.prompt_tokens // BLOCK - 1) * BLOCK
         return min(max(0, begin - x.q_start), x.q_BHTD.shape[2])
 
     def _extra_tiles(self, x: AttentionInput) -> float:
-        """Tiles' worth of products in the dense rows: each row counts 1/128 of its row of tiles."""
+        """The dense rows' products in tiles: a row counts 1/128 of its row of tiles."""
         batch, heads, rows, _ = x.q_BHTD.shape
         tail, first = self._tail_begin(x), -x.q_start % self.gamma
         dense = [*range(first, tail, self.gamma), *range(tail, rows)]
@@ -100,14 +93,8 @@ class Correction:
 
 
 def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention of the chunk's rows first, first + gamma, … below `tail`, and of all from `tail` on.
-
-    Both in q's dtype; either may have no rows.
-    """
-    import torch
-
-    from .executors.dense import cpu_attend_rows
-
+    """Dense attention of the rows first, first + gamma, … below `tail`, and of all rows from `tail` on, in
+    q's dtype."""
     stop = x.q_start + x.q_BHTD.shape[2]
     every = torch.arange(x.q_start + first, max(x.q_start + tail, x.q_start + first), gamma)
     strided, last = (
@@ -120,15 +107,76 @@ def cpu_dense_rows(x: AttentionInput, first: int, gamma: int, tail: int) -> tupl
 def cpu_add_differences(
     out_BHTD: torch.Tensor, dense_BHRD: torch.Tensor, carried_BHD: torch.Tensor, first: int, gamma: int
 ) -> torch.Tensor:
-    """Add each dense row's difference to its own row and the gamma - 1 after it, in place.
+    """Add each dense row's difference to its own row and the gamma - 1 rows behind it, in place.
 
-    Rows before `first` take the difference carried from the chunk before. Returns what the next one carries.
+    carried_BHD: the difference for the rows before `first`. Returns the next chunk's.
     """
-    import torch
-
     sparse_BHRD = out_BHTD[:, :, first::gamma].float()
     difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)
     row_T = torch.arange(out_BHTD.shape[2])
     owner_T = torch.div(row_T - first, gamma, rounding_mode="floor") + 1
     out_BHTD.copy_((out_BHTD.float() + difference_BHRD[:, :, owner_T]).to(out_BHTD.dtype))
     return difference_BHRD[:, :, -1].clone()
+
+
+@triton.jit(do_not_specialize=["rows", "differences", "first", "gamma"])
+def add_kernel(
+    out_ptr, difference_ptr, stride_ob, stride_oh, stride_ot, heads, rows, differences, first, gamma,
+    D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head: add the difference of the last dense row at or before each."""
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    owner = (row - first + gamma) // gamma  # 0: carried from the chunk before (first < gamma)
+    dim = tl.arange(0, D)
+    inside = (row < rows)[:, None]
+    place = out_ptr + b * stride_ob + h * stride_oh + row.to(tl.int64)[:, None] * stride_ot + dim[None, :]
+    from_ptr = (
+        difference_ptr + (tl.program_id(1).to(tl.int64) * differences + owner)[:, None] * D + dim[None, :]
+    )
+    out = tl.load(place, mask=inside, other=0.0).to(tl.float32) + tl.load(from_ptr, mask=inside, other=0.0)
+    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def kernel_dense_rows(
+    x: AttentionInput, first: int, gamma: int, tail: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    made = []
+    for rows, row0, step in ((slice(first, tail, gamma), first, gamma), (slice(tail, None), tail, 1)):
+        q_BHRD = x.q_BHTD[:, :, rows]
+        out_BHRD = torch.empty(q_BHRD.shape, dtype=q_BHRD.dtype, device=q_BHRD.device)
+        made.append(QueryRows(q_BHRD, out_BHRD, x.q_start + row0, step))
+    present = [rows for rows in made if rows.q_BHRD.shape[2] > 0]
+    if present:
+        launch(x, *present)
+    return made[0].out_BHRD, made[1].out_BHRD
+
+
+def kernel_add_differences(
+    out_BHTD: torch.Tensor, dense_BHRD: torch.Tensor, carried_BHD: torch.Tensor, first: int, gamma: int
+) -> torch.Tensor:
+    batch, heads, rows, dim = out_BHTD.shape
+    sparse_BHRD = out_BHTD[:, :, first::gamma].float()
+    difference_BHRD = torch.cat([carried_BHD[:, :, None], dense_BHRD.float() - sparse_BHRD], dim=2)
+    size = 64
+    add_kernel[(triton.cdiv(rows, size), batch * heads)](
+        out_BHTD,
+        difference_BHRD,
+        *out_BHTD.stride()[:3],
+        heads,
+        rows,
+        difference_BHRD.shape[2],
+        first,
+        gamma,
+        D=dim,
+        ROWS=size,
+        num_warps=4,
+    )
+    return difference_BHRD[:, :, -1].clone()
+
+
+_NUMBERS = ("stride_ob", "stride_oh", "stride_ot", "heads", "rows", "differences", "first", "gamma")
+_TYPES = {"out_ptr": "*bf16", "difference_ptr": "*fp32", **dict.fromkeys(_NUMBERS, "i32")}
+
+COMPILE_CASES = [(add_kernel, _TYPES, {"D": 128, "ROWS": 64})]

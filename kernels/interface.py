@@ -1,14 +1,8 @@
-"""What selectors, executors and wrappers agree on.
+"""Types that selectors, executors and workers share. Free of torch at import.
 
-Shape suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far,
-D head dimension, N query blocks of this chunk, M key blocks so far.
-
-A *method* is selector × executor × wrapper (see `methods.py` for the named ones and `build.py` for how
-they are put together). Every method sees one chunk of queries against all keys so far; what it must
-remember between chunks of one prompt lives in the state it made with `new_state`, one per layer.
-
-Free of torch until a tensor is looked at, as are the modules that define methods: the front door reads their
-options without loading it. So they import torch, and the modules that need it, inside their functions.
+Suffixes: B batch, H query heads, G key/value heads, T query rows of this chunk, S keys so far, D head
+dimension, N query blocks of this chunk, M key blocks so far. A method's state, one per layer of a prompt, is
+what it remembers between chunks.
 """
 
 from __future__ import annotations
@@ -23,17 +17,16 @@ from .constants import BLOCK
 if TYPE_CHECKING:
     import torch
 
-Amounts = Callable[[int, int], Sequence[float]]
-"""(absolute layer, tokens of the whole prompt) -> what a selection rule aims at there (`Rule.amount`), one
-number per query head."""
+Thresholds = Callable[[int, int], Sequence[float]]
+"""(absolute layer, tokens of the whole prompt) -> the rule's threshold for each query head."""
 
 
 class KernelInputError(ValueError):
-    """An argument that no kernel can work with; raised before anything is launched."""
+    """An argument that no kernel can work with. Raised before anything is launched."""
 
 
 def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
-    """True: the CPU form runs; False: the CUDA kernel. Any other device raises."""
+    """Whether the CPU form runs, not the CUDA kernel. Raises KernelInputError for any other device."""
     kind = x.device.type
     if kind not in ("cpu", "cuda"):
         raise KernelInputError(f"{name}: runs on cpu or cuda tensors, not on {kind}")
@@ -42,10 +35,7 @@ def runs_on_cpu(x: torch.Tensor, name: str) -> bool:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a method needs to know to allocate its state for one layer of one prompt.
-
-    max_tokens: of the whole prompt. layer: its absolute index in the model.
-    """
+    """max_tokens: of the whole prompt. layer: its absolute index in the model."""
 
     batch: int
     q_heads: int
@@ -61,10 +51,9 @@ class StateSpec:
 class AttentionInput:
     """One chunk of queries against all keys so far, causal.
 
-    q_BHTD: rows are the absolute positions q_start .. q_start+T-1. k_BGSD, v_BGSD: positions 0 .. S-1
-    with S == q_start + T. H is a multiple of G (query head h reads key head h // (H // G)). The innermost
-    dimension is contiguous; outer strides are free. q_start is a multiple of BLOCK for every method but
-    `dense`. prompt_tokens is the length of the whole prompt, of which this chunk may be a part.
+    q_BHTD: positions q_start .. q_start+T-1. k_BGSD, v_BGSD: positions 0 .. S-1, S = q_start + T. Query head
+    h reads key head h // (H // G). The innermost dimension is contiguous. q_start is a multiple of BLOCK for
+    every method but `dense`. prompt_tokens: of the whole prompt.
     """
 
     q_BHTD: torch.Tensor
@@ -85,7 +74,11 @@ class AttentionInput:
         prompt_tokens: int | None = None,
         scale: float | None = None,
     ) -> AttentionInput:
-        """Fill the defaults (last rows of the keys; chunk ends the prompt; 1/sqrt(D)) and check all."""
+        """Fill in defaults: the last rows of the keys, the end of the prompt, 1/sqrt(D).
+
+        Raises:
+            KernelInputError: shapes, types or lengths do not fit together.
+        """
         _check_tensors(q_BHTD, k_BGSD, v_BGSD)
         keys, rows = k_BGSD.shape[2], q_BHTD.shape[2]
         start = keys - rows if q_start is None else q_start
@@ -113,7 +106,7 @@ class AttentionInput:
 
     @property
     def first_block(self) -> int:
-        """Absolute index of this chunk's first query block (and of its diagonal key block)."""
+        """Absolute index of this chunk's first query block."""
         return self.q_start // BLOCK
 
     def require_aligned(self, method: str) -> None:
@@ -122,8 +115,6 @@ class AttentionInput:
 
 
 def _check_tensors(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-    import torch
-
     for name, x in (("q", q_BHTD), ("k", k_BGSD), ("v", v_BGSD)):
         if x.dim() != 4:
             raise KernelInputError(f"{name} must have 4 dimensions (batch, heads, tokens, D), got {x.dim()}")
@@ -131,7 +122,7 @@ def _check_tensors(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Ten
             raise KernelInputError(f"{name} is empty: shape {tuple(x.shape)}")
         if x.stride(3) != 1:
             raise KernelInputError(f"{name}: the head dimension must be contiguous, stride is {x.stride(3)}")
-        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if not x.is_floating_point() or x.element_size() not in (2, 4):
             raise KernelInputError(f"{name}: dtype {x.dtype} is not float32, float16 or bfloat16")
         if x.dtype != q_BHTD.dtype or x.device != q_BHTD.device:
             raise KernelInputError(
@@ -149,12 +140,11 @@ def _check_tensors(q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Ten
 
 @dataclass(frozen=True)
 class TileMask:
-    """Which key blocks each query block attends to.
+    """The key blocks that each query block attends to.
 
-    index_BHNM: int16, ascending absolute key blocks of each query block, first `count` entries valid and
-    the rest undefined. count_BHN: int32, at least 1 (the diagonal is always there; so is block 0).
-    score_BHNM: float32, the selector's estimate of each listed tile's mass, laid out as index_BHNM; None
-    unless the selector was made `with_scores` (the `block_sparse_packed` executor ranks by them).
+    index_BHNM: int16, ascending absolute key blocks, undefined from the count on. count_BHN: int32, at least
+    1: block 0 and the diagonal are always kept. score_BHNM: float32, the tiles' scores; None unless the
+    selector was made `with_scores`.
     """
 
     index_BHNM: torch.Tensor
@@ -164,10 +154,9 @@ class TileMask:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of the causal triangle a call computed; device tensors, to be read late.
+    """Tiles that a call computed, and all causal ones, over batch and heads. Read the device tensor late.
 
-    computed, causal: tiles, summed over batch and heads. sampled: share of a tile's q·k products that
-    scoring looked at (0 where nothing is scored).
+    sampled: the share of a tile's q·k products that scoring looked at.
     """
 
     computed: torch.Tensor
@@ -176,8 +165,8 @@ class Coverage:
 
 
 Phase = Callable[[str], AbstractContextManager[object]]
-"""`with phase("scoring"):` marks what the time inside is spent on. Names: anchors, scoring, selection,
-attention, correction. On CUDA an implementation records events; it never synchronises."""
+"""`with phase("scoring"):` says how the time inside is spent (anchors, scoring, selection, attention,
+correction). It never synchronises."""
 
 
 def no_phase(_name: str) -> AbstractContextManager[object]:
@@ -185,33 +174,29 @@ def no_phase(_name: str) -> AbstractContextManager[object]:
 
 
 class Selector(Protocol):
-    """Looks at q and k and says which tiles matter."""
-
     sampled: float
 
-    def new_state(self, spec: StateSpec) -> Any:
-        """What is carried from chunk to chunk of one layer (None where nothing is)."""
+    def new_state(self, spec: StateSpec) -> Any: ...
 
     def select(self, x: AttentionInput, state: Any, phase: Phase) -> TileMask: ...
 
 
 class Executor(Protocol):
-    """Computes attention over a mask (None: everything causal). Returns out_BHTD, q's dtype."""
+    """Attention over a mask (None: everything causal). Returns out_BHTD in q's dtype."""
 
     def new_state(self, spec: StateSpec) -> Any: ...
 
     def attend(self, x: AttentionInput, mask: TileMask | None, state: Any, phase: Phase) -> torch.Tensor: ...
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: Any) -> torch.Tensor:
-        """Tiles' worth of q·k products that `attend` did, a float64 scalar on x's device."""
+        """The q·k products of `attend` in tiles: a float64 scalar on x's device."""
 
 
 class Attention(Protocol):
-    """A whole method, as the workers call it.
+    """A whole method.
 
-    A prompt whose chunks were computed elsewhere up to some point goes on here with a new state: the next
-    chunk brings the keys of all tokens so far. A method that is registered `from_keys` then computes, to the
-    bit, what it would have with the state of the chunks before, so it makes up for what its state lacks.
+    A new state may start in the middle of a prompt, since a chunk brings the keys of all tokens so far. A
+    method registered `from_keys` then gives the same bits as with the old state.
     """
 
     def new_state(self, spec: StateSpec) -> Any: ...

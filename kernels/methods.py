@@ -1,32 +1,39 @@
-"""The registry of attention methods: their names, their options and what they are made of.
+"""The registry of attention methods: names, options and parts. Free of torch; `build.py` makes them run.
 
-Free of torch, so that the front door can check a request's method without loading it; `build.py` turns a
-`MethodSpec` into something that runs. A method registers itself where it is defined (`register`): the
-package's own are found by looking through `selectors/` and `executors/`, others are named by their module
-(`load`). Appending `+delta` to any name wraps it in the Δ correction.
+The package's own methods stand at the end. Modules outside it call `register` and are named to `load`.
+`+delta` behind a name adds the Δ correction.
 """
 
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from threading import RLock
 from typing import Any, TypeVar
 
 from .constants import BLOCK
-from .correction import CorrectionOptions
 from .interface import Executor, KernelInputError, Selector
-from .options import Option, Value, options_of
+from .options import (
+    AnchorsOptions,
+    AntidiagonalOptions,
+    BlockPoolOptions,
+    CorrectionOptions,
+    DeltaKVOptions,
+    DeltaXAttentionOptions,
+    DenseOptions,
+    NaiveOptions,
+    Option,
+    StreamingOptions,
+    Value,
+    options_of,
+)
 
 O = TypeVar("O")  # noqa: E741
 
 
 class MethodError(ValueError):
-    """An unknown method, or an option it does not take; `field` names the offender."""
+    """An unknown method, or an option it does not take. `field` names the offender."""
 
     def __init__(self, field_name: str, message: str) -> None:
         super().__init__(message)
@@ -35,16 +42,11 @@ class MethodError(ValueError):
 
 @dataclass(frozen=True)
 class Preset:
-    """A registered method: a composition, its options and where it was published.
-
-    form: the dataclass of its options. selector (None: everything causal) and executor are made from one of
-    them. whole_prompt: it estimates from the prompt's last queries, which is wrong per chunk. from_keys: what
-    it remembers between chunks follows from the keys alone (`interface.Attention` says what that allows).
-    """
+    """A registered method. form: the dataclass of its options. The others are as given to `register`."""
 
     form: type[Any]
-    selector: Callable[[Any], Selector] | None
-    executor: Callable[[Any], Executor]
+    selector: Callable[[Any], Selector] | str | None
+    executor: Callable[[Any], Executor] | str
     source: str
     whole_prompt: bool
     from_keys: bool
@@ -55,7 +57,7 @@ class Preset:
 
     @property
     def module(self) -> str:
-        """The module that registered it, which another process imports to have it too."""
+        """The module that another process imports to have the method too."""
         return self.form.__module__
 
 
@@ -63,7 +65,7 @@ class Preset:
 class MethodSpec:
     """A method with its options filled in. Hashable; crosses processes.
 
-    name: with `+delta` where `correction`. module: the one that registers the method.
+    module: the one that registers it.
     """
 
     name: str
@@ -77,70 +79,54 @@ class MethodSpec:
 
 
 class _Presets(Mapping[str, Preset]):
-    """What `register` was called with, by name. The package's own modules are imported at the first look."""
-
     def __init__(self) -> None:
         self._registered: dict[str, Preset] = {}
-        self._lock = RLock()
-        self._complete = False
 
     def add(self, name: str, preset: Preset) -> None:
-        """Without the lock: a module that another thread imports registers while the first look goes on."""
         known = self._registered.setdefault(name, preset)
         if known.module != preset.module:
             raise MethodError("method", f"{preset.module}: {known.module} has registered a method {name!r}")
         self._registered[name] = preset
 
     def __getitem__(self, name: str) -> Preset:
-        return self._all()[name]
+        return self._registered[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._all()))
+        return iter(sorted(self._registered))
 
     def __len__(self) -> int:
-        return len(self._all())
-
-    def _all(self) -> dict[str, Preset]:
-        with self._lock:
-            if not self._complete:
-                for module in _own_modules():
-                    import_module(module)
-                self._complete = True
-        return self._registered
-
-
-def _own_modules() -> Iterator[str]:
-    """The modules of `selectors/` and `executors/` that register a method, told by their text: the kernels
-    beside them need torch and are not imported."""
-    here = Path(__file__).parent
-    for folder in ("selectors", "executors"):
-        for found in pkgutil.iter_modules([str(here / folder)]):
-            path = here / folder / f"{found.name}.py"
-            if not found.ispkg and "\nregister(" in path.read_text(encoding="utf-8"):
-                yield f"{__package__}.{folder}.{found.name}"
+        return len(self._registered)
 
 
 _presets = _Presets()
 PRESETS: Mapping[str, Preset] = _presets
-"""Every registered method by name, in alphabetical order."""
 
 
 def register(
     name: str,
     options: type[O],
-    selector: Callable[[O], Selector] | None,
-    executor: Callable[[O], Executor],
+    selector: Callable[[O], Selector] | str | None,
+    executor: Callable[[O], Executor] | str,
     *,
     source: str,
     whole_prompt: bool = False,
     from_keys: bool = False,
 ) -> None:
-    """Make a method known; called at the top of the module that defines it and its options.
+    """Make a method known, at the top of the module that defines its options.
 
-    options: a frozen dataclass of that module, its fields made with `options.option`. selector and executor:
-    what makes them from such options, usually their classes. source: paper and section. from_keys: see
-    `Preset`; prompts of other methods start over where a prefill group dies. Importing the module must not
-    load torch. Raises MethodError for a name that another module has taken.
+    The front door imports that module, so it must not load torch: name parts by their path.
+
+    Args:
+        options: a frozen dataclass of that module, its fields made with `options.option`.
+        selector, executor: make the part from options: a callable, or "module:object". No selector:
+            everything causal.
+        source: paper and section.
+        whole_prompt: the method takes a prompt in one piece, so the service refuses it.
+        from_keys: see `interface.Attention`. Without it, a prompt starts over where a prefill group dies.
+
+    Raises:
+        MethodError: another module has registered the name.
+        TypeError: an option has no bounds.
     """
     if not name or "+" in name:
         raise MethodError("method", f"{name!r} cannot be a method's name")
@@ -149,7 +135,7 @@ def register(
 
 
 def load(module: str) -> None:
-    """Import a module outside the package for the methods that it registers. Raises MethodError."""
+    """Import a module for the methods that it registers. Raises MethodError."""
     try:
         import_module(module)
     except Exception as error:
@@ -159,10 +145,7 @@ def load(module: str) -> None:
 
 
 def registered(spec: MethodSpec) -> Preset:
-    """The method that a spec of any process names; its module is imported if it is not here yet.
-
-    Raises MethodError.
-    """
+    """The method of a spec from any process; its module is imported if needed. Raises MethodError."""
     base = spec.name.partition("+")[0]
     if base not in PRESETS:
         load(spec.module)
@@ -173,10 +156,9 @@ def registered(spec: MethodSpec) -> Preset:
 
 
 def resume_step(spec: MethodSpec) -> int:
-    """A prompt can be resumed, with a new state, at the multiples of so many tokens; 0: at none of them.
+    """A prompt can be resumed with a new state at multiples of so many tokens; 0: never. Raises MethodError.
 
-    The Δ correction carries the difference of the last dense row from chunk to chunk, which only queries that
-    are gone could tell; a chunk that begins with a dense row of its own does not need it. Raises MethodError.
+    The Δ correction carries the last dense row's difference, unless a chunk begins with a dense row.
     """
     preset = registered(spec)
     if preset.whole_prompt or not preset.from_keys:
@@ -185,17 +167,16 @@ def resume_step(spec: MethodSpec) -> int:
 
 
 def is_exact(spec: MethodSpec, tokens: int) -> bool:
-    """Whether a prompt of so many tokens gets the keys and values of exact attention."""
+    """Whether a prompt of so many tokens gets exact attention's keys and values."""
     return spec.name == "dense" or tokens <= spec.values.get("min_tokens", 0)
 
 
 def reads_whole_prompts(name: str) -> bool:
-    """Whether a known method can only take a prompt in one piece, so that the service refuses it."""
     return PRESETS[name.partition("+")[0]].whole_prompt
 
 
 def method_spec(name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
-    """Check a method's name and options and fill in defaults. Raises MethodError naming the field."""
+    """Check a method's name and options, and fill in defaults. Raises MethodError that names the field."""
     base, plus, wrapper = name.partition("+")
     if base not in PRESETS or (plus and wrapper != "delta"):
         served = ", ".join(name for name, preset in PRESETS.items() if not preset.whole_prompt)
@@ -227,3 +208,75 @@ def _checked(where: str, value: Value, option: Option) -> Value:
     if option.choices and value not in option.choices:
         raise MethodError(where, f"{where} = {value} is not one of {option.choices}")
     return value
+
+
+def _register_own() -> None:
+    executors, selectors = f"{__package__}.executors", f"{__package__}.selectors"
+    sparse = f"{executors}.block_sparse:BlockSparseExecutor"
+    register(
+        "dense",
+        DenseOptions,
+        None,
+        f"{executors}.dense:DenseExecutor",
+        source="FlashAttention-2",
+        from_keys=True,
+    )
+    register(
+        "streaming",
+        StreamingOptions,
+        f"{selectors}.streaming:StreamingSelector",
+        sparse,
+        source="StreamingLLM (Xiao et al. 2023), section 3.2",
+        from_keys=True,
+    )
+    register(
+        "dpxa",
+        AnchorsOptions,
+        f"{selectors}.anchors.selector:AnchorsSelector",
+        sparse,
+        source="DeltaAttention section 4.3, with the changes of docs/decisions/0003",
+        from_keys=True,
+    )
+    register(
+        "xattention",
+        AntidiagonalOptions,
+        f"{selectors}.grouped.antidiagonal:AntidiagonalSelector",
+        sparse,
+        source="XAttention (Xu et al. 2025), sections 2.1-2.2",
+        from_keys=True,
+    )
+    register(
+        "naive",
+        NaiveOptions,
+        f"{selectors}.grouped.naive:NaiveSelector",
+        sparse,
+        source="DeltaAttention, ablation of section 4.3",
+        from_keys=True,
+    )
+    register(
+        "block_pool",
+        BlockPoolOptions,
+        f"{selectors}.grouped.block_pool:BlockPoolSelector",
+        sparse,
+        source="block mean pooling",
+        from_keys=True,
+    )
+    register(
+        "delta_kv",
+        DeltaKVOptions,
+        None,
+        f"{executors}.packed.delta_kv:DeltaKVExecutor",
+        source="DeltaAttention section 4.1",
+        from_keys=True,
+    )
+    register(
+        "delta_xattention",
+        DeltaXAttentionOptions,
+        f"{selectors}.grouped.antidiagonal:scoring_selector",
+        f"{executors}.packed.delta_xattention:DeltaXAttentionExecutor",
+        source="DeltaAttention section 4.2",
+        from_keys=True,
+    )
+
+
+_register_own()

@@ -1,17 +1,13 @@
-"""Options of attention methods: dataclass fields that carry their bounds and what they mean. Free of torch.
-
-A method's options are one frozen dataclass whose fields are made with `option`:
-
-    @dataclass(frozen=True)
-    class StreamingOptions:
-        window: int = option(2048, 1, 1 << 20, "most recent tokens that every query attends to")
-"""
+"""Options of attention methods: frozen dataclasses whose fields, made with `option`, carry bounds. Free of
+torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
+
+from .interface import KernelInputError
 
 Value = float | int | bool
 V = TypeVar("V", bound=Value)
@@ -20,7 +16,7 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its default, its bounds (inclusive) or its choices, and what it means."""
+    """Its default, inclusive bounds or choices, and meaning."""
 
     default: Value
     low: float
@@ -30,19 +26,134 @@ class Option:
 
 
 def option(default: V, low: float, high: float, help: str, choices: tuple[V, ...] = ()) -> V:
-    """A field of an options dataclass. The bounds are what a request may ask for (`methods.method_spec`);
-    whoever makes the dataclass itself, as benchmarks do, may go further."""
+    """A field of an options dataclass, with the bounds that `methods.method_spec` enforces."""
     return field(default=default, metadata={_KEY: Option(default, low, high, help, choices)})
 
 
-def min_tokens() -> int:
-    """The field `min_tokens`, of methods that save nothing on short prompts; see `build.DenseWhenShort`."""
-    return option(4096, 0, 1 << 20, "prompts of at most this many tokens use dense attention")
-
-
 def options_of(form: type[Any]) -> Mapping[str, Option]:
-    """The options that an options dataclass declares, in its order. Raises TypeError for any other field."""
+    """The options that a dataclass declares. Raises TypeError for a field that is not made with `option`."""
     for declared in fields(form):
         if _KEY not in declared.metadata:
             raise TypeError(f"{form.__name__}.{declared.name} is not made with `option`: it has no bounds")
     return {declared.name: declared.metadata[_KEY] for declared in fields(form)}
+
+
+def min_tokens() -> int:
+    return option(4096, 0, 1 << 20, "prompts of at most this many tokens use dense attention")
+
+
+def _tau(default: float = 0.9) -> float:
+    return option(default, 0.01, 1.0, "cumulative probability mass of the kept tiles")
+
+
+def _outside(default: bool = False) -> bool:
+    return option(default, 0, 1, "count tau outside sink and window")
+
+
+def _sink(default: int = 1) -> int:
+    return option(default, 1, 1 << 20, "tokens at the start that every query attends to")
+
+
+def _window(default: int = 1) -> int:
+    return option(default, 1, 1 << 20, "most recent tokens that every query attends to")
+
+
+def _run_cosine() -> float:
+    return option(0.83, -1.0, 1.0, "cosine at or above which a key joins its anchor's run")
+
+
+@dataclass(frozen=True)
+class DenseOptions:
+    """Dense attention (FlashAttention-2, Dao 2023, Algorithm 1) takes none."""
+
+
+@dataclass(frozen=True)
+class StreamingOptions:
+    """StreamingLLM (Xiao et al. 2023), section 3.2. In tokens; a query may see up to 127 keys more."""
+
+    sink: int = _sink(128)
+    window: int = _window(2048)
+    min_tokens: int = min_tokens()
+
+
+@dataclass(frozen=True)
+class ScoredOptions:
+    """Options of methods that rank tiles by a score (XAttention, Xu et al. 2025, section 2.2).
+
+    A request picks one rule: `tau` (of all mass, unless `outside`), `share` (of each row's causal tiles) or
+    `density` (a level of the model's profile, whose thresholds count outside sink and window).
+
+    Raises:
+        KernelInputError: both `share` and `density` are given.
+    """
+
+    tau: float = _tau()
+    outside: bool = _outside()
+    density: float = option(0.0, 0.0, 1.0, "a level of the model's profile, in place of tau; 0: none")
+    share: float = option(0.0, 0.0, 1.0, "of each row's causal tiles to keep, in place of tau; 0: by tau")
+    sink: int = _sink()
+    window: int = _window()
+    min_tokens: int = min_tokens()
+
+    def __post_init__(self) -> None:
+        if self.share > 0 and self.density > 0:
+            raise KernelInputError(
+                f"share = {self.share} and density = {self.density} exclude each other: one must be 0"
+            )
+
+
+@dataclass(frozen=True)
+class BlockPoolOptions(ScoredOptions):
+    """Block mean pooling, the block-sparse heads of MInference (Jiang et al. 2024, Algorithm 3)."""
+
+
+@dataclass(frozen=True)
+class NaiveOptions(ScoredOptions):
+    """DeltaAttention, ablation of section 4.3."""
+
+    stride: int = option(4, 2, 16, "every stride-th row of q and k is scored", (2, 4, 8, 16))
+
+
+@dataclass(frozen=True)
+class AntidiagonalOptions(ScoredOptions):
+    """XAttention (Xu et al. 2025), sections 2.1-2.2."""
+
+    stride: int = option(8, 4, 16, "antidiagonal stride S", (4, 8, 16))
+
+
+@dataclass(frozen=True)
+class AnchorsOptions(ScoredOptions):
+    """DPXA (DeltaAttention, section 4.3) as docs/decisions/0003 and 0008 change it."""
+
+    tau: float = _tau(0.8)
+    outside: bool = _outside(True)
+    window: int = _window(512)
+    cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
+    q_anchors: int = option(8, 1, 32, "query anchors per block", (1, 2, 4, 8, 16, 32))
+    k_anchors: int = option(32, 8, 64, "key anchors per block", (8, 16, 32, 64))
+    largest: bool = option(False, 0, 1, "score a tile by the query anchor that needs it most")
+
+
+@dataclass(frozen=True)
+class DeltaKVOptions:
+    """DeltaAttention section 4.1."""
+
+    cos: float = _run_cosine()
+    counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run")
+    critical: int = option(512, 128, 8192, "tokens before the query block that are attended exactly")
+    min_tokens: int = min_tokens()
+
+
+@dataclass(frozen=True)
+class DeltaXAttentionOptions(AntidiagonalOptions):
+    """DeltaAttention section 4.2: XAttention's tiles, the lesser of them over packed keys."""
+
+    cos: float = _run_cosine()
+    exact_share: float = option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly")
+
+
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """Options that `+delta` adds to a method's own (Δ Attention, Willette et al. 2025, section 3)."""
+
+    gamma: int = option(64, 1, 4096, "every gamma-th query row is computed densely")

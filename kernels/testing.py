@@ -1,6 +1,6 @@
-"""What every kernel test shares: input makers, poisoned allocations, one row-wise comparison.
+"""Input makers, poisoned allocations and a row-wise comparison for kernel tests.
 
-Shape suffixes as in `interface.py`. Structured inputs (RoPE, anchors, sinks) are made in `structured.py`.
+Suffixes as in `interface.py`. `reference/structured.py` makes structured inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from .interface import AttentionInput, StateSpec, TileMask
 
 ROW_TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
-"""Largest relative error (L2) of any one row, by the dtype the kernel computes in."""
+"""Largest relative L2 error of a row, by the dtype that the kernel computes in."""
 
 
 def random_input(
@@ -31,7 +31,7 @@ def random_input(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> AttentionInput:
-    """Gaussian q, k, v of `tokens` keys; the queries are the last `rows` positions (all by default)."""
+    """Gaussian q, k, v of `tokens` keys. The queries are the last `rows` positions (default: all)."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
 
     def draw(heads: int, length: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def random_input(
 
 
 def chunk_of(x: AttentionInput, start: int, stop: int) -> AttentionInput:
-    """Rows start .. stop-1 (counted within x's queries) of a bigger input, with the keys they may see."""
+    """Rows start .. stop-1 of a bigger input's queries, with the keys that they may see."""
     end = x.q_start + stop
     return AttentionInput.of(
         x.q_BHTD[:, :, start:stop],
@@ -57,20 +57,18 @@ def chunk_of(x: AttentionInput, start: int, stop: int) -> AttentionInput:
 
 
 def spec_of(x: AttentionInput) -> StateSpec:
-    """Of a state for x's whole prompt."""
     batch, heads, _, dim = x.q_BHTD.shape
     return StateSpec(batch, heads, x.k_BGSD.shape[1], dim, x.prompt_tokens, x.q_BHTD.device, x.q_BHTD.dtype)
 
 
 def tiles(mask: TileMask) -> list[list[int]]:
-    """The kept key blocks of every row, batch by batch and head by head."""
+    """The kept key blocks of every row."""
     columns = mask.index_BHNM.shape[-1]
     index, count = mask.index_BHNM.reshape(-1, columns), mask.count_BHN.reshape(-1)
     return [index[row, : int(count[row])].tolist() for row in range(count.shape[0])]
 
 
 def full_mask(x: AttentionInput) -> TileMask:
-    """Every causal tile."""
     return mask_of(x, torch.ones(x.query_blocks, x.key_blocks, dtype=torch.bool, device=x.q_BHTD.device))
 
 
@@ -81,19 +79,19 @@ def random_mask(x: AttentionInput, density: float, seed: int = 0) -> TileMask:
     return mask_of(x, (torch.rand(shape, generator=generator) < density).to(x.q_BHTD.device))
 
 
-def mask_of(x: AttentionInput, keep_BHNM: torch.Tensor) -> TileMask:
-    """The TileMask of a boolean table (broadcast over batch and heads), made causal, sink and diagonal added.
+def mask_of(x: AttentionInput, kept_BHNM: torch.Tensor) -> TileMask:
+    """The mask of a boolean table, made causal, with sink and diagonal. Scores are random.
 
-    Entries after a row's count hold -1, so that a kernel that reads them is caught. Scores are random.
+    Entries after a row's count are -1, so that a kernel that reads them is caught.
     """
     batch, heads = x.q_BHTD.shape[:2]
-    device = keep_BHNM.device
+    device = kept_BHNM.device
     row_N1 = x.first_block + torch.arange(x.query_blocks, device=device)[:, None]
     column_M = torch.arange(x.key_blocks, device=device)
-    keep_BHNM = (keep_BHNM | (column_M == row_N1) | (column_M == 0)) & (column_M <= row_N1)
-    keep_BHNM = keep_BHNM.expand(batch, heads, x.query_blocks, x.key_blocks)
-    count_BHN = keep_BHNM.sum(-1, dtype=torch.int32)
-    order = torch.where(keep_BHNM, column_M, x.key_blocks).sort(-1).values
+    kept_BHNM = (kept_BHNM | (column_M == row_N1) | (column_M == 0)) & (column_M <= row_N1)
+    kept_BHNM = kept_BHNM.expand(batch, heads, x.query_blocks, x.key_blocks)
+    count_BHN = kept_BHNM.sum(-1, dtype=torch.int32)
+    order = torch.where(kept_BHNM, column_M, x.key_blocks).sort(-1).values
     index_BHNM = torch.where(order < x.key_blocks, order, -1).to(torch.int16)
     generator = torch.Generator(device="cpu").manual_seed(x.key_blocks)
     score_BHNM = torch.rand(index_BHNM.shape, generator=generator).to(device)
@@ -103,7 +101,7 @@ def mask_of(x: AttentionInput, keep_BHNM: torch.Tensor) -> TileMask:
 def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Relative L2 error of each row (last dimension), in float64; NaN stays NaN.
 
-    A row much smaller than its peers is measured against 1% of their mean norm instead of its own.
+    A row much smaller than its peers is measured against 1% of their mean norm.
     """
     if actual.shape != expected.shape:
         raise AssertionError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
@@ -121,9 +119,9 @@ def assert_rows_close(
     dtype: torch.dtype | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Every row of `actual` within ROW_TOLERANCE of `expected`; the worst row is named.
+    """Every row of `actual` is within `factor` times ROW_TOLERANCE of `expected`; the worst row is named.
 
-    dtype: what the kernel computed in (actual's by default). factor: for chains of several kernels.
+    dtype: the kernel's, if not actual's.
     """
     errors = row_errors(actual, expected)
     limit = factor * ROW_TOLERANCE[actual.dtype if dtype is None else dtype]
@@ -146,7 +144,7 @@ def _poison(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within, torch.empty and its kin return NaN (-1 for integers): what a kernel leaves unwritten shows."""
+    """Within, torch.empty and its kin return NaN (-1 for integers), so that unwritten output shows."""
 
     def poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ..workers.settings import pairing
 from .config import DoorConfig, ServiceConfig, parse
 from .door.grpc_door import FrontDoor
 from .door.http_door import HttpDoor
+from .door.registration import MESSAGE_SIZE_VARIABLE
 from .door.tls import Gate, TlsPort
 from .exporter import Exporter
 from .fleet.dispatch import RayDirectory
@@ -38,7 +39,6 @@ SERVICERS = (
     "deltafront.service.door.registration.add_health_to_server",
 )
 """Serve's `grpc_servicer_functions`."""
-MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 
 
 _HEALTH_PERIOD_S = 1.0

@@ -28,7 +28,7 @@ from ..workers.messages.methods import (
     reads_whole_prompts,
 )
 from ..workers.model.config import ModelConfig, ModelError
-from ..workers.model.levels import amounts_for
+from ..workers.model.levels import thresholds_for
 from ..workers.model.profile import Profile
 from ..workers.model.store import profile_file
 from ..workers.settings import (
@@ -91,7 +91,11 @@ class DoorConfig:
     """Where OpenTelemetry spans of requests go, from doors, prefill groups and decode workers alike: the URL
     of a collector's OTLP over HTTP, such as http://collector:4318/v1/traces, or `console`. Empty: there are
     none."""
-    max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 64 << 20
+    max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
+    """Of a request. A door holds a few times as much for each that it is receiving."""
+    text_bytes: Annotated[int, Field(ge=1 << 22)] = 64 << 20
+    """Of requests whose text is not tokenised yet, at one replica; memory for about six times as much. More
+    get RESOURCE_EXHAUSTED. One caller's long texts take half of it at most."""
     tokens_file: Path | None = None
     """Bearer tokens, one a line (`service/door/auth.py`). None: everybody may call, and sessions belong to
     nobody."""
@@ -264,7 +268,7 @@ class ServiceConfig(BaseModel):
             problems.append(f"prefill.stages: {error}")
         for key, name, options in self._named_methods:
             try:
-                amounts_for(profile, self.prefill.method(name, options))
+                thresholds_for(profile, self.prefill.method(name, options))
             except MethodError as error:
                 problems.append(f"{key}: {error}")
         if problems:

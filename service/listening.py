@@ -102,7 +102,7 @@ def grpc_at_loopback() -> None:
     def add_at_loopback(self: Any, address: str) -> int:
         return int(add(self, _at_loopback(address)))
 
-    _server.Server.add_insecure_port = add_at_loopback
+    _server.Server.add_insecure_port = add_at_loopback  # type: ignore[method-assign]
 
 
 def _at_loopback(address: str) -> str:

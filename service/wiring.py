@@ -99,6 +99,7 @@ def requests(
         default_max_tokens=door.default_max_tokens,
         default_ttl_s=door.default_session_ttl_s,
         max_ttl_s=decode.max_session_ttl_s,
+        longest_token=tokenizer.longest_token,
         delta_layers=bool(decode.delta_layers),
         default_recompute_blocks=decode.recompute_blocks,
     )

@@ -185,12 +185,40 @@ def test_packages_of_others_stay_where_they_belong(module: str) -> None:
 
 
 def test_no_import_circle() -> None:
-    """Over what is imported when a module is; a function's own imports and those for types are left out."""
-    graph = {module: (MODULES.keys() - {module}) & {*imports(module, everywhere=False)} for module in MODULES}
+    """Imports inside a function count in `kernels`, and nowhere else. Those for types do not count."""
+    graph = {
+        module: (MODULES.keys() - {module}) & {*imports(module, everywhere=within(module, "kernels"))}
+        for module in MODULES
+    }
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         raise AssertionError(" ← ".join(error.args[1])) from None
+
+
+def test_kernels_import_torch_at_the_top() -> None:
+    """A module whose import must leave torch out names what needs it by its path."""
+    inside = [
+        f"{module}: {ast.unparse(node)}"
+        for module in CHECKED
+        if within(module, "kernels")
+        for function in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and "torch" in ast.unparse(node).split()[1].split(".")
+    ]
+    assert not inside, inside
+
+
+def test_no_room_of_the_kernels_is_crowded() -> None:
+    rooms: dict[Path, int] = {}
+    for module in CHECKED:
+        if within(module, "kernels"):
+            rooms[MODULES[module].parent] = rooms.get(MODULES[module].parent, 0) + 1
+    assert len(rooms) > 8
+    crowded = {str(room.relative_to(ROOT)): count for room, count in rooms.items() if count > 12}
+    assert not crowded, crowded
 
 
 def test_no_two_classes_share_a_name() -> None:

@@ -75,10 +75,11 @@ from deltafront.benchmarks.reader import (
     warm_up,
 )
 from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.methods import load
 from deltafront.workers.calibration.probes import Document, Question, Text
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.model.decoder import LayerStack, load_model
-from deltafront.workers.model.levels import amounts_for
+from deltafront.workers.model.levels import thresholds_for
 from deltafront.workers.model.profile import Profile, load_profile
 from deltafront.workers.settings import ModelSpec, Quantisation
 
@@ -89,7 +90,12 @@ CLOSE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.5}
 answer of some twenty tokens behind 130,000."""
 
 
+WHOLE_PROMPT = "deltafront.benchmarks.whole_prompt.methods"
+"""Baselines that the service cannot have."""
+
+
 def main() -> int:
+    load(WHOLE_PROMPT)
     arguments = _arguments()
     stacks, profile = _load(arguments)
     tokenizer = load_tokenizer(arguments.model)
@@ -122,7 +128,7 @@ def _load(arguments: argparse.Namespace) -> tuple[list[LayerStack], Profile | No
     spec = ModelSpec(**chosen) if arguments.no_adapter else replace(MODEL, **chosen)
     profile = load_profile(spec)
     for method in arguments.methods:
-        amounts_for(profile, parse_method(method))
+        thresholds_for(profile, parse_method(method))
     kinds = [None] if arguments.quantisation is None else [None, arguments.quantisation]
     stacks = [load_model(replace(spec, quantisation=kind), arguments.device) for kind in kinds]
     for selection in arguments.decode:

@@ -38,7 +38,7 @@ from deltafront.service.client.server_process import LocalService
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.settings import Quantisation
 
-from . import measure, peers, rows
+from . import measure, peer_attention, rows
 from .model import SHAPES, write_model
 from .products import products_s
 from .rows import BATCH, Row, merge_into, row
@@ -253,7 +253,7 @@ class Run:
         write_model(self.model, self.shape, self.device)
         print(f"{self.model}: made or found in {time.perf_counter() - began:.1f} s", flush=True)
         if "peers" in self.given.cases:
-            peers.check(self.device)
+            peer_attention.check(self.device)
         for stages in self.given.stages:
             setup = self.setup(stages)
             self._must_fit(setup)

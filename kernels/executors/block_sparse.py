@@ -1,20 +1,17 @@
-"""Attention over the tiles of a mask. Shape suffixes as in `interface.py`; J keys of a row of tiles."""
+"""Attention over the tiles of a mask. Suffixes as in `interface.py`; J keys of a row of tiles."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..constants import BLOCK
 from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
-from .common import check_mask
-
-if TYPE_CHECKING:
-    import torch
+from .inputs import QueryRows, check_mask, new_output
+from .launch import launch
 
 
 class BlockSparseExecutor:
-    """Attention over the tiles a selector kept, whatever the options of its method."""
-
     def __init__(self, options: object = None) -> None:
         del options
 
@@ -28,19 +25,12 @@ class BlockSparseExecutor:
             return cpu_attend(x, kept) if runs_on_cpu(x.q_BHTD, "block_sparse") else kernel_attend(x, kept)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: None) -> torch.Tensor:
-        import torch
-
         del state
         return check_mask(x, mask, "block_sparse").count_BHN.sum(dtype=torch.float64)
 
 
 def cpu_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """softmax over the keys of each query block's kept tiles, causal within the diagonal tile.
-
-    In fp32; a tile is dropped by not touching its keys.
-    """
-    import torch
-
+    """softmax over the keys of each query block's kept tiles, causal in the diagonal tile. In float32."""
     batch, heads, rows, _ = x.q_BHTD.shape
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     counts = mask.count_BHN.tolist()
@@ -56,9 +46,6 @@ def cpu_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
 def _attend_block(
     x: AttentionInput, b: int, h: int, begin: int, end: int, tile_M: torch.Tensor
 ) -> torch.Tensor:
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
     key_J = keys_of(tile_M, x.q_start + end)
     position_T1 = torch.arange(x.q_start + begin, x.q_start + end)[:, None]
     g = h // x.group
@@ -73,17 +60,13 @@ def _attend_block(
 
 
 def keys_of(tile_M: torch.Tensor, stop: int) -> torch.Tensor:
-    """Positions of the keys in the given tiles that come before `stop`."""
-    import torch
-
+    """Positions before `stop` of the tiles' keys."""
     key_J = (tile_M[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
     return key_J[key_J < stop]
 
 
 def kernel_attend(x: AttentionInput, mask: TileMask) -> torch.Tensor:
-    """See `cpu_attend`. The last listed tile must be the diagonal; the others are taken unmasked."""
-    from .launch import QueryRows, launch, new_output
-
+    """`cpu_attend` on the GPU. The last listed tile must be the diagonal; only it is masked."""
     kept = check_mask(x, mask, "block_sparse")
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), mask=kept)

@@ -1,28 +1,20 @@
-"""Exact causal attention over every key. Shape suffixes as in `interface.py`; R rows."""
+"""Exact causal attention over every key. Suffixes as in `interface.py`; R rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
-from ..methods import register
-from .common import causal_tiles, scalar
-
-if TYPE_CHECKING:
-    import torch
+from .inputs import QueryRows, causal_tiles, new_output, scalar
+from .launch import launch
 
 ROWS = 512
-"""Rows per step on the CPU: each step sees no more keys than its last row may."""
-
-
-@dataclass(frozen=True)
-class DenseOptions:
-    """Dense attention (FlashAttention-2, Dao 2023, Algorithm 1) takes none."""
+"""Rows of a step on the CPU, which sees no more keys than its last row may."""
 
 
 class DenseExecutor:
-    """Exact causal attention; takes no mask and any q_start, and whatever the options of its method."""
+    """Takes no mask, and any q_start."""
 
     def __init__(self, options: object = None) -> None:
         del options
@@ -41,17 +33,12 @@ class DenseExecutor:
 
 
 def cpu_attend(x: AttentionInput) -> torch.Tensor:
-    """softmax(q k^T * scale) v over all keys at or before each row; any q_start. Returns q's dtype."""
-    import torch
-
+    """softmax(q k^T * scale) v over all keys at or before each row. Returns q's dtype."""
     return cpu_attend_rows(x, torch.arange(x.q_start, x.q_start + x.q_BHTD.shape[2], device=x.q_BHTD.device))
 
 
 def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor:
-    """Dense attention of the chunk's rows at the ascending absolute positions position_R: out_BHRD."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
+    """`cpu_attend` of the rows at the ascending absolute positions position_R: out_BHRD."""
     parts = []
     for position in torch.split(position_R, ROWS):
         end = int(position[-1]) + 1
@@ -69,12 +56,7 @@ def cpu_attend_rows(x: AttentionInput, position_R: torch.Tensor) -> torch.Tensor
 
 
 def kernel_attend(x: AttentionInput) -> torch.Tensor:
-    """See `cpu_attend`. Scores in float32, weights rounded to q's type."""
-    from .launch import QueryRows, launch, new_output
-
+    """`cpu_attend` on the GPU. Scores are float32; weights are rounded to q's type."""
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start))
     return out_BHTD
-
-
-register("dense", DenseOptions, None, DenseExecutor, source="FlashAttention-2", from_keys=True)

@@ -1,47 +1,49 @@
-"""Online-softmax attention over three kinds of tile lists: the plain Triton kernel.
+"""FlashAttention over three kinds of tile lists: the plain Triton kernel, for any strides, dtype and
+power-of-two D.
 
-It takes any strides, dtype and power-of-two D, and it runs in the interpreter; `flash_hopper.py` is the same
-algorithm for the layouts and types that Hopper's copy engine and matrix units like.
+Row i is the absolute position row0 + step * i. It sees the tiles of a mask (LISTED), packed runs before the
+critical region and then every key up to itself (PACKED), or every key up to itself (neither).
 
-Rows of a call are the absolute positions row0 + step * i. They see: LISTED, the tiles of a mask; PACKED,
-packed runs before the critical region, then every key up to each row; neither, every key up to each row.
-
-Strides are in elements, named stride_<tensor><dimension> with the letters of the shape suffixes in
-`launch.py`: q and o(ut) BHR, k and v BGS, p(acked) BGP, i(ndex) BHN. The innermost dimension is contiguous.
+Strides are in elements, named stride_<tensor><dimension>: q and o(ut) BHR, k and v BGS, p(acked) BGP, i(ndex)
+BHN.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from ..constants import BLOCK
+from ..constants import BLOCK, LOG2E
+from ..interface import AttentionInput, TileMask
+from .inputs import PackedKeys, QueryRows
 
 NEGATIVE = tl.constexpr(-1.0e30)
-"""Score of an unseen key. Finite, so that a row whose first tiles are all unseen stays free of NaN: what it
-gathered there is multiplied by exp2(NEGATIVE - m) = 0 once it meets a seen key."""
+"""Score of an unseen key. It is finite, so that a row that has seen no key yet stays free of NaN."""
 
 
 @triton.jit
 def step_tile(
-    acc, total, top, q, k_ptr, v_ptr, stride_ks, stride_vs, col, stop, seen_to, weight, scale,
+    acc, l_i, m_i, q, k_ptr, v_ptr, stride_ks, stride_vs, col, stop, seen_to, weight, scale,
     D: tl.constexpr, MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile: rows `col` of k and v; those at or after `stop` are absent, those after seen_to unseen."""
+    """One tile: rows `col` of k and v. Those from `stop` on do not exist; those after seen_to are masked."""
     dim = tl.arange(0, D)
-    there = (col < stop)[:, None]
-    k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=there, other=0.0)
+    valid = (col < stop)[:, None]
+    k = tl.load(k_ptr + col.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=valid, other=0.0)
     s = tl.dot(q, k.T, input_precision=PRECISION) * scale
     if MASKED:
         s = tl.where(col[None, :] <= seen_to[:, None], s, NEGATIVE)
-    higher = tl.maximum(top, tl.max(s, 1))
-    p = tl.exp2(s - higher[:, None])
-    shrink = tl.exp2(top - higher)
+    m_ij = tl.maximum(m_i, tl.max(s, 1))
+    p = tl.exp2(s - m_ij[:, None])
+    alpha = tl.exp2(m_i - m_ij)
     counted = p * weight[None, :] if WEIGHTED else p
-    total = total * shrink + tl.sum(counted, 1)
-    v = tl.load(v_ptr + col.to(tl.int64)[:, None] * stride_vs + dim[None, :], mask=there, other=0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, total, higher
+    l_i = l_i * alpha + tl.sum(counted, 1)
+    v = tl.load(v_ptr + col.to(tl.int64)[:, None] * stride_vs + dim[None, :], mask=valid, other=0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, l_i, m_ij
 
 
 @triton.jit(
@@ -58,14 +60,14 @@ def step_tile(
     ]
 )
 def flash_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr, count_ptr,
-    stride_qb, stride_qh, stride_qr, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs,
-    stride_ob, stride_oh, stride_or, stride_pb, stride_pg, stride_pp, stride_ib, stride_ih, stride_in,
-    heads, group, rows, keys, row0, step, critical, chunk, packed_slots, chunk_slots, scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, packed_k_ptr, packed_v_ptr, weight_ptr, packed_ptr, index_ptr,
+    count_ptr, stride_qb, stride_qh, stride_qr, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg,
+    stride_vs, stride_ob, stride_oh, stride_or, stride_pb, stride_pg, stride_pp, stride_ib, stride_ih,
+    stride_in, heads, group, rows, keys, row0, step, critical, chunk, packed_slots, chunk_slots, scale,
     LISTED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of one query head, longest rows first. PACKED slots: see `launch.py`."""
+    """One program: ROWS rows of one query head, longest rows first. PACKED slots: `inputs.PackedKeys`."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -73,14 +75,14 @@ def flash_kernel(
     row = tile * ROWS + tl.arange(0, ROWS)
     position = row0 + step * row
     dim = tl.arange(0, D)
-    inside = (row < rows)[:, None]
+    valid_row = (row < rows)[:, None]
     q_base = q_ptr + b * stride_qb + h * stride_qh
-    q = tl.load(q_base + row.to(tl.int64)[:, None] * stride_qr + dim[None, :], mask=inside, other=0.0)
+    q = tl.load(q_base + row.to(tl.int64)[:, None] * stride_qr + dim[None, :], mask=valid_row, other=0.0)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
     acc = tl.zeros([ROWS, D], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], NEGATIVE, tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], NEGATIVE, tl.float32)
     last = tl.minimum(row0 + step * (tile * ROWS + ROWS - 1), keys - 1)
     first = row0 + step * tile * ROWS
     lane = tl.arange(0, COLS)
@@ -88,12 +90,12 @@ def flash_kernel(
     if LISTED:
         n = tile * ROWS // BLOCK
         entry_ptr = index_ptr + b * stride_ib + h * stride_ih + n * stride_in
-        kept = tl.load(count_ptr + tl.program_id(1) * (tl.cdiv(rows, BLOCK)) + n)
-        for i in range((kept - 1) * (BLOCK // COLS)):
+        tiles = tl.load(count_ptr + tl.program_id(1) * (tl.cdiv(rows, BLOCK)) + n)
+        for i in range((tiles - 1) * (BLOCK // COLS)):
             block = tl.load(entry_ptr + i // (BLOCK // COLS)).to(tl.int32)
             col = block * BLOCK + (i % (BLOCK // COLS)) * COLS + lane
-            acc, total, top = step_tile(
-                acc, total, top, q, k_base, v_base, stride_ks, stride_vs, col, keys, position, 0.0, scale,
+            acc, l_i, m_i = step_tile(
+                acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, col, keys, position, 0.0, scale,
                 D, MASKED=False, WEIGHTED=False, PRECISION=PRECISION,
             )  # fmt: skip
         begin = (row0 + tile * ROWS) // BLOCK * BLOCK
@@ -107,28 +109,77 @@ def flash_kernel(
         for i in range(tl.cdiv(packed, COLS)):
             col = i * COLS + lane
             weight = tl.load(weight_ptr + lane_head * packed_slots + col, mask=col < packed, other=0.0)
-            acc, total, top = step_tile(
-                acc, total, top, q, packed_k, packed_v, stride_pp, stride_pp, col, packed,
+            acc, l_i, m_i = step_tile(
+                acc, l_i, m_i, q, packed_k, packed_v, stride_pp, stride_pp, col, packed,
                 tl.zeros_like(row) + (packed - 1), weight, scale,
                 D, MASKED=True, WEIGHTED=True, PRECISION=PRECISION,
             )  # fmt: skip
-    whole = tl.maximum((first + 1) // COLS, begin // COLS)
+    masked_from = tl.maximum((first + 1) // COLS, begin // COLS)
     if not LISTED:
-        for i in range(begin // COLS, whole):
-            acc, total, top = step_tile(
-                acc, total, top, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position,
+        for i in range(begin // COLS, masked_from):
+            acc, l_i, m_i = step_tile(
+                acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position,
                 0.0, scale, D, MASKED=False, WEIGHTED=False, PRECISION=PRECISION,
             )  # fmt: skip
     else:
-        whole = begin // COLS
-    for i in range(whole, last // COLS + 1):
-        acc, total, top = step_tile(
-            acc, total, top, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position, 0.0,
+        masked_from = begin // COLS
+    for i in range(masked_from, last // COLS + 1):
+        acc, l_i, m_i = step_tile(
+            acc, l_i, m_i, q, k_base, v_base, stride_ks, stride_vs, i * COLS + lane, keys, position, 0.0,
             scale, D, MASKED=True, WEIGHTED=False, PRECISION=PRECISION,
         )  # fmt: skip
     out_base = out_ptr + b * stride_ob + h * stride_oh
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_base + row.to(tl.int64)[:, None] * stride_or + dim[None, :], out, mask=inside)
+    out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_base + row.to(tl.int64)[:, None] * stride_or + dim[None, :], out, mask=valid_row)
+
+
+def launch_plain(
+    x: AttentionInput, rows: QueryRows, *, mask: TileMask | None = None, packed: PackedKeys | None = None
+) -> None:
+    """Launch the plain kernel, for any strides and dtype."""
+    q, k, v, out = rows.q_BHRD, x.k_BGSD, x.v_BGSD, rows.out_BHRD
+    batch, heads, count, dim = q.shape
+    size = 64 if q.dtype == torch.float32 else BLOCK
+    index_strides = (0, 0, 0) if mask is None else mask.index_BHNM.stride()[:3]
+    packed_strides = (0, 0, 0) if packed is None else packed.k_BGPD.stride()[:3]
+    flash_kernel[(triton.cdiv(count, size), batch * heads)](
+        q,
+        k,
+        v,
+        out,
+        k if packed is None else packed.k_BGPD,
+        v if packed is None else packed.v_BGPD,
+        q if packed is None else packed.weight_BGP,
+        q if packed is None else packed.offset_BGC,
+        q if mask is None else mask.index_BHNM,
+        q if mask is None else mask.count_BHN.contiguous(),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        *packed_strides,
+        *index_strides,
+        heads,
+        x.group,
+        count,
+        k.shape[2],
+        rows.row0,
+        rows.step,
+        0 if packed is None else packed.critical,
+        1 if packed is None else packed.chunk,
+        0 if packed is None else packed.weight_BGP.shape[2],
+        0 if packed is None else packed.offset_BGC.shape[2],
+        x.scale * LOG2E,
+        LISTED=mask is not None,
+        PACKED=packed is not None,
+        D=dim,
+        ROWS=size,
+        COLS=size,
+        BLOCK=BLOCK,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4 if size == 64 else 8,
+        num_stages=2,
+    )
 
 
 _STRIDES = [f"stride_{name}" for name in "qb qh qr kb kg ks vb vg vs ob oh or pb pg pp ib ih in".split()]
@@ -154,4 +205,3 @@ COMPILE_CASES = [
     )
     for listed, packed, dim in ((False, False, 128), (True, False, 64), (False, True, 128))
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

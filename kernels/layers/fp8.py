@@ -1,9 +1,10 @@
-"""Rows of 8-bit numbers with one factor each, and their product.
+"""Rows of 8-bit numbers with one factor each, and their product. Activations are quantised as they come,
+weights once.
 
-Activations are rows of tokens, quantised as they come; weights are rows of output channels, quantised once.
-
-Shape suffixes: T rows (tokens), I input width, O output width.
+Suffixes: T rows (tokens), I input width, O output width.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from ..interface import KernelInputError, runs_on_cpu
+from ..launches import Launcher, next_power_of_2
 from .rows import check_rows
 
 LARGEST = 448.0
 """The largest number of e4m3."""
 SMALLEST = 1e-12
-"""What counts as the largest magnitude of a row that has none, so that its factor is a number."""
+"""The least magnitude that a row is divided by."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,18 @@ class Fp8Rows:
 def quantise_rows(x_TI: torch.Tensor) -> Fp8Rows:
     """Each row over its largest magnitude, rounded to the nearest e4m3.
 
-    A row that holds NaN or an infinity becomes one that holds NaN. Raises KernelInputError unless x is a
-    matrix with contiguous rows.
+    A row with NaN or an infinity becomes one with NaN.
+
+    Raises:
+        KernelInputError: x is no matrix with contiguous rows.
     """
     check_rows("quantise_rows", x=x_TI)
     if runs_on_cpu(x_TI, "quantise_rows"):
         return cpu_quantise_rows(x_TI.float())
-    from .fp8_kernel import kernel_quantise_rows
-
     return kernel_quantise_rows(x_TI)
 
 
 def cpu_quantise_rows(x_TI: torch.Tensor) -> Fp8Rows:
-    """Of float32."""
     largest_T1 = x_TI.abs().amax(dim=1, keepdim=True).clamp(min=SMALLEST)
     return Fp8Rows((x_TI * (LARGEST / largest_T1)).to(torch.float8_e4m3fn), largest_T1 / LARGEST)
 
@@ -58,10 +61,12 @@ def empty_rows(rows: int, width: int, device: torch.device) -> Fp8Rows:
 
 
 def product(x: Fp8Rows, weight: Fp8Rows, bias_O: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x · weightᵀ + bias in `dtype`, weight holding one row for each output channel.
+    """x · weightᵀ + bias in `dtype`. weight has one row per output channel.
 
-    On a GPU by its 8-bit matrix unit (`torch._scaled_mm` with row-wise factors), which adds up in less than
-    float32. Raises KernelInputError for widths that it does not take.
+    On a GPU `torch._scaled_mm` with row-wise factors, which adds up in less than float32.
+
+    Raises:
+        KernelInputError: widths that it does not take.
     """
     rows, width = weight.values_TI.shape
     if x.values_TI.shape[1] != width:
@@ -81,3 +86,53 @@ def product(x: Fp8Rows, weight: Fp8Rows, bias_O: torch.Tensor | None, dtype: tor
         use_fast_accum=True,
     )
     return out_TO
+
+
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST = tl.constexpr(SMALLEST)
+
+
+def row_warps(block: int) -> int:
+    """Warps of a program with a row of `block` numbers: 32 a thread."""
+    return min(32, max(1, block // 1024))
+
+
+@triton.jit
+def store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS: tl.constexpr):
+    """One row of float32; x is zero where not inside."""
+    largest = tl.maximum(tl.max(tl.abs(x), 0), _SMALLEST)
+    values = (x * (_LARGEST / largest)).to(tl.float8e4nv)
+    tl.store(values_ptr + row * COLUMNS + column, values, mask=inside)
+    tl.store(scale_ptr + row, largest / _LARGEST)
+
+
+@triton.jit
+def quantise_kernel(x_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = tl.load(x_ptr + row * COLUMNS + column, mask=inside, other=0.0).to(tl.float32)
+    store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS)
+
+
+_quantise = Launcher(quantise_kernel)
+
+
+def kernel_quantise_rows(x_TI: torch.Tensor) -> Fp8Rows:
+    rows, width = x_TI.shape
+    made = empty_rows(rows, width, x_TI.device)
+    block = next_power_of_2(width)
+    _quantise[(rows,)](
+        x_TI.contiguous(),
+        made.values_TI,
+        made.scale_T1,
+        COLUMNS=width,
+        BLOCK=block,
+        num_warps=row_warps(block),
+    )
+    return made
+
+
+_TYPES = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+
+COMPILE_CASES = [(quantise_kernel, _TYPES, {"COLUMNS": 4096, "BLOCK": 4096})]

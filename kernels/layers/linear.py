@@ -1,7 +1,6 @@
-"""Products with 16-bit or 32-bit weights. Those of 8 bits are in `fp8.py`.
+"""Products with 16-bit or 32-bit weights: ours for many rows on Hopper, else torch's.
 
-Products of many rows on a Hopper GPU are our own (`linear_hopper.py`), others torch's.
-Shape suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
+Suffixes: T tokens, I input width, O output width, J = 2 O gate and up side by side.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..interface import KernelInputError
+from .linear_hopper_launch import fits, launch, takes
 from .norm import LinearInput
 from .swiglu import swiglu
 
@@ -18,8 +18,6 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     """x · weightᵀ + bias. Raises KernelInputError unless both have one width, dtype and device."""
     _check("linear", x_TI, weight_OI)
     if bias_O is None and _is_ours(x_TI, weight_OI, gated=False):
-        from .linear_hopper_launch import launch
-
         return launch(x_TI, weight_OI, gated=False)
     return F.linear(x_TI, weight_OI, bias_O)
 
@@ -27,23 +25,21 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
 def swiglu_linear(
     x_TI: torch.Tensor, weight_JI: torch.Tensor, bias_J: torch.Tensor | None = None
 ) -> LinearInput:
-    """SiLU(gate) · up (Shazeer 2020, equation 6) of [gate, up] = x · weightᵀ + bias: [T, I] → [T, O]. Raises
-    KernelInputError as `linear`, and for an odd number of output channels."""
+    """SiLU(gate) · up (Shazeer 2020, equation 6) of [gate, up] = x · weightᵀ + bias: [T, I] → [T, O].
+
+    Raises:
+        KernelInputError: as `linear`, and for an odd number of output channels.
+    """
     _check("swiglu_linear", x_TI, weight_JI)
     if bias_J is None and _is_ours(x_TI, weight_JI, gated=True):
-        from .linear_hopper_launch import launch
-
         return launch(x_TI, weight_JI, gated=True)
     return swiglu(F.linear(x_TI, weight_JI, bias_J), fp8=False)
 
 
-def meet(weight_OI: torch.Tensor) -> None:
-    """Compile what multiplies many rows by weights like these, if anything of ours does: whether a number of
-    rows is taken by it depends on how they fill the GPU."""
+def compile_products(weight_OI: torch.Tensor) -> None:
+    """Compile our product with weights like these, if they fit it. The number of rows decides later."""
     if not weight_OI.is_cuda:
         return
-    from .linear_hopper_launch import fits, launch
-
     if fits(weight_OI):
         for gated in (False, True):
             launch(torch.zeros_like(weight_OI[:1]), weight_OI, gated=gated)
@@ -52,8 +48,6 @@ def meet(weight_OI: torch.Tensor) -> None:
 def _is_ours(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
     if not x_TI.is_cuda:
         return False
-    from .linear_hopper_launch import takes
-
     return takes(x_TI, weight_OI, gated=gated)
 
 

@@ -1,16 +1,14 @@
-"""Products of many rows with weights for Hopper, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
+"""Products of many rows for Hopper, in Gluon: x · weightᵀ, or SiLU(x · gateᵀ) · (x · upᵀ).
 
-*Why not cuBLAS.* A card at its power limit is as fast as it is thrifty, and what a product reads from L2
-costs watts. So a tile is as large as registers allow, 192 × 256: for each number that comes out it reads a
-fifth less than one of 128 × 256 (docs/log/2026-11-25.md). The result of gate and up stays in registers.
+Tiles of 192 × 256 read a fifth less from L2 than cuBLAS's 128 × 256, which counts at the card's power limit
+(docs/log/2026-11-25.md).
 
-*Roles* as in `executors/flash_hopper.py`: one warp copies steps of DEPTH columns of x and of weights into a
-ring, three warpgroups multiply 64 rows of x each. Weights come in two pieces of 128 output channels: side by
-side, or (GATED) one of the gate's and the same of up's, so that a thread has both factors of what it stores.
-
-*The grid* is persistent. Programs take tiles in turns, BAND tiles of rows for one piece of weights after
-another's, so that the band's x stays in L2.
+One producer warp copies steps of DEPTH columns into a ring; three consumer warpgroups multiply 64 rows of x
+each. Weights come in two pieces of 128 output channels: side by side, or (GATED) gate's and up's. Programs
+take BAND tiles of rows for one piece of weights after another, so that x stays in L2.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -27,25 +25,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..constants import LOG2E
-from ..executors.hopper_plan import GROUP_ROWS
-from ..executors.hopper_ring import Ring, barriers
+from ..hopper.layouts import GROUP_ROWS
+from ..hopper.ring import Ring, barriers
 
 WARPGROUPS = gl.constexpr(3)
-"""That compute."""
 PIECE = gl.constexpr(128)
-"""Output channels of a piece of weights, of which a tile has two."""
+"""Output channels of a piece of weights."""
 DEPTH = gl.constexpr(64)
-"""Columns of x and of weights that are copied at a time."""
+"""Columns that are copied at a time."""
 STAGES = gl.constexpr(3)
-"""Buffers for them."""
 BAND = gl.constexpr(11)
 """Tiles of rows that go through all weights together: 17 MB of x at 4,096 columns."""
 _LOG2E = gl.constexpr(LOG2E)
 
 
 class LinearWork(NamedTuple):
-    """Tiles of rows and of output channels, steps of DEPTH columns, and how far behind a tile's first piece
-    of weights its second one lies."""
+    """Tiles of rows and of channels, steps of DEPTH columns, and the distance of a tile's two pieces."""
 
     row_tiles: gl.tensor
     column_tiles: gl.tensor
@@ -54,8 +49,8 @@ class LinearWork(NamedTuple):
 
 
 class LinearBuffers(NamedTuple):
-    """In shared memory. x: the ring's, each warpgroup's 64 rows of a stage. weight: a stage's two pieces,
-    full and empty with x. out: each warpgroup's 64 rows of one piece, on their way out."""
+    """x: each warpgroup's 64 rows of a stage. weight: a stage's two pieces, full and empty with x. out: each
+    warpgroup's 64 rows of one piece."""
 
     x: Ring
     weight: gl.shared_memory_descriptor
@@ -73,7 +68,7 @@ def _tile(number, work):
 
 @gluon.jit
 def _copy_steps(x, weight, buffers, work, GATED: gl.constexpr):
-    """The copying warp. use: steps so far."""
+    """The producer warp. use: steps so far."""
     ring = buffers.x
     use = 0
     for number in range(gl.program_id(0), work.row_tiles * work.column_tiles, gl.num_programs(0)):
@@ -98,7 +93,7 @@ def _copy_steps(x, weight, buffers, work, GATED: gl.constexpr):
 
 @gluon.jit
 def _store(x, out, buffer, row, column):
-    """(64, PIECE) to its place, by a buffer that is free again once the copy engine has read it."""
+    """(64, PIECE) to its place, through a buffer that is free once the copy engine has read it."""
     tma.store_wait(0)
     buffer.store(x.to(out.dtype))
     fence_async_shared()
@@ -108,7 +103,7 @@ def _store(x, out, buffer, row, column):
 @gluon.jit
 def _multiply(WARPGROUP: gl.constexpr, out, buffers, work, GATED: gl.constexpr):
     """One warpgroup: 64 rows of each tile. use: steps so far."""
-    # Two instructions of 128 columns: for one of 256 the compiler wants more registers than 512 threads have.
+    # Two instructions of 128 columns: one of 256 would take too many registers.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     ring = buffers.x
     mine = buffers.out.index(WARPGROUP)

@@ -1,7 +1,4 @@
-"""Launches the Hopper kernel of products of many rows, where it is the faster one.
-
-Shape suffixes as in `linear.py`.
-"""
+"""Launches the Hopper product of many rows, where it is faster. Suffixes as in `linear.py`."""
 
 from __future__ import annotations
 
@@ -9,23 +6,22 @@ from functools import lru_cache
 
 import torch
 
-from ..executors.hopper_launch import Tiles, descriptor_type, multiprocessors
-from ..executors.hopper_plan import WARPGROUP_ROWS
-from ..executors.launch import is_hopper
+from ..hopper.descriptors import TileDescriptor, descriptor_type
+from ..hopper.device import is_hopper, multiprocessors
+from ..hopper.layouts import WARPGROUP_ROWS
 from ..launches import Launcher, cdiv
 from .linear_hopper import DEPTH, PIECE, WARPGROUPS, linear_hopper_kernel
 
 _product = Launcher(linear_hopper_kernel)
 _ROWS = WARPGROUPS.value * WARPGROUP_ROWS
 _FEWEST_ROWS = 1024
-"""Below, cuBLAS's smaller tiles are faster, and what a decode worker appends is never here."""
+"""Below, cuBLAS's smaller tiles are faster."""
 _FILLED = {False: 0.94, True: 0.88}
-"""What part of the multiprocessors' time must be spent on numbers that are wanted, by whether gate and up are
-multiplied: measured, see docs/log/2026-11-25.md."""
+"""The least useful part of the GPU's time, by whether gate and up are multiplied (docs/log/2026-11-25.md)."""
 
 
 def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
-    """Whether the kernel can run, which wants whole pieces of output channels, and fills the GPU."""
+    """Whether the kernel can run and fills the GPU."""
     rows, out = x_TI.shape[0], weight_OI.shape[0]
     if rows < _FEWEST_ROWS or not fits(weight_OI) or not _copyable(x_TI):
         return False
@@ -33,7 +29,7 @@ def takes(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> bool:
 
 
 def fits(weight_OI: torch.Tensor) -> bool:
-    """Whether the kernel can multiply by it: 16-bit, compute capability 9, whole tiles of output channels."""
+    """Whether the kernel takes these weights."""
     if weight_OI.dtype == torch.float32 or not is_hopper(weight_OI.device):
         return False
     return weight_OI.shape[0] % (2 * PIECE.value) == 0 and _copyable(weight_OI)
@@ -41,8 +37,7 @@ def fits(weight_OI: torch.Tensor) -> bool:
 
 @lru_cache(1024)
 def filled(rows: int, width: int, multiprocessors: int) -> float:
-    """What part of the time that all multiprocessors take for `rows` rows of `width` output channels, gate
-    and up counted as two, goes on those: the rest goes on tiles' ends and on the last round's idle ones."""
+    """The useful part of the GPU's time for `rows` rows of `width` channels (gate and up are two)."""
     columns = 2 * PIECE.value
     tiles = cdiv(rows, _ROWS) * cdiv(width, columns)
     whole = cdiv(tiles, multiprocessors) * multiprocessors * _ROWS * columns
@@ -50,8 +45,7 @@ def filled(rows: int, width: int, multiprocessors: int) -> float:
 
 
 def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch.Tensor:
-    """x · weightᵀ, or of its two halves SiLU(first) · second. x and weight satisfy `takes`, or at least what
-    it asks of them besides numbers of rows."""
+    """x · weightᵀ, or of its two halves SiLU(first) · second. Inputs satisfy `takes`, in any number."""
     rows, width = x_TI.shape
     columns = weight_OI.shape[0] // (2 if gated else 1)
     out_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)
@@ -72,12 +66,12 @@ def launch(x_TI: torch.Tensor, weight_OI: torch.Tensor, *, gated: bool) -> torch
 
 
 def _copyable(x: torch.Tensor) -> bool:
-    """Whether the copy engine can address it: rows of contiguous numbers in 16-byte steps."""
+    """Whether rows are contiguous and in 16-byte steps, as the copy engine wants."""
     return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def _descriptor(x: torch.Tensor, rows: int, columns: int) -> Tiles:
-    return Tiles(x, x.shape, (x.stride(0), 1), (rows, columns))
+def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TileDescriptor:
+    return TileDescriptor(x, x.shape, (x.stride(0), 1), (rows, columns))
 
 
 def _case(
@@ -93,4 +87,3 @@ def _case(
 
 
 COMPILE_CASES = [_case(False), _case(True), _case(True, torch.float16)]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants, options."""

@@ -1,8 +1,10 @@
-"""From a fused projection to attention: norms of q and k, rotation, and K/V where they are kept.
+"""Norms of q and k, rotation, and K/V into their memory, in one pass over the fused projection.
 
-Shape suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G,
-D head dimension, F = D / 2 frequencies, R rows of a layer's K/V memory.
+Suffixes: T tokens, X = H + 2 G heads of a fused row, H query heads, G key/value heads, J = H + G, D
+head dimension, F = D / 2, R rows of a layer's K/V memory.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -10,13 +12,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from ..interface import KernelInputError, runs_on_cpu
+from ..launches import Launcher, cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
 class KVRows:
-    """Where K and V of each token go: row rows_T[t] (int64) of k_RGD and v_RGD. Rows do not collide."""
+    """K and V of token t go to row rows_T[t] (int64) of k_RGD and v_RGD. Rows do not collide."""
 
     k_RGD: torch.Tensor
     v_RGD: torch.Tensor
@@ -25,7 +30,7 @@ class KVRows:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMSNorm of every query and key head, with a weight for each channel of each."""
+    """RMSNorm of every query and key head."""
 
     weight_JD: torch.Tensor
     eps: float
@@ -38,18 +43,21 @@ def rotate_and_store(
     norm: HeadNorm | None,
     kv: KVRows,
 ) -> torch.Tensor:
-    """q_THD, normed and rotated; k, the same, and v are written to their rows.
+    """Norm and rotate q and k, and write k and v to their rows. Returns q_THD.
 
-    A row of qkv is query heads, key heads, value heads. It is used up: q_THD may lie in its memory.
-    Channel f turns with channel f + D/2 by the angle whose float32 cosine and sine are given (RoFormer, Su
-    et al. 2021, equation 34). Row numbers are not checked, which would wait for the device. Raises
-    KernelInputError for what does not fit together.
+    Channel f turns with channel f + D/2 (RoFormer, Su et al. 2021, equation 34).
+
+    Args:
+        qkv_TXD: rows of query heads, key heads, value heads. Used up: q_THD may lie in its memory.
+        cos_T1F, sin_T1F: float32, of the angles.
+        kv: row numbers are not checked, which would wait for the device.
+
+    Raises:
+        KernelInputError: the arguments do not fit together.
     """
     _check(qkv_TXD, cos_T1F, sin_T1F, norm, kv)
     if runs_on_cpu(qkv_TXD, "rotate_and_store"):
         return cpu_rotate_and_store(qkv_TXD, cos_T1F, sin_T1F, norm, kv)
-    from .rope_kernel import kernel_rotate_and_store
-
     return kernel_rotate_and_store(qkv_TXD, cos_T1F, sin_T1F, norm, kv)
 
 
@@ -106,3 +114,111 @@ def _check(
             raise KernelInputError(f"rotate_and_store: {name} is {x.dtype} {tuple(x.shape)}")
     if norm is not None and norm.weight_JD.shape != (heads - kv_heads, dim):
         raise KernelInputError(f"rotate_and_store: norm weights {tuple(norm.weight_JD.shape)}")
+
+
+_TOKENS, _HEADS = 4, 8
+"""A program's."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rope_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, weight_ptr, k_ptr, v_ptr, rows_ptr, tokens, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS rows, HEADS heads of each, as their first and second HALF of channels.
+
+    q stays where it is. Each head takes part in one of the three stores.
+    """
+    D: tl.constexpr = 2 * HALF
+    TURNED: tl.constexpr = Q_HEADS + KV_HEADS
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[None, :, None]
+    channel = tl.arange(0, BLOCK)[None, None, :]
+    exists = (token < tokens)[:, None, None] & (channel < HALF)
+    inside = exists & (head < TURNED + KV_HEADS)
+    token = token.to(tl.int64)
+    place = qkv_ptr + token[:, None, None] * ((TURNED + KV_HEADS) * D) + head * D + channel
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    # Each head loads its angles from L1; sharing them would take barriers.
+    angle = tl.broadcast_to(token[:, None, None] * HALF + channel, (TOKENS, HEADS, BLOCK))
+    cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
+    turns = head < TURNED
+    a = first
+    b = second
+    if NORMS:
+        factor = tl.rsqrt((tl.sum(a * a, 2) + tl.sum(b * b, 2)) / D + eps)[:, :, None]
+        weights = weight_ptr + head * D + channel
+        named = turns & (channel < HALF)
+        a = a * factor * tl.load(weights, mask=named, other=0.0).to(tl.float32)
+        b = b * factor * tl.load(weights + HALF, mask=named, other=0.0).to(tl.float32)
+    kind = k_ptr.dtype.element_ty
+    low = tl.where(turns, a * cos - b * sin, first).to(kind)
+    high = tl.where(turns, b * cos + a * sin, second).to(kind)
+    is_q = inside & (head < Q_HEADS)
+    tl.store(place, low, mask=is_q)
+    tl.store(place + HALF, high, mask=is_q)
+    if (tl.program_id(1) + 1) * HEADS > Q_HEADS:
+        row = (
+            tl.load(rows_ptr + token, mask=token < tokens, other=0)[:, None, None] * (KV_HEADS * D) + channel
+        )
+        is_k = inside & (head >= Q_HEADS) & turns
+        k_place = k_ptr + row + (head - Q_HEADS) * D
+        tl.store(k_place, low, mask=is_k)
+        tl.store(k_place + HALF, high, mask=is_k)
+        is_v = inside & (head >= TURNED)
+        v_place = v_ptr + row + (head - TURNED) * D
+        tl.store(v_place, low, mask=is_v)
+        tl.store(v_place + HALF, high, mask=is_v)
+
+
+_rotate = Launcher(rope_kernel)
+
+
+def kernel_rotate_and_store(
+    qkv_TXD: torch.Tensor,
+    cos_T1F: torch.Tensor,
+    sin_T1F: torch.Tensor,
+    norm: HeadNorm | None,
+    kv: KVRows,
+) -> torch.Tensor:
+    tokens, heads, dim = qkv_TXD.shape
+    kv_heads = kv.k_RGD.shape[1]
+    q_heads = heads - 2 * kv_heads
+    _rotate[(cdiv(tokens, _TOKENS), cdiv(heads, _HEADS))](
+        qkv_TXD,
+        cos_T1F,
+        sin_T1F,
+        cos_T1F if norm is None else norm.weight_JD.contiguous(),
+        kv.k_RGD,
+        kv.v_RGD,
+        kv.rows_T,
+        tokens,
+        0.0 if norm is None else norm.eps,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        NORMS=norm is not None,
+        BLOCK=next_power_of_2(dim // 2),
+        TOKENS=_TOKENS,
+        HEADS=_HEADS,
+        num_warps=4,
+    )
+    return qkv_TXD[:, :q_heads]
+
+
+_TYPES = {
+    **dict.fromkeys(("qkv_ptr", "weight_ptr", "k_ptr", "v_ptr"), "*bf16"),
+    **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
+    "rows_ptr": "*i64",
+    "tokens": "i32",
+    "eps": "fp32",
+}
+_TILE = {"TOKENS": _TOKENS, "HEADS": _HEADS}
+
+COMPILE_CASES = [
+    (rope_kernel, _TYPES, {"Q_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "NORMS": norms, "BLOCK": 64, **_TILE})
+    for norms in (False, True)
+]

@@ -1,5 +1,3 @@
-"""What a kernel of one row a program takes."""
-
 from __future__ import annotations
 
 import torch

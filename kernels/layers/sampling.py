@@ -1,9 +1,7 @@
-"""Choosing the next token, one row per request, independent of what else is in the batch.
+"""Chooses the next token, one row per request, whatever else is in the batch. Suffixes: R requests, V
+vocabulary.
 
-Randomness is counter based: a row's noise is a function of (seed, position, token id) alone, so a stream
-is the same in any batch, on any worker, and when it is continued elsewhere from the same position.
-
-Shape suffixes: R requests, V vocabulary.
+Noise depends on (seed, position, token id) alone, so a stream is the same in any batch and on any worker.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 class SamplingRows:
     """The sampling parameters of rows as tensors, at addresses that do not change.
 
-    drawn_R: rows with a temperature above 0; the others are greedy. draws, filters: whether any row is
-    drawn, and whether any of these uses top-k or top-p: known to the host, as they decide what is launched.
+    drawn_R: rows with a temperature above 0; the others are greedy. draws, filters: whether any row is drawn,
+    or uses top-k or top-p; the host knows these, as they decide what is launched.
     """
 
     drawn_R: torch.Tensor
@@ -45,7 +43,6 @@ class SamplingRows:
         )
 
     def first(self, count: int, *, draws: bool, filters: bool) -> SamplingRows:
-        """The first `count` rows, which draw and filter or not."""
         return SamplingRows(
             self.drawn_R[:count],
             self.temperature_R1[:count],
@@ -60,11 +57,14 @@ class SamplingRows:
 def sample(
     logits_RV: torch.Tensor, rows: SamplingRows, positions_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next token ids (int64 [R]) and their log-probabilities under the unmodified distribution (float32).
+    """Choose by temperature, then top-k, then top-p of the rest, as transformers does. The draw is Gumbel's
+    argmax.
 
-    positions_R: absolute position of the token to be chosen. Temperature, then top-k, then top-p of what is
-    left, as transformers' warpers do; the draw is Gumbel's argmax, which needs no sum over the vocabulary.
-    Shapes depend on the number of rows alone: where one row is drawn, or filtered, all are.
+    Args:
+        positions_R: absolute position of the token to be chosen.
+
+    Returns:
+        Token ids (int64 [R]) and their log-probabilities under the unmodified distribution (float32).
     """
     logits_RV = logits_RV.to(torch.float32)
     ids_R = logits_RV.argmax(-1)
@@ -80,11 +80,7 @@ def sample(
 
 
 def gumbel(seed_R: torch.Tensor, positions_R: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Standard Gumbel noise [R, V] in float64, a pure function of (seed, position, token id).
-
-    The hash is splitmix64's finaliser, applied to the seed, the position and the token in turn. Tensor
-    integers wrap around, as the algorithm wants.
-    """
+    """Standard Gumbel noise [R, V] in float64. The hash is splitmix64's finaliser; integers wrap around."""
     stream_R = _mix(_mix(seed_R * _GOLDEN + _GOLDEN) + positions_R.to(torch.int64) * _GOLDEN)
     token_V = torch.arange(1, vocab + 1, device=seed_R.device, dtype=torch.int64) * _GOLDEN
     bits_RV = _mix(stream_R[:, None] + token_V)
@@ -99,7 +95,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right (torch's own keeps the sign)."""
+    """Logical shift right; torch's own keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

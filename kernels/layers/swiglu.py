@@ -1,12 +1,17 @@
-"""The activation between a feed-forward network's products. Shape suffixes: T tokens, I intermediate size."""
+"""The activation between an MLP's products. Suffixes: T tokens, I intermediate size, J = 2 I."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from ..interface import KernelInputError, runs_on_cpu
-from .fp8 import Fp8Rows, cpu_quantise_rows
+from ..launches import Launcher, cdiv, next_power_of_2
+from .fp8 import Fp8Rows, cpu_quantise_rows, empty_rows, row_warps, store_fp8_row
 from .norm import LinearInput
 from .rows import check_rows
 
@@ -14,15 +19,13 @@ from .rows import check_rows
 def swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
     """SiLU(gate) · up (Shazeer 2020, equation 6) of a row's two halves: [T, 2 I] → [T, I].
 
-    fp8: as rows of e4m3. Raises KernelInputError unless the rows are contiguous and even.
+    fp8: as rows of e4m3. Raises KernelInputError unless rows are contiguous and even.
     """
     check_rows("swiglu", gate_up=gate_up_TJ)
     if gate_up_TJ.shape[1] % 2:
         raise KernelInputError(f"swiglu: rows of {gate_up_TJ.shape[1]} have no halves")
     if runs_on_cpu(gate_up_TJ, "swiglu"):
         return cpu_swiglu(gate_up_TJ, fp8)
-    from .swiglu_kernel import kernel_swiglu
-
     return kernel_swiglu(gate_up_TJ, fp8)
 
 
@@ -30,3 +33,70 @@ def cpu_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> torch.Tensor | Fp8Rows:
     gate_TI, up_TI = (gate_up_TJ.float() if fp8 else gate_up_TJ).chunk(2, dim=-1)
     active_TI = F.silu(gate_TI) * up_TI
     return cpu_quantise_rows(active_TI) if fp8 else active_TI
+
+
+_PIECE = 2048
+
+
+@triton.jit
+def _active(gate_up_ptr, row, column, inside, COLUMNS: tl.constexpr):
+    gate = tl.load(gate_up_ptr + row * (2 * COLUMNS) + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * (2 * COLUMNS) + COLUMNS + column, mask=inside, other=0.0)
+    return gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+
+
+@triton.jit
+def swiglu_kernel(gate_up_ptr, out_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = _active(gate_up_ptr, row, column, inside, COLUMNS)
+    tl.store(out_ptr + row * COLUMNS + column, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_fp8_kernel(gate_up_ptr, values_ptr, scale_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = _active(gate_up_ptr, row, column, inside, COLUMNS)
+    store_fp8_row(x, values_ptr, scale_ptr, row, column, inside, COLUMNS)
+
+
+_activate, _activate_fp8 = Launcher(swiglu_kernel), Launcher(swiglu_fp8_kernel)
+
+
+def kernel_swiglu(gate_up_TJ: torch.Tensor, fp8: bool) -> LinearInput:
+    gate_up_TJ = gate_up_TJ.contiguous()
+    rows, width = gate_up_TJ.shape[0], gate_up_TJ.shape[1] // 2
+    block = next_power_of_2(width)
+    if fp8:
+        made = empty_rows(rows, width, gate_up_TJ.device)
+        _activate_fp8[(rows,)](
+            gate_up_TJ,
+            made.values_TI,
+            made.scale_T1,
+            COLUMNS=width,
+            BLOCK=block,
+            num_warps=row_warps(block),
+        )
+        return made
+    out_TI = torch.empty((rows, width), dtype=gate_up_TJ.dtype, device=gate_up_TJ.device)
+    piece = min(block, _PIECE)
+    grid = (rows, cdiv(width, piece))
+    _activate[grid](gate_up_TJ, out_TI, COLUMNS=width, BLOCK=piece, num_warps=4)
+    return out_TI
+
+
+COMPILE_CASES = [
+    (swiglu_kernel, {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"}, {"COLUMNS": 14336, "BLOCK": _PIECE}),
+    *(
+        (
+            swiglu_fp8_kernel,
+            {"gate_up_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scale_ptr": "*fp32"},
+            {"COLUMNS": columns, "BLOCK": block},
+            {"num_warps": row_warps(block)},
+        )
+        for columns, block in ((14336, 16384), (28672, 32768))
+    ),
+]

@@ -1,8 +1,7 @@
-"""Which split of which request a program of paged decode attention computes.
+"""Splits of requests for the programs of paged decode attention, in proportion to tokens, so that they end
+together.
 
-Requests get splits in proportion to what they read, so that programs end at about the same time whatever the
-lengths are: a long request beside short ones, or beside rows of padding, has nearly all programs. It follows
-from lengths on the device, so a CUDA graph stays valid while they change.
+Lengths are read on the device, so a CUDA graph stays valid.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,13 +17,13 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 
 
 @triton.jit
-def assigned(lengths_ptr, counts_ptr, slot, most, requests, STEP: tl.constexpr, SPARSE: tl.constexpr):
-    """Of `slot`: request r, its split, how many splits r has (0 where no request is left), its tokens, and
-    its count of selected pages. most: splits that a request can have. Each has one, and most - 1 are shared
-    out, so that slots below requests + most - 1 can be taken. No split is shorter than STEP tokens.
+def assigned(lengths_ptr, counts_ptr, slot, max_splits, requests, STEP: tl.constexpr, SPARSE: tl.constexpr):
+    """A slot's request r, its split, r's number of splits (0: no request is left), its tokens, its
+    selected pages.
 
-    One number after the other, and not a vector of all requests: what comes of numbers that a whole program
-    loads and computes alike stays out of vector registers, also in the loop over keys that it bounds.
+    Each request has one of its at most max_splits splits, and max_splits - 1 are shared out; a slot is below
+    requests + max_splits - 1. No split is shorter than STEP tokens. A scalar loop: scalars stay out of vector
+    registers.
     """
     total = 0
     for n in range(requests):
@@ -32,31 +31,31 @@ def assigned(lengths_ptr, counts_ptr, slot, most, requests, STEP: tl.constexpr, 
         total += steps
     r = 0
     split = slot
-    own = 0
+    splits = 0
     tokens = 0
     count = 0
-    before = 0
+    first_slot = 0
     read = 0
     shared = 0
     for n in range(requests):
         length, chosen, steps = _read(lengths_ptr, counts_ptr, n, STEP, SPARSE)
         read += steps
-        until = read * (most - 1) // total  # rounded so, nothing of what is shared out is lost
-        has = tl.minimum(1 + until - shared, steps)
+        until = read * (max_splits - 1) // total  # rounded so, nothing of what is shared out is lost
+        splits_n = tl.minimum(1 + until - shared, steps)
         shared = until
-        mine = (before <= slot) & (slot < before + has)
-        r = tl.where(mine, n, r)
-        split = tl.where(mine, slot - before, split)
-        own = tl.where(mine, has, own)
-        tokens = tl.where(mine, length, tokens)
-        count = tl.where(mine, chosen, count)
-        before += has
-    return r, split, own, tokens, count
+        is_own = (first_slot <= slot) & (slot < first_slot + splits_n)
+        r = tl.where(is_own, n, r)
+        split = tl.where(is_own, slot - first_slot, split)
+        splits = tl.where(is_own, splits_n, splits)
+        tokens = tl.where(is_own, length, tokens)
+        count = tl.where(is_own, chosen, count)
+        first_slot += splits_n
+    return r, split, splits, tokens, count
 
 
 @triton.jit
 def _read(lengths_ptr, counts_ptr, n, STEP: tl.constexpr, SPARSE: tl.constexpr):
-    """Of request n: its tokens, its count of selected pages, and what it reads in steps of STEP tokens."""
+    """Tokens of request n, its count of selected pages, and steps of STEP tokens to read."""
     length = tl.load(lengths_ptr + n)
     count = length
     read = length

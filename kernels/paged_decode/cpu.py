@@ -1,7 +1,6 @@
-"""Paged decode attention and DELTA's page scores and selection on the CPU, a request at a time, in fp32.
+"""Paged decode attention, page scores and selection on the CPU, request by request, in fp32.
 
-Shape suffixes as in `pages.py`; T tokens of one request, N pages of one request, Q query heads of one key
-head. What is read is what is attended to, so a sparse call costs less on the CPU too.
+Suffixes as in `pages.py`; T tokens and N pages of one request, Q query heads of one key head.
 """
 
 from __future__ import annotations
@@ -14,20 +13,11 @@ from .pages import PagedInput, SelectedPages
 
 
 def paged_attention(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q·k) v over each request's tokens. Returns out_RHD (q's dtype) and lse_RH (fp32).
-
-    lse is the natural logarithm of the sum of exp(scale q·k).
-    """
     rows = [_request(x, request, _pages(x, request)) for request in range(x.q_RHD.shape[0])]
     return torch.stack([out for out, _, _ in rows]), torch.stack([lse for _, lse, _ in rows])
 
 
 def paged_attention_scored(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention, and how much of it each page received (DELTA, Algorithm 2, its Δ-layers).
-
-    page_score_RP (fp32): the attention weights of a token, the largest over all query heads, summed over
-    the tokens of the page. 0 for columns past the request's pages.
-    """
     page_score_RP = torch.zeros(x.table_RP.shape, dtype=torch.float32, device=x.q_RHD.device)
     outs, lses = [], []
     for request in range(x.q_RHD.shape[0]):
@@ -41,7 +31,6 @@ def paged_attention_scored(x: PagedInput) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def paged_attention_sparse(selected: SelectedPages) -> tuple[torch.Tensor, torch.Tensor]:
-    """paged_attention over the selected pages only (DELTA, Algorithm 2, its sparse layers)."""
     x, outs, lses = selected.x, [], []
     for request in range(x.q_RHD.shape[0]):
         columns_N = every_N = _pages(x, request)
@@ -72,10 +61,7 @@ def _pages(x: PagedInput, request: int) -> torch.Tensor:
 def _request(
     x: PagedInput, request: int, columns_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out_HD (q's dtype), lse_H and weights_HT (fp32) over the tokens of some columns of one request.
-
-    Slots past the request's length get weight 0, and their contents are never used.
-    """
+    """out_HD (q's dtype), lse_H and weights_HT (fp32) over some columns of one request."""
     ids_N = x.table_RP[request].index_select(0, columns_N)
     k_GTD, v_GTD = (_gather(pages_PSGD, ids_N) for pages_PSGD in (x.k_PSGD, x.v_PSGD))
     slots_S = torch.arange(PAGE_TOKENS, device=columns_N.device)
@@ -99,10 +85,7 @@ def _gather(pages_PSGD: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
 def select_pages(
     page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `recency` pages and the best-scored others (DELTA, Algorithm 2, its page selection).
-
-    Of equal scores the lower column wins. See `page_selection.select_pages` for the result's layout.
-    """
+    """`page_selection.select_pages`. The lower of equal columns wins."""
     columns_P = torch.arange(page_score_RP.shape[1], device=page_score_RP.device)
     pages_R1 = ((lengths_R + PAGE_TOKENS - 1) // PAGE_TOKENS)[:, None]
     rival_RP = columns_P < pages_R1 - recency

@@ -1,8 +1,4 @@
-"""FlashInfer's paged decode, for who asks for it by name: the baseline of the benchmarks.
-
-Our kernels are the default on a GPU: as fast at full length, faster over few pages, and without a plan on
-the host each time a request gains a page (docs/log/2026-11-21.md). Shape suffixes as in `pages.py`.
-"""
+"""FlashInfer's paged decode, the baseline of the benchmarks. Suffixes as in `pages.py`."""
 
 from __future__ import annotations
 
@@ -23,9 +19,10 @@ class FlashInferUnavailable(RuntimeError):
 
 
 class FlashInferDecode:
-    """Plain decode over lengths fixed by `plan`; fit for a CUDA graph once planned.
+    """Plain decode over lengths fixed by `plan`; then fit for a CUDA graph.
 
-    Raises FlashInferUnavailable when it is not installed. Its kernels are compiled at first use (seconds).
+    Raises:
+        FlashInferUnavailable: it is not installed.
     """
 
     def __init__(self, x: PagedInput) -> None:
@@ -52,7 +49,7 @@ class FlashInferDecode:
         )
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Divide the work for these lengths (tokens of each request). Runs on the host, 0.2-0.5 ms."""
+        """Divide the work for these lengths, on the host (0.2-0.5 ms)."""
         x = self._x
         pages = [-(-tokens // PAGE_TOKENS) for tokens in lengths]
         ids = torch.cat([row[:held] for row, held in zip(x.table_RP, pages, strict=True)])
@@ -72,12 +69,12 @@ class FlashInferDecode:
         )
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """out_RHD and lse_RH, with the LSE turned from FlashInfer's base 2 to ours, e."""
+        """out_RHD and lse_RH, with the LSE turned from base 2 to e."""
         x = self._x
         out_RHD, lse_RH = self._wrapper.run(x.q_RHD, (x.k_PSGD, x.v_PSGD), return_lse=True)
         return out_RHD, lse_RH * math.log(2)
 
     def run_plain(self) -> torch.Tensor:
-        """out_RHD alone, as fast as FlashInfer does it."""
+        """out_RHD alone."""
         out_RHD: torch.Tensor = self._wrapper.run(self._x.q_RHD, (self._x.k_PSGD, self._x.v_PSGD))
         return out_RHD

@@ -1,17 +1,14 @@
-"""Paged decode attention in Triton: split over keys (flash-decoding), merged, and page scores in one pass.
+"""Paged decode attention in Triton: split over keys (flash-decoding), merged, with page scores in one pass.
 
-Shape suffixes as in `pages.py`; C splits of a request at most, B blocks of keys, T keys of a block, E bundles
-of 8 blocks, W the blocks of a bundle. Strides are in elements, named stride_<tensor><dimension> with the
-letters of the shape suffixes: q RHD, k and v PSGD, t(able) RP, s(elected) RK. The innermost dimension is
-contiguous.
+Suffixes as in `pages.py`; C splits of a request, B blocks of keys, T keys of a block, E bundles of 8
+blocks, W the blocks of a bundle.
 
-`_attend` reads each key and value once. For page scores it also leaves what it computed anyway: the
-weights of each key under the running maximum of its block, in the pages' dtype, and that maximum. Once
-`_merge` knows the LSE, `_score` turns them into weights; they are heads × tokens, 1/(2 D / group) of what
-was read (1.6% for D 128 and 4 heads a group). Storing weights under a near maximum rather than logits
-keeps their relative error that of the dtype, however large the logits are. All heads of a block lie
-together, and the maxima of a bundle: small writes between the reads cost far more than their bytes.
+For page scores `_attend` leaves p of each key under its block's running maximum, and that maximum; `_score`
+turns them into weights once `_merge` knows the LSE. Weights under a near maximum, unlike logits, keep the
+dtype's relative error.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -31,177 +28,137 @@ _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(math.log(2))
 
 
-@triton.jit(do_not_specialize=["bundles", "most", "requests"])
+@triton.jit(do_not_specialize=["bundles", "max_splits", "requests"])
 def _attend(  # noqa: PLR0915
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    lengths_ptr,
-    selected_ptr,
-    counts_ptr,
-    part_RHCD_ptr,
-    top_RHC_ptr,
-    sum_RHC_ptr,
-    splits_R_ptr,
-    weight_RBHT_ptr,
-    top_REHW_ptr,
-    scale_log2,
-    stride_qr,
-    stride_qh,
-    stride_kp,
-    stride_ks,
-    stride_kg,
-    stride_vp,
-    stride_vs,
-    stride_vg,
-    stride_tr,
-    stride_sr,
-    bundles,
-    most,
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, selected_ptr, counts_ptr, acc_RHCD_ptr, m_RHC_ptr,
+    l_RHC_ptr, splits_R_ptr, p_RBHT_ptr, m_REHW_ptr, scale_log2, stride_qr, stride_qh, stride_kp,
+    stride_ks, stride_kg, stride_vp, stride_vs, stride_vg, stride_tr, stride_sr, bundles, max_splits,
     requests,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SPARSE: tl.constexpr,
     SCORED: tl.constexpr,
-):
-    """One key head of one split of a request: program (g, slot). ROWS pads the group to what tl.dot takes."""
+):  # fmt: skip
+    """One key head of one split of a request: program (g, slot). ROWS pads the group for tl.dot."""
     g, slot = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     STEP: tl.constexpr = _BUNDLE * BLOCK if SCORED else BLOCK  # no bundle in two splits
-    r, split, own, tokens, count = assigned(lengths_ptr, counts_ptr, slot, most, requests, STEP, SPARSE)
+    r, split, splits, tokens, count = assigned(
+        lengths_ptr, counts_ptr, slot, max_splits, requests, STEP, SPARSE
+    )
     table = table_ptr + r * stride_tr
     selected = selected_ptr + r * stride_sr
-    if SPARSE:  # ascending, so only the last selected page can have empty slots
+    if SPARSE:  # ascending: only the last page can have empty slots
         selects = count > 0  # otherwise every page is read
         last = tl.load(selected + tl.maximum(count, 1) - 1)
         chosen = count * _PAGE - tl.maximum((last + 1) * _PAGE - tokens, 0)
         tokens = tl.where(selects, chosen, tokens)
-    live = own > 0
-    share = tl.cdiv(tl.cdiv(tokens, STEP), tl.maximum(own, 1)) * STEP
-    begin = split * share
-    end = tl.minimum(begin + share, tokens)  # without a request: no tokens
+    active = splits > 0
+    split_tokens = tl.cdiv(tl.cdiv(tokens, STEP), tl.maximum(splits, 1)) * STEP
+    begin = split * split_tokens
+    end = tl.minimum(begin + split_tokens, tokens)  # without a request: no tokens
 
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D)
     key = tl.arange(0, BLOCK)
-    real = row < GROUP
+    valid_head = row < GROUP
     head = g * GROUP + row
     q_at = r * stride_qr + head[:, None] * stride_qh + d[None, :]
-    q = tl.load(q_ptr + q_at, mask=real[:, None], other=0.0).to(k_ptr.dtype.element_ty)
+    q = tl.load(q_ptr + q_at, mask=valid_head[:, None], other=0.0).to(k_ptr.dtype.element_ty)
     k_base = k_ptr + g * stride_kg + (key % _PAGE)[:, None] * stride_ks + d[None, :]
     v_base = v_ptr + g * stride_vg + (key % _PAGE)[:, None] * stride_vs + d[None, :]
 
-    # The page ids are loaded a block ahead: else the pipeliner gives them half of its stages.
+    # Page ids are loaded a block ahead, else they take half of the pipeline's stages.
     column = (begin + key) // _PAGE
     if SPARSE:
         column = tl.load(selected + column, mask=(begin + key < end) & selects, other=column)
-    ahead = tl.load(table + column, mask=begin + key < end, other=0)
+    next_page = tl.load(table + column, mask=begin + key < end, other=0)
     place = tl.arange(0, _BUNDLE)
-    tops = tl.zeros([ROWS, _BUNDLE], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    bundle_m = tl.zeros([ROWS, _BUNDLE], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
     for start in range(begin, end, BLOCK):
         valid = start + key < end
-        page = ahead.to(tl.int64)[:, None]
-        soon = start + BLOCK + key
-        column = soon // _PAGE
+        page = next_page.to(tl.int64)[:, None]
+        next_key = start + BLOCK + key
+        column = next_key // _PAGE
         if SPARSE:
-            column = tl.load(selected + column, mask=(soon < end) & selects, other=column)
-        ahead = tl.load(table + column, mask=soon < end, other=0)
+            column = tl.load(selected + column, mask=(next_key < end) & selects, other=column)
+        next_page = tl.load(table + column, mask=next_key < end, other=0)
 
         k = tl.load(k_base + page * stride_kp, mask=valid[:, None], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         s = tl.where(valid[None, :], s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp2(s - new_top[:, None])
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(p, 1)
+        m_ij = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.exp2(s - m_ij[:, None])
+        alpha = tl.exp2(m_i - m_ij)
+        l_i = l_i * alpha + tl.sum(p, 1)
         v = tl.load(v_base + page * stride_vp, mask=valid[:, None], other=0.0)
-        weight = p.to(v.dtype)
-        acc = tl.dot(weight, v, acc * fade[:, None], input_precision="ieee")
-        top = new_top
+        p_16 = p.to(v.dtype)
+        acc = tl.dot(p_16, v, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_ij
         if SCORED:
             block = start // BLOCK
             bundle = r * bundles + block // _BUNDLE
             lane = (bundle * _BUNDLE + block % _BUNDLE).to(tl.int64) * heads + head
-            tl.store(weight_RBHT_ptr + lane[:, None] * BLOCK + key[None, :], weight, mask=real[:, None])
-            tops = tl.where(place[None, :] == block % _BUNDLE, top[:, None], tops)
-            top_ptr = top_REHW_ptr + (bundle.to(tl.int64) * heads + head)[:, None] * _BUNDLE
-            full = (block % _BUNDLE == _BUNDLE - 1) | (start + BLOCK >= end)
-            tl.store(top_ptr + place[None, :], tops, mask=real[:, None] & full)
+            tl.store(p_RBHT_ptr + lane[:, None] * BLOCK + key[None, :], p_16, mask=valid_head[:, None])
+            bundle_m = tl.where(place[None, :] == block % _BUNDLE, m_i[:, None], bundle_m)
+            bundle_m_ptr = m_REHW_ptr + (bundle.to(tl.int64) * heads + head)[:, None] * _BUNDLE
+            flush = (block % _BUNDLE == _BUNDLE - 1) | (start + BLOCK >= end)
+            tl.store(bundle_m_ptr + place[None, :], bundle_m, mask=valid_head[:, None] & flush)
 
-    part = (r * heads + head).to(tl.int64) * most + split
-    tl.store(top_RHC_ptr + part, top, mask=real & live)  # -inf where the split has no keys
-    tl.store(sum_RHC_ptr + part, total, mask=real & live)
-    tl.store(part_RHCD_ptr + part[:, None] * D + d[None, :], acc, mask=real[:, None] & live)
-    tl.store(splits_R_ptr + r, own, mask=live & (split == 0) & (g == 0))
+    part = (r * heads + head).to(tl.int64) * max_splits + split
+    tl.store(m_RHC_ptr + part, m_i, mask=valid_head & active)  # -inf where the split has no keys
+    tl.store(l_RHC_ptr + part, l_i, mask=valid_head & active)
+    tl.store(acc_RHCD_ptr + part[:, None] * D + d[None, :], acc, mask=valid_head[:, None] & active)
+    tl.store(splits_R_ptr + r, splits, mask=active & (split == 0) & (g == 0))
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["max_splits"])
 def _merge(
-    part_RHCD_ptr,
-    top_RHC_ptr,
-    sum_RHC_ptr,
-    splits_R_ptr,
-    out_ptr,
-    lse_ptr,
-    most,
-    heads,
-    C: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Joins the splits of one request and head: program r·heads + h. The first C are loaded before it is
-    known how many there are, since few requests have more; M, a power of two, is room for the others."""
+    acc_RHCD_ptr, m_RHC_ptr, l_RHC_ptr, splits_R_ptr, out_ptr, lse_ptr, max_splits, heads,
+    C: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one request and head: program r·heads + h.
+
+    The first C are loaded before their number is known, since few requests have more. M is room for the
+    others.
+    """
     lane = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, D)
-    own = tl.load(splits_R_ptr + tl.program_id(0) // heads)
+    splits = tl.load(splits_R_ptr + tl.program_id(0) // heads)
     c = tl.arange(0, C)
-    at = lane * most + c
-    top_C = tl.load(top_RHC_ptr + at, mask=c < most, other=0.0)
-    sum_C = tl.load(sum_RHC_ptr + at, mask=c < most, other=0.0)
-    part_CD = tl.load(part_RHCD_ptr + at[:, None] * D + d[None, :], mask=(c < most)[:, None], other=0.0)
-    there = c < own  # the rest was written by nobody
-    top_C = tl.where(there, top_C, float("-inf"))
-    top = tl.max(top_C, 0)
-    fade_C = tl.exp2(top_C - top)
-    total = tl.sum(tl.where(there, sum_C, 0.0) * fade_C, 0)
-    out_D = tl.sum(tl.where(there[:, None], part_CD, 0.0) * fade_C[:, None], 0)
-    if own > C:
-        m = C + tl.arange(0, M)
-        more = m < own
-        at_M = lane * most + m
-        top_M = tl.load(top_RHC_ptr + at_M, mask=more, other=float("-inf"))
-        sum_M = tl.load(sum_RHC_ptr + at_M, mask=more, other=0.0)
-        part_MD = tl.load(part_RHCD_ptr + at_M[:, None] * D + d[None, :], mask=more[:, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(top_M, 0))
-        fade = tl.exp2(top - new_top)
-        fade_M = tl.exp2(top_M - new_top)
-        total = total * fade + tl.sum(sum_M * fade_M, 0)
-        out_D = out_D * fade + tl.sum(part_MD * fade_M[:, None], 0)
-        top = new_top
-    tl.store(out_ptr + lane * D + d, (out_D / total).to(out_ptr.dtype.element_ty))
-    tl.store(lse_ptr + lane, (top + tl.log2(total)) * _LN2)  # base 2 to base e
+    at = lane * max_splits + c
+    m_C = tl.load(m_RHC_ptr + at, mask=c < max_splits, other=0.0)
+    l_C = tl.load(l_RHC_ptr + at, mask=c < max_splits, other=0.0)
+    acc_CD = tl.load(acc_RHCD_ptr + at[:, None] * D + d[None, :], mask=(c < max_splits)[:, None], other=0.0)
+    valid = c < splits  # the rest was written by nobody
+    m_C = tl.where(valid, m_C, float("-inf"))
+    m_i = tl.max(m_C, 0)
+    alpha_C = tl.exp2(m_C - m_i)
+    l_i = tl.sum(tl.where(valid, l_C, 0.0) * alpha_C, 0)
+    acc_D = tl.sum(tl.where(valid[:, None], acc_CD, 0.0) * alpha_C[:, None], 0)
+    if splits > C:
+        later = C + tl.arange(0, M)
+        valid_M = later < splits
+        at_M = lane * max_splits + later
+        m_M = tl.load(m_RHC_ptr + at_M, mask=valid_M, other=float("-inf"))
+        l_M = tl.load(l_RHC_ptr + at_M, mask=valid_M, other=0.0)
+        acc_MD = tl.load(acc_RHCD_ptr + at_M[:, None] * D + d[None, :], mask=valid_M[:, None], other=0.0)
+        m_ij = tl.maximum(m_i, tl.max(m_M, 0))
+        alpha = tl.exp2(m_i - m_ij)
+        alpha_M = tl.exp2(m_M - m_ij)
+        l_i = l_i * alpha + tl.sum(l_M * alpha_M, 0)
+        acc_D = acc_D * alpha + tl.sum(acc_MD * alpha_M[:, None], 0)
+        m_i = m_ij
+    tl.store(out_ptr + lane * D + d, (acc_D / l_i).to(out_ptr.dtype.element_ty))
+    tl.store(lse_ptr + lane, (m_i + tl.log2(l_i)) * _LN2)  # base 2 to base e
 
 
 @triton.jit(do_not_specialize=["bundles"])
 def _score(
-    weight_RBHT_ptr,
-    top_REHW_ptr,
-    lse_ptr,
-    lengths_ptr,
-    score_ptr,
-    heads,
-    columns,
-    bundles,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    p_RBHT_ptr, m_REHW_ptr, lse_ptr, lengths_ptr, score_ptr, heads, columns, bundles,
+    H: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Scores of the pages of BLOCKS blocks of one request: program (chunk, r). H pads the heads."""
     chunk, r = tl.program_id(0), tl.program_id(1)
     PAGES: tl.constexpr = BLOCKS * BLOCK // _PAGE
@@ -215,35 +172,35 @@ def _score(
         live_BH = (h[None, :] < heads) & (b[:, None] * BLOCK < tokens)
         lane_BH = (r * bundles * _BUNDLE + b).to(tl.int64)[:, None] * heads + h[None, :]
         bundle_BH = (r * bundles + b // _BUNDLE).to(tl.int64)[:, None] * heads + h[None, :]
-        top_BH = tl.load(
-            top_REHW_ptr + bundle_BH * _BUNDLE + (b % _BUNDLE)[:, None], mask=live_BH, other=float("-inf")
+        m_BH = tl.load(
+            m_REHW_ptr + bundle_BH * _BUNDLE + (b % _BUNDLE)[:, None], mask=live_BH, other=float("-inf")
         )
-        weight_BHT = tl.load(
-            weight_RBHT_ptr + lane_BH[:, :, None] * BLOCK + t[None, None, :],
+        p_BHT = tl.load(
+            p_RBHT_ptr + lane_BH[:, :, None] * BLOCK + t[None, None, :],
             mask=live_BH[:, :, None],
             other=0.0,
         ).to(tl.float32)
-        factor_BH = tl.exp2(top_BH - lse_H[None, :])
-        token_BT = tl.max(weight_BHT * factor_BH[:, :, None], 1)  # keys past the end have weight 0
+        factor_BH = tl.exp2(m_BH - lse_H[None, :])
+        token_BT = tl.max(p_BHT * factor_BH[:, :, None], 1)  # keys past the end have weight 0
         score = tl.sum(tl.reshape(token_BT, [PAGES, _PAGE]), 1)
     column = chunk * PAGES + tl.arange(0, PAGES)
     tl.store(score_ptr + r.to(tl.int64) * columns + column, score, mask=column < columns)
 
 
 _ATTEND = {
-    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "weight_RBHT_ptr"), "*bf16"),
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "p_RBHT_ptr"), "*bf16"),
     **dict.fromkeys(("table_ptr", "lengths_ptr", "selected_ptr", "counts_ptr"), "*i32"),
-    **dict.fromkeys(("part_RHCD_ptr", "top_RHC_ptr", "sum_RHC_ptr", "top_REHW_ptr"), "*fp32"),
+    **dict.fromkeys(("acc_RHCD_ptr", "m_RHC_ptr", "l_RHC_ptr", "m_REHW_ptr"), "*fp32"),
     "scale_log2": "fp32",
     **dict.fromkeys(("stride_qr", "stride_qh"), "i32"),
     **dict.fromkeys(("stride_kp", "stride_ks", "stride_kg"), "i32"),
     **dict.fromkeys(("stride_vp", "stride_vs", "stride_vg"), "i32"),
-    **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "most", "requests"), "i32"),
+    **dict.fromkeys(("stride_tr", "stride_sr", "bundles", "max_splits", "requests"), "i32"),
     "splits_R_ptr": "*i32",
 }
 _SIZES = {"GROUP": 4, "ROWS": 16, "D": 128, "BLOCK": 64}
-_PARTS = {**dict.fromkeys(("part_RHCD_ptr", "top_RHC_ptr", "sum_RHC_ptr"), "*fp32"), "splits_R_ptr": "*i32"}
-_MERGED = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "most": "i32", "heads": "i32"}
+_PARTS = {**dict.fromkeys(("acc_RHCD_ptr", "m_RHC_ptr", "l_RHC_ptr"), "*fp32"), "splits_R_ptr": "*i32"}
+_MERGED = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "max_splits": "i32", "heads": "i32"}
 
 COMPILE_CASES = [
     (_attend, _ATTEND, {**_SIZES, "SPARSE": False, "SCORED": False}),
@@ -254,8 +211,8 @@ COMPILE_CASES = [
     (
         _score,
         {
-            "weight_RBHT_ptr": "*bf16",
-            "top_REHW_ptr": "*fp32",
+            "p_RBHT_ptr": "*bf16",
+            "m_REHW_ptr": "*fp32",
             "lse_ptr": "*fp32",
             "lengths_ptr": "*i32",
             "score_ptr": "*fp32",
@@ -266,4 +223,3 @@ COMPILE_CASES = [
         {"H": 32, "BLOCK": 64, "BLOCKS": 1},
     ),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

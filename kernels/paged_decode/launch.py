@@ -1,7 +1,7 @@
-"""Launches the Triton kernels of paged decode attention. Shape suffixes as in `kernel.py`.
+"""Launches paged decode attention. Suffixes as in `kernel.py`.
 
-Grids and scratch depend on shapes alone (the table's width, not the lengths), and nothing is read back, so
-a CUDA graph that holds a call stays valid while lengths, tables and selections change on the device.
+Grids and scratch depend on shapes alone, so a CUDA graph stays valid while lengths, tables and selections
+change.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from . import kernel
 from .pages import PagedInput, SelectedPages
 
 _PROGRAMS = 264
-"""Programs of `_attend` to aim at: two for each of an H200's 132 multiprocessors, all resident at once."""
-_SURE = 8
-"""Splits that are merged at once: what each of four requests has with eight key heads."""
+"""`_attend` has two for each of an H200's multiprocessors."""
+_FIRST_SPLITS = 8
+"""Splits that are merged at once: those of each of four requests with eight key heads."""
 
 
 @dataclass(frozen=True)
-class Division:
-    """How the work is divided: keys a block, splits of all requests together (one for each at least), warps
-    and pipeline stages of `_attend`; blocks a program and warps of `_score`."""
+class SplitPlan:
+    """Keys a block, splits of all requests, warps and stages of `_attend`; blocks a program and warps of
+    `_score`."""
 
     block: int
     splits: int
@@ -35,7 +35,7 @@ class Division:
     score_warps: int = 1
 
     @classmethod
-    def of(cls, x: PagedInput, pages: int) -> Division:
+    def of(cls, x: PagedInput, pages: int) -> SplitPlan:
         """For at most `pages` pages a request. Measured on an H200 (docs/log/2026-11-21.md)."""
         row_bytes = x.k_PSGD.shape[3] * x.k_PSGD.element_size()
         block = 128 if row_bytes <= 128 else 64 if row_bytes <= 512 else 32
@@ -43,35 +43,32 @@ class Division:
         return cls(block, min(blocks, max(1, _PROGRAMS // x.k_PSGD.shape[2])))
 
 
-def paged_attention(x: PagedInput, division: Division | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention.paged_attention` with the Triton kernels."""
-    chosen = division or Division.of(x, x.table_RP.shape[1])
-    return _attend(x, None, chosen, _scratch(x, chosen, 0))
+def paged_attention(x: PagedInput, plan: SplitPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    plan = plan or SplitPlan.of(x, x.table_RP.shape[1])
+    return _attend(x, None, plan, _scratch(x, plan, 0))
 
 
 def paged_attention_sparse(
-    selection: SelectedPages, division: Division | None = None
+    selection: SelectedPages, plan: SplitPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention.paged_attention_sparse` with the Triton kernels."""
     x = selection.x
-    chosen = division or Division.of(x, x.table_RP.shape[1])  # a request may read all its pages
-    return _attend(x, selection, chosen, _scratch(x, chosen, 0))
+    plan = plan or SplitPlan.of(x, x.table_RP.shape[1])  # a request may read all its pages
+    return _attend(x, selection, plan, _scratch(x, plan, 0))
 
 
 def paged_attention_scored(
-    x: PagedInput, division: Division | None = None
+    x: PagedInput, plan: SplitPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention.paged_attention_scored` with the Triton kernels."""
     columns = x.table_RP.shape[1]
-    chosen = division or Division.of(x, columns)
-    blocks = -(-columns * PAGE_TOKENS // chosen.block)
-    weight_RBHT, top_REHW = scratch = _scratch(x, chosen, -(-blocks // kernel.BUNDLE))
-    out_RHD, lse_RH = _attend(x, None, chosen, scratch)
-    requests, bundles, heads, _ = top_REHW.shape
+    plan = plan or SplitPlan.of(x, columns)
+    blocks = -(-columns * PAGE_TOKENS // plan.block)
+    p_RBHT, m_REHW = scratch = _scratch(x, plan, -(-blocks // kernel.BUNDLE))
+    out_RHD, lse_RH = _attend(x, None, plan, scratch)
+    requests, bundles, heads, _ = m_REHW.shape
     page_score_RP = torch.empty((requests, columns), dtype=torch.float32, device=x.q_RHD.device)
-    kernel._score[(-(-blocks // chosen.score_blocks), requests)](
-        weight_RBHT,
-        top_REHW,
+    kernel._score[(-(-blocks // plan.score_blocks), requests)](
+        p_RBHT,
+        m_REHW,
         lse_RH,
         x.lengths_R,
         page_score_RP,
@@ -79,42 +76,42 @@ def paged_attention_scored(
         columns,
         bundles,
         H=triton.next_power_of_2(heads),
-        BLOCK=chosen.block,
-        BLOCKS=chosen.score_blocks,
-        num_warps=chosen.score_warps,
+        BLOCK=plan.block,
+        BLOCKS=plan.score_blocks,
+        num_warps=plan.score_warps,
     )
     return out_RHD, lse_RH, page_score_RP
 
 
-def _scratch(x: PagedInput, division: Division, bundles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight_RBHT and top_REHW for page scores of so many bundles of blocks (no memory for none)."""
+def _scratch(x: PagedInput, plan: SplitPlan, bundles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """p_RBHT and m_REHW for page scores of so many bundles of blocks."""
     requests, heads, _ = x.q_RHD.shape
-    weight_RBHT = x.k_PSGD.new_empty((requests, kernel.BUNDLE * bundles, heads, division.block))
-    top_REHW = torch.empty(
+    p_RBHT = x.k_PSGD.new_empty((requests, kernel.BUNDLE * bundles, heads, plan.block))
+    m_REHW = torch.empty(
         (requests, bundles, heads, kernel.BUNDLE), dtype=torch.float32, device=x.q_RHD.device
     )
-    return weight_RBHT, top_REHW
+    return p_RBHT, m_REHW
 
 
 def _attend(
     x: PagedInput,
     selection: SelectedPages | None,
-    division: Division,
+    plan: SplitPlan,
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every split, then their merge. Page scores are prepared where scratch has bundles."""
+    """Attention of every split, then their merge. Page scores are prepared if scratch has bundles."""
     requests, heads, dim = x.q_RHD.shape
     if dim not in DECODE_HEAD_DIMS:
         raise KernelInputError(f"head dimension {dim} is not one of {DECODE_HEAD_DIMS}")
-    weight_RBHT, top_REHW = scratch
+    p_RBHT, m_REHW = scratch
     # As many for each of equal requests: no program is left without work.
-    most = max(1, division.splits - division.splits % requests - requests + 1)
-    splits = (requests, heads, most)
-    part_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
-    top_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
-    sum_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
+    max_splits = max(1, plan.splits - plan.splits % requests - requests + 1)
+    splits = (requests, heads, max_splits)
+    acc_RHCD = torch.empty((*splits, dim), dtype=torch.float32, device=x.q_RHD.device)
+    m_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
+    l_RHC = torch.empty(splits, dtype=torch.float32, device=x.q_RHD.device)
     splits_R = torch.empty((requests,), dtype=torch.int32, device=x.q_RHD.device)
-    kernel._attend[(x.k_PSGD.shape[2], requests + most - 1)](
+    kernel._attend[(x.k_PSGD.shape[2], requests + max_splits - 1)](
         x.q_RHD,
         x.k_PSGD,
         x.v_PSGD,
@@ -122,43 +119,43 @@ def _attend(
         x.lengths_R,
         x.table_RP if selection is None else selection.selected_RK,
         x.lengths_R if selection is None else selection.counts_R,
-        part_RHCD,
-        top_RHC,
-        sum_RHC,
+        acc_RHCD,
+        m_RHC,
+        l_RHC,
         splits_R,
-        weight_RBHT,
-        top_REHW,
+        p_RBHT,
+        m_REHW,
         x.scale * LOG2E,
         *x.q_RHD.stride()[:2],
         *x.k_PSGD.stride()[:3],
         *x.v_PSGD.stride()[:3],
         x.table_RP.stride(0),
         0 if selection is None else selection.selected_RK.stride(0),
-        top_REHW.shape[1],
-        most,
+        m_REHW.shape[1],
+        max_splits,
         requests,
         GROUP=x.group,
         ROWS=max(16, triton.next_power_of_2(x.group)),
         D=dim,
-        BLOCK=division.block,
+        BLOCK=plan.block,
         SPARSE=selection is not None,
-        SCORED=top_REHW.shape[1] > 0,
-        num_warps=division.warps,
-        num_stages=division.stages,
+        SCORED=m_REHW.shape[1] > 0,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
     )
     out_RHD = torch.empty((requests, heads, dim), dtype=x.q_RHD.dtype, device=x.q_RHD.device)
     lse_RH = torch.empty((requests, heads), dtype=torch.float32, device=x.q_RHD.device)
     kernel._merge[(requests * heads,)](
-        part_RHCD,
-        top_RHC,
-        sum_RHC,
+        acc_RHCD,
+        m_RHC,
+        l_RHC,
         splits_R,
         out_RHD,
         lse_RH,
-        most,
+        max_splits,
         heads,
-        C=_SURE,
-        M=triton.next_power_of_2(max(1, most - _SURE)),
+        C=_FIRST_SPLITS,
+        M=triton.next_power_of_2(max(1, max_splits - _FIRST_SPLITS)),
         D=dim,
         num_warps=4,
     )

@@ -1,4 +1,4 @@
-"""DELTA's page selection on whatever device the scores are on. Shape suffixes as in `pages.py`."""
+"""DELTA's page selection. Suffixes as in `pages.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from ..constants import PAGE_TOKENS
 from ..interface import KernelInputError
-from . import cpu
+from . import cpu, selection_kernel
 from .pages import check_per_request
 
 MAX_PAGES = 1 << 16
@@ -21,15 +21,19 @@ def select_pages(
     recency: int,
     page_tokens: int = PAGE_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that the sparse layers attend to (DELTA, Algorithm 2): K = budget, L = recency.
+    """The pages that sparse layers attend to (DELTA, Algorithm 2): K = budget, L = recency.
 
-    page_score_RP: fp32, one column a page; columns past ceil(length / 16) are ignored. lengths_R: int32,
-    tokens. Kept are the last L pages and the K - L best-scored of the others (of equal scores the lower
-    column); all pages of a request that has at most K.
+    The last L pages and the K - L best-scored others; of equal scores the lower column. No host sync.
 
-    Returns selected_RK (int32, ascending columns; 0 after the count) and counts_R (int32,
-    min(K, pages)). Nothing is read back by the host, and shapes depend on K alone, so a CUDA graph can
-    hold the call. Raises KernelInputError before anything is launched.
+    Args:
+        page_score_RP: fp32; columns past ceil(length / 16) are ignored.
+        lengths_R: int32, tokens.
+
+    Returns:
+        selected_RK (int32, ascending columns; 0 after the count) and counts_R (int32, min(K, pages)).
+
+    Raises:
+        KernelInputError: before anything is launched.
     """
     if page_score_RP.dim() != 2 or page_score_RP.numel() == 0:
         raise KernelInputError(f"page scores must be (requests, pages), not {tuple(page_score_RP.shape)}")
@@ -45,8 +49,6 @@ def select_pages(
     if not 0 <= recency <= budget or budget < 1:
         raise KernelInputError(f"budget {budget} must be at least 1 and recency {recency} within 0 .. budget")
     if page_score_RP.is_cuda:
-        from . import selection_kernel
-
         if page_score_RP.shape[1] > MAX_PAGES:
             raise KernelInputError(f"{page_score_RP.shape[1]} pages a request, at most {MAX_PAGES}")
         return selection_kernel.select_pages(page_score_RP, lengths_R, budget=budget, recency=recency)

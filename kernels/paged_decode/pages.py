@@ -1,8 +1,8 @@
-"""What paged decode attention reads, and the checks that every implementation relies on.
+"""Inputs of paged decode attention, and their checks.
 
-Shape suffixes: R requests, H query heads, G key/value heads, D head dimension, S slots of a page (its 16
-tokens), K pages selected at most. P counts pages: those of the pool in k and v, the columns (pages of one
-request, in order) in tables and page scores.
+Suffixes: R requests, H query heads, G key/value heads, D head dimension, S slots of a page (its 16
+tokens), K pages selected at most. P counts pages: of the pool in k and v, of one request in tables and page
+scores.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class PagedInput:
-    """One query token of each request against its cached keys and values; checked when it is made.
+    """One query token of each request against its cached keys and values. Checked when made.
 
-    q_RHD: the dtype of k and v, or float32, which is then rounded to theirs on a GPU. k_PSGD, v_PSGD: pages
-    of 16 tokens ("NHD"), innermost dimension contiguous; query head h reads key head h // (H // G).
-    table_RP: int32, the page ids of each request in order; columns past ceil(length / 16) are never read.
-    lengths_R: int32, tokens of each request, at least 1. scale multiplies q·k.
+    q_RHD: the dtype of k and v, or float32. k_PSGD, v_PSGD: pages of 16 tokens ("NHD"). Query head h reads
+    key head h // (H // G). table_RP: int32, each request's page ids in order; columns past ceil(length / 16)
+    are never read. lengths_R: int32, at least 1. scale multiplies q·k. Page ids and lengths stay on the
+    device, unchecked.
 
-    Raises KernelInputError for shapes, dtypes, devices and strides that no implementation can work with.
-    Values (page ids, lengths) stay on the device and are not read here: that would wait for the GPU.
+    Raises:
+        KernelInputError: shapes, dtypes, devices or strides that no implementation takes.
     """
 
     q_RHD: torch.Tensor
@@ -52,12 +52,13 @@ class PagedInput:
 
 @dataclass(frozen=True)
 class SelectedPages:
-    """Which of its pages each request attends to; checked against `x` when it is made.
+    """The pages that each request attends to. Checked against `x` when made.
 
-    selected_RK: int32, ascending column indices into the table; the first counts_R entries are read.
-    counts_R: int32; 0 where a request reads all its pages, and selected_RK says nothing.
+    selected_RK: int32, ascending columns of the table; the first counts_R are read. counts_R: int32; 0: all
+    pages.
 
-    Raises KernelInputError like PagedInput.
+    Raises:
+        KernelInputError: as PagedInput.
     """
 
     x: PagedInput
@@ -102,7 +103,7 @@ def _check_integers(name: str, x: torch.Tensor, dims: int, q_RHD: torch.Tensor) 
 
 
 def check_per_request(name: str, x: torch.Tensor, dims: int, requests: int, device: torch.device) -> None:
-    """Raise KernelInputError unless x has `dims` dimensions, the first of size `requests`, on `device`."""
+    """Raises KernelInputError unless x has `dims` dimensions, the first of size `requests`, on `device`."""
     if x.dim() != dims or x.shape[0] != requests or x.numel() == 0:
         raise KernelInputError(
             f"{name} must have {dims} dimensions, none of them 0 and the first {requests} (requests), "

@@ -1,9 +1,9 @@
-"""DELTA's page selection in Triton: one program ranks all pages of one request in registers.
+"""DELTA's page selection in Triton, without a sort: bisection over the scores' bits, then a prefix sum.
 
-Shape suffixes as in `pages.py`. No sort: the (K - L)-th largest score is found by bisection on the scores'
-bits (32 rounds at most; it ends when a threshold has exactly K - L scores at or above it), then one prefix
-sum places what is kept. stride_sr: elements from one request's scores to the next's.
+Suffixes as in `pages.py`.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -18,17 +18,9 @@ _PAGE = tl.constexpr(PAGE_TOKENS)
 
 @triton.jit
 def _select(
-    score_ptr,
-    lengths_ptr,
-    selected_ptr,
-    counts_ptr,
-    stride_sr,
-    columns,
-    budget,
-    recency,
-    N: tl.constexpr,
-    K: tl.constexpr,
-):
+    score_ptr, lengths_ptr, selected_ptr, counts_ptr, stride_sr, columns, budget, recency,
+    N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """Program r. N, K: powers of two, N at least the columns and K, K at least the budget."""
     r = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, N)
@@ -42,8 +34,8 @@ def _select(
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.uint32, bitcast=True)
     rank = tl.where(rival, ordered ^ 0x80000000, 0)  # unsigned, in the order of the scores
 
-    # The wanted-th largest rank lies in least .. most: K groups of columns (any; the compiler picks those
-    # that move no data) each have a rank at or above the least of their maxima, and K >= wanted.
+    # The wanted-th largest rank lies in least .. most: K groups of columns each have a rank
+    # at or above the least of their maxima, and K >= wanted.
     group = tl.max(tl.reshape(rank, [N // K, K], can_reorder=True), 0)
     least, most = tl.min(group, 0), tl.max(group, 0)
     while least < most:
@@ -73,7 +65,6 @@ def _select(
 def select_pages(
     page_score_RP: torch.Tensor, lengths_R: torch.Tensor, *, budget: int, recency: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cpu.select_pages` with the Triton kernel; identical to the reference, ties included."""
     requests, columns = page_score_RP.shape
     selected_RK = torch.empty((requests, budget), dtype=torch.int32, device=page_score_RP.device)
     counts_R = torch.empty((requests,), dtype=torch.int32, device=page_score_RP.device)
@@ -111,4 +102,3 @@ COMPILE_CASES = [
         {"N": 8192, "K": 64},
     ),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

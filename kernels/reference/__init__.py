@@ -1,5 +1,5 @@
-"""The oracles: what each kernel should compute, in plain loops over float64, never tuned.
+"""Oracles: what each kernel should compute, in plain loops over float64, never tuned.
 
-Tests and benchmarks compare with them, a CPU form directly and a kernel directly or with its CPU form; no
-production code imports them.
+Each file is named like the room it checks; `structured.py` makes inputs that look like a model's. Tests and
+benchmarks import them, production code never.
 """

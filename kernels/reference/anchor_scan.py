@@ -1,12 +1,10 @@
-"""The anchor scan by its definition."""
-
 from __future__ import annotations
 
 import torch
 
 
 def run_starts(x_BGSD: torch.Tensor, threshold: float, chunk: int, metric: str) -> list[list[int]]:
-    """Run starts of every (batch, head), one Python loop over rows in float64."""
+    """Run starts of every (batch, head), one loop over rows in float64."""
     starts = []
     for rows in x_BGSD.double().flatten(0, 1).tolist():
         found: list[int] = []

@@ -1,6 +1,6 @@
 """Attention by its definition: dense and over tiles, Delta-KV, DeltaXAttention, the Δ correction.
 
-Shape suffixes as in `kernels.interface`.
+Suffixes as in `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from ..constants import BLOCK
 from ..interface import AttentionInput
 
 
-def reference_attention(x: AttentionInput, keep_BHNM: torch.Tensor | None = None) -> torch.Tensor:
-    """Causal attention over one big float64 score matrix, tiles outside keep_BHNM dropped. Returns fp32."""
+def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None) -> torch.Tensor:
+    """Causal attention over one float64 score matrix; tiles outside kept_BHNM are dropped. Returns fp32."""
     batch, heads, rows, dim = x.q_BHTD.shape
     q = x.q_BHTD.double().reshape(batch, -1, x.group, rows, dim)
     k, v = x.k_BGSD.double()[:, :, None], x.v_BGSD.double()[:, :, None]
@@ -20,9 +20,9 @@ def reference_attention(x: AttentionInput, keep_BHNM: torch.Tensor | None = None
     position_T1 = x.q_start + torch.arange(rows, device=scores.device)[:, None]
     column_S = torch.arange(x.k_BGSD.shape[2], device=scores.device)
     seen = column_S <= position_T1
-    if keep_BHNM is not None:
+    if kept_BHNM is not None:
         row_block = (position_T1[:, 0] - x.q_start) // BLOCK
-        seen = seen & keep_BHNM[..., row_block, :][..., column_S // BLOCK]
+        seen = seen & kept_BHNM[..., row_block, :][..., column_S // BLOCK]
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     out = weights.reshape(batch, -1, x.group, rows, weights.shape[-1]) @ v
     return out.reshape(batch, heads, rows, dim).float()
@@ -31,10 +31,7 @@ def reference_attention(x: AttentionInput, keep_BHNM: torch.Tensor | None = None
 def packed_attention(
     x: AttentionInput, starts: list[int], critical: int, counts: bool, chunk: int
 ) -> torch.Tensor:
-    """Delta-KV of one head, row by row from the definition: repeat each mean, or take it once. fp32.
-
-    starts: first positions of the runs, sought in chunks of `chunk` tokens.
-    """
+    """Delta-KV of one head, row by row: each mean repeated, or taken once. fp32. starts: of runs."""
     q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
     rows = []
     for position in range(q.shape[0]):
@@ -55,10 +52,11 @@ def packed_attention(
 def mixed_attention(
     x: AttentionInput, exact_HNM: torch.Tensor, packed_HNM: torch.Tensor, starts: list[list[int]]
 ) -> torch.Tensor:
-    """DeltaXAttention of one sequence, row by row: exact tiles as they are, packed ones as repeated means.
+    """DeltaXAttention of one sequence, row by row: exact tiles, and packed ones as repeated means. fp32.
 
-    exact_HNM, packed_HNM: bool, by query block and key block; the diagonal is exact. starts: of each key
-    head, the first positions of the runs, which never cross a tile. fp32.
+    Args:
+        exact_HNM, packed_HNM: bool, by query block and key block; the diagonal is exact.
+        starts: of each key head, the first positions of the runs, which never cross a tile.
     """
     out_BHTD = torch.zeros(x.q_BHTD.shape)
     for h in range(x.q_BHTD.shape[1]):
@@ -82,14 +80,14 @@ def mixed_attention(
     return out_BHTD
 
 
-def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int, recompute: bool) -> torch.Tensor:
-    """The Δ correction of a whole prompt's sparse_BHTD, row by row from the definition."""
+def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int) -> torch.Tensor:
+    """The Δ correction of a whole prompt's sparse_BHTD, row by row."""
     dense_BHTD = reference_attention(x)
     out_BHTD = sparse_BHTD.clone()
     for row in range(out_BHTD.shape[2]):
         anchor = row // gamma * gamma
-        if row >= (x.prompt_tokens // BLOCK - 1) * BLOCK or (recompute and row == anchor):
+        if row >= (x.prompt_tokens // BLOCK - 1) * BLOCK:
             out_BHTD[:, :, row] = dense_BHTD[:, :, row]
-        elif not recompute:
+        else:
             out_BHTD[:, :, row] += dense_BHTD[:, :, anchor] - sparse_BHTD[:, :, anchor]
     return out_BHTD

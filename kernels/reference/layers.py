@@ -1,7 +1,4 @@
-"""What stands between a layer's products, by its definition: row by row in float64.
-
-Shape suffixes as in `kernels.layers`.
-"""
+"""The steps between a layer's products, row by row in float64. Suffixes as in `kernels.layers`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import torch
 
 
 def rms_normed(hidden_TC: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
-    """float64"""
     rows = []
     for x_C in hidden_TC.double():
         mean_square = sum(float(x) ** 2 for x in x_C) / len(x_C)
@@ -22,7 +18,6 @@ def rms_normed(hidden_TC: torch.Tensor, weight_C: torch.Tensor, eps: float) -> t
 
 
 def swiglu(gate_up_TJ: torch.Tensor) -> torch.Tensor:
-    """float64"""
     half = gate_up_TJ.shape[1] // 2
     rows = []
     for row in gate_up_TJ.double().tolist():
@@ -31,7 +26,7 @@ def swiglu(gate_up_TJ: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(x_HD: torch.Tensor, position: int, frequency_F: torch.Tensor, magnitude: float) -> torch.Tensor:
-    """One token's heads, float64: each pair of channels (f, f + D/2) is a complex number that turns."""
+    """One token's heads, float64: channels (f, f + D/2) are a complex number that turns."""
     half = x_HD.shape[1] // 2
     pairs = torch.complex(x_HD[:, :half].double(), x_HD[:, half:].double())
     turned = pairs * torch.polar(torch.full((half,), magnitude).double(), position * frequency_F.double())
@@ -40,15 +35,17 @@ def rotated(x_HD: torch.Tensor, position: int, frequency_F: torch.Tensor, magnit
 
 @cache
 def e4m3_numbers() -> tuple[float, ...]:
-    """Every finite number of e4m3 that is not negative, ascending: 4 bits of exponent with bias 7, 3 of
-    mantissa, subnormal below 2^-6, and no infinity (Micikevicius et al. 2022, table 1)."""
+    """Every finite non-negative number of e4m3, ascending (Micikevicius et al. 2022, table 1).
+
+    4 bits of exponent with bias 7, 3 of mantissa, subnormal below 2^-6, no infinity.
+    """
     small = [m / 8 * 2.0**-6 for m in range(8)]
     normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
     return (*small, *normal[:-1])  # the last pattern is NaN
 
 
 def nearest_e4m3(x: float) -> float:
-    """Ties to the even pattern, beyond the largest the largest."""
+    """Ties go to the even pattern; numbers beyond the largest become the largest."""
     numbers = e4m3_numbers()
     above = bisect_left(numbers, abs(x), hi=len(numbers) - 1)
     nearest = min(max(above - 1, 0), above, key=lambda n: (abs(numbers[n] - abs(x)), n % 2))
@@ -66,6 +63,5 @@ def quantised(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantised_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """x · weightᵀ, both quantised row by row and put back; float64."""
     x, weight = (values * scale for values, scale in (quantised(x_TI), quantised(weight_OI)))
     return x @ weight.T

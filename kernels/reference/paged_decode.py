@@ -1,7 +1,5 @@
-"""Paged decode attention and page selection by their definitions, one request at a time.
-
-Shape suffixes as in `kernels.paged_decode.pages`.
-"""
+"""Paged decode attention and page selection, one request at a time. Suffixes as in
+`paged_decode.pages`."""
 
 from __future__ import annotations
 
@@ -42,7 +40,6 @@ def paged_attention(
 
 
 def selected_pages(score_P: list[float], pages: int, budget: int, recency: int) -> list[int]:
-    """DELTA, Algorithm 2, of one request: the last `recency` pages and the best-scored others, ascending."""
     if pages <= budget:
         return list(range(pages))
     rivals = sorted(range(pages - recency), key=lambda column: (-score_P[column], column))

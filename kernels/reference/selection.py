@@ -1,6 +1,6 @@
-"""Tile scores and selections by their definitions, one pair of rows at a time.
+"""Tile scores and selections, one pair of rows at a time.
 
-Shape suffixes as in `kernels.interface`. Scores are float64 score_BHNM.
+Suffixes as in `kernels.interface`. Scores are float64 score_BHNM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from ..constants import BLOCK
 from ..interface import AttentionInput
-from ..selectors.anchors import AnchorSettings, SideSettings
+from ..selectors.anchors.form import AnchorSettings, SideSettings
 from ..selectors.rules.rule import LEVELS
 
 
@@ -53,7 +53,6 @@ def antidiagonal_scores(x: AttentionInput, stride: int) -> torch.Tensor:
 
 
 def naive_scores(x: AttentionInput, stride: int) -> torch.Tensor:
-    """Attention of every stride-th row over every stride-th key up to it."""
     q, k = x.q_BHTD.double(), x.k_BGSD.double()
 
     def logit(b: int, h: int, i: int, j: int) -> float | None:
@@ -66,7 +65,6 @@ def naive_scores(x: AttentionInput, stride: int) -> torch.Tensor:
 
 
 def pooled_scores(x: AttentionInput) -> torch.Tensor:
-    """Attention of mean queries over mean keys."""
     q, k = x.q_BHTD.double(), x.k_BGSD.double()
 
     def logit(b: int, h: int, i: int, j: int) -> float | None:
@@ -94,11 +92,7 @@ def anchor_slots(rows: torch.Tensor, cos: float, side: SideSettings) -> list[tup
         runs = runs_at(cos - side.relax)
     if len(runs) > side.cap:
         picks = [i * len(runs) // side.cap for i in range(side.cap)]
-        if side.overflow == "merge":
-            ends = [runs[nxt][0] for nxt in picks[1:]] + [rows.shape[0]]
-            runs = [(runs[pick][0], end) for pick, end in zip(picks, ends, strict=True)]
-        else:
-            runs = [runs[pick] for pick in picks]
+        runs = [runs[pick] for pick in picks]
     return [
         (start, end - start, rows[start] if side.representative == "anchor" else rows[start:end].mean(0))
         for start, end in runs
@@ -141,121 +135,35 @@ def kept_tiles(
     score: list[float],
     diagonal: int,
     kind: str,
-    amount: float,
+    threshold: float,
     *,
     sink: int = 1,
     window: int = 1,
     outside: bool = False,
 ) -> list[int]:
-    """What a `Rule` keeps of one row: try every threshold from the highest down. sink, window: blocks."""
+    """Tiles that a `Rule` keeps of one row, by trying every threshold. sink, window: blocks."""
     score = score[: diagonal + 1]
     forced = {m for m in range(diagonal + 1) if m < sink or m > diagonal - window}
     if max(score) <= 0:
         return list(range(diagonal + 1))
     if outside:
         rest = [m for m in range(diagonal + 1) if m not in forced]
-        inner = _kept_of([score[m] for m in rest], set(), kind, amount)
+        inner = _kept_of([score[m] for m in rest], set(), kind, threshold)
         return sorted(forced | {rest[m] for m in inner})
-    return _kept_of(score, forced, kind, amount)
+    return _kept_of(score, forced, kind, threshold)
 
 
-def _kept_of(score: list[float], forced: set[int], kind: str, amount: float) -> list[int]:
-    """The forced tiles of a row, and those that the rule adds to them."""
+def _kept_of(score: list[float], forced: set[int], kind: str, threshold: float) -> list[int]:
     top = max(score, default=0.0)
-    if kind == "max_relative":
-        if top <= 0 < amount:
-            return sorted(forced)
-        least = float(torch.tensor(amount) * torch.tensor(top))
-        return sorted(forced | {m for m, s in enumerate(score) if s >= least})
     if kind == "cumulative" and top <= 0:
-        return list(range(len(score))) if amount >= 1 else sorted(forced)
+        return list(range(len(score))) if threshold >= 1 else sorted(forced)
     value = [math.floor(s * (LEVELS / top) + 0.5) if kind == "cumulative" else s for s in score]
     weight = value if kind == "cumulative" else [1.0] * len(score)
-    need = amount * sum(value) if kind == "cumulative" else math.ceil(amount * len(score) - 1e-6)
-    if kind == "cumulative" and amount >= 1:
+    need = threshold * sum(value) if kind == "cumulative" else math.ceil(threshold * len(score) - 1e-6)
+    if kind == "cumulative" and threshold >= 1:
         return list(range(len(score)))
     for floor in (math.inf, *sorted(set(value), reverse=True)):
         kept = forced | {m for m, v in enumerate(value) if v >= floor}
         if sum(weight[m] for m in kept) >= need:
             return sorted(kept)
     raise AssertionError("the whole row is always enough")
-
-
-def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mass of each key block, and of each band of 128 distances, in the attention of the last queries (fewer
-    where there are not so many), pair by pair: both float64 (B, H, M)."""
-    batch, heads, rows, _ = x.q_BHTD.shape
-    vertical = torch.zeros(batch, heads, x.key_blocks, dtype=torch.float64)
-    band = torch.zeros_like(vertical)
-    for b in range(batch):
-        for h in range(heads):
-            k = x.k_BGSD[b, h // x.group].double()
-            columns, distances = [0.0] * x.key_blocks, [0.0] * x.key_blocks
-            for row in range(max(0, rows - queries), rows):
-                place = x.q_start + row
-                weights = (k[: place + 1] @ x.q_BHTD[b, h, row].double() * x.scale).softmax(0)
-                for key, weight in enumerate(weights.tolist()):
-                    columns[key // BLOCK] += weight
-                    distances[(place - key) // BLOCK] += weight
-            vertical[b, h] = torch.tensor(columns, dtype=torch.float64)
-            band[b, h] = torch.tensor(distances, dtype=torch.float64)
-    return vertical, band
-
-
-def flex_tiles(x: AttentionInput, gamma: float, tau: float) -> list[list[set[int]]]:
-    """FlexPrefill of one whole prompt: of each head and query block, the tiles kept, the diagonal and the
-    sink among them (Algorithms 2-4, see `flex.FlexSelector`)."""
-    vertical, band = line_masses(x, BLOCK)
-    scores = pooled_scores(x)
-    found = []
-    for h in range(x.q_BHTD.shape[1]):
-        true, guess = vertical[0, h] / vertical[0, h].sum(), scores[0, h, -1]
-        middle = ((true + guess) / 2).tolist()
-        pairs = [(p, m) for dist in (true, guess) for p, m in zip(dist.tolist(), middle, strict=True)]
-        divergence = sum(p * math.log(p / m) for p, m in pairs if p > 0) / 2
-        kept: list[set[int]] = [{0, n} for n in range(x.query_blocks)]
-        if math.sqrt(max(divergence, 0.0)) < tau:
-            for cell in _heaviest_share(scores[0, h].flatten().tolist(), gamma):
-                kept[cell // x.key_blocks].add(cell % x.key_blocks)
-        else:
-            columns = _heaviest_share(vertical[0, h].tolist(), gamma)
-            distances = _heaviest_share(band[0, h].tolist(), gamma)
-            crossed = distances | {d + 1 for d in distances}
-            for n in range(x.query_blocks):
-                kept[n] |= {m for m in range(n + 1) if m in columns or n - m in crossed}
-        found.append([{m for m in tiles if m <= n} for n, tiles in enumerate(kept)])
-    return found
-
-
-def vertical_slash_tiles(x: AttentionInput, verticals: int, slashes: int) -> list[list[set[int]]]:
-    """MInference, Algorithm 2, of one whole prompt: as `flex_tiles`."""
-    vertical, band = line_masses(x, 64)
-    found = []
-    for h in range(x.q_BHTD.shape[1]):
-        columns = set(_ranked(vertical[0, h].tolist())[: -(-verticals // BLOCK)])
-        distances = set(_ranked(band[0, h].tolist())[: -(-slashes // BLOCK)])
-        crossed = distances | {d + 1 for d in distances}
-        found.append(
-            [
-                {0, n} | {m for m in range(n + 1) if m in columns or n - m in crossed}
-                for n in range(x.query_blocks)
-            ]
-        )
-    return found
-
-
-def _ranked(mass: list[float]) -> list[int]:
-    """Places by mass, heaviest first, of equals the first."""
-    return sorted(range(len(mass)), key=lambda place: (-mass[place], place))
-
-
-def _heaviest_share(mass: list[float], share: float) -> set[int]:
-    """The fewest places that hold `share` of the mass."""
-    kept: set[int] = set()
-    held = 0.0
-    for place in _ranked(mass):
-        if held >= share * sum(mass):
-            break
-        kept.add(place)
-        held += mass[place]
-    return kept

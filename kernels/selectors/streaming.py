@@ -1,29 +1,24 @@
-"""Sink and window, without looking at q or k. Shape suffixes as in `kernels.interface`."""
+"""Sink and window (StreamingLLM), without a look at q or k.
+
+Suffixes as in `kernels.interface`; W columns at once.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import torch
+import triton
+import triton.language as tl
 
 from ..constants import BLOCK
-from ..executors.block_sparse import BlockSparseExecutor
 from ..interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask
-from ..methods import register
-from ..options import min_tokens, option
-
-
-@dataclass(frozen=True)
-class StreamingOptions:
-    """StreamingLLM (Xiao et al. 2023), section 3.2. In tokens; tiles are kept whole, so a query may see up
-    to 127 keys more."""
-
-    sink: int = option(128, 1, 1 << 20, "tokens at the start that every query attends to")
-    window: int = option(2048, 1, 1 << 20, "most recent tokens that every query attends to")
-    min_tokens: int = min_tokens()
+from ..options import StreamingOptions
+from .rules.cpu import compact
+from .rules.kernel import empty_mask
 
 
 class StreamingSelector:
-    """The same tiles for every head."""
-
     sampled = 0.0
 
     def __init__(self, options: StreamingOptions) -> None:
@@ -38,33 +33,65 @@ class StreamingSelector:
         x.require_aligned("streaming")
         with phase("selection"):
             if x.q_BHTD.is_cuda:
-                from .streaming_kernel import kernel_select
-
                 return kernel_select(x, self.sink, self.window)
             return cpu_select(x, self.sink, self.window)
 
 
 def cpu_select(x: AttentionInput, sink: int, window: int) -> TileMask:
-    """Every tile that holds one of the first `sink` keys, or for some row of the query block one of its
-    last `window` keys (the row's own among them)."""
-    import torch
-
-    from .rules.cpu import compact
-
+    """Tiles with one of the first `sink` keys, or one of the last `window` keys of some row of the query
+    block."""
     device = x.q_BHTD.device
     row_N1 = torch.arange(x.query_blocks, device=device)[:, None] + x.first_block
     column_M = torch.arange(x.key_blocks, device=device)
     oldest_N1 = torch.clamp(row_N1 * BLOCK - window + 1, min=0) // BLOCK
-    keep_NM = (column_M <= row_N1) & ((column_M >= oldest_N1) | (column_M < -(-sink // BLOCK)))
+    kept_NM = (column_M <= row_N1) & ((column_M >= oldest_N1) | (column_M < -(-sink // BLOCK)))
     batch, heads = x.q_BHTD.shape[:2]
-    return compact(keep_NM.expand(batch, heads, -1, -1))
+    return compact(kept_NM.expand(batch, heads, -1, -1))
 
 
-register(
-    "streaming",
-    StreamingOptions,
-    StreamingSelector,
-    BlockSparseExecutor,
-    source="StreamingLLM (Xiao et al. 2023), section 3.2",
-    from_keys=True,
-)
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit(do_not_specialize=["query_blocks", "key_blocks", "first_block", "sink_blocks", "window"])
+def _streaming_kernel(
+    index_ptr, count_ptr, query_blocks, key_blocks, first_block, sink_blocks, window, W: tl.constexpr
+):
+    """One row of the mask: the sink's blocks, then those from the window's oldest key to the diagonal."""
+    row = tl.program_id(0)
+    diagonal = first_block + row
+    oldest = tl.maximum(diagonal * _BLOCK - window + 1, 0) // _BLOCK
+    sink = tl.minimum(sink_blocks, oldest)
+    count = sink + diagonal - oldest + 1
+    line = tl.program_id(1).to(tl.int64) * query_blocks + row
+    index_ptr += line * key_blocks
+    for start in range(0, count, W):
+        slot_W = start + tl.arange(0, W)
+        block_W = tl.where(slot_W < sink, slot_W, slot_W - sink + oldest)
+        tl.store(index_ptr + slot_W, block_W.to(tl.int16), mask=slot_W < count)
+    tl.store(count_ptr + line, count)
+
+
+def kernel_select(x: AttentionInput, sink: int, window: int) -> TileMask:
+    mask = empty_mask(x)
+    batch, heads, query_blocks, key_blocks = mask.index_BHNM.shape
+    _streaming_kernel[(query_blocks, batch * heads)](
+        mask.index_BHNM,
+        mask.count_BHN,
+        query_blocks,
+        key_blocks,
+        x.first_block,
+        -(-sink // BLOCK),
+        window,
+        W=128,
+        num_warps=1,
+    )
+    return mask
+
+
+_STREAMING = {
+    "index_ptr": "*i16",
+    "count_ptr": "*i32",
+    **dict.fromkeys(("query_blocks", "key_blocks", "first_block", "sink_blocks", "window"), "i32"),
+}
+
+COMPILE_CASES = [(_streaming_kernel, _STREAMING, {"W": 128})]

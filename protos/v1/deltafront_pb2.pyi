@@ -12,6 +12,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SpecialTokens(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPECIAL_TOKENS_UNSPECIFIED: _ClassVar[SpecialTokens]
+    SPECIAL_TOKENS_TEXT: _ClassVar[SpecialTokens]
+    SPECIAL_TOKENS_PARSE: _ClassVar[SpecialTokens]
+
 class PageSelection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PAGE_SELECTION_UNSPECIFIED: _ClassVar[PageSelection]
@@ -24,6 +30,9 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+SPECIAL_TOKENS_UNSPECIFIED: SpecialTokens
+SPECIAL_TOKENS_TEXT: SpecialTokens
+SPECIAL_TOKENS_PARSE: SpecialTokens
 PAGE_SELECTION_UNSPECIFIED: PageSelection
 PAGE_SELECTION_FULL: PageSelection
 PAGE_SELECTION_DELTA: PageSelection
@@ -49,14 +58,16 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("text", "messages", "token_ids")
+    __slots__ = ("text", "messages", "token_ids", "special_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     messages: ChatMessages
     token_ids: bytes
-    def __init__(self, text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    special_tokens: SpecialTokens
+    def __init__(self, text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., special_tokens: _Optional[_Union[SpecialTokens, str]] = ...) -> None: ...
 
 class AttentionMethod(_message.Message):
     __slots__ = ("name", "options")

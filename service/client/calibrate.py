@@ -90,7 +90,7 @@ def calibrate_command(
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
-    from ...workers.calibration.levels import method_levels, require_amounts
+    from ...workers.calibration.levels import method_levels, require_thresholds
     from ...workers.calibration.pages import shortest_text
     from ...workers.messages.methods import PAGE_TOKENS
     from ...workers.model.decoder import load_model
@@ -109,7 +109,7 @@ def calibrate_command(
         read = [] if add else made.for_pages(most, least)
         probes = {one: made.of(one) for one in sorted(set(length))} if density else {}
         if density:
-            require_amounts(asked)
+            require_thresholds(asked)
         stack = load_model(spec, device)
         for problem in _misfits(stack.config, length, [] if add else full_layer):
             raise ValueError(problem)

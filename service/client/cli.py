@@ -62,6 +62,9 @@ app.command("size")(size_command)
 
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the server gives up.")]
 ShowTimings = Annotated[bool, typer.Option("--timings", help="Show where the time to first token went.")]
+SpecialTokens = Annotated[
+    str, typer.Option(help="What control tokens spelled in raw text are: text, or parse for these tokens.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON instead of text.")]
 
 
@@ -114,6 +117,7 @@ def prefill(
     method: Method = "",
     option: Options = [],  # noqa: B006  typer copies it
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the session.")] = None,
+    special_tokens: SpecialTokens = "text",
     cache_salt: Salt = "",
     timeout: Timeout = None,
     timings: ShowTimings = False,
@@ -129,6 +133,7 @@ def prefill(
             options=read_options(option),
             session_ttl_s=keep,
             timeout_s=timeout,
+            special_tokens=special_tokens,
             cache_salt=cache_salt,
         ):
             if isinstance(event, Progress):
@@ -165,6 +170,7 @@ def generate(
     page_selection: Annotated[str, typer.Option(help="Decode page selection: full or delta.")] = "",
     recompute: Recompute = None,
     keep: Annotated[float | None, typer.Option(help="Seconds to keep the document as a session.")] = None,
+    special_tokens: SpecialTokens = "text",
     cache_salt: Salt = "",
     timeout: Timeout = None,
     timings: ShowTimings = False,
@@ -189,6 +195,7 @@ def generate(
         "page_selection": page_selection,
         "recompute_blocks": recompute,
         "session_ttl_s": keep,
+        "special_tokens": special_tokens,
         "timeout_s": timeout,
         "cache_salt": cache_salt,
     }

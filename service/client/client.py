@@ -26,7 +26,7 @@ from ..door import wire
 from ..door.status import from_status, is_ours
 from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
-from ..request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
+from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SpecialTokens, Wishes
 from ..request.plan import packed
 from .address import check_address, mistaken
 from .losses import Losses
@@ -110,12 +110,14 @@ class DeltafrontClient:
         request_id: str = "",
         cache_salt: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens: str = "text",
     ) -> Iterator[Progress | PrefillFinished]:
         """Read a prompt and keep it. timeout_s: until the server gives up. cache_salt: what was read is
         shared only with requests of the same one. chat_template_kwargs: variables of the chat template that
-        renders messages."""
+        renders messages. special_tokens: `parse` takes control tokens that a text spells for these; they are
+        text otherwise, as in messages."""
         request = PrefillRequest(
-            prompt=_prompt(prompt, variables=chat_template_kwargs),
+            prompt=_prompt(prompt, special_tokens, variables=chat_template_kwargs),
             method=method,
             options=options or {},
             session_ttl_s=session_ttl_s,
@@ -149,18 +151,23 @@ class DeltafrontClient:
         request_id: str = "",
         cache_salt: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens: str = "text",
     ) -> Iterator[Progress | Token | GenerateFinished]:
         """Answer a prompt, or a session plus `append`. recompute_blocks: of what was read with a sparse
         method, so many blocks of 128 tokens are computed again with dense attention, those that the question
         looks at most; None: the server's default. stop: one string or several. cache_salt,
-        chat_template_kwargs: as for `prefill`."""
+        chat_template_kwargs: as for `prefill`. special_tokens: as there, for `append` too."""
         if page_selection not in list(PageSelection):
             raise InvalidArgument("page_selection", f"{page_selection!r} is not full or delta")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         request = GenerateRequest(
-            prompt=None if prompt is None else _prompt(prompt, variables=chat_template_kwargs),
+            prompt=None
+            if prompt is None
+            else _prompt(prompt, special_tokens, variables=chat_template_kwargs),
             session_id=session_id,
-            append=None if append is None else _prompt(append, "append", chat_template_kwargs),
+            append=None
+            if append is None
+            else _prompt(append, special_tokens, "append", chat_template_kwargs),
             method=method,
             options=options or {},
             sampling=Wishes(temperature, top_p, top_k, seed, stops, max_tokens, ignore_eos),
@@ -265,11 +272,15 @@ class DeltafrontClient:
         return found
 
 
-def _prompt(prompt: PromptLike, name: str = "prompt", variables: Mapping[str, Any] | None = None) -> Prompt:
+def _prompt(
+    prompt: PromptLike, special_tokens: str, name: str = "prompt", variables: Mapping[str, Any] | None = None
+) -> Prompt:
     """Raises InvalidArgument for a list that holds anything but ids or anything but whole messages. name: of
     the field. variables: of the template that renders messages."""
+    if special_tokens not in list(SpecialTokens):
+        raise InvalidArgument("special_tokens", f"{special_tokens!r} is not text or parse")
     if isinstance(prompt, str):
-        return Prompt(text=prompt)
+        return Prompt(text=prompt, special_tokens=SpecialTokens(special_tokens))
     if isinstance(prompt, bytes | bytearray):
         raise InvalidArgument(name, "is bytes: decode a text, and give token ids as numbers")
     parts = list(prompt)

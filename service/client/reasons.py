@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_ERROR = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*(?:Error|Exception)): *(?P<says>\S.*)$")
+_ERROR = re.compile(r"^(?P<kind>(?:\w+\.)*_*[A-Z]\w*(?:Error|Exception)): *(?!Traceback )(?P<says>\S.*)$")
 """The last line of a traceback."""
 _OURS = "deltafront."
 _FINAL = {
@@ -18,6 +18,8 @@ _FINAL = {
     "FileNotFoundError",
     "ImportError",
     "KeyError",
+    "MemoryError",
+    "_ArrayMemoryError",
     "ModuleNotFoundError",
     "NotImplementedError",
     "OutOfMemoryError",
@@ -58,7 +60,7 @@ def _last(text: str) -> tuple[str, str]:
         lines = [line.strip() for line in _plain(text).splitlines() if line.strip()]
         return "", lines[-1] if lines else "no reason was given"
     name, says = found[-1]
-    kind = name.split(".")[-1]
+    kind = name.split(".")[-1].lstrip("_")
     plain = name.startswith(_OURS) or kind in ("RuntimeError", "AssertionError")
     return kind, says if plain else f"{kind}: {says}"
 

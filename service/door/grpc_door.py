@@ -15,13 +15,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
 from ...workers.messages.events import Usage
-from ..errors import DeltafrontError, InvalidArgument, NotFound
+from ..errors import DeltafrontError, NotFound, TooLong
 from ..request.run import Requests
-from .registration import SERVICE, Unreadable
+from .registration import SERVICE, Sent
 from .status import details, status, trailers
 from .wire import (
     generate_response,
@@ -32,7 +33,7 @@ from .wire import (
 )
 
 _HEALTH_WATCH_S = 1.0
-_M = TypeVar("_M")
+_M = TypeVar("_M", bound=Message)
 _R = TypeVar("_R")
 
 
@@ -52,10 +53,13 @@ class FrontDoor:
         self._requests = requests
 
     async def Prefill(
-        self, request: pb.PrefillRequest, grpc_context: Context
+        self, request: Sent[pb.PrefillRequest], grpc_context: Context
     ) -> AsyncIterator[pb.PrefillResponse]:
         stream = self._requests.prefill(
-            grpc_context.invocation_metadata(), _reader(request, read_prefill_request), _id_of(request)
+            grpc_context.invocation_metadata(),
+            self._reader(request, read_prefill_request),
+            request.size,
+            request.request_id,
         )
         with _StatusOn(grpc_context):
             async with contextlib.aclosing(stream) as events:
@@ -64,10 +68,13 @@ class FrontDoor:
         yield pb.PrefillResponse()  # takes the status along
 
     async def Generate(
-        self, request: pb.GenerateRequest, grpc_context: Context
+        self, request: Sent[pb.GenerateRequest], grpc_context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         stream = self._requests.generate(
-            grpc_context.invocation_metadata(), _reader(request, read_generate_request), _id_of(request)
+            grpc_context.invocation_metadata(),
+            self._reader(request, read_generate_request),
+            request.size,
+            request.request_id,
         )
         with _StatusOn(grpc_context):
             async with contextlib.aclosing(stream) as events:
@@ -77,59 +84,59 @@ class FrontDoor:
         yield pb.GenerateResponse()  # takes the status along
 
     async def CancelRequest(
-        self, request: pb.CancelRequestRequest, grpc_context: Context
+        self, request: Sent[pb.CancelRequestRequest], grpc_context: Context
     ) -> pb.CancelRequestResponse:
         ended = 0
-        read = _reader(request, lambda readable: readable.request_id)
+        read = self._reader(request, lambda readable: readable.request_id)
         with _StatusOn(grpc_context):
             ended = await self._requests.cancel_request(grpc_context.invocation_metadata(), read)
         return pb.CancelRequestResponse(requests=ended)
 
     async def ReleaseSession(
-        self, request: pb.ReleaseSessionRequest, grpc_context: Context
+        self, request: Sent[pb.ReleaseSessionRequest], grpc_context: Context
     ) -> pb.ReleaseSessionResponse:
-        read = _reader(request, lambda readable: readable.session_id)
+        read = self._reader(request, lambda readable: readable.session_id)
         with _StatusOn(grpc_context):
             await self._requests.release_session(grpc_context.invocation_metadata(), read)
         return pb.ReleaseSessionResponse()
 
     async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, grpc_context: Context
+        self, request: Sent[pb.GetServerInfoRequest], grpc_context: Context
     ) -> pb.GetServerInfoResponse:
         answer = pb.GetServerInfoResponse()
-        read = _reader(request, lambda readable: readable)
+        read = self._reader(request, lambda readable: readable)
         with _StatusOn(grpc_context):
             answer = server_info(await self._requests.server_info(grpc_context.invocation_metadata(), read))
         return answer
 
     async def List(
-        self, request: health_pb2.HealthListRequest, grpc_context: Context
+        self, request: Sent[health_pb2.HealthListRequest], grpc_context: Context
     ) -> health_pb2.HealthListResponse:
         answer = health_pb2.HealthListResponse()
         with _StatusOn(grpc_context):
-            _reader(request, lambda readable: readable)()
+            self._reader(request, lambda readable: readable)()
             one = health_pb2.HealthCheckResponse(status=self._health())
             answer = health_pb2.HealthListResponse(statuses={"": one, SERVICE.full_name: one})
         return answer
 
     async def Check(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+        self, request: Sent[health_pb2.HealthCheckRequest], grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
         answer = health_pb2.HealthCheckResponse()
         with _StatusOn(grpc_context):
-            service = _reader(request, _service)()
+            service = self._reader(request, _service)()
             if not _known_service(service):
                 raise NotFound(f"there is no service {service!r} here")
             answer = health_pb2.HealthCheckResponse(status=self._health())
         return answer
 
     async def Watch(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+        self, request: Sent[health_pb2.HealthCheckRequest], grpc_context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status, and again whenever it changes, until the client leaves."""
         last, service = None, None
         with _StatusOn(grpc_context):
-            service = _reader(request, _service)()
+            service = self._reader(request, _service)()
         if service is None:
             yield health_pb2.HealthCheckResponse()  # takes the status along
             return
@@ -140,6 +147,16 @@ class FrontDoor:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
             await asyncio.sleep(_HEALTH_WATCH_S)
+
+    def _reader(self, message: Sent[_M], read: Callable[[_M], _R]) -> Callable[[], _R]:
+        most = self._requests.most_bytes
+
+        def readable() -> _R:
+            if message.size > most:
+                raise TooLong("request", f"{message.size} bytes cannot fit this model: at most {most} do")
+            return read(message.read())
+
+        return readable
 
     def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
         reply = health_pb2.HealthCheckResponse
@@ -163,19 +180,6 @@ class _StatusOn:
         self._context.set_details(details(error))
         self._context.set_trailing_metadata(trailers(error))
         return True
-
-
-def _id_of(message: pb.PrefillRequest | pb.GenerateRequest) -> str:
-    return "" if isinstance(message, Unreadable) else message.request_id
-
-
-def _reader(message: _M, read: Callable[[_M], _R]) -> Callable[[], _R]:
-    def readable() -> _R:
-        if isinstance(message, Unreadable):
-            raise InvalidArgument("request", message.reason)
-        return read(message)
-
-    return readable
 
 
 def _service(request: health_pb2.HealthCheckRequest) -> str:

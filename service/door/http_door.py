@@ -9,6 +9,7 @@ an error.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -50,6 +51,11 @@ _INSTEAD = {
     "/v1/embeddings": "this server generates text, and makes no embeddings",
 }
 """What to do about paths of OpenAI's that are not served."""
+
+_JSON_BYTES = 6
+"""Of a character, escaped."""
+_RECEIVE_S = 60.0
+"""How long a client may take to send a request."""
 
 
 class HttpDoor:
@@ -102,24 +108,50 @@ class HttpDoor:
         return await self._answer(TEXT, request)
 
     async def _answer(self, form: AnswerForm, request: Request) -> ASGIApp:
-        body = await self._body(request)
+        refused: list[DeltafrontError] = []
+        sent: list[bytes] = []
+        try:
+            sent.append(await self._body(request))
+        except DeltafrontError as error:
+            refused.append(error)
+        size = sum(map(len, sent))
         reply = Reply(form, self._requests.model, form.prefix + uuid.uuid4().hex)
         asked: list[Asked] = []
 
         def read() -> GenerateRequest:
-            asked.append(form.read(body, reply.model, reply.request_id))
-            return asked[0].request
+            """Once; nothing keeps the text."""
+            for error in refused:
+                raise error
+            request, wanted = form.read(sent.pop(), reply.model, reply.request_id)
+            asked.append(wanted)
+            return request
 
-        events = self._requests.generate(request.headers.items(), read, reply.request_id)
+        events = self._requests.generate(request.headers.items(), read, size, reply.request_id)
         return _Answer(reply, events, asked, self._keep_alive_s)
 
     async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._max_body_bytes:
-                raise HTTPException(413, f"the request is longer than {self._max_body_bytes} bytes")
-        return bytes(body)
+        """Raises Unauthenticated or Overloaded before it is read, and HTTPException for what is too long, or
+        takes too long to come."""
+        length, body = request.headers.get("content-length", ""), list[bytes]()
+        expected, size = int(length) if length.isdecimal() else 0, 0
+        self._check_length(expected)
+        owner = self._requests.owner(request.headers.items())
+        with self._requests.texts.hold(owner, expected) as held:
+            try:
+                async with asyncio.timeout(_RECEIVE_S):
+                    async for part in request.stream():
+                        size += len(part)
+                        self._check_length(size)
+                        held.grow(size)
+                        body.append(part)
+            except TimeoutError:
+                raise HTTPException(408, f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
+        return b"".join(body)
+
+    def _check_length(self, size: int) -> None:
+        most = min(self._max_body_bytes, _JSON_BYTES * self._requests.most_bytes)
+        if size > most:
+            raise HTTPException(413, f"the request is longer than {most} bytes")
 
 
 class _Answer:

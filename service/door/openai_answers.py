@@ -16,6 +16,7 @@ from typing import Any
 from ...workers.messages.events import FinishReason, Usage
 from ..errors import Code, DeadlineExceeded, DeltafrontError, InvalidArgument, Overloaded, TooLong
 from ..request.answers import GenerateFinished, ServerInfo
+from ..request.calls import GenerateRequest
 from .openai_requests import Asked, UnknownModel, read_chat, read_text
 
 Json = dict[str, Any]
@@ -30,7 +31,7 @@ class AnswerForm:
     name: str
     chunk_name: str
     source: str
-    read: Callable[[bytes, str, str], Asked]
+    read: Callable[[bytes, str, str], tuple[GenerateRequest, Asked]]
     opening: Json | None
     whole: Callable[[str], Json]
     piece: Callable[[str], Json]

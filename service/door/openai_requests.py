@@ -8,10 +8,11 @@ fields stand beside OpenAI's (`extra_body` of its client).
 from __future__ import annotations
 
 import difflib
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,7 +21,8 @@ from pydantic_core import from_json
 
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument, NotFound
-from ..request.calls import GenerateRequest, Prompt, Wishes
+from ..request.calls import GenerateRequest, Prompt, SpecialTokens, Wishes
+from ..request.check import check_count
 from ..request.plan import packed
 
 _ASK_FOR_NOTHING: Mapping[str, Sequence[object]] = {
@@ -57,6 +59,14 @@ _ONE = "asks for more than the limit: this server gives 1 answer a request"
 _IN_WORDS = {"n": _ONE, "best_of": _ONE}
 """What is said of a field instead of _NOT_HERE."""
 _SEED_BITS = 64
+_MAX_PARTS = 4096
+_MAX_VALUES = 1 << 17
+"""Of a conversation's JSON, about. Each takes much more memory than its bytes."""
+_MAX_TEXT_VALUES = 1 << 21
+"""The same of a completion's, whose prompt may have one for each token."""
+_BETWEEN_VALUES = (b",", b":", b"[", b"{")
+_QUOTE = ord('"')
+_STRING_OR_NOT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
 
 
 class UnknownModel(NotFound):
@@ -113,6 +123,7 @@ class _ChatFields(_Fields):
 
 class _TextFields(_Fields):
     prompt: Any
+    special_tokens: Literal["parse", "text"] = "parse"
 
 
 _F = TypeVar("_F", bound=_Fields)
@@ -120,18 +131,18 @@ _F = TypeVar("_F", bound=_Fields)
 
 @dataclass(frozen=True)
 class Asked:
-    """A request and how its answer is wanted. usage: a streamed answer ends with a chunk of usage.
-    usage_so_far: every chunk has some."""
+    """How an answer is wanted. usage: a streamed one ends with a chunk of usage. usage_so_far: every chunk
+    has some."""
 
-    request: GenerateRequest
     stream: bool
     usage: bool
     usage_so_far: bool
 
 
-def read_chat(body: bytes, model: str, request_id: str) -> Asked:
+def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, Asked]:
     """model: the one that is served. Raises InvalidArgument or UnknownModel."""
-    fields = _read(_ChatFields, body, model)
+    fields = _read(_ChatFields, body, model, _MAX_VALUES)
+    check_count("messages", len(fields.messages))
     messages = tuple(_message(f"messages[{place}]", one) for place, one in enumerate(fields.messages))
     limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
     if len(limits) > 1:
@@ -152,17 +163,17 @@ def read_chat(body: bytes, model: str, request_id: str) -> Asked:
     )
 
 
-def read_text(body: bytes, model: str, request_id: str) -> Asked:
+def read_text(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, Asked]:
     """model: the one that is served. Raises InvalidArgument or UnknownModel."""
-    fields = _read(_TextFields, body, model)
-    prompt = _prompt(fields.prompt)
+    fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
+    prompt = replace(_prompt(fields.prompt), special_tokens=SpecialTokens(fields.special_tokens))
     source, follows = (prompt, None) if fields.session_id is None else (None, prompt)
     return _asked(fields, request_id, fields.max_tokens, source, follows)
 
 
 def _asked(
     fields: _Fields, request_id: str, max_tokens: int | None, prompt: Prompt | None, append: Prompt | None
-) -> Asked:
+) -> tuple[GenerateRequest, Asked]:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
     request = GenerateRequest(
@@ -188,7 +199,7 @@ def _asked(
         cache_salt=fields.cache_salt,
     )
     options = fields.stream_options or _StreamOptions()
-    return Asked(request, fields.stream, options.include_usage, options.continuous_usage_stats)
+    return request, Asked(fields.stream, options.include_usage, options.continuous_usage_stats)
 
 
 def _seed(fields: _Fields) -> int:
@@ -198,7 +209,8 @@ def _seed(fields: _Fields) -> int:
     return secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
 
 
-def _read(kind: type[_F], body: bytes, model: str) -> _F:
+def _read(kind: type[_F], body: bytes, model: str, values: int) -> _F:
+    _check_values(body, values)
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -217,6 +229,17 @@ def _read(kind: type[_F], body: bytes, model: str) -> _F:
     if fields.model != model:
         raise UnknownModel(fields.model, model)
     return fields
+
+
+def _check_values(body: bytes, most: int) -> None:
+    """Before they are made. What stands in strings does not count. Raises InvalidArgument."""
+    if sum(map(body.count, _BETWEEN_VALUES)) <= most:
+        return
+    values = 0
+    for part in _STRING_OR_NOT.finditer(body):
+        values += 1 if body[part.start()] == _QUOTE else sum(map(part.group().count, _BETWEEN_VALUES))
+        if values > most:
+            raise InvalidArgument("", f"the body holds too many values: at most about {most}")
 
 
 def _invalid(error: ValidationError, known: list[str]) -> InvalidArgument:
@@ -260,6 +283,8 @@ def _text(where: str, content: object) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidArgument(where, "must be text")
+    if len(content) > _MAX_PARTS:
+        raise InvalidArgument(where, f"has {len(content)} parts: at most {_MAX_PARTS}")
     for place, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or part.keys() != {"type", "text"}:
             raise InvalidArgument(f"{where}[{place}]", "must be a part of type text: others are not read")

@@ -1,8 +1,12 @@
 """How the services are registered with a gRPC server: what Serve would do wrong at either end of a call.
 
 Serve's gRPC servers decode requests before any of our code runs, and answer INTERNAL to what they cannot
-decode. So the service and grpc.health.v1 are registered with decoders that hand on an `Unreadable` instead,
-which the door answers with INVALID_ARGUMENT.
+decode. So the service and grpc.health.v1 are registered with a decoder that hands on what was `Sent`. The
+door decodes it once it knows the caller and has room for it, and answers INVALID_ARGUMENT if it cannot.
+
+gRPC reads a request into memory before it calls a method, and keeps it until the call has ended. A method
+that takes a stream of requests asks for each instead. So every method is registered as one, and takes the
+first. No more are read at once than have room, and a client has bounded time to send.
 
 They also answer in Ray's words where a door cannot be called: it died, or is being stopped. Serve puts its
 own functions into a handler with the handler's `_replace`, so that is where these are wrapped: a status that
@@ -11,19 +15,24 @@ the door did not give becomes UNAVAILABLE with a plain sentence.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from ...protos.v1 import deltafront_pb2 as pb
-from .status import is_ours, not_ours
+from ..errors import DeadlineExceeded, DeltafrontError, InvalidArgument, Overloaded
+from ..request.callers import RETRY_S
+from .fields import has_more_fields, text_of
+from .status import details, is_ours, not_ours, status, trailers
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +40,74 @@ _FINE = (None, grpc.StatusCode.OK, grpc.StatusCode.OK.value[0])
 """gRPC keeps a code as it was given, as a member or as its number."""
 SERVICE = pb.DESCRIPTOR.services_by_name["DeltafrontService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
+"""How long a message may be, to Serve's servers."""
+_RECEIVING_BYTES = 256 << 20
+"""Of messages that are being received, if all were as long as they may be."""
+_WAIT_S = 10.0
+"""How long a call waits until others have been received."""
+_RECEIVE_S = 60.0
+"""How long a client may take to send a message."""
+_MAX_FIELDS = 1 << 16
+_DEFAULT_MESSAGE_BYTES = 16 << 20
 _M = TypeVar("_M", bound=Message)
 _Unary = Callable[[Any, Any], Awaitable[Any]]
 _Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A message that is not valid protobuf, or holds text that is not UTF-8."""
+@dataclass
+class Sent(Generic[_M]):
+    """A message as it came. It can be read once, and then takes no memory here."""
 
-    reason: str
+    kind: type[_M]
+    data: bytes = dataclasses.field(repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    @property
+    def request_id(self) -> str:
+        """Before it is read; empty where the message has none."""
+        field = self.kind.DESCRIPTOR.fields_by_name.get("request_id")
+        return "" if field is None else text_of(self.data, field.number)
+
+    def read(self) -> _M:
+        """Raises InvalidArgument for what is not valid protobuf, or holds text that is not UTF-8."""
+        data, self.data = self.data, b""
+        name = self.kind.DESCRIPTOR.name
+        try:
+            if has_more_fields(data, self.kind.DESCRIPTOR, _MAX_FIELDS):
+                raise InvalidArgument("request", f"{name} has more than {_MAX_FIELDS} fields")
+            return self.kind.FromString(data)
+        except (DecodeError, ValueError):
+            reason = f"{name} cannot be decoded: invalid protobuf, or text that is not UTF-8"
+            raise InvalidArgument("request", reason) from None
+
+
+class Receiving:
+    """max_message_bytes: of each that is received."""
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._places = asyncio.Semaphore(max(_RECEIVING_BYTES // max_message_bytes, 4))
+
+    async def first(self, requests: AsyncIterator[Any]) -> Any:
+        """A call's request. Raises DeltafrontError."""
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await self._places.acquire()
+        except TimeoutError:
+            message = "this server receives as many requests as it can hold: try again"
+            raise Overloaded(message, retry_after_s=RETRY_S) from None
+        try:
+            async with asyncio.timeout(_RECEIVE_S):
+                async for request in requests:
+                    return request
+        except TimeoutError:
+            raise DeadlineExceeded(f"the request did not arrive within {_RECEIVE_S:.0f} s") from None
+        finally:
+            self._places.release()
+        raise InvalidArgument("request", "is missing")
 
 
 @dataclass(frozen=True)
@@ -50,38 +117,43 @@ class _Handler:
     request_deserializer: Callable[[bytes], Any]
     response_serializer: Callable[[Any], bytes] | None
     response_streaming: bool
-    unary_unary: _Unary | None = None
-    unary_stream: _Stream | None = None
-    stream_unary: Any = None
-    stream_stream: Any = None
-    request_streaming: bool = False
+    receiving: Receiving
+    stream_unary: _Unary | None = None
+    stream_stream: _Stream | None = None
+    unary_unary: Any = None
+    unary_stream: Any = None
+    request_streaming: bool = True
 
     def _replace(self, **changes: Any) -> _Handler:
-        wrap: dict[str, Callable[[Any], Any]] = {"unary_unary": _plain_unary, "unary_stream": _plain_stream}
-        plain = {name: wrap[name](value) if name in wrap else value for name, value in changes.items()}
-        return dataclasses.replace(self, **plain)
+        """What Serve would have called with one request is called with the first of a stream."""
+        unary, stream = changes.pop("unary_unary", None), changes.pop("unary_stream", None)
+        changes["stream_unary"] = unary and _received_unary(_plain_unary(unary), self.receiving)
+        changes["stream_stream"] = stream and _received_stream(_plain_stream(stream), self.receiving)
+        return dataclasses.replace(self, **changes)
 
 
-def add_deltafront_to_server(servicer: Any, server: Any) -> None:
-    """The generated `add_DeltafrontServiceServicer_to_server`, with decoders that never raise.
+def add_deltafront_to_server(servicer: Any, server: Any, receiving: Receiving | None = None) -> None:
+    """The generated `add_DeltafrontServiceServicer_to_server`, for methods that decode by themselves.
 
-    Named in Serve's `grpc_servicer_functions`, as is the next one.
+    Named in Serve's `grpc_servicer_functions`, as is the next one. receiving: None for a server of Serve's.
     """
-    _add(SERVICE, pb, servicer, server)
+    _add(SERVICE, pb, servicer, server, receiving)
 
 
-def add_health_to_server(servicer: Any, server: Any) -> None:
+def add_health_to_server(servicer: Any, server: Any, receiving: Receiving | None = None) -> None:
     """The same for grpc.health.v1."""
-    _add(HEALTH, health_pb2, servicer, server)
+    _add(HEALTH, health_pb2, servicer, server, receiving)
 
 
-def _add(service: Any, messages: Any, servicer: Any, server: Any) -> None:
+def _add(service: Any, messages: Any, servicer: Any, server: Any, receiving: Receiving | None) -> None:
+    receiving = receiving or Receiving(int(os.environ.get(MESSAGE_SIZE_VARIABLE, _DEFAULT_MESSAGE_BYTES)))
     handlers: dict[str, Any] = {
         method.name: _Handler(
-            tolerant(getattr(messages, method.input_type.name)),
+            _unread(getattr(messages, method.input_type.name)),
             getattr(messages, method.output_type.name).SerializeToString,
             method.server_streaming,
-            **_behaviour(method.server_streaming, getattr(servicer, method.name)),
+            receiving,
+            **_behaviour(method.server_streaming, getattr(servicer, method.name), receiving),
         )
         for method in service.methods
     }
@@ -89,20 +161,51 @@ def _add(service: Any, messages: Any, servicer: Any, server: Any) -> None:
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-def _behaviour(streaming: bool, behaviour: Any) -> dict[str, Any]:
-    return {"unary_stream": _filled(behaviour)} if streaming else {"unary_unary": behaviour}
+def _behaviour(streaming: bool, behaviour: Any, receiving: Receiving) -> dict[str, Any]:
+    if streaming:
+        return {"stream_stream": _received_stream(_filled(behaviour), receiving)}
+    return {"stream_unary": _received_unary(behaviour, receiving)}
 
 
-def tolerant(kind: type[_M]) -> Callable[[bytes], _M | Unreadable]:
-    def decode(data: bytes) -> _M | Unreadable:
+def _unread(kind: type[_M]) -> Callable[[bytes], Sent[_M]]:
+    def sent(data: bytes) -> Sent[_M]:
+        return Sent(kind, data)
+
+    return sent
+
+
+def _received_unary(behaviour: _Unary, receiving: Receiving) -> _Unary:
+    async def unary(requests: AsyncIterator[Any], context: Any) -> Any:
         try:
-            return kind.FromString(data)
-        except DecodeError:
-            return Unreadable(
-                f"{kind.DESCRIPTOR.name} cannot be decoded: invalid protobuf, or text that is not UTF-8"
-            )
+            request = await receiving.first(requests)
+        except DeltafrontError as error:
+            _refuse(context, error)
+            return b""
+        return await behaviour(request, context)
 
-    return decode
+    return unary
+
+
+def _received_stream(behaviour: _Stream, receiving: Receiving) -> _Stream:
+    async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        try:
+            request = await receiving.first(requests)
+        except DeltafrontError as error:
+            _refuse(context, error)
+            return
+        async with contextlib.aclosing(behaviour(request, context)) as messages:  # type: ignore[type-var]
+            del request
+            async for message in messages:
+                yield message
+
+    return stream
+
+
+def _refuse(context: Any, error: DeltafrontError) -> None:
+    log.warning("a request was not received: %s", error.message)
+    context.set_code(status(error))
+    context.set_details(details(error))
+    context.set_trailing_metadata(trailers(error))
 
 
 def _plain_unary(behaviour: _Unary) -> _Unary:

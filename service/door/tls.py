@@ -18,7 +18,7 @@ import grpc
 
 from ..errors import Unauthenticated
 from ..request.run import Headers
-from .registration import HEALTH, SERVICE, add_deltafront_to_server, add_health_to_server
+from .registration import HEALTH, SERVICE, Receiving, add_deltafront_to_server, add_health_to_server
 
 _STREAMS = {method.name for one in (SERVICE, HEALTH) for method in one.methods if method.server_streaming}
 
@@ -109,8 +109,9 @@ class TlsPort:
             options=[("grpc.max_receive_message_length", max_message_bytes)],
         )
         servicer = _Servicer(door, gate)
-        add_deltafront_to_server(servicer, self._server)
-        add_health_to_server(servicer, self._server)
+        receiving = Receiving(max_message_bytes)
+        add_deltafront_to_server(servicer, self._server, receiving)
+        add_health_to_server(servicer, self._server, receiving)
         reloading: Any = _Reloading(files)  # gRPC's types do not know that None means: as before
         credentials = grpc.dynamic_ssl_server_credentials(
             files.read(), reloading, require_client_authentication=files.client_ca is not None

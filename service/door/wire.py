@@ -31,7 +31,8 @@ from ..request.answers import (
     ServerInfo,
     Timings,
 )
-from ..request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
+from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SpecialTokens, Wishes
+from ..request.check import check_count
 
 _Message = TypeVar("_Message", bound=Message)
 _M = TypeVar("_M", Duration, Timestamp)
@@ -43,6 +44,14 @@ _PAGE_SELECTIONS = {
     PageSelection.DELTA: pb.PAGE_SELECTION_DELTA,
 }
 _READ_PAGE_SELECTIONS = {number: selection for selection, number in _PAGE_SELECTIONS.items()}
+_SPECIAL_TOKENS = {
+    SpecialTokens.TEXT: pb.SPECIAL_TOKENS_TEXT,
+    SpecialTokens.PARSE: pb.SPECIAL_TOKENS_PARSE,
+}
+_READ_SPECIAL_TOKENS = {
+    pb.SPECIAL_TOKENS_UNSPECIFIED: SpecialTokens.TEXT,
+    **{number: rule for rule, number in _SPECIAL_TOKENS.items()},
+}
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
@@ -98,7 +107,7 @@ def read_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
     return GenerateRequest(
         **_read_common(message),
         session_id=message.session_id if message.HasField("session_id") else None,
-        append=_read_prompt(message.append) if message.HasField("append") else None,
+        append=_read_prompt("append", message.append) if message.HasField("append") else None,
         sampling=_read_sampling(message.sampling),
         page_selection=selection,
         recompute_blocks=message.recompute_blocks if message.HasField("recompute_blocks") else None,
@@ -120,7 +129,7 @@ def _common(request: PrefillRequest) -> dict[str, Any]:
 def _read_common(message: pb.PrefillRequest | pb.GenerateRequest) -> dict[str, Any]:
     ttl = message.session_ttl
     return {
-        "prompt": _read_prompt(message.prompt) if message.HasField("prompt") else None,
+        "prompt": _read_prompt("prompt", message.prompt) if message.HasField("prompt") else None,
         "method": message.attention.name,
         "options": dict(message.attention.options),
         "session_ttl_s": ttl.seconds + ttl.nanos / _NANO if message.HasField("session_ttl") else None,
@@ -145,15 +154,26 @@ def _prompt(name: str, prompt: Prompt | None) -> pb.Prompt | None:
             messages=chat,
             chat_template_kwargs=prompt.chat_template_kwargs or None,
         )
-    return filled(pb.Prompt, f"{name}.", text=prompt.text, messages=messages, token_ids=prompt.token_ids)
+    return filled(
+        pb.Prompt,
+        f"{name}.",
+        text=prompt.text,
+        messages=messages,
+        token_ids=prompt.token_ids,
+        special_tokens=None if prompt.text is None else _SPECIAL_TOKENS[prompt.special_tokens],
+    )
 
 
-def _read_prompt(message: pb.Prompt) -> Prompt:
+def _read_prompt(name: str, message: pb.Prompt) -> Prompt:
     form = message.WhichOneof("content")
     if form == "text":
-        return Prompt(text=message.text)
+        rule = _READ_SPECIAL_TOKENS.get(message.special_tokens)
+        if rule is None:
+            raise InvalidArgument(f"{name}.special_tokens", f"{message.special_tokens} is not a known value")
+        return Prompt(text=message.text, special_tokens=rule)
     if form == "messages":
         chat = message.messages.messages
+        check_count(f"{name}.messages", len(chat))
         return Prompt(
             messages=tuple({"role": one.role, "content": one.content} for one in chat),
             chat_template_kwargs=_read_json(message.messages.chat_template_kwargs),

@@ -19,6 +19,7 @@ from ..config import DoorConfig
 from ..errors import (
     DeadlineExceeded,
     InvalidArgument,
+    TooLong,
     Unavailable,
     WorkerError,
     WorkerHandoffFailed,
@@ -29,8 +30,9 @@ from ..tracing import Tracing
 from .answers import RequestEvent
 from .callers import Share
 from .calls import Prompt
+from .texts import Held
 from .timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
-from .tokenizer import TemplateError, TextTokenizer
+from .tokenizer import Limit, TemplateError, TextTokenizer, TextTooLong
 
 log = logging.getLogger(__name__)
 
@@ -103,25 +105,33 @@ async def within(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
         raise DeadlineExceeded("the deadline passed before the answer was complete") from None
 
 
-async def tokenize(resources: Resources, prompt: Prompt, *, follows: bool, answer: bool) -> bytes:
+async def tokenize(resources: Resources, held: Held, prompt: Prompt, *, follows: bool, answer: bool) -> bytes:
     """Ids of a prompt, in a thread. follows: it is appended to something, so it opens nothing. answer:
     messages end with the assistant's opening. Raises InvalidArgument naming the field."""
     if prompt.token_ids is not None:
         return prompt.token_ids
     name = "append" if follows else "prompt"
+    messages = prompt.messages or ()
     try:
         tokenizer = resources.tokenizer.with_variables(prompt.chat_template_kwargs)
     except TemplateError as error:
         raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
-    try:
+
+    def encode(stopped: Callable[[], bool]) -> bytes:
+        limit = Limit(resources.positions, stopped)
         if prompt.text is not None:
-            ids = await asyncio.to_thread(tokenizer.encode, prompt.text, opening=not follows)
-        elif follows:
-            ids = await asyncio.to_thread(tokenizer.encode_chat_append, prompt.messages or ())
-        else:
-            ids = await asyncio.to_thread(tokenizer.encode_chat, prompt.messages or (), answer=answer)
+            rule = prompt.special_tokens
+            return tokenizer.encode(prompt.text, opening=not follows, special_tokens=rule, limit=limit)
+        if follows:
+            return tokenizer.encode_chat_append(messages, limit=limit)
+        return tokenizer.encode_chat(messages, answer=answer, limit=limit)
+
+    try:
+        ids = await held.work(encode)
     except TemplateError as error:
         raise InvalidArgument(f"{name}.messages", str(error)) from None
+    except TextTooLong as error:
+        raise TooLong(name, str(error)) from None
     if not ids:
         raise InvalidArgument(name, "has no tokens: it is empty to the model's tokenizer")
     if int(np.frombuffer(ids, dtype="<u4").max()) >= resources.vocabulary:

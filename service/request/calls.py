@@ -7,19 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from ...workers.messages.methods import MethodSpec
 from ...workers.messages.requests import PageSelection, Sampling
 
+Messages = tuple[Mapping[str, str], ...]
+"""role and content of each."""
+
+
+class SpecialTokens(StrEnum):
+    """How a prompt's text that spells control tokens is read: as these, or as what it spells."""
+
+    TEXT = "text"
+    PARSE = "parse"
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """Exactly one of the three. messages: role and content of each. token_ids: little-endian uint32."""
+    """Exactly one of the three forms. token_ids: little-endian uint32. special_tokens: of text; what messages
+    spell is always text."""
 
     text: str | None = field(default=None, repr=False)
-    messages: tuple[Mapping[str, str], ...] | None = field(default=None, repr=False)
+    messages: Messages | None = field(default=None, repr=False)
     token_ids: bytes | None = field(default=None, repr=False)
+    special_tokens: SpecialTokens = SpecialTokens.TEXT
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Variables of the chat template beside messages, as JSON."""
 

@@ -10,26 +10,35 @@ import math
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
 from ...workers.messages.requests import PageSelection, Sampling
-from ...workers.model.levels import amounts_for
+from ...workers.model.levels import thresholds_for
 from ...workers.model.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
-from ..errors import DeadlineExceeded, InvalidArgument
-from .calls import GenerateCall, GenerateRequest, PrefillCall, PrefillRequest, Prompt, Wishes
+from ..errors import DeadlineExceeded, InvalidArgument, TooLong
+from .calls import GenerateCall, GenerateRequest, Messages, PrefillCall, PrefillRequest, Prompt, Wishes
 
 _MAX_STOPS = 16
 _MAX_STOP_BYTES = 256
 _MAX_REQUEST_ID = 128
+_MAX_SHOWN = 64
 _MAX_TOP_K = 1 << 20
-_MAX_ROLE = 64
+MAX_MESSAGES = 4096
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+"""Of messages → as chat templates know them."""
 _MAX_SALT = 128
-_UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau"), "relative": ("tau",)}
-"""Options that another one, above 0, takes the place of (`kernels.selectors.scored.ScoredOptions`)."""
+_UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau")}
+"""Options that another one, above 0, takes the place of (`kernels.options.ScoredOptions`)."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,16 @@ class Limits:
     default_max_tokens: int
     default_ttl_s: float
     max_ttl_s: float
+    longest_token: int
+    """Bytes of text that the tokenizer makes one of at most."""
     delta_layers: bool
     """Whether any are configured, so that decode can select pages."""
     default_recompute_blocks: int
+
+    @property
+    def most_characters(self) -> int:
+        """That can fit the model."""
+        return self.positions * self.longest_token
 
 
 def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> PrefillCall:
@@ -115,21 +131,48 @@ def _prompt(name: str, prompt: Prompt, limits: Limits) -> Prompt:
         raise InvalidArgument(name, f"{trouble}: give text, messages or token_ids")
     if prompt.text == "":
         raise InvalidArgument(f"{name}.text", "is empty")
+    if prompt.text is not None:
+        _check_length(name, len(prompt.text), limits)
     if prompt.messages is not None:
-        _check_messages(name, prompt.messages)
+        prompt = replace(prompt, messages=_messages(name, prompt.messages))
+        _check_length(name, sum(len(message["content"]) for message in prompt.messages or ()), limits)
     if prompt.token_ids is not None:
         _check_token_ids(f"{name}.token_ids", prompt.token_ids, limits)
     return prompt
 
 
-def _check_messages(name: str, messages: tuple[Mapping[str, str], ...]) -> None:
+def _messages(name: str, messages: Messages) -> Messages:
     if not messages:
         raise InvalidArgument(f"{name}.messages", "is empty")
+    check_count(f"{name}.messages", len(messages))
     for place, message in enumerate(messages):
-        if not 1 <= len(message["role"]) <= _MAX_ROLE:
+        if message["role"] not in ROLES:
+            shown = shortened(message["role"])
             raise InvalidArgument(
-                f"{name}.messages[{place}].role", "is empty or too long: user, assistant, …"
+                f"{name}.messages[{place}].role", f"{shown!r} must be one of {', '.join(ROLES)}"
             )
+    return tuple({**message, "role": ROLES[message["role"]]} for message in messages)
+
+
+def _check_length(name: str, characters: int, limits: Limits) -> None:
+    """A character is at least a byte. Raises TooLong."""
+    if characters > limits.most_characters:
+        raise TooLong(
+            name,
+            f"{characters} characters cannot fit the model's {limits.positions} positions, which hold "
+            f"{limits.longest_token} each at most: shorten it",
+        )
+
+
+def check_count(name: str, messages: int) -> None:
+    """Edges ask before they read so many. Raises InvalidArgument."""
+    if messages > MAX_MESSAGES:
+        raise InvalidArgument(name, f"{messages} are too many: at most {MAX_MESSAGES}")
+
+
+def shortened(text: str) -> str:
+    """For showing what somebody sent."""
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
 def _answered(request: GenerateRequest, limits: Limits) -> tuple[int, ...]:
@@ -160,7 +203,7 @@ def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
 def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSpec:
     try:
         spec = limits.prefill.method(name or limits.default_method, options)
-        amounts_for(limits.profile, spec)
+        thresholds_for(limits.profile, spec)
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")
         raise InvalidArgument(field, str(error)) from None

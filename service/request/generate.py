@@ -33,13 +33,14 @@ from ..fleet.sessions import NO_SESSION, worker_of
 from .answers import GenerateFinished, density_of, timings_of
 from .attempt import Attempt, Emit, Forward, Replays, Resources, tokenize
 from .callers import Share
-from .calls import GenerateCall
+from .calls import GenerateCall, Prompt
 from .detokenize import Match
 from .placement import place, refusal, reserve
 from .plan import Plan, plan_answer
 from .prefix import chain_of, find, links_of
 from .reading import Reading
 from .streamed import Streamed
+from .texts import Held
 from .timings import TtftClock, decode_parts
 
 _STOPPING_S = 5.0
@@ -60,7 +61,9 @@ class Generation:
         emit: Emit,
         share: Share,
         limit: asyncio.Timeout,
+        held: Held,
     ) -> None:
+        self._held = held
         self._share = share
         self._limit = limit
         self._resources = resources
@@ -83,13 +86,9 @@ class Generation:
 
     async def run(self) -> None:
         """Emit Progress …, Usage, Token …, GenerateFinished. Raises DeltafrontError."""
-        call = self._call
-        if call.prompt is not None:
-            answer = call.append is None
-            self._prompt = await tokenize(self._resources, call.prompt, follows=False, answer=answer)
-        if call.append is not None:
-            self._append = await tokenize(self._resources, call.append, follows=True, answer=True)
+        await self._tokenize()
         self._clock.lap("tokenize")
+        call = self._call
         if call.prompt is not None and self._resources.settings.prefix_reuse:
             whole, model = self._prompt + self._append, self._resources.model
             self._chain = await asyncio.to_thread(
@@ -101,6 +100,17 @@ class Generation:
         except BaseException:
             self._forget_session()
             raise
+
+    async def _tokenize(self) -> None:
+        """Text is not kept beside its ids."""
+        resources, held, call = self._resources, self._held, self._call
+        if call.prompt is not None:
+            answer = call.append is None
+            self._prompt = await tokenize(resources, held, call.prompt, follows=False, answer=answer)
+        if call.append is not None:
+            self._append = await tokenize(resources, held, call.append, follows=True, answer=True)
+        self._call = replace(call, prompt=call.prompt and Prompt(), append=None)
+        held.release()
 
     def _plan(self) -> Plan:
         """Only the worker of a session knows whether that was read exactly."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 from ...workers.messages.events import (
     DecodeReport,
@@ -20,11 +21,12 @@ from ..errors import DeadlineExceeded, WorkerError, WorkerFailed
 from .answers import PrefillFinished, density_of, timings_of
 from .attempt import Attempt, Emit, Forward, Replays, Resources, tokenize
 from .callers import Share
-from .calls import PrefillCall
+from .calls import PrefillCall, Prompt
 from .placement import place, refusal, reserve
 from .plan import Plan, plan_session
 from .prefix import FoundPrefix, chain_of, find
 from .reading import Reading
+from .texts import Held
 from .timings import TtftClock, decode_parts
 
 
@@ -32,8 +34,15 @@ class Prefilling:
     """Reads a prompt and keeps its K/V on a decode worker."""
 
     def __init__(
-        self, resources: Resources, call: PrefillCall, clock: TtftClock, emit: Emit, share: Share
+        self,
+        resources: Resources,
+        call: PrefillCall,
+        clock: TtftClock,
+        emit: Emit,
+        share: Share,
+        held: Held,
     ) -> None:
+        self._held = held
         self._share = share
         self._resources = resources
         self._call = call
@@ -45,7 +54,10 @@ class Prefilling:
 
     async def run(self) -> None:
         """Emit Progress …, PrefillFinished. Raises DeltafrontError."""
-        self._prompt = await tokenize(self._resources, self._call.prompt, follows=False, answer=False)
+        held, resources = self._held, self._resources
+        self._prompt = await tokenize(resources, held, self._call.prompt, follows=False, answer=False)
+        self._call = replace(self._call, prompt=Prompt())  # text is not kept beside its ids
+        held.release()
         self._clock.lap("tokenize")
         call, model = self._call, self._resources.model
         if self._resources.settings.prefix_reuse:

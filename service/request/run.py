@@ -31,10 +31,13 @@ from .calls import GenerateRequest, PrefillRequest
 from .check import Limits, fit_id, generate_call, prefill_call
 from .generate import Generation
 from .prefill import Prefilling
+from .texts import Texts
 from .timings import TtftClock
 
 log = logging.getLogger(__name__)
 
+_BESIDE_TEXT = 1 << 20
+"""Bytes of a request that are not its text."""
 Headers = Iterable[tuple[str, str | bytes]]
 """What came beside a request: gRPC's metadata, HTTP's headers."""
 Authenticate = Callable[[Headers], Caller]
@@ -85,6 +88,7 @@ class Requests:
         self._authenticate = authenticate
         self._about = about
         self._end_elsewhere = end_elsewhere
+        self.texts = Texts(resources.settings.text_bytes)
         self._running: set[RunningRequest] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         """Also those whose stream was left: they end a moment later."""
@@ -107,31 +111,40 @@ class Requests:
         return self._about.model
 
     def prefill(
-        self, headers: Headers, read: Callable[[], PrefillRequest], request_id: str = ""
+        self, headers: Headers, read: Callable[[], PrefillRequest], size: int, request_id: str = ""
     ) -> AsyncGenerator[RequestEvent, None]:
-        """Progress …, PrefillFinished. request_id: what the edge knows of it before anything is checked, for
-        the audit log. Raises DeltafrontError."""
+        """Progress …, PrefillFinished. read: called once. size: in bytes, of the request as it came.
+        request_id: what the edge knows of it before anything is checked, for the audit log. Raises
+        DeltafrontError."""
 
         async def work(running: RunningRequest) -> None:
-            call = replace(prefill_call(read(), running.owner, self._limits), trace=running.trace)
-            counted = self._counted(running, call.request_id, call.method.name)
-            async with counted as share, within(call.deadline):
-                await Prefilling(self._resources, call, running.clock, running.emit, share).run()
+            with self.texts.hold(running.owner, size) as held:
+                call = replace(prefill_call(read(), running.owner, self._limits), trace=running.trace)
+                counted = self._counted(running, call.request_id, call.method.name)
+                async with counted as share, within(call.deadline):
+                    prefilling = Prefilling(self._resources, call, running.clock, running.emit, share, held)
+                    del call
+                    await prefilling.run()
 
         return self._run("Prefill", headers, work, request_id)
 
     def generate(
-        self, headers: Headers, read: Callable[[], GenerateRequest], request_id: str = ""
+        self, headers: Headers, read: Callable[[], GenerateRequest], size: int, request_id: str = ""
     ) -> AsyncGenerator[RequestEvent, None]:
-        """Progress …, Usage, Token …, GenerateFinished. request_id: as for `prefill`. Raises
+        """Progress …, Usage, Token …, GenerateFinished. read, size, request_id: as for `prefill`. Raises
         DeltafrontError."""
 
         async def work(running: RunningRequest) -> None:
-            call = replace(generate_call(read(), running.owner, self._limits), trace=running.trace)
-            method = "" if call.prompt is None else call.method.name
-            counted = self._counted(running, call.request_id, method)
-            async with counted as share, within(call.deadline) as limit:
-                await Generation(self._resources, call, running.clock, running.emit, share, limit).run()
+            with self.texts.hold(running.owner, size) as held:
+                call = replace(generate_call(read(), running.owner, self._limits), trace=running.trace)
+                method = "" if call.prompt is None else call.method.name
+                counted = self._counted(running, call.request_id, method)
+                async with counted as share, within(call.deadline) as limit:
+                    generation = Generation(
+                        self._resources, call, running.clock, running.emit, share, limit, held
+                    )
+                    del call
+                    await generation.run()
 
         return self._run("Generate", headers, work, request_id)
 
@@ -163,6 +176,7 @@ class Requests:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+        self.texts.stop()
 
     async def release_session(self, headers: Headers, read: Callable[[], str]) -> None:
         """Free a session's pages now; `read` gives its id. Raises DeltafrontError."""
@@ -199,6 +213,15 @@ class Requests:
             prefill_pages_free=sum(g.pages_free for g in groups),
             page_tokens=workers[0].page_tokens if workers else 0,
         )
+
+    def owner(self, headers: Headers) -> str:
+        """Of what comes with these headers. Raises Unauthenticated."""
+        return self._authenticate(headers).owner
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a request that may fit the model: a prompt, what is appended, and what stands beside them."""
+        return 2 * self._limits.most_characters + _BESIDE_TEXT
 
     def _counted(
         self, running: RunningRequest, request_id: str, method: str

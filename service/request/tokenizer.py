@@ -5,26 +5,41 @@ Reads tokenizer.json of a model directory, and what stands beside it (`workers/m
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import Tokenizer
 
+from ...workers.messages.requests import ID_BYTES
 from ...workers.model.chat_template import OURS, ChatTemplate
 from ...workers.model.files import ModelError, refuse_pointer
 from ...workers.model.tokenizer_files import AddedToken, TokenizerFiles
+from .calls import SpecialTokens
+from .control import LOOKED_FOR, ControlTokens, Unhideable
 
 Message = Mapping[str, str]
 
 _PIECE = 16_384
 """Characters that one thread tokenises of a long text."""
+_BATCH = 16
+"""Pieces that are tokenised before somebody looks whether it is enough. Each takes 2 MB meanwhile."""
+_LONGEST_PIECE = 1 << 22
+"""Characters between two seams at most, or in all where the tokenizer needs the whole text: 400 MB."""
+_PROBE = 4
+"""Characters a token of a long piece's beginning, which is tokenised first."""
+_PROBE_SLACK = 64
+"""Tokens that its end may come to more than in the whole."""
 _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 """Where a long text may be cut: before a single space between two letters."""
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
@@ -34,6 +49,25 @@ _MARKED = re.compile("\N{ASTERISM}([^\N{ASTERISM}]+)\N{ASTERISM}")
 
 class TemplateError(ValueError):
     """The model has no chat template, or its template refuses these messages."""
+
+
+class TextTooLong(ValueError):
+    """More tokens than asked for, or a text that cannot be tokenised in bounded memory."""
+
+
+class Stopped(Exception):
+    """Nobody waits for the ids any more."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """tokens: more are of no use. stopped: asked now and then, whether to give up."""
+
+    tokens: int = 1 << 62
+    stopped: Callable[[], bool] = bool
+
+
+NO_LIMIT = Limit()
 
 
 class TextTokenizer:
@@ -47,6 +81,9 @@ class TextTokenizer:
         self._special = dict(special)
         self._template = template
         self._variables: Mapping[str, Any] = {}
+        self._control = ControlTokens(tokenizer, self._marks())
+        self.longest_token = _longest_token(tokenizer)
+        """Bytes of text that one token stands for at most."""
 
     @classmethod
     def load(cls, directory: Path) -> TextTokenizer:
@@ -68,10 +105,8 @@ class TextTokenizer:
         for name in variables:
             if name in OURS or name in self._special:
                 raise TemplateError(f"{name} is not for a request to set")
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        controls = [token.content for token in added if token.special]
         for text in _texts(variables):
-            if found := next((token for token in controls if token in text), None):
+            for found in self._control.spelt_in(text):
                 raise TemplateError(f"the control token {found!r} may not stand in it")
         other = copy.copy(self)
         other._variables = dict(variables)
@@ -82,34 +117,38 @@ class TextTokenizer:
         """Whether the model takes messages."""
         return self._template is not None
 
-    def encode(self, text: str, *, opening: bool) -> bytes:
-        """Little-endian uint32 ids. opening: this begins a sequence, so the model's BOS is added."""
-        pieces = _pieces(text) if self._divisible else [text]
-        # The fast form keeps no offsets, which takes half the time, and uses a core for each piece.
-        first = self._tokenizer.encode_batch_fast(pieces[:1], add_special_tokens=opening)
-        rest = self._tokenizer.encode_batch_fast(pieces[1:], add_special_tokens=False)
-        return b"".join(_packed(encoding.ids) for encoding in (*first, *rest))
+    def encode(
+        self,
+        text: str,
+        *,
+        opening: bool,
+        special_tokens: SpecialTokens = SpecialTokens.TEXT,
+        limit: Limit = NO_LIMIT,
+    ) -> bytes:
+        """Little-endian uint32 ids. opening: this begins a sequence, so the model's BOS is added. Raises
+        TextTooLong or Stopped."""
+        control = self._control
+        if special_tokens is SpecialTokens.PARSE or not (control.veiled or control.spelt_in(text)):
+            return self._ids(self._tokenizer, text, opening, limit)
+        return self._as_text(text, opening, limit)
 
-    def encode_chat(self, messages: Sequence[Message], *, answer: bool) -> bytes:
-        """A conversation from its beginning. answer: end with the assistant's opening. Raises TemplateError,
-        also for a template that leaves out what a message says."""
-        return self.encode(self._following([], messages, answer), opening=False)
+    def encode_chat(self, messages: Sequence[Message], *, answer: bool, limit: Limit = NO_LIMIT) -> bytes:
+        """A conversation from its beginning. answer: end with the assistant's opening. Raises TextTooLong,
+        Stopped, and TemplateError, also for a template that leaves out what a message says."""
+        return self._chat([], messages, answer, limit)
 
-    def encode_chat_append(self, messages: Sequence[Message]) -> bytes:
+    def encode_chat_append(self, messages: Sequence[Message], *, limit: Limit = NO_LIMIT) -> bytes:
         """Messages that continue a conversation, without the opening that a template gives to a new one.
 
-        They follow an invented conversation, the first that the template takes. Raises TemplateError for a
-        template that rewrites earlier messages, or leaves out what a message says.
+        They follow an invented conversation, the first that the template takes. Raises TextTooLong, Stopped,
+        and TemplateError for a template that rewrites earlier messages, or leaves out what a message says.
         """
-        system, user, said = (_marked(role, role) for role in ("system", "user", "assistant"))
         refusal: TemplateError | None = None
-        for before in ([system, user], [system, user, said], [user], [user, said]):
+        for before in _INVENTED:
             try:
-                rendered = self._following(before, messages, True)
+                return self._chat(before, messages, True, limit)
             except TemplateError as error:
                 refusal = error
-            else:
-                return self.encode(rendered, opening=False)
         assert refusal is not None, "there are conversations to try"
         raise refusal
 
@@ -117,9 +156,68 @@ class TextTokenizer:
         """Text without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _following(self, before: Sequence[Message], messages: Sequence[Message], answer: bool) -> str:
-        """What a rendering of messages adds to that of those before. Raises TemplateError if something of a
-        message is missing in it, or something of what was before is said again."""
+    def _ids(self, tokenizer: Tokenizer, text: str, opening: bool, limit: Limit) -> bytes:
+        pieces, found, tokens = _pieces(text) if self._divisible else iter([text]), list[bytes](), 0
+        while batch := list(itertools.islice(pieces, _BATCH)):
+            if limit.stopped():
+                raise Stopped
+            if tokens > limit.tokens:
+                raise TextTooLong(f"is more than {limit.tokens} tokens: shorten it")
+            for piece in batch:
+                _check_piece(tokenizer, piece, limit.tokens)
+            # The fast form keeps no offsets, which takes half the time, and uses a core for each piece.
+            head = 1 if opening and not found else 0
+            first = tokenizer.encode_batch_fast(batch[:head], add_special_tokens=True)
+            rest = tokenizer.encode_batch_fast(batch[head:], add_special_tokens=False)
+            packed = b"".join(_packed(encoding.ids) for encoding in (*first, *rest))
+            found.append(packed)
+            tokens += len(packed) // ID_BYTES
+        return b"".join(found)
+
+    def _as_text(self, text: str, opening: bool, limit: Limit) -> bytes:
+        """Control tokens as what they spell, but for those that stand there as aliases."""
+        ids = self._ids(self._control.second, text, opening, limit)
+        return _packed(self._control.meant(np.frombuffer(ids, dtype="<u4")))
+
+    def _chat(
+        self, before: Sequence[Message], messages: Sequence[Message], answer: bool, limit: Limit
+    ) -> bytes:
+        """What messages add to those before. Control tokens are the template's alone."""
+        rendered, numbered = self._following(before, messages, answer)
+        control = self._control
+        if not control.veiled and control.spelt_in(rendered) == control.spelt_in(numbered):
+            return self._ids(self._tokenizer, rendered, False, limit)
+        head = len(self._render(before, False)) if before else 0
+        own = control.spelt_in(numbered)
+        try:
+            for hidden in control.hidden([message["content"] for message in messages]):
+                veiled = [
+                    {**message, "content": content}
+                    for message, content in zip(messages, hidden.contents, strict=True)
+                ]
+                added = self._render([*before, *veiled], answer)[head:]
+                if hidden.shown(added) == rendered:
+                    return self._as_text(control.aliased(added, hidden, own), False, limit)
+        except Unhideable as error:
+            raise TemplateError(str(error)) from None
+        raise TemplateError(LOOKED_FOR)
+
+    def _marks(self) -> set[str]:
+        """Added tokens that the template writes around messages. Some models have theirs as ordinary ones."""
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        marks = {text for text in self._special.values() if text in added}
+        for conversation in _INVENTED if self._template is not None else ():
+            with contextlib.suppress(TemplateError):
+                rendered = self._render(conversation, True)
+                marks |= {token for token in added if token in rendered}
+        return marks
+
+    def _following(
+        self, before: Sequence[Message], messages: Sequence[Message], answer: bool
+    ) -> tuple[str, str]:
+        """What a rendering of messages adds to that of those before, and what it adds if they say numbers.
+        Raises TemplateError if something of a message is missing in it, or something of what was before is
+        said again."""
         head = self._render(before, False) if before else ""
         whole = self._render([*before, *messages], answer)
         numbered = [_marked(message["role"], str(number)) for number, message in enumerate(messages)]
@@ -133,7 +231,7 @@ class TextTokenizer:
                     f"this model's chat template leaves out a message of the role {message['role']!r} here: "
                     "say it in a user's message"
                 )
-        return whole[len(head) :]
+        return whole[len(head) :], added
 
     def _render(self, messages: Sequence[Message], answer: bool) -> str:
         if self._template is None:
@@ -182,13 +280,48 @@ def _marked(role: str, mark: str) -> Message:
     return {"role": role, "content": f"\N{ASTERISM}{mark}\N{ASTERISM}"}
 
 
-def _pieces(text: str) -> list[str]:
+def _invented() -> list[list[Message]]:
+    system, user, said = (_marked(role, role) for role in ("system", "user", "assistant"))
+    return [[system, user], [system, user, said], [user], [user, said]]
+
+
+_INVENTED = _invented()
+"""Conversations that messages may follow; a template may refuse some."""
+
+
+def _pieces(text: str) -> Iterator[str]:
     """The text in parts of about _PIECE characters, cut at seams."""
-    pieces, start = [], 0
+    start = 0
     while len(text) - start > 2 * _PIECE and (seam := _SEAM.search(text, start + _PIECE)):
-        pieces.append(text[start : seam.start()])
+        yield text[start : seam.start()]
         start = seam.start()
-    return [*pieces, text[start:]]
+    yield text[start:]
+
+
+def _check_piece(tokenizer: Tokenizer, piece: str, tokens: int) -> None:
+    """Raises TextTooLong for a piece that is sure to be more than so many tokens, or too long in one."""
+    if len(piece) <= _BATCH * _PIECE:
+        return
+    if len(piece) > _LONGEST_PIECE:
+        raise TextTooLong(
+            f"has {len(piece)} characters without a place to cut, and at most {_LONGEST_PIECE} can be "
+            "tokenised in one: put single spaces between words"
+        )
+    beginning = piece[: _PROBE * tokens]
+    if len(beginning) < len(piece):
+        (probe,) = tokenizer.encode_batch_fast([beginning], add_special_tokens=False)
+        if len(probe.ids) > tokens + _PROBE_SLACK:
+            raise TextTooLong(f"is more than {tokens} tokens: shorten it")
+
+
+def _longest_token(tokenizer: Tokenizer) -> int:
+    """Bytes, at least as many as a token of the vocabulary stands for. Normalisers may put up to four in the
+    place of one."""
+    state = json.loads(tokenizer.to_str())
+    kinds = {part["type"] for part in _flat(state["pre_tokenizer"], "pretokenizers")}
+    size = len if "ByteLevel" in kinds else lambda token: len(token.encode())
+    longest = max(map(size, tokenizer.get_vocab()), default=1)
+    return longest * (4 if _flat(state["normalizer"], "normalizers") else 1)
 
 
 def _splits_at_spaces(tokenizer: Tokenizer) -> bool:
@@ -229,5 +362,5 @@ def _flat(state: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]
     return [part for inner in state[parts] for part in _flat(inner, parts)]
 
 
-def _packed(ids: Sequence[int]) -> bytes:
+def _packed(ids: npt.ArrayLike) -> bytes:
     return np.asarray(ids, dtype="<u4").tobytes()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltafront.benchmarks import tables
-from deltafront.benchmarks.engine import measure, peers, rows
+from deltafront.benchmarks.engine import measure, peer_attention, peers, rows
 from deltafront.benchmarks.engine.__main__ import Run, parsed
 from deltafront.benchmarks.engine.model import SHAPES, tensors, write_model
 from deltafront.benchmarks.engine.products import matrices, products, products_s
@@ -211,7 +211,7 @@ def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_block_alone
 
 @pytest.mark.parametrize("start", [0, 384])
 def test_a_chunk_in_two_parts_is_whole_attention(start: int) -> None:
-    """The peers' own kernels need a GPU; `peers.check` compares them there."""
+    """The peers' own kernels need a GPU; `peer_attention.check` compares them there."""
     whole = random_input(512, q_heads=4, kv_heads=2, seed=5)
     x = AttentionInput.of(whole.q_BHTD[:, :, start:], whole.k_BGSD, whole.v_BGSD, q_start=start)
 
@@ -224,4 +224,4 @@ def test_a_chunk_in_two_parts_is_whole_attention(start: int) -> None:
             logits = logits.masked_fill(~torch.ones(logits.shape[2:]).tril().bool(), float("-inf"))
         return logits.softmax(-1) @ v, logits.logsumexp(-1)
 
-    assert_rows_close(peers.in_two_parts(x, part), cpu_attend(x))
+    assert_rows_close(peer_attention.in_two_parts(x, part), cpu_attend(x))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltafront.benchmarks.recall import COVERAGES, ESTIMATORS, measure, tiles_needed, true_masses
-from deltafront.kernels.structured import structured_input
+from deltafront.kernels.reference.structured import structured_input
 from deltafront.kernels.testing import chunk_of
 
 

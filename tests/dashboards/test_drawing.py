@@ -94,7 +94,7 @@ MANY = {
     "phase": ["activation_wait", "anchors", "attention", "correction", "kv_gather", "projection", "warm_up"],
     "method": ["dense", "dpxa", "dpxa+delta", "xattention"],
     "outcome": [FINISHED, *Code],
-    "part": [f"prefill.other_requests_{n}" for n in range(20)],
+    "part": [f"prefill.other_requests_{n}" for n in range(22)],
     "method_rpc": list(RPCS),
     "reason": ["length", "stop", "stop_string"],
     "deployment": ["DecodeReplica", "FrontDoor", "PrefillGroup"],
@@ -198,6 +198,13 @@ def test_rows_of_a_heat_map_and_bars_are_sorted_by_number(figure: Figure) -> Non
         names = [label.get_text() for label in axes.get_yticklabels()]
         if names and all(re.fullmatch(r"0\d\d", name) for name in names):
             assert names == sorted(names)
+
+
+def test_every_part_of_the_time_to_first_token_has_its_name() -> None:
+    (dashboard,) = [one for one in DASHBOARDS if one.name == "ttft"]
+    (panel,) = [one for one in dashboard.panels if one.kind == "bargauge"]
+    made = drawing.compose(Dashboard("x", "X", "X.", [Row("Row", [panel])]), many)
+    assert [label.get_text() for label in made.axes[0].get_yticklabels()] == MANY["part"]
 
 
 def test_bounds_of_a_heat_map_are_at_their_rows_upper_edges() -> None:

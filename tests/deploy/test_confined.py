@@ -175,7 +175,11 @@ def test_the_service_runs_with_tls_and_a_root_that_is_read_only(
     home.mkdir()
     environment = variables(Authority(tmp_path / "pki", addresses), "node")
     environment |= {"HOME": str(home), "TRITON_CACHE_DIR": str(home / "triton"), "HF_HOME": str(home / "hf")}
-    service = Confined(ROOT / "tests" / "e2e" / "service.yaml", start_s=START_S, environment=environment)
+    content = yaml.safe_load((ROOT / "tests" / "e2e" / "service.yaml").read_text())
+    content["door"] |= {"grpc_port": 9051, "http_port": 8051, "metrics_port": 9551}
+    config = tmp_path / "service.yaml"
+    config.write_text(yaml.safe_dump(content))
+    service = Confined(config, start_s=START_S, environment=environment)
     with service, DeltafrontClient(service.address) as client:
         *_, read = client.prefill("Call me Ishmael. " * 20)
         assert isinstance(read, PrefillFinished)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltafront.kernels.anchor_scan import AnchorRuns, cpu_leads, cpu_scan, leads, runs_of
-from deltafront.kernels.anchor_scan_kernel import kernel_leads
+from deltafront.kernels.anchor_scan import (
+    AnchorRuns,
+    cpu_find_anchors,
+    cpu_scan,
+    find_anchors,
+    kernel_find_anchors,
+    runs_of,
+)
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.reference.anchor_scan import run_starts
 from deltafront.kernels.testing import poisoned_empty
@@ -15,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def kernel_scan(x: torch.Tensor, threshold: float, chunk: int = 128, metric: str = "cosine") -> AnchorRuns:
-    return runs_of(kernel_leads(x, threshold, chunk, metric), chunk)
+    return runs_of(kernel_find_anchors(x, threshold, chunk, metric), chunk)
 
 
 def drifting_rows(rows: int, batch: int = 1, heads: int = 2, dim: int = 16, seed: int = 0) -> torch.Tensor:
@@ -29,15 +35,15 @@ def drifting_rows(rows: int, batch: int = 1, heads: int = 2, dim: int = 16, seed
 def check_consistent(runs: AnchorRuns, rows: int, chunk: int) -> None:
     """Every field tells the same story as `is_anchor`."""
     for lane in range(runs.is_anchor_BGS.flatten(0, 1).shape[0]):
-        leads = runs.is_anchor_BGS.flatten(0, 1)[lane].nonzero()[:, 0].tolist()
-        ends = sorted([*leads[1:], rows])
+        anchors = runs.is_anchor_BGS.flatten(0, 1)[lane].nonzero()[:, 0].tolist()
+        ends = sorted([*anchors[1:], rows])
         place = 0
         for c, count in enumerate(runs.runs_BGC.flatten(0, 1)[lane].tolist()):
-            here = [lead for lead in leads if lead // chunk == c]
+            here = [anchor for anchor in anchors if anchor // chunk == c]
             assert count == len(here)
-            lengths = [ends[place + i] - lead for i, lead in enumerate(here)]
-            for index, (lead, length) in enumerate(zip(here, lengths, strict=True)):
-                run = runs.run_BGS.flatten(0, 1)[lane, lead : lead + length]
+            lengths = [ends[place + i] - anchor for i, anchor in enumerate(here)]
+            for index, (anchor, length) in enumerate(zip(here, lengths, strict=True)):
+                run = runs.run_BGS.flatten(0, 1)[lane, anchor : anchor + length]
                 assert (run == index).all()
             place += count
 
@@ -84,11 +90,11 @@ def test_non_contiguous_rows() -> None:
     x = drifting_rows(200, heads=3, dim=32).transpose(1, 2).contiguous().transpose(1, 2)
     assert not x.is_contiguous()
     expected = cpu_scan(x.contiguous(), 0.7)
-    assert torch.equal(kernel_leads(x, 0.7), expected.is_anchor_BGS)
-    assert torch.equal(leads(x, 0.7), expected.is_anchor_BGS)
+    assert torch.equal(kernel_find_anchors(x, 0.7), expected.is_anchor_BGS)
+    assert torch.equal(find_anchors(x, 0.7), expected.is_anchor_BGS)
 
 
-@pytest.mark.parametrize("run", [cpu_leads, kernel_leads])
+@pytest.mark.parametrize("run", [cpu_find_anchors, kernel_find_anchors])
 @pytest.mark.parametrize(
     ("shape", "arguments"),
     [
@@ -109,8 +115,8 @@ def test_bad_input(run: object, shape: tuple[int, ...], arguments: tuple[float, 
 
 def test_kernel_refuses_odd_head_dimensions_and_dtypes() -> None:
     with pytest.raises(KernelInputError, match="head dimension 48"):
-        kernel_leads(torch.zeros(1, 1, 128, 48, device=DEVICE), 0.7)
+        kernel_find_anchors(torch.zeros(1, 1, 128, 48, device=DEVICE), 0.7)
     with pytest.raises(KernelInputError, match="dtype"):
-        kernel_leads(torch.zeros(1, 1, 128, 32, device=DEVICE, dtype=torch.float64), 0.7)
+        kernel_find_anchors(torch.zeros(1, 1, 128, 32, device=DEVICE, dtype=torch.float64), 0.7)
     with pytest.raises(KernelInputError, match="contiguous"):
-        kernel_leads(torch.zeros(1, 1, 32, 128, device=DEVICE).transpose(2, 3), 0.7)
+        kernel_find_anchors(torch.zeros(1, 1, 32, 128, device=DEVICE).transpose(2, 3), 0.7)

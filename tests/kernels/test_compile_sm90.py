@@ -22,8 +22,13 @@ ROOT = Path(deltafront.__file__).parent
 SHARED_LIMIT = 227 * 1024
 
 
+def sources() -> list[Path]:
+    """Kernels also stand in benchmarks, where a method that cannot be served has its own."""
+    return [path for folder in ("kernels", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+
+
 def modules() -> list[str]:
-    found = [path for path in (ROOT / "kernels").rglob("*.py") if "\nCOMPILE_CASES = " in path.read_text()]
+    found = [path for path in sources() if "\nCOMPILE_CASES = " in path.read_text()]
     return sorted(".".join(("deltafront", *path.relative_to(ROOT).with_suffix("").parts)) for path in found)
 
 
@@ -52,7 +57,7 @@ def compiled_cases(module: str) -> set[str]:
 
 
 def test_every_kernel_that_is_launched_has_compile_cases() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "kernels").rglob("*.py")}
+    trees = {path: ast.parse(path.read_text()) for path in sources()}
     kernels = set().union(*map(jitted, trees.values()))
     taken = set().union(*map(launched, trees.values())) & kernels
     assert taken & jitted(trees[ROOT / "kernels" / "paged_decode" / "kernel.py"]), "it looks everywhere"
@@ -61,9 +66,7 @@ def test_every_kernel_that_is_launched_has_compile_cases() -> None:
 
 def test_no_two_kernels_share_a_name() -> None:
     """The guard above goes by names."""
-    named = [
-        name for path in (ROOT / "kernels").rglob("*.py") for name in jitted(ast.parse(path.read_text()))
-    ]
+    named = [name for path in sources() for name in jitted(ast.parse(path.read_text()))]
     assert len(named) == len(set(named)), sorted(name for name in named if named.count(name) > 1)
 
 

@@ -130,7 +130,7 @@ def test_what_triton_interprets_is_always_asked() -> None:
 
 
 def test_no_more_is_kept_than_a_bound(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "_KEPT", 4)
+    monkeypatch.setattr(launches, "_MAX_FORMS", 4)
     for number in range(100):
         launcher[(1,)](X, number, 7, WIDE=True)
         assert len(launcher._compiled) <= 4

@@ -24,8 +24,8 @@ from deltafront.kernels.methods import (
     register,
     resume_step,
 )
-from deltafront.kernels.options import Option, option
-from deltafront.kernels.selectors.streaming import StreamingOptions, StreamingSelector
+from deltafront.kernels.options import Option, StreamingOptions, option
+from deltafront.kernels.selectors.streaming import StreamingSelector
 from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
@@ -37,10 +37,8 @@ OWN = {
     "delta_xattention",
     "dense",
     "dpxa",
-    "flex",
     "naive",
     "streaming",
-    "vertical_slash",
     "xattention",
 }
 
@@ -63,8 +61,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_packages_own_methods_are_found_without_a_list() -> None:
     assert set(PRESETS) >= OWN
     assert list(PRESETS) == sorted(PRESETS)
-    assert {name for name in OWN if reads_whole_prompts(name)} == {"flex", "vertical_slash"}
-    assert reads_whole_prompts("flex+delta") and not reads_whole_prompts("dense+delta")
+    assert not any(reads_whole_prompts(name) for name in OWN) and not reads_whole_prompts("dense+delta")
     streaming = PRESETS["streaming"]
     assert streaming.source == "StreamingLLM (Xiao et al. 2023), section 3.2"
     assert list(streaming.options) == ["sink", "window", "min_tokens"]
@@ -96,7 +93,7 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
             "xattention",
             {"gamma": 4},
             "method_options.gamma",
-            "it takes: tau, outside, density, share, relative, sink, window, min_tokens, stride",
+            "it takes: tau, outside, density, share, sink, window, min_tokens, stride",
         ),
         ("xattention", {"stride": 5}, "method_options.stride", r"= 5 is not one of \(4, 8, 16\)"),
         ("xattention", {"stride": 4.5}, "method_options.stride", "is not a whole number"),
@@ -104,7 +101,7 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
         ("xattention", {"tau": 1.5}, "method_options.tau", "= 1.5 is outside 0.01 .. 1.0"),
         ("xattention", {"tau": float("nan")}, "method_options.tau", "is outside"),
         ("dense+delta", {"gamma": 0}, "method_options.gamma", "= 0 is outside 1 .. 4096"),
-        ("dpxa", {"share": 0.1, "relative": 0.2}, "method_options", "share = 0.1 and relative = 0.2 exclude"),
+        ("dpxa", {"share": 0.1, "density": 0.2}, "method_options", "share = 0.1 and density = 0.2 exclude"),
     ],
 )
 def test_what_no_method_takes_is_refused(

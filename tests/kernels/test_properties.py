@@ -20,7 +20,7 @@ from deltafront.kernels.interface import AttentionInput, no_phase
 from deltafront.kernels.methods import PRESETS, MethodSpec, method_spec, reads_whole_prompts, resume_step
 from deltafront.kernels.options import Value
 from deltafront.kernels.reference.attention import reference_attention
-from deltafront.kernels.structured import structured_input
+from deltafront.kernels.reference.structured import structured_input
 from deltafront.kernels.testing import assert_rows_close, chunk_of, row_errors, spec_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,8 +34,6 @@ OUTSIDE: dict[str, Value] = {"outside": True, "sink": 129, "window": 129}
 FORMS: dict[str, dict[str, Value]] = {
     **{f"{name} outside": OUTSIDE for name in SCORED},
     **{f"{name} share": {} for name in SCORED},
-    **{f"{name} relative": {"outside": False} for name in SCORED},
-    **{f"{name} relative outside": OUTSIDE for name in SCORED},
     "dpxa largest": {"largest": True},
     "dpxa finer": {"q_anchors": 32, "k_anchors": 64, "cos": 0.85, "window": 128, "outside": True},
 }
@@ -50,9 +48,8 @@ LEAN: dict[str, dict[str, Value]] = {
     **{name: {"tau": 0.6} for name in ("xattention", "naive", "block_pool")},
     "dpxa": {"tau": 0.6, "outside": False, "window": 1},
     "delta_xattention": {"tau": 0.8, "cos": 0.8},
-    **{name: {"tau": 0.3} for name in FORMS if name.endswith(" outside") and "relative" not in name},
+    **{name: {"tau": 0.3} for name in FORMS if name.endswith(" outside")},
     **{name: {"share": 0.5, "window": 1} for name in FORMS if name.endswith(" share")},
-    **{name: {"relative": 0.5 if "outside" in name else 0.2} for name in FORMS if "relative" in name},
     "dpxa finer": {"tau": 0.3},
 }
 """Options under which each method really skips something in 1,200 tokens."""
@@ -62,7 +59,6 @@ FULL: dict[str, dict[str, Value]] = {
     **{name: {"tau": 1.0} for name in ("xattention", "dpxa", "naive", "block_pool")},
     "delta_xattention": {"tau": 1.0, "exact_share": 1.0},
     **{name: {"share": 1.0} for name in FORMS if name.endswith(" share")},
-    **{name: {"relative": 1e-9} for name in FORMS if "relative" in name},
 }
 """Options under which nothing is left out."""
 
@@ -223,8 +219,6 @@ def test_weights_sum_to_one_on_strange_inputs(name: str, kind: str) -> None:
     x = strange(kind)
     ones = run(method_of(name), replace(x, v_BGSD=torch.ones_like(x.v_BGSD)))
     assert_rows_close(ones, torch.ones_like(ones))
-    if "relative" in name and kind == "large logits":
-        return  # `relative` is above 0, so no value of it keeps a tile whose estimate is 0
     assert_rows_close(run(method_of(name, FULL), x), reference(x), factor=5)
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from deltafront.kernels.methods import load
 from deltafront.service.client import DeltafrontClient, losses
 from deltafront.service.config import ServiceConfig
 from deltafront.service.metrics import Metrics
@@ -17,6 +18,8 @@ from deltafront.service.tracing import Tracing
 from . import fakes
 from .inprocess import House, Loop, open_house, settings, write_model
 from .pki import Authority
+
+load("deltafront.benchmarks.whole_prompt.methods")  # of methods that cannot be served
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ BAD: dict[str, tuple[pb.GenerateRequest, str]] = {
     "unknown option": (method("dpxa", wings=2), "attention.options.wings"),
     "option outside": (method("dpxa", tau=2), "attention.options.tau"),
     "option NaN": (method("dpxa", tau=math.nan), "attention.options.tau"),
-    "two rules": (method("dpxa", share=0.5, relative=0.5), "attention.options: share = 0.5 and relative"),
+    "two rules": (method("dpxa", share=0.5, density=0.5), "attention.options: share = 0.5 and density"),
     "whole prompt only": (method("flex"), "attention.name: flex needs the whole prompt"),
     "whole prompt, corrected": (method("vertical_slash+delta"), "attention.name"),
     "negative temperature": (sampled(temperature=-0.1), "sampling.temperature"),

@@ -52,12 +52,12 @@ class Door:
         self.fleet.start()
         self.decode.pause_at = 1
         for _ in range(2):
-            self.streams.append(self.requests.generate([], lambda: ASKED))
+            self.streams.append(self.requests.generate([], lambda: ASKED, 0))
             while not isinstance(await anext(self.streams[-1]), Token):
                 pass
         self.group.pause_at = 1
         for _ in range(2):
-            self.streams.append(self.requests.prefill([], lambda: READ))
+            self.streams.append(self.requests.prefill([], lambda: READ, 0))
             await anext(self.streams[-1])
         for stream in self.streams[::2]:
             await stream.aclose()

@@ -24,7 +24,7 @@ TEXT = ProfiledText(sha256="ab" * 32, tokens=900)
 
 
 def rising(layers: int, heads: int, first: float, last: float) -> tuple[tuple[float, ...], ...]:
-    """amounts that differ in every layer and head."""
+    """thresholds that differ in every layer and head."""
     step = (last - first) / (layers * heads)
     return tuple(
         tuple(first + step * (layer * heads + head) for head in range(heads)) for layer in range(layers)
@@ -34,7 +34,7 @@ def rising(layers: int, heads: int, first: float, last: float) -> tuple[tuple[fl
 def levels_of(
     config: Any, method: str, levels: Mapping[tuple[float, int], Sequence[float]], **options: Any
 ) -> MethodLevels:
-    """levels: (density, tokens) → first and last amount."""
+    """levels: (density, tokens) → first and last threshold."""
     made = [
         Level(
             density=density,

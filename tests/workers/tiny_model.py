@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from deltafront.kernels.build import build
-from deltafront.kernels.interface import Amounts, AttentionInput, StateSpec
+from deltafront.kernels.interface import AttentionInput, StateSpec, Thresholds
 from deltafront.kernels.methods import MethodSpec
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
@@ -77,7 +77,7 @@ def random_ids(tokens: int, seed: int = 0) -> bytes:
 
 
 def whole_prompt(
-    directory: Path, token_ids: bytes, spec: MethodSpec, amounts: Amounts | None = None
+    directory: Path, token_ids: bytes, spec: MethodSpec, thresholds: Thresholds | None = None
 ) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     """The last logits_V and each layer's k_TGD, v_TGD, by one stack in one go, without pages or chunks."""
     config = read_config(directory)
@@ -86,7 +86,7 @@ def whole_prompt(
         directory, config, layers, embedding=True, head=True, dtype=torch.float32, device="cpu"
     )
     ids_T = torch.from_numpy(np.frombuffer(token_ids, "<u4").astype(np.int64))
-    method = build(spec, amounts)
+    method = build(spec, thresholds)
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

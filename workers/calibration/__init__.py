@@ -1,1 +1,1 @@
-"""What is measured of a model once, on texts: amounts of the selection rules for each head, and Δ-layers."""
+"""What is measured of a model once, on texts: thresholds of selection rules for each head, and Δ-layers."""

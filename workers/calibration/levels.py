@@ -1,4 +1,4 @@
-"""Amounts of a profile's levels: curves and costs of some documents, allocated to a mean density.
+"""Thresholds of a profile's levels: curves and costs of some documents, allocated to a mean density.
 
 Shape suffixes as in `curves.py`.
 """
@@ -10,10 +10,11 @@ from typing import Literal
 
 import torch
 
-from ...kernels.build import build
+from ...kernels.build import build, part_of
 from ...kernels.interface import AttentionInput, Coverage
 from ...kernels.methods import MethodSpec, method_spec, registered
-from ...kernels.selectors.scored import ScoredOptions, ScoredSelector
+from ...kernels.options import ScoredOptions
+from ...kernels.selectors.scored import ScoredSelector
 from ..model.decoder import LayerStack
 from ..model.levels import levels_of
 from ..model.profile import Level, MethodLevels, Profile, shaping_options
@@ -55,7 +56,7 @@ def method_levels(
     means itself at the longest prompts of its old and new levels. Raises ValueError for a method that ranks
     no tiles by a score, and for a density that sink and window alone, or the least thresholds, exceed.
     """
-    require_amounts(method)
+    require_thresholds(method)
     shaping = shaping_options(method)
     costed = method_spec(method.name, {**shaping, "outside": True, "tau": COSTED_AT, "min_tokens": 0})
     had = [] if profile is None else levels_of(profile, method)
@@ -70,19 +71,19 @@ def method_levels(
         for density in densities:
             longest = max([*probes, *(one.tokens for one in had if one.density == density)])
             share = min(1.0, density * (longest / tokens) ** GROWTH)
-            told(f"{tokens} tokens: amounts for a density of {share:.3f}")
-            amounts = head_amounts(found, costs, share, allocation, answer_weight)
-            really = realised(stack, documents, costed, amounts)
+            told(f"{tokens} tokens: thresholds for a density of {share:.3f}")
+            thresholds = head_thresholds(found, costs, share, allocation, answer_weight)
+            really = realised(stack, documents, costed, thresholds)
             aimed = max(share * min(1.0, share / really), least_density(found, allocation))
-            amounts = head_amounts(found, costs, min(share, aimed), allocation, answer_weight)
-            levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=amounts))
+            thresholds = head_thresholds(found, costs, min(share, aimed), allocation, answer_weight)
+            levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=thresholds))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
 
 
-def require_amounts(method: MethodSpec) -> None:
+def require_thresholds(method: MethodSpec) -> None:
     """Raises ValueError for a method that ranks no tiles by a score."""
     if not issubclass(registered(method).form, ScoredOptions) or method.correction:
-        raise ValueError(f"{method.name} has no amounts to calibrate: it ranks no tiles by a score")
+        raise ValueError(f"{method.name} has no thresholds to calibrate: it ranks no tiles by a score")
 
 
 def least_density(found: Sequence[Curves], allocation: Allocation) -> float:
@@ -96,12 +97,15 @@ def least_density(found: Sequence[Curves], allocation: Allocation) -> float:
 
 
 def realised(
-    stack: LayerStack, documents: Sequence[Document], method: MethodSpec, amounts: Sequence[Sequence[float]]
+    stack: LayerStack,
+    documents: Sequence[Document],
+    method: MethodSpec,
+    thresholds: Sequence[Sequence[float]],
 ) -> float:
-    """The density over documents that are read with these amounts: more than on dense activations, where the
-    amounts come from."""
+    """The density over documents that are read with these thresholds. It is more than on dense activations,
+    from which the thresholds come."""
     sparse = build(
-        method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: amounts[layer]
+        method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: thresholds[layer]
     )
     seen: list[Coverage] = []
 
@@ -119,12 +123,12 @@ def selector_of(method: MethodSpec) -> ScoredSelector:
     """The selector of a method that ranks tiles by a score."""
     preset = registered(method)
     assert preset.selector is not None
-    selector = preset.selector(preset.form(**{key: method.values[key] for key in preset.options}))
+    selector = part_of(preset.selector)(preset.form(**{key: method.values[key] for key in preset.options}))
     assert isinstance(selector, ScoredSelector)
     return selector
 
 
-def head_amounts(
+def head_thresholds(
     found: Sequence[Curves],
     costs: Sequence[LayerCosts],
     share: float,

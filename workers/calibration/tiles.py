@@ -19,10 +19,10 @@ import torch
 from ...kernels.build import Composition, DenseWhenShort, build
 from ...kernels.constants import BLOCK
 from ...kernels.correction import Correction
-from ...kernels.interface import Amounts, Attention, AttentionInput, Phase, Selector, StateSpec, TileMask
+from ...kernels.interface import Attention, AttentionInput, Phase, Selector, StateSpec, Thresholds, TileMask
 from ...kernels.methods import MethodSpec
 from ..model.decoder import LayerStack, load_model
-from ..model.levels import amounts_for
+from ..model.levels import thresholds_for
 from ..model.profile import load_profile
 from ..settings import ModelSpec
 
@@ -62,7 +62,7 @@ def tiles_read(
     if not 0 < tokens <= stack.config.positions:
         positions = stack.config.positions
         raise ValueError(f"{tokens} tokens: must be between 1 and the model's {positions} positions")
-    reading = _Reading(stack, tokens, spec, amounts_for(load_profile(model), spec))
+    reading = _Reading(stack, tokens, spec, thresholds_for(load_profile(model), spec))
     for start in range(0, tokens, chunk_tokens):
         ids_T = torch.tensor(token_ids[start : start + chunk_tokens], dtype=torch.int64)
         reading.read(ids_T, start)
@@ -90,11 +90,13 @@ class _Recorder:
 class _Reading:
     """One prompt on its way through the layers, with its keys and values so far."""
 
-    def __init__(self, stack: LayerStack, tokens: int, spec: MethodSpec, amounts: Amounts | None) -> None:
+    def __init__(
+        self, stack: LayerStack, tokens: int, spec: MethodSpec, thresholds: Thresholds | None
+    ) -> None:
         config = stack.config
         blocks = -(-tokens // BLOCK)
         self._stack, self._tokens = stack, tokens
-        self._method = build(spec, amounts)
+        self._method = build(spec, thresholds)
         self._recorder = _recording(self._method)
         state = StateSpec(
             1, config.q_heads, config.kv_heads, config.head_dim, tokens, stack.device, stack.dtype

@@ -1,22 +1,22 @@
-"""Which amounts of a model's profile a request's method gets. Free of torch."""
+"""Which thresholds of a model's profile a request's method gets. Free of torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from ...kernels.interface import Amounts
+from ...kernels.interface import Thresholds
 from ...kernels.methods import MethodError, MethodSpec, registered
-from ...kernels.selectors.scored import ScoredOptions
+from ...kernels.options import ScoredOptions
 from .profile import Level, Profile, shaping_options
 
 
-def amounts_for(profile: Profile | None, spec: MethodSpec) -> Amounts | None:
+def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | None:
     """What `kernels.build` takes for a method's `density`; None for a method that asks for none.
 
     Of the levels of a density, a prompt gets the one whose length is nearest to its own, by ratio. Between
-    two densities that the profile has, amounts are interpolated. Raises MethodError, naming the option, for a
-    density outside of them.
+    two densities that the profile has, thresholds are interpolated. Raises MethodError, naming the option,
+    for a density outside of them.
     """
     asked = spec.values.get("density", 0.0)
     if not asked or not issubclass(registered(spec).form, ScoredOptions):
@@ -36,11 +36,11 @@ def amounts_for(profile: Profile | None, spec: MethodSpec) -> Amounts | None:
     denser = [one for one in above if one.density == high]
     share = 0.0 if high == low else (asked - low) / (high - low)
 
-    def amounts(layer: int, tokens: int) -> Sequence[float]:
-        few, many = (nearest(of, tokens).amounts[layer] for of in (sparser, denser))
+    def thresholds(layer: int, tokens: int) -> Sequence[float]:
+        few, many = (nearest(of, tokens).thresholds[layer] for of in (sparser, denser))
         return [one + share * (other - one) for one, other in zip(few, many, strict=True)]
 
-    return amounts
+    return thresholds
 
 
 def nearest(levels: Sequence[Level], tokens: int) -> Level:

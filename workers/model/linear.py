@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.layers.fp8 import Fp8Rows, product, quantise_rows
-from ...kernels.layers.linear import linear, meet, swiglu_linear
+from ...kernels.layers.linear import compile_products, linear, swiglu_linear
 from ...kernels.layers.norm import LinearInput
 from ...kernels.layers.swiglu import swiglu
 
@@ -39,7 +39,7 @@ class Linear:
 
     def meet(self) -> None:
         """Compile what products of many rows take."""
-        meet(self.weight_OI)
+        compile_products(self.weight_OI)
 
 
 @dataclass(frozen=True)

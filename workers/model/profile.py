@@ -1,7 +1,7 @@
 """A model's profile: what was calibrated for it on texts, in a JSON file, strictly checked.
 
-`prefill` holds, for a method and the options that shape its scores, levels: amounts of the selection rule for
-each layer and query head, made to meet a mean density at a length of prompt. Levels of one density are a
+`prefill` holds, for a method and the options that shape its scores, levels: thresholds of the selection rule
+for each layer and query head, made to meet a mean density at a length of prompt. Levels of one density are a
 family over lengths. `decode` holds the Δ-layers and the page budget. `figures` says what was reached on
 texts held out, for people to read. Free of torch, because the front door checks requests against it.
 """
@@ -19,14 +19,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, registered
-from ...kernels.options import Value
-from ...kernels.selectors.scored import ScoredOptions
+from ...kernels.options import ScoredOptions, Value
 from ..settings import Count, DecodeConfig, Layer, ModelSpec
 from .config import ModelConfig, ModelError, read_config
 from .digest import model_digest
 from .store import model_directory, profile_file
 
-_OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "relative", "min_tokens"})
+_OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
 """Options that a level stands for, or that decide whether the method is used at all; others shape scores."""
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -60,13 +59,14 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """amounts: what the rule aims at, [layer][query head]. density: what a request asks for, the mean share
-    of causal tiles at the longest prompts of the family; share: the same at prompts of `tokens`."""
+    """thresholds, `amounts` in the file: what the rule aims at, [layer][query head]. density: what a request
+    asks for, the mean share of causal tiles at the longest prompts of the family; share: the same at prompts
+    of `tokens`."""
 
     density: Annotated[float, Field(gt=0, le=1)]
     tokens: Count
     share: Annotated[float, Field(gt=0, le=1)]
-    amounts: tuple[tuple[Share, ...], ...]
+    thresholds: tuple[tuple[Share, ...], ...] = Field(alias="amounts")
 
 
 class MethodLevels(_Section):
@@ -117,7 +117,9 @@ class Profile(_Section):
     def write(self, path: Path) -> None:
         """A row of numbers a line. What was there stays until all is written. Raises ProfileError if that
         cannot be."""
-        text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(
+            self.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False, allow_nan=False
+        )
         rows = re.sub(r"\[\n[\d\s.,e+-]*\]", lambda found: " ".join(found[0].split()), text)
         new = path.with_name(f".{path.name}.new")
         try:
@@ -196,7 +198,7 @@ def load_profile(model: ModelSpec) -> Profile | None:
 
 def shaping_options(spec: MethodSpec) -> dict[str, Value]:
     """Of a method that ranks tiles by a score, the options that its scores and its forced tiles depend on:
-    amounts hold for them alone."""
+    thresholds hold for them alone."""
     return {key: spec.values[key] for key in registered(spec).options if key not in _OF_THE_RULE}
 
 
@@ -225,9 +227,9 @@ def _method_problems(where: str, one: MethodLevels) -> Iterator[str]:
 
 
 def _shape_problems(where: str, level: Level, config: ModelConfig) -> Iterator[str]:
-    if len(level.amounts) != config.layers:
-        yield f"{where}: {len(level.amounts)} rows for {config.layers} layers"
-    for layer, row in enumerate(level.amounts):
+    if len(level.thresholds) != config.layers:
+        yield f"{where}: {len(level.thresholds)} rows for {config.layers} layers"
+    for layer, row in enumerate(level.thresholds):
         if len(row) != config.q_heads:
             yield f"{where}[{layer}]: {len(row)} numbers for {config.q_heads} query heads"
 

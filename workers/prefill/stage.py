@@ -29,7 +29,7 @@ from ..kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
 from ..kv.pages.pool import first_of_run
 from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
 from ..model.decoder import LayerStack
-from ..model.levels import amounts_for
+from ..model.levels import thresholds_for
 from ..model.profile import Profile
 from ..tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
@@ -109,7 +109,7 @@ class PrefillStage:
         heads = config.q_heads, config.kv_heads, config.head_dim
         spec = StateSpec(1, *heads, request.prompt_tokens, stack.device, stack.dtype)
         try:
-            method = build(request.method, amounts_for(self._profile, request.method))
+            method = build(request.method, thresholds_for(self._profile, request.method))
             states = {layer: method.new_state(replace(spec, layer=layer)) for layer in stack.layers}
         except (*_REQUEST_ERRORS, ImportError, NotImplementedError) as error:
             raise RequestFailed(f"attention method {request.method.name} cannot start: {error}") from error

@@ -20,7 +20,7 @@ from ...kernels.constants import BLOCK
 from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.methods import MethodSpec
 from ..model.decoder import LayerStack
-from ..model.levels import amounts_for
+from ..model.levels import thresholds_for
 from ..model.profile import Profile
 from ..progress import Tell, silent
 
@@ -44,7 +44,7 @@ def warm_up(
     on_gpu = stack.device.type == "cuda"
     for number, spec in enumerate(methods, start=1):
         tell(f"warming up {spec.name}, {number} of {len(methods)}")
-        method, shortest = build(spec, amounts_for(profile, spec)), int(spec.values.get("min_tokens", 0))
+        method, shortest = build(spec, thresholds_for(profile, spec)), int(spec.values.get("min_tokens", 0))
         for tokens in prompt_lengths(shortest, chunk_tokens):
             whole, rest = divmod(tokens, chunk_tokens)
             _read(stack, method, [chunk_tokens] * whole + [rest] * (rest > 0))

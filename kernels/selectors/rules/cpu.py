@@ -1,4 +1,4 @@
-"""The selection rules on the CPU, in plain torch. Shape suffixes as in `kernels.interface`."""
+"""The selection rules in torch. Suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _FLOAT_BITS = 1 << 31
 
 
 def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
-    """The tiles that `rule` keeps of float32 scores >= 0; columns after the diagonal are ignored."""
-    mask = compact(keep(score_BHNM, rule, first_block))
+    """The tiles that `rule` keeps of float32 scores >= 0. Columns after the diagonal are ignored."""
+    mask = compact(kept_table(score_BHNM, rule, first_block))
     if not with_scores:
         return mask
     kept_BHNM = score_BHNM.gather(-1, mask.index_BHNM.long())
     return TileMask(mask.index_BHNM, mask.count_BHN, kept_BHNM)
 
 
-def keep(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.Tensor:
+def kept_table(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.Tensor:
     """bool_BHNM, True where a tile is kept."""
     check_scores(score_BHNM, first_block)
     _, heads, rows, columns = score_BHNM.shape
     device = score_BHNM.device
-    amount_H11 = rule.amounts(heads, device)[:, None, None]
+    threshold_H11 = rule.thresholds(heads, device)[:, None, None]
     diagonal_N1 = torch.arange(rows, device=device)[:, None] + first_block
     column_M = torch.arange(columns, device=device)
     causal_NM = column_M <= diagonal_N1
@@ -35,20 +35,17 @@ def keep(score_BHNM: torch.Tensor, rule: Rule, first_block: int) -> torch.Tensor
     score_BHNM = torch.where(ranked_NM, score_BHNM, 0.0)
     top_BHN1 = score_BHNM.amax(-1, keepdim=True)
 
-    if rule.kind == "max_relative":
-        least_BHN1 = torch.where((top_BHN1 > 0) | (amount_H11 == 0), amount_H11 * top_BHN1, float("inf"))
-        kept_BHNM = score_BHNM >= least_BHN1
-    elif rule.kind == "cumulative":
+    if rule.kind == "cumulative":
         larger_BHN1 = torch.where(top_BHN1 < TINY, LARGER, 1.0)
         per_level_BHN1 = LEVELS / (top_BHN1 * larger_BHN1)
         level_BHNM = (score_BHNM * larger_BHN1 * per_level_BHN1 + 0.5).nan_to_num(0.0).int()
-        need_BHN1 = amount_H11 * level_BHNM.sum(-1, keepdim=True).float()
+        need_BHN1 = threshold_H11 * level_BHNM.sum(-1, keepdim=True).float()
         floor_BHN1 = _highest_floor(level_BHNM, level_BHNM, forced_NM, need_BHN1, LEVELS + 2)
-        kept_BHNM = (level_BHNM >= floor_BHN1) | (amount_H11 >= 1.0)
+        kept_BHNM = (level_BHNM >= floor_BHN1) | (threshold_H11 >= 1.0)
     else:
         bits_BHNM = score_BHNM.contiguous().view(torch.int32)
         one_BHNM = ranked_NM.int().expand_as(bits_BHNM)
-        need_BHN1 = torch.ceil(amount_H11 * ranked_NM.sum(-1, keepdim=True).float() * ROUNDING)
+        need_BHN1 = torch.ceil(threshold_H11 * ranked_NM.sum(-1, keepdim=True).float() * ROUNDING)
         floor_BHN1 = _highest_floor(bits_BHNM, one_BHNM, forced_NM, need_BHN1, _FLOAT_BITS)
         kept_BHNM = bits_BHNM >= floor_BHN1
     return ((kept_BHNM | ~any_BHN1) & causal_NM) | forced_NM
@@ -73,7 +70,6 @@ def _highest_floor(
     return low_BHN1
 
 
-def compact(keep_BHNM: torch.Tensor) -> TileMask:
-    """The ascending list of kept key blocks of every row."""
-    order_BHNM = torch.argsort(keep_BHNM.byte(), dim=-1, descending=True, stable=True)
-    return TileMask(order_BHNM.to(torch.int16), keep_BHNM.sum(-1, dtype=torch.int32))
+def compact(kept_BHNM: torch.Tensor) -> TileMask:
+    order_BHNM = torch.argsort(kept_BHNM.byte(), dim=-1, descending=True, stable=True)
+    return TileMask(order_BHNM.to(torch.int16), kept_BHNM.sum(-1, dtype=torch.int32))

@@ -1,9 +1,7 @@
-"""From scores, or from the logarithms of their parts, to kept tiles, on the GPU.
+"""From scores, or logarithms of their parts, to kept tiles, on the GPU, by bisection over whole numbers.
 
-Shape suffixes as in `kernels.interface`; R rows of logarithms of one query block, W key blocks of the whole
-prompt rounded up to a power of two. One program per query block and head; nothing is sorted: thresholds
-are found by bisection, with sums of whole numbers. W depends on the prompt and not on the chunk, so that
-sums are formed in the same order however the prompt is cut.
+Suffixes as in `kernels.interface`; R rows of logarithms of one query block, W key blocks of the prompt
+(not of the chunk, so that sums keep their order), rounded up to a power of two.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,17 +20,15 @@ from .sums import Sums
 
 _SCORES_ONLY = tl.constexpr(-1)
 _CUMULATIVE = tl.constexpr(0)
-_MAX_RELATIVE = tl.constexpr(1)
-_TOP_K = tl.constexpr(2)
+_TOP_K = tl.constexpr(1)
 _TINY, _LARGER = tl.constexpr(TINY), tl.constexpr(LARGER)
 _ROUNDING = tl.constexpr(ROUNDING)
-_KINDS = {"cumulative": _CUMULATIVE.value, "max_relative": _MAX_RELATIVE.value, "top_k": _TOP_K.value}
+_KINDS = {"cumulative": _CUMULATIVE.value, "top_k": _TOP_K.value}
 
 
 @triton.jit
 def fast_log2(x):
-    """log2 of normal positive numbers within 2e-5, -inf for 0: the results are kept in 16 bits, and the
-    exact function costs twice the instructions."""
+    """log2 of normal positive numbers within 2e-5, -inf for 0, at half the instructions."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0  # 2^23 + 127
     t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
@@ -43,7 +39,7 @@ def fast_log2(x):
 
 @triton.jit
 def in_16_bits(log2_sum):
-    """Cut off above what fp16 holds: logits of tens of thousands tie instead of turning infinite."""
+    """Cut off above fp16's range, where logits tie instead of turning infinite."""
     return tl.minimum(log2_sum, 60000.0).to(tl.float16)
 
 
@@ -62,80 +58,63 @@ def _highest_floor(level_W, weight_W, forced_W, need, limit):
 
 @triton.jit
 def _kept(
-    score_W,
-    column_W,
-    diagonal,
-    amount,
-    sink_blocks,
-    window_blocks,
-    KIND: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
-    """Which tiles of a row the rule keeps; score_W is 0 after the diagonal. See `rule.Rule`."""
+    score_W, column_W, diagonal, threshold, sink_blocks, window_blocks,
+    KIND: tl.constexpr, OUTSIDE: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The tiles of a row that the rule keeps (`rule.Rule`). score_W is 0 after the diagonal."""
     causal_W = column_W <= diagonal
     forced_W = causal_W & ((column_W > diagonal - window_blocks) | (column_W < sink_blocks))
     ranked_W = causal_W
-    top = tl.max(score_W, axis=0)
-    anything = top > 0.0
+    row_max = tl.max(score_W, axis=0)
+    any_positive = row_max > 0.0
     if OUTSIDE:
         ranked_W = causal_W & (forced_W == 0)
         score_W = tl.where(ranked_W, score_W, 0.0)
-        top = tl.max(score_W, axis=0)
-    if KIND == _MAX_RELATIVE:
-        least = tl.where((top > 0.0) | (amount == 0.0), amount * top, float("inf"))
-        kept_W = score_W >= least
-    elif KIND == _CUMULATIVE:
-        larger = tl.where(top < _TINY, _LARGER, 1.0)
-        per_level = LEVELS / tl.where(top > 0.0, top * larger, 1.0)
+        row_max = tl.max(score_W, axis=0)
+    if KIND == _CUMULATIVE:
+        larger = tl.where(row_max < _TINY, _LARGER, 1.0)
+        per_level = LEVELS / tl.where(row_max > 0.0, row_max * larger, 1.0)
         level_W = (score_W * larger * per_level + 0.5).to(tl.int32)
-        need = amount * tl.sum(level_W, axis=0).to(tl.float32)
+        need = threshold * tl.sum(level_W, axis=0).to(tl.float32)
         floor = _highest_floor(level_W, level_W, forced_W, need, LEVELS + 2)
-        kept_W = level_W >= tl.where(amount < 1.0, floor, 0)
+        kept_W = level_W >= tl.where(threshold < 1.0, floor, 0)
     else:
         bits_W = score_W.to(tl.int32, bitcast=True)
-        need = tl.ceil(amount * tl.sum(ranked_W.to(tl.int32), axis=0).to(tl.float32) * _ROUNDING)
+        need = tl.ceil(threshold * tl.sum(ranked_W.to(tl.int32), axis=0).to(tl.float32) * _ROUNDING)
         floor = _highest_floor(bits_W, ranked_W.to(tl.int32), forced_W, need, tl.max(bits_W, axis=0) + 2)
         kept_W = bits_W >= floor
-    return (tl.where(anything, kept_W, causal_W) & causal_W) | forced_W
+    return (tl.where(any_positive, kept_W, causal_W) & causal_W) | forced_W
 
 
 @triton.jit
 def _score_of_sums(
-    in_ptr,
-    stride_r,
-    column_W,
-    causal_W,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    NORM: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """Tile scores from log2 sums, every row's values divided by their sum (NORM) or by everyone's; the rows'
-    sum or the LARGEST of them."""
+    in_ptr, stride_r, column_W, causal_W,
+    R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Tile scores from log2 sums. NORM: each row's values are divided by their sum, else by that of all."""
     score_W = tl.zeros((W,), tl.float32)
-    everyone = tl.zeros((), tl.float32)
-    top = tl.full((), float("-inf"), tl.float32)
+    all_sum = tl.zeros((), tl.float32)
+    row_max = tl.full((), float("-inf"), tl.float32)
     if not NORM:
         for row in range(R):
             part_W = tl.load(in_ptr + row * stride_r + column_W, mask=causal_W, other=float("-inf"))
-            top = tl.maximum(top, tl.max(part_W.to(tl.float32), axis=0))
+            row_max = tl.maximum(row_max, tl.max(part_W.to(tl.float32), axis=0))
     next_W = tl.load(in_ptr + column_W, mask=causal_W, other=float("-inf"))
     for row in range(R):
         part_W = next_W.to(tl.float32)
         more_W = causal_W & (row + 1 < R)  # asked for before it is needed
         next_W = tl.load(in_ptr + (row + 1) * stride_r + column_W, mask=more_W, other=float("-inf"))
         if NORM:
-            top = tl.max(part_W, axis=0)
-        mass_W = tl.exp2(part_W - tl.where(top == float("-inf"), 0.0, top))
+            row_max = tl.max(part_W, axis=0)
+        mass_W = tl.exp2(part_W - tl.where(row_max == float("-inf"), 0.0, row_max))
         if NORM:
-            total = tl.sum(mass_W, axis=0)
-            mass_W = mass_W * (1.0 / tl.where(total > 0.0, total, 1.0))
+            row_sum = tl.sum(mass_W, axis=0)
+            mass_W = mass_W * (1.0 / tl.where(row_sum > 0.0, row_sum, 1.0))
         else:
-            everyone += tl.sum(mass_W, axis=0)
+            all_sum += tl.sum(mass_W, axis=0)
         score_W = tl.maximum(score_W, mass_W) if LARGEST else score_W + mass_W
     if not NORM:
-        score_W = score_W / tl.where(everyone > 0.0, everyone, 1.0)
+        score_W = score_W / tl.where(all_sum > 0.0, all_sum, 1.0)
     return score_W
 
 
@@ -152,33 +131,11 @@ def _score_of_sums(
     ]
 )
 def _rule_kernel(
-    in_ptr,
-    amount_ptr,
-    index_ptr,
-    count_ptr,
-    score_ptr,
-    stride_ib,
-    stride_ih,
-    stride_in,
-    stride_ir,
-    stride_mb,
-    stride_mh,
-    stride_mn,
-    stride_cb,
-    stride_ch,
-    heads,
-    first_block,
-    sink_blocks,
-    window_blocks,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    NORM: tl.constexpr,
-    LARGEST: tl.constexpr,
-    KIND: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    WITH_SCORES: tl.constexpr,
-):
+    in_ptr, threshold_ptr, index_ptr, count_ptr, score_ptr, stride_ib, stride_ih, stride_in, stride_ir,
+    stride_mb, stride_mh, stride_mn, stride_cb, stride_ch, heads, first_block, sink_blocks, window_blocks,
+    R: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, KIND: tl.constexpr,
+    OUTSIDE: tl.constexpr, LEVELS: tl.constexpr, WITH_SCORES: tl.constexpr,
+):  # fmt: skip
     """R = 0: in_ptr holds scores. KIND = _SCORES_ONLY: write the row's scores and select nothing."""
     row = tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -195,8 +152,10 @@ def _rule_kernel(
     if KIND == _SCORES_ONLY:
         tl.store(score_ptr + place + column_W, score_W, mask=column_W < stride_mn)
     else:
-        amount = tl.load(amount_ptr + head)
-        kept_W = _kept(score_W, column_W, diagonal, amount, sink_blocks, window_blocks, KIND, OUTSIDE, LEVELS)
+        threshold = tl.load(threshold_ptr + head)
+        kept_W = _kept(
+            score_W, column_W, diagonal, threshold, sink_blocks, window_blocks, KIND, OUTSIDE, LEVELS
+        )
         slot_W = tl.cumsum(kept_W.to(tl.int32), axis=0) - 1
         tl.store(index_ptr + place + slot_W, column_W.to(tl.int16), mask=kept_W)
         if WITH_SCORES:
@@ -208,7 +167,7 @@ _apply = Launcher(_rule_kernel)
 
 
 def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
-    """A TileMask for the chunk, to be filled slab by slab."""
+    """A mask of the chunk, to be filled slab by slab."""
     shape = (*x.q_BHTD.shape[:2], x.query_blocks, x.key_blocks)
     device = x.q_BHTD.device
     return TileMask(
@@ -219,7 +178,7 @@ def empty_mask(x: AttentionInput, with_scores: bool = False) -> TileMask:
 
 
 def width_of(prompt_tokens: int) -> int:
-    """W of a prompt."""
+    """W of a prompt. Raises KernelInputError for more blocks than can be ranked."""
     blocks = -(-prompt_tokens // BLOCK)
     if blocks > MAX_BLOCKS:
         raise KernelInputError(f"{blocks} key blocks, but at most {MAX_BLOCKS} can be ranked")
@@ -227,12 +186,10 @@ def width_of(prompt_tokens: int) -> int:
 
 
 def select_from_sums(x: AttentionInput, sums: Sums, rule: Rule, out: TileMask) -> None:
-    """Fill the slab's rows of `out`."""
     _launch(x, sums, rule, out.index_BHNM, out.count_BHN, out.score_BHNM)
 
 
 def scores_from_sums(x: AttentionInput, sums: Sums, score_BHNM: torch.Tensor) -> None:
-    """Fill the slab's rows of the chunk's float32 scores."""
     _launch(x, sums, None, None, None, score_BHNM)
 
 
@@ -248,15 +205,15 @@ def _launch(
     batch, heads, rows, parts = part.shape[:4]
     table = score_BHNM if index_BHNM is None else index_BHNM
     assert table is not None
-    amount_H = None if rule is None else rule.amounts(heads, part.device)
+    threshold_H = None if rule is None else rule.thresholds(heads, part.device)
     width = width_of(x.prompt_tokens)
 
-    def at(whole: torch.Tensor | None) -> torch.Tensor | None:
-        return None if whole is None else whole[:, :, sums.first_row :]
+    def at(table: torch.Tensor | None) -> torch.Tensor | None:
+        return None if table is None else table[:, :, sums.first_row :]
 
     _apply[(rows, batch * heads)](
         part,
-        amount_H,
+        threshold_H,
         at(index_BHNM),
         at(count_BHN),
         at(score_BHNM),
@@ -280,7 +237,7 @@ def _launch(
 
 
 def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_scores: bool = False) -> TileMask:
-    """The tiles that `rule` keeps of float32 scores >= 0; columns after the diagonal are ignored."""
+    """`cpu.select` on the GPU."""
     check_scores(score_BHNM, first_block)
     if score_BHNM.stride(3) != 1:
         raise KernelInputError("scores must be contiguous along key blocks")
@@ -292,7 +249,7 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
     width = max(16, next_power_of_2(columns))
     _apply[(rows, batch * heads)](
         score_BHNM,
-        rule.amounts(heads, device),
+        rule.thresholds(heads, device),
         index_BHNM,
         count_BHN,
         kept_BHNM,
@@ -318,13 +275,13 @@ def select(score_BHNM: torch.Tensor, rule: Rule, first_block: int, *, with_score
 
 
 def _warps(width: int) -> int:
-    """One warp needs no barrier in its sums, and 32 values a thread leave room for enough programs."""
+    """One warp needs no barrier in its sums."""
     return min(16, max(1, width // 1024))
 
 
 _RULE = {
     "in_ptr": "*fp16",
-    "amount_ptr": "*fp32",
+    "threshold_ptr": "*fp32",
     "index_ptr": "*i16",
     "count_ptr": "*i32",
     "score_ptr": "*fp32",
@@ -355,4 +312,3 @@ COMPILE_CASES = [
         },
     ),
 ]
-"""What tests/kernels compiles for sm_90: function, types of its arguments, constants."""

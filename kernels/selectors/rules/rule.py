@@ -1,85 +1,76 @@
-"""What a selection rule is. Shape suffixes as in `kernels.interface`."""
+"""The definition of a selection rule. Suffixes as in `kernels.interface`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from ...interface import KernelInputError
 
-if TYPE_CHECKING:
-    import torch
-
 LEVELS = 1 << 17
-"""Steps into which a row's scores are cut for the cumulative rule; one step is 7.6e-6 of the row's largest
-score. Whole numbers make the sums exact in any order, so how the prompt was cut cannot move a tile."""
+"""The cumulative rule counts scores in 1 / LEVELS of the row's largest. Whole numbers make sums exact in any
+order, so chunks cannot move a tile."""
 
 ROUNDING = 1.0 - 2.0**-22
-"""What a share of a number of tiles is taken times before it is rounded up: in float32 0.6 of 25 are a little
-more than 15."""
+"""Factor of a share of tiles before it is rounded up: in float32 0.6 of 25 are a little more than 15."""
 
 TINY, LARGER = 2.0**-64, 2.0**64
-"""Scores of a row whose largest is below TINY are counted LARGER times as large: LEVELS over it would be
-infinite where sink and window hold all but 4e-34 of a row."""
+"""Scores of a row whose largest is below TINY are scaled by LARGER, else LEVELS over it would be infinite."""
 
 MAX_BLOCKS = (1 << 31) // LEVELS - 1
 """Key blocks for which a row's sum stays within int32: 2 million tokens."""
 
-Kind = Literal["cumulative", "max_relative", "top_k"]
+Kind = Literal["cumulative", "top_k"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which tiles of a row of scores are kept. Always are the forced ones: the first `sink_blocks` and the
-    last `window_blocks` up to the diagonal, the diagonal itself among them.
+    """The tiles of a row of scores that are kept.
 
-    cumulative: the highest-scoring tiles, until they and the forced ones hold at least `amount` of the
-    row's sum (XAttention, section 2.2); 1 keeps everything. Scores count in steps of 1 / LEVELS of the
-    row's largest. max_relative: tiles scoring at least `amount` times the row's largest score
-    (FlashPrefill). top_k: the highest-scoring tiles until at least `amount` of the row's causal tiles,
-    rounded up, are kept. Equal scores are kept or dropped together, so ties may keep more. A row without
-    a positive score is kept whole. `amount` is one number, or a float tensor with one number per head.
+    Forced tiles always are: the first `sink_blocks`, and the last `window_blocks` with the diagonal.
 
-    outside: sum, largest score and number of tiles are those of the tiles that are not forced, and forced
-    ones count towards nothing. Otherwise a sink that holds most of a row fills its quota, and tiles that the
-    row needs are dropped at any density.
+    cumulative: the highest-scoring tiles, until they and the forced ones hold at least `threshold` of the
+    row's sum (XAttention, section 2.2); 1 keeps everything. top_k: until at least `threshold` of the row's
+    causal tiles, rounded up, are kept. Equal scores are kept or dropped together. A row without a positive
+    score is kept whole.
+
+    threshold: one number, or a float tensor with one per head. outside: sums leave out forced tiles;
+    otherwise a sink that holds most of a row fills its quota.
     """
 
     kind: Kind
-    amount: float | torch.Tensor
+    threshold: float | torch.Tensor
     sink_blocks: int = 1
     window_blocks: int = 1
     outside: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cumulative", "max_relative", "top_k"):
-            raise KernelInputError(f"unknown selection rule {self.kind!r}: cumulative, max_relative or top_k")
+        if self.kind not in ("cumulative", "top_k"):
+            raise KernelInputError(f"unknown selection rule {self.kind!r}: cumulative or top_k")
         if self.sink_blocks < 1 or self.window_blocks < 1:
             raise KernelInputError(
                 f"a rule keeps at least one block of sink and of window, "
                 f"got {self.sink_blocks} and {self.window_blocks}"
             )
-        if not isinstance(self.amount, float | int):
-            if self.amount.dim() != 1 or not self.amount.is_floating_point():
-                raise KernelInputError("a rule's amounts must be one float per head")
-        elif not 0.0 <= self.amount <= 1.0:
-            raise KernelInputError(f"a rule's amount must be within 0 .. 1, got {self.amount}")
+        if not isinstance(self.threshold, float | int):
+            if self.threshold.dim() != 1 or not self.threshold.is_floating_point():
+                raise KernelInputError("a rule's thresholds must be one float per head")
+        elif not 0.0 <= self.threshold <= 1.0:
+            raise KernelInputError(f"a rule's threshold must be within 0 .. 1, got {self.threshold}")
 
-    def amounts(self, heads: int, device: torch.device) -> torch.Tensor:
-        """float32, one amount per head, on the device."""
-        import torch
-
-        if isinstance(self.amount, torch.Tensor):
-            if self.amount.shape[0] != heads:
-                raise KernelInputError(f"{self.amount.shape[0]} amounts for {heads} query heads")
-            return self.amount.to(device, torch.float32, non_blocking=True)
-        return torch.full((heads,), self.amount, dtype=torch.float32, device=device)
+    def thresholds(self, heads: int, device: torch.device) -> torch.Tensor:
+        """float32, one per head, on the device."""
+        if isinstance(self.threshold, torch.Tensor):
+            if self.threshold.shape[0] != heads:
+                raise KernelInputError(f"{self.threshold.shape[0]} thresholds for {heads} query heads")
+            return self.threshold.to(device, torch.float32, non_blocking=True)
+        return torch.full((heads,), self.threshold, dtype=torch.float32, device=device)
 
 
 def check_scores(score_BHNM: torch.Tensor, first_block: int) -> None:
-    """Raise KernelInputError unless the scores fit a chunk that starts at `first_block`."""
-    import torch
-
+    """Raises KernelInputError unless the scores fit a chunk that starts at `first_block`."""
     if score_BHNM.dim() != 4 or score_BHNM.numel() == 0:
         raise KernelInputError(
             f"scores must be (batch, heads, query blocks, key blocks) and not empty, "

@@ -1,6 +1,6 @@
-"""Logarithms of sums, slab by slab: what score kernels hand to the rules.
+"""Logarithms of scores, slab by slab, from score kernels to rules.
 
-Shape suffixes as in `kernels.interface`; R rows of logarithms of one query block.
+Suffixes as in `kernels.interface`; R rows of logarithms of one query block.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import torch
 from ...interface import AttentionInput
 
 PART_BYTES = 768 << 20
-"""Most memory that one slab's logarithms may take."""
+"""Most memory of one slab's logarithms."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """log2 of the parts of a slab's tile scores: part_BHNRM, N the slab's query blocks from `first_row` of
-    the chunk on; columns after a row's diagonal are never read. `normalised`: every part row's values are
-    divided by their sum before the rows are added. `largest`: of the rows' values the largest is the score,
-    in place of their sum."""
+    """log2 of the parts of a slab's tile scores: part_BHNRM, N query blocks from `first_row` on; undefined
+    after the diagonal.
+
+    normalised: every part row's values are divided by their sum first. largest: the score is the rows'
+    largest, not their sum.
+    """
 
     part_BHNRM: torch.Tensor
     first_row: int
@@ -30,7 +32,7 @@ class Sums:
 
 
 def empty_parts(like: torch.Tensor, rows: tuple[int, ...], columns: int) -> torch.Tensor:
-    """fp16 (*rows, columns), every row starting on 32 bytes."""
+    """fp16 (*rows, columns), every row on 32 bytes."""
     return torch.empty((*rows, -(-columns // 16) * 16), dtype=torch.float16, device=like.device)[
         ..., :columns
     ]

@@ -6,36 +6,24 @@ Kernels run in the interpreter (fp32, fp16) without a GPU, and on the GPU (bf16 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
-from deltafront.kernels.executors import (
-    block_sparse,
-    block_sparse_packed,
-    block_sparse_packed_kernel,
-    dense,
-    hopper_launch,
-    packed_kv,
-    packed_kv_kernel,
-)
+from deltafront.kernels.executors import block_sparse, dense
 from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
-from deltafront.kernels.executors.block_sparse_packed import (
-    BlockSparsePackedExecutor,
-    DeltaXAttentionOptions,
-)
-from deltafront.kernels.executors.hopper_launch import (
-    BY_LENGTH,
-    LONGEST_ROWS_FIRST,
-    ONE_HEAD_FIRST,
-    by_length,
-)
-from deltafront.kernels.executors.packed_kv import CHUNK, DeltaKVOptions, PackedKVExecutor
-from deltafront.kernels.executors.packed_runs import PackedRuns, SimilarRuns
+from deltafront.kernels.executors.hopper import launch as hopper_launch
+from deltafront.kernels.executors.hopper.launch import by_length
+from deltafront.kernels.executors.hopper.plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST
+from deltafront.kernels.executors.packed import delta_kv, delta_xattention, delta_xattention_kernel
+from deltafront.kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
+from deltafront.kernels.executors.packed.delta_xattention import DeltaXAttentionExecutor
+from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
+from deltafront.kernels.options import DeltaKVOptions, DeltaXAttentionOptions
 from deltafront.kernels.reference.attention import mixed_attention, packed_attention, reference_attention
 from deltafront.kernels.testing import (
     assert_rows_close,
@@ -129,7 +117,7 @@ def test_a_row_may_see_nothing_of_its_first_tile(start: int, head_dim: int) -> N
 @pytest.mark.parametrize("counts", [True, False])
 def test_packing_repeats_means(counts: bool) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
-    executor = PackedKVExecutor(DeltaKVOptions(cos=0.8, counts=counts, critical=128))
+    executor = DeltaKVExecutor(DeltaKVOptions(cos=0.8, counts=counts, critical=128))
     state = executor.new_state(spec_of(x))
     found = executor.attend(x, None, state, no_phase)
     runs = int(state.offset_BGC[0, 0, -1])
@@ -145,7 +133,7 @@ def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
     exact = dense.cpu_attend(x)
 
     def run(counts: bool) -> torch.Tensor:
-        executor = PackedKVExecutor(DeltaKVOptions(cos=1.0, counts=counts, critical=128))
+        executor = DeltaKVExecutor(DeltaKVOptions(cos=1.0, counts=counts, critical=128))
         return executor.attend(x, None, executor.new_state(spec_of(x)), no_phase)
 
     assert_rows_close(run(True), exact)
@@ -153,60 +141,12 @@ def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
         assert_rows_close(run(False), exact)
 
 
-@dataclass(frozen=True)
-class PeriodicRuns:
-    """Every `period`-th row of a chunk leads a run (DeltaAttention, ablation of section 4.1)."""
-
-    period: int
-
-    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
-        del first_chunk
-        row_S = torch.arange(k_BGSD.shape[2], device=k_BGSD.device)
-        return (row_S % chunk % self.period == 0).expand(k_BGSD.shape[:3])
-
-
-@dataclass(frozen=True)
-class RandomRuns:
-    """Each row leads a run with probability `share`, the first row of a chunk always.
-
-    The draw depends only on the row's position, the head and the seed, so chunks of a prompt agree.
-    """
-
-    share: float
-    seed: int = 0
-
-    def __call__(self, k_BGSD: torch.Tensor, first_chunk: int, chunk: int) -> torch.Tensor:
-        batch, heads, rows, _ = k_BGSD.shape
-        parts = []
-        for c in range(rows // chunk):
-            generator = torch.Generator("cpu").manual_seed(self.seed * 1_000_003 + first_chunk + c)
-            parts.append(torch.rand(batch, heads, chunk, generator=generator) < self.share)
-        leads_BGS = torch.cat(parts, dim=2)
-        leads_BGS[..., ::chunk] = True
-        return leads_BGS.to(k_BGSD.device)
-
-
-@pytest.mark.parametrize("runs", [PeriodicRuns(2), RandomRuns(0.5, seed=3)])
-def test_ablations_pack_half_the_keys_and_do_not_depend_on_chunks(runs: Any) -> None:
-    x = random_input(1700, q_heads=1, kv_heads=1, head_dim=16)
-    executor = PackedKVExecutor(DeltaKVOptions(cos=0.9, critical=128), runs=runs)
-    state = executor.new_state(spec_of(x))
-    whole = executor.attend(x, None, state, no_phase)
-    assert abs(int(state.offset_BGC[0, 0, 3]) - 768) < 80
-    state = executor.new_state(spec_of(x))
-    parts = [
-        executor.attend(chunk_of(x, a, b), None, state, no_phase)
-        for a, b in ((0, 640), (640, 768), (768, 1700))
-    ]
-    assert_rows_close(torch.cat(parts, 2), whole)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_lesser_tiles_repeat_means(share: float) -> None:
     whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
     x = chunk_of(whole, 128, 690)
     mask = random_mask(x, 0.7)
-    executor = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=share))
+    executor = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=share))
     state = executor.new_state(spec_of(whole))
     found = executor.attend(x, mask, state, no_phase)
     runs = int(state.offset_BGC[0, 0, state.chunks])
@@ -240,25 +180,25 @@ def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dty
     with poisoned_empty():
         found = block_sparse.kernel_attend(x, mask)
     assert_rows_close(found.cpu(), block_sparse.cpu_attend(y, mask_on_cpu(mask)), dtype=dtype)
-    mixed = BlockSparsePackedExecutor(MIXED)
+    mixed = DeltaXAttentionExecutor(MIXED)
     state = mixed.new_state(spec_of(x))
-    state.extend(x.k_BGSD, 128, mixed.runs)
+    state.extend(x.k_BGSD, 128, mixed.cos)
     with poisoned_empty():
-        found = block_sparse_packed_kernel.kernel_attend(x, mask, state, share=0.3)
-    expected = block_sparse_packed.cpu_attend(as_stored(x), mask_on_cpu(mask), state_on_cpu(state), share=0.3)
+        found = delta_xattention_kernel.kernel_attend(x, mask, state, share=0.3)
+    expected = delta_xattention.cpu_attend(as_stored(x), mask_on_cpu(mask), state_on_cpu(state), share=0.3)
     assert_rows_close(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("counts", "mean_keys"), [(True, True), (False, True), (True, False)])
-def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, counts: bool, mean_keys: bool) -> None:
+@pytest.mark.parametrize("counts", [True, False])
+def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, counts: bool) -> None:
     x = with_runs(random_input(900, rows=260, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE))
     state = PackedRuns.empty(spec_of(x), CHUNK)
-    state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
-    options = {"chunk": CHUNK, "critical": 128, "counts": counts, "mean_keys": mean_keys}
+    state.extend(x.k_BGSD, CHUNK, 0.8)
+    options = {"chunk": CHUNK, "critical": 128, "counts": counts}
     with poisoned_empty():
-        found = packed_kv_kernel.kernel_attend(x, state, **options)  # type: ignore[arg-type]
-    expected = packed_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
+        found = delta_kv.kernel_attend(x, state, **options)  # type: ignore[arg-type]
+    expected = delta_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
     assert_rows_close(found.cpu(), expected)
 
 
@@ -271,12 +211,12 @@ def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
             random_input(tokens, q_heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.float16, device=DEVICE)
         )
         state = PackedRuns.empty(spec_of(x), CHUNK)
-        state.extend(x.k_BGSD, CHUNK, SimilarRuns(0.8))
+        state.extend(x.k_BGSD, CHUNK, 0.8)
         options: dict[str, Any] = {"chunk": CHUNK, "critical": critical, "counts": True}
-        expected = packed_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)
+        expected = delta_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)
         for start in starts:
             with poisoned_empty():
-                found = packed_kv_kernel.kernel_attend(chunk_of(x, start, tokens), state, **options)
+                found = delta_kv.kernel_attend(chunk_of(x, start, tokens), state, **options)
             assert_rows_close(found.cpu(), expected[:, :, start:])
 
 
@@ -338,9 +278,9 @@ def test_exact_table_of_the_kernel(share: float) -> None:
     for scores in (mask.score_BHNM, mask.score_BHNM - 0.5, (4 * mask.score_BHNM).round()):
         scored = replace(mask, score_BHNM=scores)
         with poisoned_empty():
-            found = block_sparse_packed_kernel.kernel_exact_table(scored, share).cpu()
+            found = delta_xattention_kernel.kernel_exact_table(scored, share).cpu()
         listed = torch.arange(found.shape[3]) < mask.count_BHN.cpu()[..., None]
-        expected = block_sparse_packed.cpu_exact_table(mask_on_cpu(scored), share)
+        expected = delta_xattention.cpu_exact_table(mask_on_cpu(scored), share)
         assert torch.equal(found & listed, expected & listed)
 
 
@@ -354,8 +294,8 @@ def test_the_exact_share_is_rounded_up_and_no_further(share: str) -> None:
     expected = [math.ceil(Fraction(share) * others) + 1 for others in range(64)]
     listed = torch.arange(64) < counts[:, None]
     for table in (
-        block_sparse_packed.cpu_exact_table(mask, float(share)),
-        block_sparse_packed_kernel.kernel_exact_table(on_device, float(share)).cpu(),
+        delta_xattention.cpu_exact_table(mask, float(share)),
+        delta_xattention_kernel.kernel_exact_table(on_device, float(share)).cpu(),
     ):
         assert (table[0, 0] & listed).sum(1).tolist() == expected
 
@@ -365,14 +305,14 @@ def test_computed_tiles_count_the_work() -> None:
     mask = random_mask(x, 0.4)
     listed = float(mask.count_BHN.sum())
     assert float(BlockSparseExecutor().computed_tiles(x, mask, None)) == listed
-    everything = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=1.0))
+    everything = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=1.0))
     state = everything.new_state(spec_of(x))
     everything.attend(x, mask, state, no_phase)
     assert float(everything.computed_tiles(x, mask, state)) == listed
-    some = BlockSparsePackedExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=0.0))
+    some = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=0.0))
     diagonals = mask.count_BHN.numel()
     assert diagonals + (listed - diagonals) / 4 < float(some.computed_tiles(x, mask, state)) < 0.6 * listed
-    packed = PackedKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
+    packed = DeltaKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
     packed_state = packed.new_state(spec_of(x))
     packed.attend(x, None, packed_state, no_phase)
     runs = packed_state.offset_BGC[0].double()
@@ -397,11 +337,11 @@ def bad_masks(x: AttentionInput) -> dict[str, TileMask | None]:
 
 def test_unusable_masks_are_refused_before_any_launch() -> None:
     x = random_input(300, device=DEVICE)
-    mixed = BlockSparsePackedExecutor(MIXED)
+    mixed = DeltaXAttentionExecutor(MIXED)
     for name, mask in bad_masks(x).items():
         with pytest.raises(KernelInputError, match="block_sparse"):
             BlockSparseExecutor().attend(x, mask, None, no_phase)
-        with pytest.raises(KernelInputError, match="block_sparse_packed"):
+        with pytest.raises(KernelInputError, match="delta_xattention"):
             mixed.attend(x, mask, mixed.new_state(spec_of(x)), no_phase)
         if name != "missing":
             assert mask is not None
@@ -414,7 +354,7 @@ def test_unusable_masks_are_refused_before_any_launch() -> None:
 
 def test_unaligned_chunks_and_foreign_states_are_refused() -> None:
     x = chunk_of(random_input(300, device=DEVICE), 30, 300)
-    packed = PackedKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
+    packed = DeltaKVExecutor(DeltaKVOptions(cos=0.8, critical=128))
     with pytest.raises(KernelInputError, match="multiple of 128"):
         packed.attend(x, None, packed.new_state(spec_of(x)), no_phase)
     with pytest.raises(KernelInputError, match="multiple of 128"):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.layers import linear_hopper_launch as hopper
-from deltafront.kernels.layers.linear import linear, meet, swiglu_linear
+from deltafront.kernels.layers.linear import compile_products, linear, swiglu_linear
 from deltafront.kernels.reference import layers as reference
 from deltafront.kernels.testing import assert_rows_close, poisoned_empty
 
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_named(function: Any) -> None:
 def test_without_a_gpu_there_is_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     monkeypatch.setattr(hopper, "launch", lambda *given, **_form: launched.append(given))
-    meet(torch.zeros(256, 64, dtype=torch.bfloat16))
+    compile_products(torch.zeros(256, 64, dtype=torch.bfloat16))
     assert not launched
 
 

@@ -10,7 +10,7 @@ import torch
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.paged_decode import attention, cpu, launch
-from deltafront.kernels.paged_decode.launch import Division
+from deltafront.kernels.paged_decode.launch import SplitPlan
 from deltafront.kernels.paged_decode.page_selection import select_pages
 from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
 from deltafront.kernels.reference.paged_decode import paged_attention
@@ -106,7 +106,7 @@ def test_the_kernel_equals_the_cpu_form(
 ) -> None:
     lengths = [8192, 4097, 4080, 1] if GPU else [1, 100, 144]
     x = make(lengths, Shape(q_heads, kv_heads, head_dim, dtype=dtype), sharpness=2.0)
-    cut = None if GPU else Division(32, 2, score_blocks=2)
+    cut = None if GPU else SplitPlan(32, 2, score_blocks=2)
     with poisoned_empty():
         out_RHD, lse_RH, score_RP = launch.paged_attention_scored(x, cut)
         plain_RHD, plain_RH = launch.paged_attention(x, cut)
@@ -127,14 +127,14 @@ def test_the_sparse_kernel_equals_the_cpu_form(
     x = make([100, 144, 5], Shape(q_heads, kv_heads, head_dim, dtype=dtype), sharpness=2.0)
     selection = choose(x, [[0, 3, 6], [1, 2, 4, 5], [0]])
     with poisoned_empty():
-        out_RHD, lse_RH = launch.paged_attention_sparse(selection, None if GPU else Division(32, 2))
+        out_RHD, lse_RH = launch.paged_attention_sparse(selection, None if GPU else SplitPlan(32, 2))
     expected_RHD, expected_RH = cpu.paged_attention_sparse(choose(fp32(x), [[0, 3, 6], [1, 2, 4, 5], [0]]))
     assert_rows_close(out_RHD, expected_RHD)
     torch.testing.assert_close(lse_RH, expected_RH, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("cut", [Division(16, 1), Division(64, 5), Division(32, 16, score_blocks=4)])
-def test_how_the_kernel_is_cut_does_not_matter(cut: Division) -> None:
+@pytest.mark.parametrize("cut", [SplitPlan(16, 1), SplitPlan(64, 5), SplitPlan(32, 16, score_blocks=4)])
+def test_how_the_kernel_is_cut_does_not_matter(cut: SplitPlan) -> None:
     x = make([70, 129], Shape(dtype=DTYPES[0]))
     with poisoned_empty():
         out_RHD, _, score_RP = launch.paged_attention_scored(x, cut)
@@ -147,7 +147,7 @@ def test_how_the_kernel_is_cut_does_not_matter(cut: Division) -> None:
 @pytest.mark.parametrize("splits", [1, 3, 16])
 def test_requests_share_the_splits_by_what_they_read(lengths: list[int], splits: int) -> None:
     """However many there are, and whether they read all pages or some."""
-    x, cut = make(lengths, Shape(dtype=DTYPES[0])), Division(32, splits)
+    x, cut = make(lengths, Shape(dtype=DTYPES[0])), SplitPlan(32, splits)
     chosen = [list(range(0, -(-tokens // PAGE_TOKENS), 2)) for tokens in lengths]
     selection = choose(x, chosen)
     mixed = replace(selection, counts_R=selection.counts_R * integers([n % 2 for n in range(len(lengths))]))

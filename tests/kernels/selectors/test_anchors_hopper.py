@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from deltafront.kernels.constants import BLOCK
-from deltafront.kernels.executors.launch import is_hopper
+from deltafront.kernels.hopper.device import is_hopper
 from deltafront.kernels.interface import AttentionInput
-from deltafront.kernels.selectors.anchors import AnchorSettings, BlockAnchors, SideSettings
-from deltafront.kernels.selectors.anchors_hopper_launch import key_tiles, launch, shares_of
+from deltafront.kernels.selectors.anchors.form import AnchorSettings, BlockAnchors, SideSettings
+from deltafront.kernels.selectors.anchors.hopper_launch import key_tiles, launch, splits_of
 from deltafront.kernels.selectors.rules.sums import Sums, empty_parts
 
 LANES, DIM = 4, 64
@@ -44,14 +44,14 @@ def test_a_tile_arrives_with_its_quarters_interleaved(slots: int) -> None:
 def test_keys_are_shared_so_that_all_end_soonest(programs: int, steps: int) -> None:
     """Against the rounds in which 132 multiprocessors take the programs, counted one by one."""
 
-    def time(shares: int) -> int:
+    def time(splits: int) -> int:
         ends = [0] * 132
-        for _ in range(programs * shares):
-            ends[ends.index(min(ends))] += -(-steps // shares) + 3
+        for _ in range(programs * splits):
+            ends[ends.index(min(ends))] += -(-steps // splits) + 3
         return max(ends)
 
-    shares = shares_of(programs, steps, 132)
-    assert time(shares) <= min(time(other) for other in range(1, 4 * 132 // programs + 2))
+    splits = splits_of(programs, steps, 132)
+    assert time(splits) <= min(time(other) for other in range(1, 4 * 132 // programs + 2))
 
 
 def table_of(heads: int, blocks: int, slots: int, first_block: int) -> BlockAnchors:
@@ -76,7 +76,7 @@ def test_every_launch_counts_each_tile_by_its_own_numbers(blocks: int, first_blo
     launches: so a hundred launches, each against plain arithmetic."""
     heads, groups, tokens = 32, 8, blocks * BLOCK
     seen = first_block + blocks
-    form = AnchorSettings(0.75, SideSettings(8, "anchor", "drop"), SideSettings(32, "anchor", "drop"))
+    form = AnchorSettings(0.75, SideSettings(8, "anchor"), SideSettings(32, "anchor"))
     queries, keys = table_of(heads, blocks, 8, first_block), table_of(groups, seen, 32, 0)
     q_BHTD = torch.empty(1, heads, tokens, 128, device="cuda", dtype=torch.bfloat16)
     k_BGSD = torch.empty(1, groups, seen * BLOCK, 128, device="cuda", dtype=torch.bfloat16)

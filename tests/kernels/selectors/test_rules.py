@@ -15,7 +15,7 @@ from deltafront.kernels.selectors.rules.rule import Kind, Rule
 from deltafront.kernels.testing import poisoned_empty, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS: list[Kind] = ["cumulative", "max_relative", "top_k"]
+KINDS: list[Kind] = ["cumulative", "top_k"]
 FORCED = [(1, 1, False), (2, 4, False), (1, 1, True), (2, 5, True)]
 """Blocks of sink and of window, and whether the rule counts outside them."""
 
@@ -26,11 +26,11 @@ def test_the_cpu_form_equals_the_oracle(kind: Kind, sink: int, window: int, outs
     score = torch.rand(2, 4, 5, 24) ** 6
     score[0, 1] = (score[0, 1] * 8).round() / 8  # ties, and rows with zeros
     score[1, 2, 3, 2:18] = 0.0  # nothing outside
-    amounts = torch.tensor([0.31, 0.55, 0.83, 1.0])
-    mask = cpu.select(score, Rule(kind, amounts, sink, window, outside), 19)
+    thresholds = torch.tensor([0.31, 0.55, 0.83, 1.0])
+    mask = cpu.select(score, Rule(kind, thresholds, sink, window, outside), 19)
     how = {"sink": sink, "window": window, "outside": outside}
     expected = [
-        kept_tiles(score[b, h, n].tolist(), 19 + n, kind, float(amounts[h]), **how)
+        kept_tiles(score[b, h, n].tolist(), 19 + n, kind, float(thresholds[h]), **how)
         for b in range(2)
         for h in range(4)
         for n in range(5)
@@ -63,7 +63,6 @@ def test_forced_tiles_ties_and_edges(select: object) -> None:
     assert callable(select)
     score = torch.zeros(1, 1, 1, 9, device=DEVICE)
     score[..., 4] = 1.0
-    assert tiles(select(score, Rule("max_relative", 1.0), 8)) == [[0, 4, 8]]
     assert tiles(select(score, Rule("cumulative", 0.5), 8)) == [[0, 4, 8]]
     assert tiles(select(score, Rule("cumulative", 1.0), 8)) == [list(range(9))]
     assert tiles(select(score, Rule("cumulative", 0.0), 8)) == [[0, 8]]
@@ -72,7 +71,7 @@ def test_forced_tiles_ties_and_edges(select: object) -> None:
     assert tiles(select(tied, Rule("cumulative", 0.5), 8)) == [list(range(9))]
     assert tiles(select(score[..., :1], Rule("cumulative", 0.5), 0)) == [[0]]
     everything = [[*range(9)]]
-    for kind, whole in (("cumulative", 1.0), ("max_relative", 0.0), ("top_k", 1.0)):
+    for kind, whole in (("cumulative", 1.0), ("top_k", 1.0)):
         assert tiles(select(score, Rule(kind, whole, outside=True), 8)) == everything, "full budget is dense"
 
 
@@ -92,8 +91,8 @@ def test_a_quota_is_met_however_little_sink_and_window_leave(select: object, tin
     assert callable(select)
     outside = [0.3, 0.1, 0.9, 0.2, 0.8, 0.05, 0.6]
     score = torch.tensor([1.0, *(tiny * part for part in outside), 0.5], device=DEVICE).view(1, 1, 1, 9)
-    for amount, expected in ((0.5, [0, 3, 5, 8]), (0.85, [0, 1, 3, 5, 7, 8])):
-        assert tiles(select(score, Rule("cumulative", amount, outside=True), 8)) == [expected]
+    for threshold, expected in ((0.5, [0, 3, 5, 8]), (0.85, [0, 1, 3, 5, 7, 8])):
+        assert tiles(select(score, Rule("cumulative", threshold, outside=True), 8)) == [expected]
     assert tiles(select(score, Rule("cumulative", 0.0, outside=True), 8)) == [[0, 8]]
 
 
@@ -134,14 +133,14 @@ def test_bad_input(select: object) -> None:
     ):
         with pytest.raises(KernelInputError):
             select(score, rule, first)
-    with pytest.raises(KernelInputError, match="3 amounts for 2"):
+    with pytest.raises(KernelInputError, match="3 thresholds for 2"):
         select(good, Rule("cumulative", torch.ones(3)), 2)
 
 
 def test_bad_rules() -> None:
-    for kind, amount in (("best", 0.5), ("cumulative", 1.5), ("top_k", -0.1), ("top_k", float("nan"))):
+    for kind, threshold in (("best", 0.5), ("cumulative", 1.5), ("top_k", -0.1), ("top_k", float("nan"))):
         with pytest.raises(KernelInputError):
-            Rule(kind, amount)  # type: ignore[arg-type]
+            Rule(kind, threshold)  # type: ignore[arg-type]
     for sink, window in ((0, 1), (1, 0)):
         with pytest.raises(KernelInputError, match="at least one block"):
             Rule("cumulative", 0.5, sink, window)

@@ -14,25 +14,29 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
+from deltafront.kernels.options import (
+    AnchorsOptions,
+    AntidiagonalOptions,
+    BlockPoolOptions,
+    NaiveOptions,
+    StreamingOptions,
+)
 from deltafront.kernels.reference.selection import (
     anchor_scores,
     antidiagonal_scores,
-    flex_tiles,
     naive_scores,
     pooled_scores,
-    vertical_slash_tiles,
 )
-from deltafront.kernels.selectors.anchors import AnchorsOptions, AnchorsSelector, SideSettings
-from deltafront.kernels.selectors.anchors_cpu import cpu_summarise
-from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
-from deltafront.kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
-from deltafront.kernels.selectors.flex import FlexOptions, FlexSelector
-from deltafront.kernels.selectors.naive import NaiveOptions, NaiveSelector
+from deltafront.kernels.reference.structured import structured_input
+from deltafront.kernels.selectors.anchors.cpu import cpu_summarise
+from deltafront.kernels.selectors.anchors.form import SideSettings
+from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
+from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
+from deltafront.kernels.selectors.grouped.block_pool import BlockPoolSelector
+from deltafront.kernels.selectors.grouped.naive import NaiveSelector
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.selectors.scored import ScoredSelector
-from deltafront.kernels.selectors.streaming import StreamingOptions, StreamingSelector
-from deltafront.kernels.selectors.vertical_slash import VerticalSlashOptions, VerticalSlashSelector
-from deltafront.kernels.structured import structured_input
+from deltafront.kernels.selectors.streaming import StreamingSelector
 from deltafront.kernels.testing import chunk_of, random_input, spec_of, tiles
 
 ANCHORS = AnchorsOptions(tau=0.8, outside=False, window=1, q_anchors=4, k_anchors=8)
@@ -81,8 +85,8 @@ def test_naive_and_pooled_equal_the_oracles() -> None:
 
 FORMS: dict[str, dict[str, Any]] = {
     "ours": {},
-    "means": {"q_representative": "mean", "k_representative": "mean"},
-    "merged": {"q_overflow": "merge", "k_overflow": "merge", "k_relax": None},
+    "means": {"representative": "mean"},
+    "not relaxed": {"k_relax": None},
     "thesis": {
         "k_relax": None,
         "weighted": False,
@@ -104,10 +108,10 @@ def test_anchors_equal_the_oracle(form: str, largest: bool) -> None:
 
 def test_crowded_blocks_are_relaxed_and_only_those() -> None:
     x = sample(256)
-    strict = cpu_summarise(x.k_BGSD, 0.75, SideSettings(8, "mean", "drop"))
-    relaxed = cpu_summarise(x.k_BGSD, 0.75, SideSettings(8, "mean", "drop", 0.3))
+    strict = cpu_summarise(x.k_BGSD, 0.75, SideSettings(8, "mean"))
+    relaxed = cpu_summarise(x.k_BGSD, 0.75, SideSettings(8, "mean", 0.3))
     assert int(relaxed.count_BGMA.sum()) > int(strict.count_BGMA.sum())
-    roomy = SideSettings(128, "mean", "drop", 0.3)
+    roomy = SideSettings(128, "mean", 0.3)
     plain = cpu_summarise(x.k_BGSD, 0.75, replace(roomy, relax=None))
     assert torch.equal(cpu_summarise(x.k_BGSD, 0.75, roomy).count_BGMA, plain.count_BGMA)
     assert int(plain.count_BGMA.sum()) == 256
@@ -190,58 +194,6 @@ def window(row: int, size: int) -> range:
     return range(max(0, row - size + 1), row + 1)
 
 
-def test_vertical_slash_keeps_a_planted_column() -> None:
-    """Every query looks at key 150, 886 to 949 before the last 64 queries: band 7 of the distances."""
-    q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)
-    q[..., 8], k[0, 0, 150, 8] = 8.0, 8.0
-    x = AttentionInput.of(q, k, torch.zeros_like(k))
-    rows = tiles(select(VerticalSlashSelector(VerticalSlashOptions(verticals=1, slashes=1)), x))
-    for n, kept in enumerate(rows):
-        banded = {m for m in (n - 7, n - 8) if m >= 0}
-        assert set(kept) == banded | {0, n} | ({1} if n else set())
-
-
-def test_vertical_slash_keeps_a_planted_diagonal() -> None:
-    """Every query looks at the key 300 before it: band 2 of the distances, two tiles of a row."""
-    rates = torch.tensor([0.8, 0.49, 0.3, 0.18])
-    angle = torch.arange(1100)[:, None] * rates
-    q, k = torch.zeros(1, 1, 1100, 16), torch.zeros(1, 1, 1100, 16)
-    k[0, 0, :, :8] = 6 * torch.cat([angle.cos(), angle.sin()], -1)
-    q[0, 0, :, :8] = 6 * torch.cat([(angle - 300 * rates).cos(), (angle - 300 * rates).sin()], -1)
-    x = AttentionInput.of(q, k, torch.zeros_like(k))
-    rows = tiles(select(VerticalSlashSelector(VerticalSlashOptions(verticals=1, slashes=1)), x))
-    columns = set()
-    for n, kept in enumerate(rows):
-        banded = {m for m in (n - 2, n - 3) if m >= 0}
-        assert banded <= set(kept)
-        columns |= set(kept) - banded - {0, n}
-    assert len(columns) <= 1
-
-
-@pytest.mark.parametrize("tokens", [300, 90])
-def test_the_baselines_equal_the_oracles(tokens: int) -> None:
-    x = sample(tokens, q_heads=4, kv_heads=2)
-    slashed = VerticalSlashSelector(VerticalSlashOptions(verticals=128, slashes=128))
-    wanted = [sorted(row) for head in vertical_slash_tiles(x, 128, 128) for row in head]
-    assert tiles(select(slashed, x)) == wanted
-    kept = []
-    for tau in (0.0, 0.3, 1.0):
-        found = tiles(select(FlexSelector(FlexOptions(gamma_flex=0.6, tau_flex=tau)), x))
-        assert found == [sorted(row) for head in flex_tiles(x, 0.6, tau) for row in head]
-        kept.append(found)
-    assert tokens < 128 or kept[0] != kept[2]
-
-
-def test_flex_budgets_and_patterns() -> None:
-    x = sample(1000)
-    everything = select(FlexSelector(FlexOptions(gamma_flex=1.0, tau_flex=1.0)), x)
-    assert everything.count_BHN[0, 0].tolist() == list(range(1, 9))
-    aware = select(FlexSelector(FlexOptions(gamma_flex=0.6, tau_flex=1.0)), x)
-    lines = select(FlexSelector(FlexOptions(gamma_flex=0.6, tau_flex=0.0)), x)
-    assert tiles(aware) != tiles(lines)
-    assert int(aware.count_BHN.sum()) < int(everything.count_BHN.sum())
-
-
 def test_scores_travel_with_the_mask_where_asked_for() -> None:
     x = sample(400)
     options = AntidiagonalOptions(tau=0.8)
@@ -264,12 +216,6 @@ def test_bad_input() -> None:
         if name in SCORED:
             with pytest.raises(KernelInputError, match="scale"):
                 select(make(), replace(x, scale=-1.0))
-    for baseline in (
-        VerticalSlashSelector(VerticalSlashOptions(verticals=10, slashes=10)),
-        FlexSelector(FlexOptions()),
-    ):
-        with pytest.raises(KernelInputError, match="whole prompt"):
-            select(baseline, random_input(300, head_dim=16, prompt_tokens=400))
     selector = AnchorsSelector(ANCHORS)
     small = replace(spec_of(x), max_tokens=256)
     with pytest.raises(KernelInputError, match="state"):
@@ -279,7 +225,7 @@ def test_bad_input() -> None:
     with pytest.raises(KernelInputError):
         AnchorsSelector(replace(ANCHORS, q_anchors=3))
     with pytest.raises(KernelInputError):
-        AnchorsSelector(ANCHORS, k_representative="median")  # type: ignore[arg-type]
+        AnchorsSelector(ANCHORS, representative="median")  # type: ignore[arg-type]
     with pytest.raises(KernelInputError, match="stride"):
         AntidiagonalSelector(AntidiagonalOptions(stride=5))
     with pytest.raises(KernelInputError, match="stride"):

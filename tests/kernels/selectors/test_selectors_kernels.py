@@ -15,19 +15,20 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput, TileMask, no_phase
-from deltafront.kernels.selectors import anchors_kernel
-from deltafront.kernels.selectors.anchors import AnchorsOptions, AnchorsSelector, SideSettings
-from deltafront.kernels.selectors.anchors_cpu import cpu_summarise
-from deltafront.kernels.selectors.anchors_summary_kernel import empty_table, kernel_summarise
-from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
-from deltafront.kernels.selectors.block_pool import BlockPoolOptions, BlockPoolSelector
-from deltafront.kernels.selectors.naive import NaiveOptions, NaiveSelector
+from deltafront.kernels.options import AnchorsOptions, AntidiagonalOptions, BlockPoolOptions, NaiveOptions
+from deltafront.kernels.reference.structured import structured_input
+from deltafront.kernels.selectors.anchors import scores
+from deltafront.kernels.selectors.anchors.cpu import cpu_summarise
+from deltafront.kernels.selectors.anchors.form import SideSettings
+from deltafront.kernels.selectors.anchors.selector import AnchorsSelector
+from deltafront.kernels.selectors.anchors.summary import empty_table, kernel_summarise
+from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
+from deltafront.kernels.selectors.grouped.block_pool import BlockPoolSelector
+from deltafront.kernels.selectors.grouped.naive import NaiveSelector
 from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules import sums
 from deltafront.kernels.selectors.scored import ScoredSelector
-from deltafront.kernels.selectors.streaming import cpu_select
-from deltafront.kernels.selectors.streaming_kernel import kernel_select
-from deltafront.kernels.structured import structured_input
+from deltafront.kernels.selectors.streaming import cpu_select, kernel_select
 from deltafront.kernels.testing import assert_rows_close, chunk_of, poisoned_empty, spec_of, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,8 +40,6 @@ THESIS: dict[str, Any] = {
     "weighted": False,
     "row_normalised": False,
 }
-MEANS: dict[str, Any] = {"q_representative": "mean", "k_representative": "mean"}
-MERGED: dict[str, Any] = {"q_overflow": "merge", "k_overflow": "merge", **MEANS}
 SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "antidiagonal": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=16)),
     "antidiagonal_4": lambda: AntidiagonalSelector(AntidiagonalOptions(tau=0.8, stride=4)),
@@ -48,7 +47,9 @@ SCORED: dict[str, Callable[[], ScoredSelector]] = {
     "block_pool": lambda: BlockPoolSelector(POOLED),
     "anchors": lambda: AnchorsSelector(ANCHORS),
     "anchors_finest": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=32, k_anchors=64, cos=0.85)),
-    "anchors_merged": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=8), **MERGED),
+    "anchors_means": lambda: AnchorsSelector(
+        replace(ANCHORS, q_anchors=2, k_anchors=8), representative="mean"
+    ),
     "anchors_thesis": lambda: AnchorsSelector(replace(ANCHORS, q_anchors=128, k_anchors=128), **THESIS),
     "anchors_largest": lambda: AnchorsSelector(LARGEST),
     "anchors_largest_cells": lambda: AnchorsSelector(replace(LARGEST, q_anchors=4), row_normalised=False),
@@ -129,10 +130,10 @@ def test_programs_that_share_keys_give_the_same_scores(
 ) -> None:
     x = sample(900, torch.float16)
     selector = AnchorsSelector(replace(ANCHORS, q_anchors=2, k_anchors=32))
-    monkeypatch.setattr(anchors_kernel, "_PROGRAMS", 1)
+    monkeypatch.setattr(scores, "_PROGRAMS", 1)
     alone = selector.kernel_scores(x, selector.new_state(spec_of(x)), no_phase)
-    monkeypatch.setattr(anchors_kernel, "_PROGRAMS", programs)
-    monkeypatch.setattr(anchors_kernel, "_LEAST_STEPS", 1)
+    monkeypatch.setattr(scores, "_PROGRAMS", programs)
+    monkeypatch.setattr(scores, "_LEAST_STEPS", 1)
     shared = selector.kernel_scores(x, selector.new_state(spec_of(x)), no_phase)
     assert torch.equal(alone, shared)
 
@@ -174,11 +175,10 @@ def test_degenerate_rows(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("relax", [None, 0.3])
 @pytest.mark.parametrize("representative", ["mean", "anchor"])
-@pytest.mark.parametrize("overflow", ["drop", "merge"])
-def test_summaries_equal_the_cpu_form(overflow: Any, representative: Any, relax: float | None) -> None:
+def test_summaries_equal_the_cpu_form(representative: Any, relax: float | None) -> None:
     x = sample(300, torch.float16).k_BGSD[:, :, :, :]
     x[0, 0, 140:150] = 0.0
-    side = SideSettings(8, representative, overflow, relax)
+    side = SideSettings(8, representative, relax)
     with poisoned_empty():
         table = empty_table(x, side.cap, x.dtype)
         kernel_summarise(x, 0.75, side, table, 0, 5)

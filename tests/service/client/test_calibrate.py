@@ -131,9 +131,9 @@ def test_levels_by_xattentions_thresholds_say_so(model: Path, tmp_path: Path) ->
     assert marginal.figures == {"allocation": "marginal"}
     assert threshold.figures == {"allocation": "threshold"}
     of_paper = {round(START * FACTOR**step, 6) for step in range(ADJUSTMENTS + 1)}
-    amounts = [amount for row in threshold.prefill[0].levels[0].amounts for amount in row]
-    assert set(amounts) <= of_paper
-    assert marginal.prefill[0].levels[0].amounts != threshold.prefill[0].levels[0].amounts
+    quotas = [quota for row in threshold.prefill[0].levels[0].thresholds for quota in row]
+    assert set(quotas) <= of_paper
+    assert marginal.prefill[0].levels[0].thresholds != threshold.prefill[0].levels[0].thresholds
 
 
 def test_layers_are_searched_by_what_answers_lose(model: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_shorter_length_that_is_added_reads_what_it_would_have_in_one_run(
         ({"--length": 600}, "--length needs --density"),
         (LEVEL | {"--density": 1.5}, "--density 1.5: must be above 0 and at most 1"),
         (LEVEL | {"--density": "nan"}, "--density nan: must be above 0 and at most 1"),
-        (LEVEL | {"--method": "streaming"}, "streaming has no amounts to calibrate"),
+        (LEVEL | {"--method": "streaming"}, "streaming has no thresholds to calibrate"),
         (LEVEL | {"--length": 0}, "--length 0: must be at least 1"),
         (LEVEL | {"--length": 600, "--positions": 500}, "--length 600: the model has 500 positions"),
         ({"--serving-budget": 1}, "--serving-budget 1: must be at least --recency, 2"),

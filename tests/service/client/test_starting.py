@@ -48,6 +48,12 @@ def failing(error: str) -> str:
             True,
         ),
         (failing("torch.OutOfMemoryError: CUDA out"), "OutOfMemoryError: CUDA out", True),
+        (
+            failing("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 233. TiB"),
+            "ArrayMemoryError: Unable to allocate 233. TiB",
+            True,
+        ),
+        ("RuntimeError: Traceback (most recent call last):\n  File x", "File x", False),
         (failing("RuntimeError: connection closed by peer"), "connection closed by peer", False),
         (
             failing("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."),

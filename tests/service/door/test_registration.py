@@ -13,7 +13,7 @@ from ray.serve._private.grpc_util import gRPCGenericServer
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
-from deltafront.service.door.registration import add_deltafront_to_server, add_health_to_server
+from deltafront.service.door.registration import Sent, add_deltafront_to_server, add_health_to_server
 from deltafront.service.door.status import OURS
 
 from ..inprocess import HANG_S, House
@@ -161,7 +161,7 @@ class Noted:
 def test_a_message_takes_the_status_of_a_stream_along(house: House, call: str) -> None:
     async def heard(request: Any) -> list[tuple[int, grpc.StatusCode | None]]:
         context = Noted()
-        stream = getattr(house.door, call)(request, context)
+        stream = getattr(house.door, call)(Sent(type(request), request.SerializeToString()), context)
         return [(message.ByteSize(), context.code) async for message in stream]
 
     kind = getattr(pb, f"{call}Request")

@@ -31,7 +31,7 @@ async def _events(
     house: House, read: Callable[[], GenerateRequest], stop: int | None = None
 ) -> list[RequestEvent]:
     events: list[RequestEvent] = []
-    async with contextlib.aclosing(house.door._requests.generate([], read)) as stream:
+    async with contextlib.aclosing(house.door._requests.generate([], read, 0)) as stream:
         async for event in stream:
             events.append(event)
             if len(events) == stop:
@@ -87,7 +87,7 @@ def test_a_session_that_its_client_has_left_before_is_released(house: House, rpc
 
     async def leave() -> None:
         requests = house.door._requests
-        async with contextlib.aclosing(getattr(requests, rpc)([], lambda: asked)) as stream:
+        async with contextlib.aclosing(getattr(requests, rpc)([], lambda: asked, 0)) as stream:
             await anext(stream)
             async with asyncio.timeout(HANG_S):
                 while requests._tasks:
@@ -100,7 +100,7 @@ def test_a_session_that_its_client_has_left_before_is_released(house: House, rpc
 
 def test_one_outcome_each(house: House) -> None:
     async def prefill() -> list[RequestEvent]:
-        return [e async for e in house.door._requests.prefill([], lambda: PrefillRequest(ASKED.prompt))]
+        return [e async for e in house.door._requests.prefill([], lambda: PrefillRequest(ASKED.prompt), 0)]
 
     house.loop.run(_events(house, lambda: ASKED))
     house.loop.run(_events(house, lambda: ASKED, stop=1))

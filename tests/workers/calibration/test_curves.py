@@ -9,7 +9,8 @@ import torch
 
 from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.interface import AttentionInput
-from deltafront.kernels.selectors.antidiagonal import AntidiagonalOptions, AntidiagonalSelector
+from deltafront.kernels.options import AntidiagonalOptions
+from deltafront.kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
 from deltafront.kernels.selectors.rules import cpu as rules
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.workers.calibration import curves as made
@@ -66,7 +67,7 @@ def _slowly(
     total = torch.einsum("htd,chd->tc", dense_HTD, slices).square().sum()
     density, error = torch.zeros(heads, len(QUOTAS)), torch.zeros(heads, len(QUOTAS))
     for i, quota in enumerate(QUOTAS):
-        kept = rules.keep(score, Rule("cumulative", quota, 1, 1, True), 0)[0]
+        kept = rules.kept_table(score, Rule("cumulative", quota, 1, 1, True), 0)[0]
         tile_HTS = kept.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, : len(IDS), : len(IDS)]
         sparse = logit_HTS.masked_fill(~tile_HTS, float("-inf")).softmax(-1) @ v_HSD
         change_HTD = sparse[:, rows] - dense_HTD

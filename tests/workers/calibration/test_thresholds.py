@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deltafront.workers.calibration import thresholds
 from deltafront.workers.calibration.curves import QUOTAS, Curves
-from deltafront.workers.calibration.levels import head_amounts
+from deltafront.workers.calibration.levels import head_thresholds
 from deltafront.workers.calibration.sensitivity import LayerCosts
 from deltafront.workers.calibration.thresholds import FACTOR, START, adjusted_quotas, between
 
@@ -54,7 +54,7 @@ def test_adjustments_fall_on_layers_that_cost_little() -> None:
     density = (0.2 + 0.8 * steps).expand(2, 2, -1)
     error = ((1 - steps) ** 2).expand(2, 2, -1)
     costs = LayerCosts(torch.tensor([9.0, 1.0]), torch.zeros(2))
-    one, other = head_amounts([Curves(density, error, error, QUOTAS)], [costs], 0.6, "threshold")
+    one, other = head_thresholds([Curves(density, error, error, QUOTAS)], [costs], 0.6, "threshold")
     assert min(one) >= max(other) and min(one) > min(other)
 
 
@@ -66,7 +66,7 @@ def test_it_counts_adjustments_where_marginal_gain_counts_tiles() -> None:
     error = ((1 - step) ** 2).expand(1, 2, -1)
     curves, turned = Curves(density, error, error, QUOTAS), Curves(density.flip(1), error, error, QUOTAS)
     costs = [LayerCosts(torch.ones(1), torch.zeros(1))]
-    ((dear, cheap),) = head_amounts([curves], costs, 0.25)
-    assert head_amounts([turned], costs, 0.25) == ((cheap, dear),) and dear < cheap
-    ((first, second),) = head_amounts([turned], costs, 0.25, "threshold")
+    ((dear, cheap),) = head_thresholds([curves], costs, 0.25)
+    assert head_thresholds([turned], costs, 0.25) == ((cheap, dear),) and dear < cheap
+    ((first, second),) = head_thresholds([turned], costs, 0.25, "threshold")
     assert (1 - dear) ** 2 + (1 - cheap) ** 2 < (1 - first) ** 2 + (1 - second) ** 2

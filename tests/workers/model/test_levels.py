@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltafront.kernels.methods import MethodError, method_spec
-from deltafront.workers.model.levels import amounts_for, nearest
+from deltafront.workers.model.levels import nearest, thresholds_for
 from deltafront.workers.model.profile import Level, shaping_options
 
 from ..profiles import make_profile
@@ -34,26 +34,26 @@ def test_a_prompt_gets_the_level_whose_length_is_nearest_by_ratio(model: Path, n
     profile = make_profile(model)
     short, long, other = profile.prefill[0].levels
     spec = method_spec(name, {"density": 0.2, "tau": 0.123, "min_tokens": 7})
-    amounts = amounts_for(profile, spec)
-    assert amounts is not None
+    thresholds = thresholds_for(profile, spec)
+    assert thresholds is not None
     for tokens, level in ((1, short), (256, short), (512, short), (513, long), (1 << 20, long)):
-        assert [tuple(amounts(layer, tokens)) for layer in range(LAYERS)] == list(level.amounts)
-    wider = amounts_for(profile, method_spec(name, {"density": 0.5}))
-    assert wider is not None and tuple(wider(2, 16)) == pytest.approx(other.amounts[2])
+        assert [tuple(thresholds(layer, tokens)) for layer in range(LAYERS)] == list(level.thresholds)
+    wider = thresholds_for(profile, method_spec(name, {"density": 0.5}))
+    assert wider is not None and tuple(wider(2, 16)) == pytest.approx(other.thresholds[2])
 
 
-def test_between_two_densities_amounts_are_interpolated(model: Path) -> None:
+def test_between_two_densities_thresholds_are_interpolated(model: Path) -> None:
     profile = make_profile(model)
     short, long, other = profile.prefill[0].levels
     assert (short.density, long.density, other.density) == (0.2, 0.2, 0.5)
     for asked, share in ((0.2, 0.0), (0.26, 0.2), (0.35, 0.5), (0.5, 1.0)):
-        amounts = amounts_for(profile, method_spec("block_pool", {"density": asked}))
-        assert amounts is not None
+        thresholds = thresholds_for(profile, method_spec("block_pool", {"density": asked}))
+        assert thresholds is not None
         for tokens, level in ((1, short), (1 << 20, long)):
             for layer in range(LAYERS):
-                ends = zip(level.amounts[layer], other.amounts[layer], strict=True)
+                ends = zip(level.thresholds[layer], other.thresholds[layer], strict=True)
                 want = [(1 - share) * low + share * high for low, high in ends]
-                assert amounts(layer, tokens) == pytest.approx(want)
+                assert thresholds(layer, tokens) == pytest.approx(want)
 
 
 @given(lengths=st.lists(counts, min_size=1, max_size=5, unique=True), tokens=counts)
@@ -81,7 +81,7 @@ def test_a_level_that_is_not_there_is_refused(
     model: Path, name: str, options: dict[str, float], says: str
 ) -> None:
     with pytest.raises(MethodError) as caught:
-        amounts_for(make_profile(model), method_spec(name, options))
+        thresholds_for(make_profile(model), method_spec(name, options))
     assert caught.value.field == "method_options.density"
     assert str(caught.value).startswith(f"method_options.density = {options['density']}: ")
     assert says in str(caught.value)
@@ -90,8 +90,8 @@ def test_a_level_that_is_not_there_is_refused(
 def test_without_a_profile_only_a_density_is_refused(model: Path) -> None:
     for profile in (None, make_profile(model), make_profile(model, prefill=())):
         for name in ("dense", "dpxa", "streaming+delta"):
-            assert amounts_for(profile, method_spec(name)) is None
+            assert thresholds_for(profile, method_spec(name)) is None
     with pytest.raises(MethodError, match=r"density = 0.2: the model has no profile \(model.profile\)"):
-        amounts_for(None, method_spec("dpxa", {"density": 0.2}))
+        thresholds_for(None, method_spec("dpxa", {"density": 0.2}))
     with pytest.raises(MethodError, match="the model's profile has no levels"):
-        amounts_for(make_profile(model, prefill=()), method_spec("dpxa", {"density": 0.2}))
+        thresholds_for(make_profile(model, prefill=()), method_spec("dpxa", {"density": 0.2}))

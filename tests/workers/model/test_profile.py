@@ -138,7 +138,7 @@ WRONG: list[tuple[str, Change]] = [
 
 @pytest.mark.parametrize(("says", "change"), WRONG, ids=[says for says, _ in WRONG])
 def test_what_no_profile_can_hold_is_named(model: Path, tmp_path: Path, says: str, change: Change) -> None:
-    content = make_profile(model).model_dump(mode="json")
+    content = make_profile(model).model_dump(mode="json", by_alias=True)
     change(content)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(content))
@@ -210,7 +210,7 @@ MISFITS: list[tuple[str, Change]] = [
 
 @pytest.mark.parametrize(("says", "change"), MISFITS, ids=[says for says, _ in MISFITS])
 def test_what_does_not_fit_the_model_is_named(model: Path, tmp_path: Path, says: str, change: Change) -> None:
-    content = make_profile(model).model_dump(mode="json")
+    content = make_profile(model).model_dump(mode="json", by_alias=True)
     change(content)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(content))

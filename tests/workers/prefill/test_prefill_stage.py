@@ -173,10 +173,10 @@ async def test_prompts_that_share_the_stages_do_not_disturb_each_other(model: Mo
 
 
 def break_streaming(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(spec: MethodSpec, amounts: Any) -> Any:
+    def broken(spec: MethodSpec, thresholds: Any) -> Any:
         if spec.name == "streaming":
             raise KernelInputError("no kernel for this device")
-        return build(spec, amounts)
+        return build(spec, thresholds)
 
     monkeypatch.setattr(prefill_stage, "build", broken)
 

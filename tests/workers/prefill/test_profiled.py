@@ -1,4 +1,4 @@
-"""A stage gives a request's method the amounts of its model's profile, by layer, head and prompt length."""
+"""A stage gives a request's method its model's thresholds, by layer, head and prompt length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from deltafront.kernels.methods import MethodError, MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillFailed
-from deltafront.workers.model.levels import amounts_for
+from deltafront.workers.model.levels import thresholds_for
 from deltafront.workers.model.profile import ProfileError
 from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.settings import ModelSpec, PrefillConfig
@@ -53,16 +53,16 @@ def test_however_it_is_cut_a_prompt_is_read_with_its_level(
     spec, ids = at_density(name, density), random_ids(tokens)
     report, logits_V = run_in_process(model, config(stages, chunk), ids, spec)
     profile = make_profile(directory)
-    wanted_V, _ = whole_prompt(directory, ids, spec, amounts_for(profile, spec))
+    wanted_V, _ = whole_prompt(directory, ids, spec, thresholds_for(profile, spec))
     np.testing.assert_allclose(logits_V, wanted_V.numpy(), rtol=2e-3, atol=2e-3)
     assert sum(layer.computed for layer in report.density) != sum(layer.causal for layer in report.density)
 
 
 def test_the_length_of_the_prompt_decides_the_level(directory: Path, model: ModelSpec) -> None:
-    """The same amounts everywhere, few for short prompts, all for long ones."""
-    content = make_profile(directory).model_dump()
-    for level, amount in zip(content["prefill"][0]["levels"], (0.0, 1.0, 0.5), strict=True):
-        level["amounts"] = ((amount,) * HEADS,) * LAYERS
+    """The same thresholds everywhere, few for short prompts, all for long ones."""
+    content = make_profile(directory).model_dump(by_alias=True)
+    for level, threshold in zip(content["prefill"][0]["levels"], (0.0, 1.0, 0.5), strict=True):
+        level["amounts"] = ((threshold,) * HEADS,) * LAYERS
     path = write_profile(directory, directory / "even.json", prefill=content["prefill"])
     even = ModelSpec(model.path, dtype="float32", profile=str(path))
     density = []

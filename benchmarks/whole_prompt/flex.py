@@ -1,0 +1,71 @@
+"""FlexPrefill: query-aware or vertical-slash by head; a baseline, whole prompt only.
+
+Shape suffixes as in `kernels.interface`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput, KernelInputError, no_phase
+from ...kernels.options import BlockPoolOptions
+from ...kernels.selectors.grouped.block_pool import BlockPoolSelector
+from .line_selector import LineSelector
+from .lines import cpu_line_masses, heaviest_share, tiles_of_lines
+from .lines_kernel import kernel_line_masses
+from .methods import FlexOptions
+
+
+class FlexSelector(LineSelector):
+    """Algorithm 2: a head is query-aware where the square root of the Jensen-Shannon divergence (natural
+    logarithm) between the true block masses of the last 128 queries and those estimated from block means is
+    below tau. Algorithm 4: such a head keeps the heaviest tiles of its whole block-mean map until they hold
+    gamma of it. Algorithm 3: any other keeps the heaviest key blocks and bands of distances, each until
+    they hold gamma of the last queries' mass.
+    """
+
+    name = "flex"
+
+    def __init__(self, options: FlexOptions) -> None:
+        self.gamma, self.tau = options.gamma_flex, options.tau_flex
+        if not 0 < self.gamma <= 1 or not 0 <= self.tau <= 1:
+            raise KernelInputError(f"gamma_flex {self.gamma} and tau_flex {self.tau} must be within 0 .. 1")
+        self._pooled = BlockPoolSelector(BlockPoolOptions())
+
+    def cpu_kept(self, x: AttentionInput) -> torch.Tensor:
+        score_BHNM = self._pooled.cpu_scores(x, None, no_phase)
+        return choose(*cpu_line_masses(x, BLOCK), score_BHNM, self.gamma, self.tau)
+
+    def kernel_kept(self, x: AttentionInput) -> torch.Tensor:
+        """The block-mean scores come from logarithms in 16 bits."""
+        masses = kernel_line_masses(x, BLOCK)
+        return choose(*masses, self._pooled.kernel_scores(x, None, no_phase), self.gamma, self.tau)
+
+
+def choose(
+    vertical_BHM: torch.Tensor,
+    band_BHM: torch.Tensor,
+    score_BHNM: torch.Tensor,
+    gamma: float,
+    tau: float,
+) -> torch.Tensor:
+    """bool_BHNM from the lines' masses and the block-mean map; plain torch on every device, no host sync."""
+    true_BHM = vertical_BHM / vertical_BHM.sum(-1, keepdim=True)
+    aware_BH11 = (js_distance(true_BHM, score_BHNM[:, :, -1]) < tau)[..., None, None]
+    map_BHNM = heaviest_share(score_BHNM.flatten(2), gamma).view_as(score_BHNM)
+    lines_BHNM = tiles_of_lines(heaviest_share(vertical_BHM, gamma), heaviest_share(band_BHM, gamma))
+    return torch.where(aware_BH11, map_BHNM, lines_BHNM)
+
+
+def js_distance(p_BHM: torch.Tensor, q_BHM: torch.Tensor) -> torch.Tensor:
+    """Square root of the Jensen-Shannon divergence of two distributions over the last dimension."""
+    middle_BHM = (p_BHM + q_BHM) / 2
+    total_BH = _divergence(p_BHM, middle_BHM) + _divergence(q_BHM, middle_BHM)
+    return (total_BH / 2).clamp(min=0).sqrt()
+
+
+def _divergence(p_BHM: torch.Tensor, middle_BHM: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence, where 0 log 0 is 0."""
+    terms_BHM = torch.where(p_BHM > 0, p_BHM * (p_BHM / middle_BHM).log(), 0.0)
+    return terms_BHM.sum(-1)

@@ -1,0 +1,90 @@
+"""Vertical and slash lines, as blocks of them, from the attention of a prompt's last queries.
+
+Shape suffixes as in `kernels.interface`; L the last queries. Both
+papers keep single lines (columns, diagonals); tiles of 128 x 128 cannot, so a line here is a key block, or
+a band of 128 diagonals, which crosses two tiles of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput
+from ...kernels.selectors.rules.rule import Rule
+
+KEPT = Rule("cumulative", 0.5, outside=True)
+"""Keeps the ones of a row of ones and zeros: equal scores are kept together."""
+
+
+def cpu_line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`line_masses` of `last_attention`."""
+    return line_masses(last_attention(x, queries))
+
+
+def last_attention(x: AttentionInput, queries: int) -> torch.Tensor:
+    """Attention of the last `queries` rows (fewer if there are not so many): float32 mass_BHLS."""
+    batch, heads, rows, dim = x.q_BHTD.shape
+    groups, keys = x.k_BGSD.shape[1:3]
+    taken = min(queries, rows)
+    q_BGXD = x.q_BHTD[:, :, rows - taken :].reshape(batch, groups, -1, dim)
+    logit_BGXS = q_BGXD.float() @ x.k_BGSD.float().transpose(2, 3)
+    logit_BHLS = logit_BGXS.view(batch, heads, taken, keys) * x.scale
+    position_L1 = torch.arange(keys - taken, keys, device=logit_BHLS.device)[:, None]
+    future_LS = torch.arange(keys, device=logit_BHLS.device) > position_L1
+    return logit_BHLS.masked_fill(future_LS, float("-inf")).softmax(-1)
+
+
+def line_masses(mass_BHLS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mass of each key block and of each band of distances 128 d .. 128 d + 127, both float32 (B, H, M)."""
+    batch, heads, taken, keys = mass_BHLS.shape
+    slash_BHS = torch.zeros((batch, heads, keys), device=mass_BHLS.device)
+    for row in range(taken):
+        seen = keys - taken + row + 1
+        slash_BHS[..., :seen] += mass_BHLS[:, :, row, :seen].flip(-1)
+    return by_block(mass_BHLS.sum(2)), by_block(slash_BHS)
+
+
+def by_block(mass_BHS: torch.Tensor) -> torch.Tensor:
+    padded = functional.pad(mass_BHS, (0, -mass_BHS.shape[-1] % BLOCK))
+    return padded.view(*padded.shape[:-1], -1, BLOCK).sum(-1)
+
+
+def heaviest(mass_BHM: torch.Tensor, lines: int) -> torch.Tensor:
+    """bool_BHM: the blocks that `lines` lines fill, heaviest first, of equals the first."""
+    order_BHM = mass_BHM.sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(mass_BHM, dtype=torch.bool).scatter_(
+        -1, order_BHM[..., : -(-lines // BLOCK)], True
+    )
+
+
+def heaviest_share(mass_BHX: torch.Tensor, share: float) -> torch.Tensor:
+    """bool_BHX: the fewest entries of the last dimension that hold `share` of its sum, of equals the first.
+
+    A share of 1 keeps everything. It sorts: `rules` bisects, but row by row and with the forced tiles counted
+    in, while FlexPrefill's map is one row of N x M; 25 bytes an entry, 0.8 GB for 32 heads of 131,072 tokens.
+    """
+    if share >= 1.0:
+        return torch.ones_like(mass_BHX, dtype=torch.bool)
+    value, order = mass_BHX.sort(dim=-1, descending=True, stable=True)
+    before = value.cumsum(-1) - value
+    kept = before < share * value.sum(-1, keepdim=True)
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def tiles_of_lines(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor) -> torch.Tensor:
+    """bool_BHNM: tiles that a kept key block or a kept band crosses, for a whole prompt of M blocks."""
+    blocks = vertical_BHM.shape[-1]
+    block_M = torch.arange(blocks, device=vertical_BHM.device)
+    distance_NM = block_M[:, None] - block_M
+    crossed_BHM = band_BHM | functional.pad(band_BHM[..., :-1], (1, 0))
+    banded_BHNM = crossed_BHM[..., distance_NM.clamp(min=0)] & (distance_NM >= 0)
+    return banded_BHNM | vertical_BHM[..., None, :]
+
+
+def kept_scores(kept_BHNM: torch.Tensor) -> torch.Tensor:
+    """float32 score_BHNM of which KEPT makes the mask: the kept causal tiles, diagonal and sink."""
+    score_BHNM = kept_BHNM.float()
+    score_BHNM[..., 0] = 1.0  # else a row that keeps nothing would be kept whole
+    return score_BHNM

@@ -1,0 +1,91 @@
+"""The baselines by their definitions, pair by pair. Shape suffixes as in `kernels.interface`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...kernels.constants import BLOCK
+from ...kernels.interface import AttentionInput
+from ...kernels.reference.selection import pooled_scores
+
+
+def line_masses(x: AttentionInput, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mass of each key block, and of each band of 128 distances, in the attention of the last queries (fewer
+    where there are not so many), pair by pair: both float64 (B, H, M)."""
+    batch, heads, rows, _ = x.q_BHTD.shape
+    vertical = torch.zeros(batch, heads, x.key_blocks, dtype=torch.float64)
+    band = torch.zeros_like(vertical)
+    for b in range(batch):
+        for h in range(heads):
+            k = x.k_BGSD[b, h // x.group].double()
+            columns, distances = [0.0] * x.key_blocks, [0.0] * x.key_blocks
+            for row in range(max(0, rows - queries), rows):
+                place = x.q_start + row
+                weights = (k[: place + 1] @ x.q_BHTD[b, h, row].double() * x.scale).softmax(0)
+                for key, weight in enumerate(weights.tolist()):
+                    columns[key // BLOCK] += weight
+                    distances[(place - key) // BLOCK] += weight
+            vertical[b, h] = torch.tensor(columns, dtype=torch.float64)
+            band[b, h] = torch.tensor(distances, dtype=torch.float64)
+    return vertical, band
+
+
+def flex_tiles(x: AttentionInput, gamma: float, tau: float) -> list[list[set[int]]]:
+    """FlexPrefill of one whole prompt: of each head and query block, the tiles kept, the diagonal and the
+    sink among them (Algorithms 2-4, see `flex.FlexSelector`)."""
+    vertical, band = line_masses(x, BLOCK)
+    scores = pooled_scores(x)
+    found = []
+    for h in range(x.q_BHTD.shape[1]):
+        true, guess = vertical[0, h] / vertical[0, h].sum(), scores[0, h, -1]
+        middle = ((true + guess) / 2).tolist()
+        pairs = [(p, m) for dist in (true, guess) for p, m in zip(dist.tolist(), middle, strict=True)]
+        divergence = sum(p * math.log(p / m) for p, m in pairs if p > 0) / 2
+        kept: list[set[int]] = [{0, n} for n in range(x.query_blocks)]
+        if math.sqrt(max(divergence, 0.0)) < tau:
+            for cell in _heaviest_share(scores[0, h].flatten().tolist(), gamma):
+                kept[cell // x.key_blocks].add(cell % x.key_blocks)
+        else:
+            columns = _heaviest_share(vertical[0, h].tolist(), gamma)
+            distances = _heaviest_share(band[0, h].tolist(), gamma)
+            crossed = distances | {d + 1 for d in distances}
+            for n in range(x.query_blocks):
+                kept[n] |= {m for m in range(n + 1) if m in columns or n - m in crossed}
+        found.append([{m for m in tiles if m <= n} for n, tiles in enumerate(kept)])
+    return found
+
+
+def vertical_slash_tiles(x: AttentionInput, verticals: int, slashes: int) -> list[list[set[int]]]:
+    """MInference, Algorithm 2, of one whole prompt: as `flex_tiles`."""
+    vertical, band = line_masses(x, 64)
+    found = []
+    for h in range(x.q_BHTD.shape[1]):
+        columns = set(_ranked(vertical[0, h].tolist())[: -(-verticals // BLOCK)])
+        distances = set(_ranked(band[0, h].tolist())[: -(-slashes // BLOCK)])
+        crossed = distances | {d + 1 for d in distances}
+        found.append(
+            [
+                {0, n} | {m for m in range(n + 1) if m in columns or n - m in crossed}
+                for n in range(x.query_blocks)
+            ]
+        )
+    return found
+
+
+def _ranked(mass: list[float]) -> list[int]:
+    """Places by mass, heaviest first, of equals the first."""
+    return sorted(range(len(mass)), key=lambda place: (-mass[place], place))
+
+
+def _heaviest_share(mass: list[float], share: float) -> set[int]:
+    """The fewest places that hold `share` of the mass."""
+    kept: set[int] = set()
+    held = 0.0
+    for place in _ranked(mass):
+        if held >= share * sum(mass):
+            break
+        kept.add(place)
+        held += mass[place]
+    return kept

@@ -1,0 +1,35 @@
+"""MInference's vertical-slash pattern; a baseline, whole prompt only. Suffixes as in `kernels.interface`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...kernels.interface import AttentionInput, KernelInputError
+from .line_selector import LineSelector
+from .lines import cpu_line_masses, heaviest, tiles_of_lines
+from .lines_kernel import kernel_line_masses
+from .methods import VerticalSlashOptions
+
+LAST_QUERIES = 64
+
+
+class VerticalSlashSelector(LineSelector):
+    """The tiles of the heaviest lines of the last 64 queries' attention."""
+
+    name = "vertical_slash"
+
+    def __init__(self, options: VerticalSlashOptions) -> None:
+        self.verticals, self.slashes = options.verticals, options.slashes
+        if self.verticals < 1 or self.slashes < 1:
+            raise KernelInputError(f"{self.verticals} verticals, {self.slashes} slashes: at least 1 of each")
+
+    def cpu_kept(self, x: AttentionInput) -> torch.Tensor:
+        return choose(*cpu_line_masses(x, LAST_QUERIES), self.verticals, self.slashes)
+
+    def kernel_kept(self, x: AttentionInput) -> torch.Tensor:
+        return choose(*kernel_line_masses(x, LAST_QUERIES), self.verticals, self.slashes)
+
+
+def choose(vertical_BHM: torch.Tensor, band_BHM: torch.Tensor, verticals: int, slashes: int) -> torch.Tensor:
+    """bool_BHNM from the lines' masses; plain torch on every device, without a host sync."""
+    return tiles_of_lines(heaviest(vertical_BHM, verticals), heaviest(band_BHM, slashes))

@@ -1,0 +1,287 @@
+"""FlashAttention for Hopper, in Gluon: `executors/flash.py` with the roles split by warps.
+
+*Roles.* One producer warp copies (TMA; `load_items`). Consumer warpgroups of four warps compute 64 rows each
+(`_compute`). A program takes *items*, tiles of rows of one query head, and visits key tiles for each. No
+warpgroup waits for another.
+
+*One tile* (`_advance`). A warpgroup issues the scores of the next tile and the weighted sum of the last one
+together (FlashAttention-3, section 3.2), and takes exponentials while the matrix unit works for the others.
+
+*The grid* is persistent: programs take items from a common counter, a key head's query heads side by side
+(they share keys in L2), longest first.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
+from .buffers import new_buffers
+from .items import (
+    Lists,
+    Sources,
+    Work,
+    extent_of,
+    item_of,
+    load_items,
+    next_entry,
+)
+from .softmax import (
+    NEGATIVE,
+    Running,
+    Seen,
+    acc_layout,
+    mask_exact,
+    mask_packed,
+    online_softmax,
+    operand,
+    rescaled,
+    rounded,
+    seen_by,
+    tile_columns,
+    zero_l_i,
+)
+
+NEVER, ALWAYS, IF_MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Whether `_advance` masks a tile: no, yes, or by the tile."""
+
+
+class OwnRows(NamedTuple):
+    """A warpgroup's 64 rows of one item: queries (in shared memory or registers) and what they see."""
+
+    q: gl.tensor
+    seen: Seen
+    scale: gl.tensor
+
+
+class Results(NamedTuple):
+    """Descriptors of the output of an item's rows and of tail rows."""
+
+    out: tma.tensor_descriptor
+    out_tail: tma.tensor_descriptor
+
+
+@gluon.jit
+def _matrix(buffer, ROWS: gl.constexpr, PLAN: gl.constexpr):
+    """A buffer (1, 1, ROWS, D) as a matrix."""
+    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, PLAN.dim], buffer.dtype)
+    return buffer._reinterpret(buffer.dtype, [ROWS, PLAN.dim], flat)
+
+
+@gluon.jit
+def _begin_scores(q, buffer, PLAN: gl.constexpr):
+    k = _matrix(buffer, TILE, PLAN)
+    blank = gl.zeros([GROUP_ROWS, TILE], gl.float32, layout=scores_layout())
+    return warpgroup_mma(q, k.permute([1, 0]), blank, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_sum(running, buffer, PLAN: gl.constexpr):
+    """Issue acc += p · v of the last tile."""
+    v = _matrix(buffer, TILE, PLAN)
+    acc = running.acc
+    p = running.p
+    if PLAN.late_rescale:
+        acc = rescaled(acc, running.alpha)
+        p = rounded(p, buffer.dtype, PLAN)
+    return warpgroup_mma(operand(p, buffer.dtype, PLAN), v, acc, is_async=True)
+
+
+@gluon.jit
+def _advance(
+    running, done, i, rows, buffers, WEIGHTED: gl.constexpr, MASK: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """Scores and weights of tile i while tile i - 1 is summed. done: tiles summed so far.
+
+    WEIGHTED: keys count as often as their run lengths say.
+    """
+    seen = rows.seen
+    keys = buffers.k
+    values = buffers.v
+    dtype: gl.constexpr = values.buffers.dtype
+    column = tile_columns()
+    keys.wait_full(done + 1)
+    s = _begin_scores(rows.q, keys.buffer(done + 1), PLAN)
+    values.wait_full(done)
+    acc = _begin_sum(running, values.buffer(done), PLAN)
+    s = warpgroup_mma_wait(1, deps=[s])
+    if not WEIGHTED:
+        keys.release(done + 1)
+    if not PLAN.late_rescale:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        values.release(done)
+    if MASK == ALWAYS:
+        s = mask_packed(s, column, i, seen) if WEIGHTED else mask_exact(s, column, i, seen, PLAN)
+    if MASK == IF_MASKED:  # noqa: SIM102 (MASK is known when compiling, i is not)
+        if i < seen.extent.masked:
+            s = mask_exact(s, column, i, seen, PLAN)
+    lengths = rows.scale
+    if WEIGHTED:
+        line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        buffer = buffers.lengths.index((done + 1) % PLAN.stages)._reinterpret(gl.float32, [TILE], line)
+        lengths = buffer.load(gl.SliceLayout(0, scores_layout()))
+    p, m_i, l_i, alpha = online_softmax(s, running.m_i, running.l_i, rows.scale, lengths, WEIGHTED, PLAN)
+    if WEIGHTED:
+        keys.release_loaded(done + 1)  # the run lengths are of its stage too
+    if PLAN.late_rescale:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        values.release(done)
+    else:
+        p = rounded(p, dtype, PLAN)
+        acc = rescaled(acc, alpha)
+    return Running(acc, m_i, l_i, p, alpha), done + 1
+
+
+@gluon.jit
+def _advance_all(running, done, ends, rows, buffers, PLAN: gl.constexpr):
+    """`_advance` for every tile but the first, in a loop for each kind of tile where that is faster."""
+    if PLAN.packed:
+        if PLAN.warpgroups == 3:  # else an item's rows lie in one block, and only the first tile is masked
+            for i in range(1, ends.masked_end):
+                running, done = _advance(
+                    running, done, i, rows, buffers, WEIGHTED=False, MASK=ALWAYS, PLAN=PLAN
+                )
+        for i in range(ends.masked_end if PLAN.warpgroups == 3 else 1, ends.unmasked_end):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, MASK=NEVER, PLAN=PLAN)
+        for i in range(ends.unmasked_end, ends.tiles):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=True, MASK=ALWAYS, PLAN=PLAN)
+    elif PLAN.in_pairs:
+        for i in range(1, ends.masked_end):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=ALWAYS, PLAN=PLAN)
+        for i in range(ends.masked_end, ends.tiles):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=NEVER, PLAN=PLAN)
+    else:
+        MASK: gl.constexpr = NEVER if PLAN.listed else IF_MASKED
+        for i in range(1, ends.tiles):
+            running, done = _advance(running, done, i, rows, buffers, WEIGHTED=False, MASK=MASK, PLAN=PLAN)
+    return running, done
+
+
+@gluon.jit
+def _compute(  # noqa: PLR0915 (jitted: a helper for each step would only hide their order)
+    WARPGROUP: gl.constexpr, results, buffers, work, scale, PLAN: gl.constexpr
+):  # fmt: skip
+    """One warpgroup: 64 rows of each item. done: tiles so far, taken: items so far.
+
+    Output leaves through the queries' buffer. With two of those, it is released when the next item is under
+    way.
+    """
+    queries = buffers.q.part(WARPGROUP)
+    keys = buffers.k
+    values = buffers.v
+    dtype: gl.constexpr = values.buffers.dtype
+    D: gl.constexpr = PLAN.dim
+    column = tile_columns()
+    done = 0
+    taken = 0
+    entry = next_entry(taken, buffers.entries)
+    while entry >= 0:
+        item = item_of(entry, work, PLAN)
+        extent = extent_of(item, work, PLAN)
+        seen, ends = seen_by(item, extent, work, WARPGROUP, PLAN)
+        m_i = gl.full([GROUP_ROWS], NEGATIVE, gl.float32, layout=gl.SliceLayout(1, scores_layout()))
+        l_i = zero_l_i(PLAN)
+        acc = gl.zeros([GROUP_ROWS, D], gl.float32, layout=acc_layout(PLAN.dim))
+        queries.wait_full(taken)
+        own = queries.buffer(taken)
+        q_rows = _matrix(own, GROUP_ROWS, PLAN)
+        # Queries in registers where they are free.
+        q = q_rows.load(gl.DotOperandLayout(0, scores_layout(), 2)) if PLAN.listed else q_rows
+        keys.wait_full(done)
+        s = _begin_scores(q, keys.buffer(done), PLAN)
+        if PLAN.query_buffers == 2:
+            tma.store_wait(0)
+            queries.release(taken + 1, pred=taken > 0)
+        taken += 1
+        s = warpgroup_mma_wait(0, deps=[s])
+        keys.release(done)
+        s = mask_exact(s, column, 0, seen, PLAN)
+        p, m_i, l_i, alpha = online_softmax(s, m_i, l_i, scale, scale, WEIGHTED=False, PLAN=PLAN)
+        if not PLAN.late_rescale:
+            p = rounded(p, dtype, PLAN)
+        rows = OwnRows(q, seen, scale)
+        running, done = _advance_all(Running(acc, m_i, l_i, p, alpha), done, ends, rows, buffers, PLAN)
+        values.wait_full(done)
+        acc = _begin_sum(running, values.buffer(done), PLAN)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        values.release(done)
+        done += 1
+        l_i = gl.sum(running.l_i, 1) if PLAN.l_i_in_threads else running.l_i
+        q_rows.store((acc / gl.convert_layout(l_i, gl.SliceLayout(1, acc.type.layout))[:, None]).to(dtype))
+        fence_async_shared()
+        place = [item.b, item.h, (item.tile * PLAN.warpgroups + WARPGROUP) * GROUP_ROWS, 0]
+        if item.tail:
+            tma.async_copy_shared_to_global(results.out_tail, place, own)
+        else:
+            tma.async_copy_shared_to_global(results.out, place, own)
+        if PLAN.query_buffers == 1:
+            tma.store_wait(0)
+            queries.release(0)
+        entry = next_entry(taken, buffers.entries)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "stride_ib",
+        "stride_ih",
+        "stride_in",
+        "items",
+        "tiles",
+        "tail_tiles",
+        "keys",
+        "row0",
+        "tail_row0",
+        "critical",
+        "chunk_slots",
+    ]
+)
+def hopper_kernel(
+    q, k, v, out, q_tail, out_tail, packed_k, packed_v, weight, packed_ptr, index_ptr, order_ptr, counter_ptr,
+    stride_ib, stride_ih, stride_in, items, batch, heads, group, tiles, tail_tiles,
+    keys, row0, step, tail_row0, critical, chunk, chunk_slots, scale,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """One program: buffers and barriers, then the roles. Arguments: `Sources`, `Results`, `Lists`, `Work`."""
+    buffers = new_buffers(q, k, v, weight, PLAN)
+    work = Work(
+        items, batch, heads, group, tiles, tail_tiles, keys, row0, step, tail_row0, critical, chunk,
+        packed_ptr, chunk_slots,
+    )  # fmt: skip
+    sources = Sources(q, k, v, q_tail, packed_k, packed_v, weight)
+    lists = Lists(order_ptr, counter_ptr, index_ptr, stride_ib, stride_ih, stride_in)
+    results = Results(out, out_tail)
+    # fmt: off
+    if PLAN.warpgroups == 2:
+        gl.warp_specialize(
+            [
+                (_compute, (0, results, buffers, work, scale, PLAN)),
+                (_compute, (1, results, buffers, work, scale, PLAN)),
+                (load_items, (sources, lists, buffers, work, PLAN)),
+            ],
+            [4, 1],
+            [PLAN.registers, PLAN.copying_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (0, results, buffers, work, scale, PLAN)),
+                (_compute, (1, results, buffers, work, scale, PLAN)),
+                (_compute, (2, results, buffers, work, scale, PLAN)),
+                (load_items, (sources, lists, buffers, work, PLAN)),
+            ],
+            [4, 4, 1],
+            [PLAN.registers, PLAN.registers, PLAN.copying_registers],
+        )
+    # fmt: on

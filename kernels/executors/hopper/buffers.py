@@ -1,0 +1,70 @@
+"""Shared memory of the Hopper attention kernel."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ...hopper.layouts import GROUP_ROWS, TILE
+from ...hopper.ring import Ring, barriers
+
+ENTRIES = gl.constexpr(2)
+"""Buffers for the number of the next item."""
+
+
+class Buffers(NamedTuple):
+    """All shared memory, which the producer warp writes.
+
+    q, (1, 1, 64, D) a buffer: queries, then output, of one warpgroup. k and v, (1, 1, 128, D): tiles for
+    every warpgroup. lengths, (1, 1, 128) float32: (PACKED) run lengths of k's keys, full and empty with them.
+    entries, (1,) int64.
+    """
+
+    q: Ring
+    k: Ring
+    v: Ring
+    lengths: gl.shared_memory_descriptor
+    entries: Ring
+
+
+@gluon.jit
+def new_buffers(q, k, v, weight, PLAN: gl.constexpr):
+    """All shared memory with its barriers ready. q, k, v, weight: descriptors of its sources."""
+    STAGES: gl.constexpr = PLAN.stages
+    READERS: gl.constexpr = PLAN.warpgroups
+    QUERIES: gl.constexpr = PLAN.warpgroups * PLAN.query_buffers
+    q_smem = gl.allocate_shared_memory(q.dtype, [QUERIES, 1, 1, GROUP_ROWS, PLAN.dim], q.layout)
+    k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, TILE, PLAN.dim], k.layout)
+    v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, TILE, PLAN.dim], v.layout)
+    lengths = v_smem  # unused
+    if PLAN.packed:
+        lengths = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, TILE], weight.layout)
+    q_full, q_empty = barriers(QUERIES), barriers(QUERIES)
+    k_full, k_empty = barriers(STAGES), barriers(STAGES)
+    v_full, v_empty = barriers(STAGES), barriers(STAGES)
+    for buffer in gl.static_range(QUERIES):
+        mbarrier.init(q_full.index(buffer), count=1)
+        mbarrier.init(q_empty.index(buffer), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=READERS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=READERS)
+    entry = gl.allocate_shared_memory(gl.int64, [ENTRIES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    entry_full, entry_empty = barriers(ENTRIES), barriers(ENTRIES)
+    for number in gl.static_range(ENTRIES):
+        mbarrier.init(entry_full.index(number), count=1)
+        mbarrier.init(entry_empty.index(number), count=READERS)
+    fence_async_shared()
+    return Buffers(
+        q=Ring(q_smem, q_full, q_empty, PLAN.query_buffers),
+        k=Ring(k_smem, k_full, k_empty, STAGES),
+        v=Ring(v_smem, v_full, v_empty, STAGES),
+        lengths=lengths,
+        entries=Ring(entry, entry_full, entry_empty, ENTRIES),
+    )

@@ -1,0 +1,151 @@
+"""Launches the Hopper attention kernel: descriptors, order of the items, grid."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ...constants import BLOCK, LOG2E
+from ...hopper.descriptors import TileDescriptor, descriptor_type
+from ...hopper.device import is_hopper, multiprocessors
+from ...hopper.layouts import WARPGROUP_ROWS
+from ...interface import AttentionInput, TileMask
+from ...launches import Launcher, cdiv, next_power_of_2
+from ..inputs import PackedKeys, QueryRows
+from .attention import hopper_kernel
+from .plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST, plan_of
+
+_attend = Launcher(hopper_kernel)
+
+
+def takes(x: AttentionInput, rows: QueryRows) -> bool:
+    """Whether the kernel can run: 16-bit, D 64 or 128, compute capability 9, 16-byte strides."""
+    if not x.q_BHTD.is_cuda or not is_hopper(x.q_BHTD.device):
+        return False
+    if x.q_BHTD.dtype == torch.float32 or x.q_BHTD.shape[3] not in (64, 128):
+        return False
+    return all(_copyable(t) for t in (rows.q_BHRD, rows.out_BHRD, x.k_BGSD, x.v_BGSD))
+
+
+def _copyable(t: torch.Tensor) -> bool:
+    """Whether the copy engine can address t: base and outer strides in 16-byte steps."""
+    steps = [s * t.element_size() for s, n in zip(t.stride()[:3], t.shape[:3], strict=True) if n > 1]
+    return t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def launch(
+    x: AttentionInput,
+    rows: QueryRows,
+    tail: QueryRows | None,
+    *,
+    mask: TileMask | None,
+    packed: PackedKeys | None,
+) -> None:
+    """`executors.launch.launch` of inputs that satisfy `takes`."""
+    batch, heads, count, dim = rows.q_BHRD.shape
+    kind = {"listed": mask is not None, "packed": packed is not None}
+    item_rows = plan_of(dim, **kind).rows
+    tiles = cdiv(count, item_rows)
+    tail_tiles = 0 if tail is None else cdiv(tail.q_BHRD.shape[2], item_rows)
+    items = batch * heads * (tiles + tail_tiles)
+    q, out = _descriptor(rows.q_BHRD, WARPGROUP_ROWS), _descriptor(rows.out_BHRD, WARPGROUP_ROWS)
+    k, v = _descriptor(x.k_BGSD, BLOCK), _descriptor(x.v_BGSD, BLOCK)
+    none = x.k_BGSD.new_empty(1, dtype=torch.int32) if mask is None or packed is None else None
+    programs = multiprocessors(x.q_BHTD.device)
+    order = _order(x, rows, mask, items // programs)
+    _attend[(min(items, programs),)](
+        q,
+        k,
+        v,
+        out,
+        q if tail is None else _descriptor(tail.q_BHRD, WARPGROUP_ROWS),
+        out if tail is None else _descriptor(tail.out_BHRD, WARPGROUP_ROWS),
+        k if packed is None else _descriptor(packed.k_BGPD, BLOCK),
+        v if packed is None else _descriptor(packed.v_BGPD, BLOCK),
+        k if packed is None else _descriptor(packed.weight_BGP, BLOCK),
+        none if packed is None else packed.offset_BGC,
+        none if mask is None else mask.index_BHNM,
+        none if mask is None else by_length(mask) if order == BY_LENGTH else mask.count_BHN.contiguous(),
+        torch.zeros(1, dtype=torch.int32, device=x.q_BHTD.device),
+        *((0, 0, 0) if mask is None else mask.index_BHNM.stride()[:3]),
+        items,
+        batch,
+        heads,
+        x.group,
+        tiles,
+        tail_tiles,
+        x.k_BGSD.shape[2],
+        rows.row0,
+        rows.step,
+        0 if tail is None else tail.row0,
+        0 if packed is None else packed.critical,
+        BLOCK if packed is None else packed.chunk,
+        0 if packed is None else packed.offset_BGC.shape[2],
+        x.scale * LOG2E,
+        PLAN=plan_of(dim, **kind, order=order),
+        num_warps=4,
+    )
+
+
+def _order(x: AttentionInput, rows: QueryRows, mask: TileMask | None, rounds: int) -> int:
+    """The order in which programs take items, of which each takes `rounds`.
+
+    Longest rows first balances few items, but streams every key head's keys at once: their bytes decide.
+    """
+    if mask is not None and rounds < 48:
+        return BY_LENGTH
+    size = 2 * x.k_BGSD.numel() * x.k_BGSD.element_size()
+    light = size <= (48 if mask is not None else 96) << 20
+    return LONGEST_ROWS_FIRST if rows.step > 1 or light else ONE_HEAD_FIRST
+
+
+def by_length(mask: TileMask) -> torch.Tensor:
+    """Longest list first: its length in the upper half, its place in (B, H, N) in the lower."""
+    count = mask.count_BHN.reshape(-1)
+    place = _numbers(next_power_of_2(count.numel()), count.device)[: count.numel()]
+    entries = torch.add(place, count, alpha=1 << 32)
+    return entries.sort(descending=True).values
+
+
+@cache
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64, device=device)
+
+
+def _descriptor(t: torch.Tensor, block: int) -> TileDescriptor:
+    """Tiles of `block` rows of one head, or of `block` numbers if t has no D. Strides of size-1 dimensions do
+    not matter."""
+    strides = [s if n > 1 else 128 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]
+    shape = (1, 1, block, t.shape[3]) if t.dim() == 4 else (1, 1, block)
+    return TileDescriptor(t, t.shape, [*strides, 1], shape)
+
+
+def _case(
+    dim: int, *, dtype: torch.dtype = torch.bfloat16, **kind: Any
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
+    plan = plan_of(dim, **kind)
+    own, tile = (descriptor_type(dtype, 1, 1, rows, dim) for rows in (WARPGROUP_ROWS, BLOCK))
+    types = {
+        **dict.fromkeys(("q", "out", "q_tail", "out_tail"), own),
+        **dict.fromkeys(("k", "v", "packed_k", "packed_v"), tile),
+        "weight": descriptor_type(torch.float32, 1, 1, BLOCK) if plan.packed else tile,
+        "index_ptr": "*i16",
+        "order_ptr": "*i64" if plan.by_length else "*i32",
+        **dict.fromkeys(("counter_ptr", "packed_ptr"), "*i32"),
+        **dict.fromkeys(("stride_ib", "stride_ih", "stride_in", "items", "batch", "heads"), "i32"),
+        **dict.fromkeys(("group", "tiles", "tail_tiles", "keys", "row0", "step", "tail_row0"), "i32"),
+        **dict.fromkeys(("critical", "chunk", "chunk_slots"), "i32"),
+        "scale": "fp32",
+    }
+    return hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
+
+
+COMPILE_CASES = [
+    *(_case(dim) for dim in (64, 128)),
+    *(_case(dim, listed=True) for dim in (64, 128)),
+    *(_case(dim, packed=True) for dim in (64, 128)),
+    _case(64, listed=True, order=BY_LENGTH),
+    _case(64, packed=True, dtype=torch.float16),
+]

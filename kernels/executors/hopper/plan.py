@@ -1,0 +1,76 @@
+"""Compile-time choices of the Hopper attention kernel, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from ...hopper.layouts import WARPGROUP_ROWS
+
+ONE_HEAD_FIRST, LONGEST_ROWS_FIRST, BY_LENGTH = 0, 1, 2
+"""Orders of the items: by key head; longest rows of all heads first; longest lists first."""
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    """The kernel's one compile-time argument. The fields after `order` are what was fastest
+    (docs/log/2026-11-21.md)."""
+
+    dim: int
+    listed: bool
+    packed: bool
+    order: int
+    stages: int
+    """Buffers for tiles of keys, and for tiles of values."""
+    warpgroups: int
+    """Consumers, 64 rows of an item each."""
+    query_buffers: int
+    """For each warpgroup."""
+    registers: int
+    copying_registers: int
+    in_pairs: bool
+    """Hand weights on as 32-bit numbers that hold two. Between an item's loops LLVM would keep 16-bit numbers
+    apart."""
+    late_rescale: bool
+    """Round weights and rescale acc while the next scores are made."""
+    l_i_in_threads: bool
+    """Each of a row's four threads sums its own weights until the item's end."""
+
+    @property
+    def rows(self) -> int:
+        return WARPGROUP_ROWS * self.warpgroups
+
+    @property
+    def by_length(self) -> bool:
+        return self.order == BY_LENGTH
+
+    @property
+    def one_head_first(self) -> bool:
+        return self.order == ONE_HEAD_FIRST
+
+
+@cache
+def plan_of(
+    dim: int, *, listed: bool = False, packed: bool = False, order: int = ONE_HEAD_FIRST
+) -> HopperPlan:
+    """The fastest plan that fits."""
+    if listed:
+        stages, warpgroups, query_buffers, registers = 2, 2, 2, 240
+    elif dim == 64:
+        stages, warpgroups, query_buffers, registers = 4, 3, 1, 160
+    else:
+        stages, warpgroups, query_buffers, registers = 3, 2, 1, 240
+    return HopperPlan(
+        dim=dim,
+        listed=listed,
+        packed=packed,
+        order=order,
+        stages=stages,
+        warpgroups=warpgroups,
+        query_buffers=query_buffers,
+        registers=registers,
+        copying_registers=24,
+        in_pairs=dim == 64 if packed else dim == 128 and not listed,
+        late_rescale=packed and dim == 128,
+        l_i_in_threads=listed or (packed and dim == 64),
+    )

@@ -1,0 +1,173 @@
+"""The online softmax of a consumer warpgroup over one tile's scores.
+
+Scores and weights are (64, 128); a thread has 32 columns of two rows.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...hopper.layouts import GROUP_ROWS, TILE, scores_layout
+from .items import Extent, exact_key, packed_before
+
+NEGATIVE = gl.constexpr(-1.0e30)
+"""A row's largest score before its first tile; finite as in `executors/flash.py`."""
+UNSEEN = gl.constexpr(-3.0e38)
+"""Score of a masked key, far below NEGATIVE: else a row that sees nothing of its first tile takes exp2 of
+rounding."""
+
+_ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_TAKE_APART = gl.constexpr("mov.b32 {$0, $1}, $2;")
+
+
+class Seen(NamedTuple):
+    """Keys that a warpgroup's rows see. (PACKED) The rows lie in one block of 128 positions."""
+
+    position: gl.tensor  # (64,), of each row
+    extent: Extent
+    exact_from: gl.tensor  # (PACKED) the first key that is exact
+    packed: gl.tensor  # (PACKED) packed keys before it
+
+
+class Ends(NamedTuple):
+    """masked_end, unmasked_end: tiles before and from there on are masked. tiles: their number."""
+
+    masked_end: gl.tensor
+    unmasked_end: gl.tensor
+    tiles: gl.tensor
+
+
+class Running(NamedTuple):
+    """State from tile to tile. The last tile's weights are in l_i already, and not yet in acc."""
+
+    acc: gl.tensor  # (64, D); (PLAN.late_rescale) not yet rescaled by alpha
+    m_i: gl.tensor  # (64,)
+    l_i: gl.tensor  # (64,), or (64, 8) of every eighth column (PLAN.l_i_in_threads)
+    p: gl.tensor  # (64, 128), `rounded` unless PLAN.late_rescale
+    alpha: gl.tensor  # (64,)
+
+
+@gluon.constexpr_function
+def acc_layout(dim):
+    """(64, D), likewise."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
+
+
+@gluon.constexpr_function
+def spread_layout():
+    """(64, 8): two columns of each row in each of its four threads."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+
+
+@gluon.jit
+def seen_by(item, extent, work, WARPGROUP: gl.constexpr, PLAN: gl.constexpr):
+    """The keys that the warpgroup's rows of an item see, and where its tiles change kind."""
+    lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, scores_layout()))
+    position = extent.first + extent.step * (WARPGROUP * GROUP_ROWS + lane)
+    masked_end = extent.masked
+    unmasked_end = extent.tiles
+    exact_from = 0
+    packed = 0
+    if PLAN.packed:
+        row = gl.minimum(extent.first + WARPGROUP * GROUP_ROWS, work.keys - 1)
+        exact_from, packed = packed_before(row, item, work)
+        masked_end = gl.minimum(extent.masked + exact_from // TILE - extent.exact_block, extent.exact)
+        unmasked_end = extent.exact + packed // TILE
+    return Seen(position, extent, exact_from, packed), Ends(masked_end, unmasked_end, extent.tiles)
+
+
+@gluon.jit
+def zero_l_i(PLAN: gl.constexpr):
+    if PLAN.l_i_in_threads:
+        l_i = gl.zeros([GROUP_ROWS, 8], gl.float32, layout=spread_layout())
+    else:
+        l_i = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, scores_layout()))
+    return l_i
+
+
+@gluon.jit
+def rounded(p, dtype: gl.constexpr, PLAN: gl.constexpr):
+    """p (64, 128) in 16 bits: as the sum's operand, or as (64, 64) pairs of columns."""
+    if PLAN.in_pairs:
+        even, odd = gl.split(gl.reshape(p, [GROUP_ROWS, TILE // 2, 2]))
+        code: gl.constexpr = _ROUND_BF16 if dtype == gl.bfloat16 else _ROUND_FP16
+        p = gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], gl.int32, True, 1)
+    else:
+        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc_layout(PLAN.dim), 2))
+    return p
+
+
+@gluon.jit
+def operand(p, dtype: gl.constexpr, PLAN: gl.constexpr):
+    """The sum's operand, from `rounded`."""
+    if PLAN.in_pairs:
+        halves: gl.constexpr = (gl.int16, gl.int16)
+        even, odd = gl.inline_asm_elementwise(_TAKE_APART, "=h,=h,r", [p], halves, True, 1)
+        p = gl.join(even.to(dtype, bitcast=True), odd.to(dtype, bitcast=True))
+        p = gl.reshape(p, [GROUP_ROWS, TILE])
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout(PLAN.dim), 2))
+    return p
+
+
+@gluon.jit
+def _add_columns(l_i, x):
+    """l_i (64, 8) plus the sums of every eighth column of x, in pairs. Nothing leaves its thread."""
+    if x.shape[1] > 8:
+        halves = gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1])
+        left, right = gl.split(halves)
+        l_i = _add_columns(_add_columns(l_i, left), right)
+    else:
+        l_i += gl.convert_layout(x, l_i.type.layout, assert_trivial=True)
+    return l_i
+
+
+@gluon.jit
+def online_softmax(s, m_i, l_i, scale, lengths, WEIGHTED: gl.constexpr, PLAN: gl.constexpr):
+    """p of one tile's products s; the new m_i and l_i; alpha. WEIGHTED: keys stand for `lengths` (128,) keys
+    each."""
+    m_ij = gl.maximum(m_i, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - m_ij[:, None])
+    alpha = gl.exp2(m_i - m_ij)
+    counted = p * lengths[None, :] if WEIGHTED else p
+    if PLAN.l_i_in_threads:
+        alpha_thread = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)
+        l_i = _add_columns(l_i * alpha_thread[:, None], counted)
+    else:
+        l_i = l_i * alpha + gl.sum(counted, 1)
+    return p, m_ij, l_i, alpha
+
+
+@gluon.jit
+def rescaled(acc, alpha):
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def tile_columns():
+    return gl.arange(0, TILE, layout=gl.SliceLayout(0, scores_layout()))
+
+
+@gluon.jit
+def mask_exact(s, column, i, seen, PLAN: gl.constexpr):
+    """Scores of tile i, UNSEEN where a row does not see the key. (PACKED) A row sees keys from exact_from to
+    itself."""
+    if PLAN.packed:
+        key = exact_key(i, seen.extent) - seen.exact_from + column
+        count = seen.position + 1 - seen.exact_from
+        s = gl.where(key.to(gl.uint32)[None, :] < count.to(gl.uint32)[:, None], s, UNSEEN)
+    else:
+        key = (seen.extent.masked_block + i) * TILE + column
+        s = gl.where(key[None, :] <= seen.position[:, None], s, UNSEEN)
+    return s
+
+
+@gluon.jit
+def mask_packed(s, column, i, seen):
+    """Scores of tile i, of packed keys, UNSEEN from the first that the warpgroup does not see."""
+    return gl.where(((i - seen.extent.exact) * TILE + column < seen.packed)[None, :], s, UNSEEN)

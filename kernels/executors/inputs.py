@@ -1,0 +1,92 @@
+"""Inputs and outputs that executors share, and their checks.
+
+Suffixes as in `interface.py`; R rows of a launch, P packed rows, C pack chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..constants import PREFILL_HEAD_DIMS
+from ..interface import AttentionInput, KernelInputError, TileMask
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """The rows of one launch: row i of q and out is the absolute position row0 + step * i."""
+
+    q_BHRD: torch.Tensor
+    out_BHRD: torch.Tensor
+    row0: int
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class PackedKeys:
+    """Packed keys of the complete chunks.
+
+    v_BGPD: each run's mean times its weight. weight_BGP: float32; ends with a tile of ones, the weights of
+    exact keys. offset_BGC: int32, packed rows before each chunk. k, v and weight may be longer than needed.
+    """
+
+    k_BGPD: torch.Tensor
+    v_BGPD: torch.Tensor
+    weight_BGP: torch.Tensor
+    offset_BGC: torch.Tensor
+    chunk: int
+    critical: int
+
+
+def new_output(x: AttentionInput) -> torch.Tensor:
+    """Room for out_BHTD in the projection's layout: a row's heads side by side."""
+    batch, heads, rows, dim = x.q_BHTD.shape
+    out_BTHD = torch.empty((batch, rows, heads, dim), dtype=x.q_BHTD.dtype, device=x.q_BHTD.device)
+    return out_BTHD.transpose(1, 2)
+
+
+def check_launch(x: AttentionInput) -> None:
+    """Raises KernelInputError for inputs that no attention kernel computes."""
+    dim = x.q_BHTD.shape[3]
+    if dim not in PREFILL_HEAD_DIMS:
+        raise KernelInputError(f"head dimension {dim} is not one of {PREFILL_HEAD_DIMS}")
+    if not (math.isfinite(x.scale) and x.scale > 0):
+        raise KernelInputError(f"attention kernels need a finite, positive scale, got {x.scale}")
+    if x.k_BGSD.shape[2] >= 1 << 22:
+        raise KernelInputError(f"attention kernels take fewer than 2**22 keys, got {x.k_BGSD.shape[2]}")
+
+
+def causal_tiles(x: AttentionInput) -> int:
+    """Tiles that touch the causal triangle of this chunk, over batch and heads."""
+    batch, heads = x.q_BHTD.shape[:2]
+    blocks = x.query_blocks
+    return batch * heads * (blocks * (x.first_block + 1) + blocks * (blocks - 1) // 2)
+
+
+def scalar(value: float, x: AttentionInput) -> torch.Tensor:
+    """A float64 scalar on x's device, without a host sync."""
+    return torch.full((), value, dtype=torch.float64, device=x.q_BHTD.device)
+
+
+def check_mask(x: AttentionInput, mask: TileMask | None, name: str) -> TileMask:
+    """The mask, if its shapes, types and device fit x; nothing on the device is read. Raises
+    KernelInputError."""
+    x.require_aligned(name)
+    if mask is None:
+        raise KernelInputError(f"{name} needs a tile mask, from a selector")
+    rows = (*x.q_BHTD.shape[:2], x.query_blocks)
+    index, count = mask.index_BHNM, mask.count_BHN
+    if index.dim() != 4 or tuple(index.shape[:3]) != rows or tuple(count.shape) != rows:
+        raise KernelInputError(
+            f"{name}: mask shapes {tuple(index.shape)} and {tuple(count.shape)} do not fit "
+            f"batch, heads, query blocks {rows}"
+        )
+    if index.dtype != torch.int16 or count.dtype != torch.int32:
+        raise KernelInputError(f"{name}: mask must be int16 and int32, got {index.dtype} and {count.dtype}")
+    if index.device != x.q_BHTD.device or count.device != x.q_BHTD.device:
+        raise KernelInputError(f"{name}: mask is on {index.device}, q is on {x.q_BHTD.device}")
+    if index.stride(3) != 1:
+        raise KernelInputError(f"{name}: the mask's index must be contiguous in its last dimension")
+    return mask

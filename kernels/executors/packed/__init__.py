@@ -1,0 +1,5 @@
+"""Attention over packed keys: each run of similar keys becomes one row.
+
+`runs.py` finds and remembers runs, `pack.py` packs them on the GPU. `delta_kv.py` and `delta_xattention.py`
+(kernels in `delta_xattention_kernel.py`) are the executors.
+"""

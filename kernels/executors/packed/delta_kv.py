@@ -1,0 +1,143 @@
+"""Delta-KV: far keys packed by runs, near ones exact (DeltaAttention, section 4.1).
+
+Suffixes as in `runs.py`; J keys that a query block attends to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...constants import BLOCK
+from ...interface import AttentionInput, Phase, StateSpec, TileMask, runs_on_cpu
+from ...options import DeltaKVOptions
+from ..inputs import QueryRows, new_output
+from ..launch import launch
+from .pack import pack
+from .runs import PackedRuns, packed_chunks
+
+CHUNK = 512
+"""Tokens in which runs are sought (DeltaAttention section 4.1)."""
+
+
+class DeltaKVExecutor:
+    """Far keys packed by runs, the `critical` tokens before each query block exact."""
+
+    def __init__(self, options: DeltaKVOptions) -> None:
+        self.cos = options.cos
+        self.critical = options.critical
+        self._how: dict[str, Any] = {"chunk": CHUNK, "critical": options.critical, "counts": options.counts}
+
+    def new_state(self, spec: StateSpec) -> PackedRuns:
+        return PackedRuns.empty(spec, CHUNK)
+
+    def attend(
+        self, x: AttentionInput, mask: TileMask | None, state: PackedRuns, phase: Phase
+    ) -> torch.Tensor:
+        del mask
+        x.require_aligned("delta_kv")
+        state.check(x, "delta_kv")
+        with phase("anchors"):
+            state.extend(x.k_BGSD, CHUNK, self.cos)
+        with phase("attention"):
+            if runs_on_cpu(x.q_BHTD, "delta_kv"):
+                return cpu_attend(x, state, **self._how)
+            return kernel_attend(x, state, **self._how)
+
+    def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
+        """A packed row counts 1/128 of a tile."""
+        del mask
+        row_N = x.first_block + torch.arange(x.query_blocks, device=x.q_BHTD.device)
+        chunks_N = (row_N * BLOCK - self.critical).clamp(min=0) // CHUNK
+        exact_N = row_N + 1 - chunks_N * (CHUNK // BLOCK)
+        packed_BGN = state.offset_BGC.index_select(2, chunks_N)
+        batch, heads = x.q_BHTD.shape[:2]
+        exact = exact_N.sum(dtype=torch.float64) * (batch * heads)
+        return exact + packed_BGN.sum(dtype=torch.float64) * (x.group / BLOCK)
+
+
+def cpu_pack_head(
+    k_SD: torch.Tensor, v_SD: torch.Tensor, start_P: torch.Tensor, end: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One row per run: mean key, mean value (both rounded as the cache would) and length: keys_PD, values_PD,
+    length_P, float32.
+
+    start_P: first rows of the runs, which cover positions start_P[0] .. end-1.
+    """
+    length_P = torch.diff(start_P, append=start_P.new_tensor([end]))
+    first = int(start_P[0])
+    run_S = torch.repeat_interleave(torch.arange(start_P.numel()), length_P.long())
+    zeros_PD = torch.zeros(start_P.numel(), k_SD.shape[1])
+    values_PD = (zeros_PD.index_add(0, run_S, v_SD[first:end].float()) / length_P[:, None]).to(v_SD.dtype)
+    keys_PD = (zeros_PD.index_add(0, run_S, k_SD[first:end].float()) / length_P[:, None]).to(k_SD.dtype)
+    return keys_PD.float(), values_PD.float(), length_P.float()
+
+
+def cpu_attend(
+    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool
+) -> torch.Tensor:
+    """Attention over the packed chunks before each query block's critical region and the exact keys behind.
+
+    counts: a packed key of n rows weighs n * exp(s) (formula 4), else exp(s).
+    """
+    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
+    chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)
+    for b in range(x.q_BHTD.shape[0]):
+        for g in range(x.k_BGSD.shape[1]):
+            heads = slice(g * x.group, (g + 1) * x.group)
+            offset_C = state.offset_BGC[b, g].tolist()
+            packed = None
+            if chunks_N[-1] > 0:
+                start_P = state.start_BGP[b, g, : offset_C[chunks_N[-1]]]
+                end = chunks_N[-1] * chunk
+                packed = cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end)
+            for n, done in enumerate(chunks_N):
+                rows = slice(n * BLOCK, min((n + 1) * BLOCK, x.q_BHTD.shape[2]))
+                kept = None if packed is None else tuple(part[: offset_C[done]] for part in packed)
+                out = _attend_block(x, b, g, rows, done * chunk, kept, counts)
+                out_BHTD[b, heads, rows] = out.to(out_BHTD.dtype)
+    return out_BHTD
+
+
+def _attend_block(
+    x: AttentionInput,
+    b: int,
+    g: int,
+    rows: slice,
+    exact_from: int,
+    packed: tuple[torch.Tensor, ...] | None,
+    counts: bool,
+) -> torch.Tensor:
+    """One query block of a group's heads: packed rows, then exact keys exact_from .. the last row's own."""
+    end = x.q_start + rows.stop
+    k_JD, v_JD = x.k_BGSD[b, g, exact_from:end].float(), x.v_BGSD[b, g, exact_from:end].float()
+    position_T1 = torch.arange(x.q_start + rows.start, end)[:, None]
+    seen = torch.arange(exact_from, end) <= position_T1
+    bias_TJ = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+    if packed is not None:
+        keys_PD, values_PD, length_P = packed
+        k_JD, v_JD = torch.cat([keys_PD, k_JD]), torch.cat([values_PD, v_JD])
+        weight_P = length_P.log() if counts else torch.zeros_like(length_P)
+        bias_TJ = torch.cat([weight_P.expand(seen.shape[0], -1), bias_TJ], dim=1)
+    heads = slice(g * x.group, (g + 1) * x.group)
+    q_HTD = x.q_BHTD[b, heads, rows].float()
+    shape = (1, x.group, *k_JD.shape)
+    return scaled_dot_product_attention(
+        q_HTD[None],
+        k_JD[None, None].expand(shape),
+        v_JD[None, None].expand(shape),
+        attn_mask=bias_TJ,
+        scale=x.scale,
+    )[0]
+
+
+def kernel_attend(
+    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool
+) -> torch.Tensor:
+    chunks = packed_chunks(x.first_block, x.query_blocks, critical, chunk)[-1]
+    packed = pack(x, state, chunks=chunks, chunk=chunk, critical=critical, counts=counts)
+    out_BHTD = new_output(x)
+    launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), packed=packed)
+    return out_BHTD

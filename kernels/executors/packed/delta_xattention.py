@@ -1,0 +1,147 @@
+"""DeltaXAttention: a mask whose lesser tiles are attended over packed keys (DeltaAttention, section 4.2).
+
+Suffixes as in `runs.py`; J keys attended to.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...constants import BLOCK
+from ...interface import AttentionInput, KernelInputError, Phase, StateSpec, TileMask, runs_on_cpu
+from ...options import DeltaXAttentionOptions
+from ...selectors.rules.rule import ROUNDING
+from ..block_sparse import keys_of
+from ..inputs import check_mask
+from .delta_kv import cpu_pack_head
+from .delta_xattention_kernel import kernel_attend, kernel_exact_table
+from .runs import PackedRuns
+
+
+class DeltaXAttentionExecutor:
+    """The best kept tiles and the diagonal exact, the others over packed keys. The mask must carry scores."""
+
+    def __init__(self, options: DeltaXAttentionOptions) -> None:
+        self.cos = options.cos
+        self.share = options.exact_share
+
+    def new_state(self, spec: StateSpec) -> PackedRuns:
+        return PackedRuns.empty(spec, BLOCK)
+
+    def attend(
+        self, x: AttentionInput, mask: TileMask | None, state: PackedRuns, phase: Phase
+    ) -> torch.Tensor:
+        kept = self._check(x, mask)
+        state.check(x, "delta_xattention")
+        with phase("anchors"):
+            state.extend(x.k_BGSD, BLOCK, self.cos)
+        with phase("attention"):
+            if runs_on_cpu(x.q_BHTD, "delta_xattention"):
+                return cpu_attend(x, kept, state, share=self.share)
+            return kernel_attend(x, kept, state, share=self.share)
+
+    def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
+        """A packed row counts 1/128 of a tile."""
+        kept = self._check(x, mask)
+        if runs_on_cpu(x.q_BHTD, "delta_xattention"):
+            exact_BHNM = cpu_exact_table(kept, self.share)
+        else:
+            exact_BHNM = kernel_exact_table(kept, self.share)
+        entry_M = torch.arange(kept.index_BHNM.shape[-1], device=exact_BHNM.device)
+        listed_BHNM = entry_M < kept.count_BHN[..., None]
+        batch, heads = x.q_BHTD.shape[:2]
+        runs_BGM = torch.diff(state.offset_BGC, dim=-1, append=state.offset_BGC[..., -1:])
+        runs_BHM = runs_BGM.repeat_interleave(x.group, dim=1).double() / BLOCK
+        lesser_BHNM = listed_BHNM & ~exact_BHNM
+        tile_BHX = torch.where(lesser_BHNM, kept.index_BHNM, 0).long().view(batch, heads, -1)
+        packed_BHX = runs_BHM.gather(2, tile_BHX) * lesser_BHNM.view(batch, heads, -1)
+        return packed_BHX.sum() + (listed_BHNM & exact_BHNM).sum(dtype=torch.float64)
+
+    def _check(self, x: AttentionInput, mask: TileMask | None) -> TileMask:
+        kept = check_mask(x, mask, "delta_xattention")
+        score = kept.score_BHNM
+        if score is None or score.shape != kept.index_BHNM.shape or score.dtype != torch.float32:
+            raise KernelInputError(
+                "delta_xattention needs a float32 score for every listed tile, to take the best "
+                "exact_share of them exactly: use a selector made with_scores"
+            )
+        return kept
+
+
+def cpu_exact_table(mask: TileMask, share: float) -> torch.Tensor:
+    """bool, laid out as the mask's index: exact entries. Undefined past the count."""
+    assert mask.score_BHNM is not None
+    exact_BHNM = torch.zeros(mask.index_BHNM.shape, dtype=torch.bool)
+    for b, h, n in torch.cartesian_prod(*(torch.arange(size) for size in mask.count_BHN.shape)).tolist():
+        count = int(mask.count_BHN[b, h, n])
+        exact_BHNM[b, h, n, :count] = exact_entries(mask.score_BHNM[b, h, n, :count], share)
+    return exact_BHNM
+
+
+def exact_entries(score_M: torch.Tensor, share: float) -> torch.Tensor:
+    """bool (entries): a list's exact tiles. These are the diagonal (last) and others that score like the
+    ceil(share * others)-th highest."""
+    exact_M = torch.zeros(score_M.shape, dtype=torch.bool)
+    exact_M[-1] = True
+    others = score_M.numel() - 1
+    wanted = math.ceil(share * others * ROUNDING)
+    if wanted > 0:
+        exact_M[:-1] = score_M[:-1] >= score_M[:-1].topk(wanted).values[-1]
+    return exact_M
+
+
+def cpu_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, share: float) -> torch.Tensor:
+    """Kept tiles: `share` of them and the diagonal exact, the rest over their runs, weighted by length."""
+    assert mask.score_BHNM is not None
+    out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
+    counts = mask.count_BHN.tolist()
+    for b in range(x.q_BHTD.shape[0]):
+        for h in range(x.q_BHTD.shape[1]):
+            g = h // x.group
+            if h % x.group == 0:
+                offset_M = state.offset_BGC[b, g, : state.chunks + 1].long()
+                packed = _packed(x, state, b, g, int(offset_M[-1]))
+            for n in range(x.query_blocks):
+                count = counts[b][h][n]
+                tile_M = mask.index_BHNM[b, h, n, :count].long()
+                exact_M = exact_entries(mask.score_BHNM[b, h, n, :count], share)
+                rows = slice(n * BLOCK, min((n + 1) * BLOCK, x.q_BHTD.shape[2]))
+                lesser = _runs_of(tile_M[~exact_M], offset_M)
+                out = _attend_block(x, b, h, rows, tile_M[exact_M], [part[lesser] for part in packed])
+                out_BHTD[b, h, rows] = out.to(out_BHTD.dtype)
+    return out_BHTD
+
+
+def _packed(x: AttentionInput, state: PackedRuns, b: int, g: int, runs: int) -> tuple[torch.Tensor, ...]:
+    if runs == 0:
+        nothing = torch.zeros(0, x.q_BHTD.shape[3])
+        return nothing, nothing, torch.zeros(0)
+    end = state.chunks * BLOCK
+    return cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], state.start_BGP[b, g, :runs], end)
+
+
+def _runs_of(tile_M: torch.Tensor, offset_M: torch.Tensor) -> torch.Tensor:
+    spans = [torch.arange(int(offset_M[m]), int(offset_M[m + 1])) for m in tile_M.tolist()]
+    return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)
+
+
+def _attend_block(
+    x: AttentionInput, b: int, h: int, rows: slice, exact_M: torch.Tensor, packed: list[torch.Tensor]
+) -> torch.Tensor:
+    keys_PD, values_PD, length_P = packed
+    key_J = keys_of(exact_M, x.q_start + rows.stop)
+    position_T1 = torch.arange(x.q_start + rows.start, x.q_start + rows.stop)[:, None]
+    bias_TJ = torch.zeros(position_T1.numel(), key_J.numel())
+    bias_TJ.masked_fill_(key_J > position_T1, float("-inf"))
+    weight_TP = length_P.log().expand(position_T1.numel(), -1)
+    g = h // x.group
+    return scaled_dot_product_attention(
+        x.q_BHTD[b : b + 1, h : h + 1, rows].float(),
+        torch.cat([keys_PD, x.k_BGSD[b, g].index_select(0, key_J).float()])[None, None],
+        torch.cat([values_PD, x.v_BGSD[b, g].index_select(0, key_J).float()])[None, None],
+        attn_mask=torch.cat([weight_TP, bias_TJ], dim=1),
+        scale=x.scale,
+    )[0, 0]

@@ -1,0 +1,40 @@
+"""Descriptors of tensors for Hopper's copy engine (TMA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+class TileDescriptor(TensorDescriptor):  # type: ignore[misc]  # untyped
+    """How the copy engine sees a tensor.
+
+    Triton's own class checks it first, which takes longer than the rest. Callers have checked it.
+    """
+
+    def __init__(
+        self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]
+    ) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block
+        self.layout, self.padding = layout_of(base.dtype, *block), "zero"
+        self.form = base.dtype, block
+
+
+@cache
+def layout_of(dtype: torch.dtype, *shape: int) -> gl.NVMMASharedLayout:
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(shape))
+    types = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
+    element = types[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(shape), element)
+
+
+def descriptor_type(dtype: torch.dtype, *shape: int) -> str:
+    """The type of such a descriptor in COMPILE_CASES."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    name = {**names, torch.float8_e4m3fn: "fp8e4nv"}[dtype]
+    return f"tensordesc<{name}{list(shape)},{layout_of(dtype, *shape)!r}>"

@@ -1,0 +1,22 @@
+"""Tile sizes of Hopper kernels and the register layout of a tile of scores."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..constants import BLOCK
+
+WARPGROUP_ROWS = 64
+"""Rows that the matrix unit takes at a time from one warpgroup."""
+GROUP_ROWS = gl.constexpr(WARPGROUP_ROWS)
+TILE = gl.constexpr(BLOCK)
+"""Keys of a tile."""
+
+
+@gluon.constexpr_function
+def scores_layout(bits=16):
+    """(64, 128) in the matrix unit's registers. bits: of the numbers that it multiplies."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 256 // bits])

@@ -1,0 +1,75 @@
+"""Buffers in shared memory that one warp fills and others read, in turns.
+
+Without `from __future__ import annotations`: an aggregate checks its fields against their annotations.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+
+@aggregate
+class Ring:
+    """COUNT buffers from number FIRST on. Use n (from 0) takes buffer FIRST + n % COUNT.
+
+    `full` completes when a buffer has been written, `empty` when every reader has released it. A wait names a
+    completion's parity; in a new barrier odd parity counts as completed.
+    """
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    COUNT: gl.constexpr
+    FIRST: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, count, first=0):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.COUNT = gl.constexpr(count)
+        self.FIRST = gl.constexpr(first)
+
+    @gluon.jit
+    def part(self, number):
+        """The number-th COUNT buffers as a ring of their own."""
+        return Ring(self.buffers, self.full, self.empty, self.COUNT, number * self.COUNT)
+
+    @gluon.jit
+    def buffer(self, use):
+        return self.buffers.index(self.FIRST + use % self.COUNT)
+
+    @gluon.jit
+    def when_full(self, use):
+        return self.full.index(self.FIRST + use % self.COUNT)
+
+    @gluon.jit
+    def wait_full(self, use):
+        """A reader's wait."""
+        mbarrier.wait(self.full.index(self.FIRST + use % self.COUNT), (use // self.COUNT) & 1)
+
+    @gluon.jit
+    def wait_empty(self, use):
+        """The writer's wait for the readers of the buffer's last use."""
+        mbarrier.wait(self.empty.index(self.FIRST + use % self.COUNT), ((use // self.COUNT) & 1) ^ 1)
+
+    @gluon.jit
+    def release(self, use, pred=True):
+        """One reader has done with this use's buffer."""
+        mbarrier.arrive(self.empty.index(self.FIRST + use % self.COUNT), pred=pred)
+
+    @gluon.jit
+    def release_loaded(self, use):
+        """`release` by a reader that loaded the buffer itself. The fence waits for the loads, which the copy
+        engine, writing by another path (PTX: the async proxy), could overtake."""
+        fence_async_shared()
+        gl.thread_barrier()
+        self.release(use)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())

@@ -1,0 +1,88 @@
+"""Anchor scores on the CPU. Suffixes as in `form.py`; R runs of a block."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ...anchor_scan import AnchorRuns, cpu_scan
+from ...constants import BLOCK
+from ...interface import AttentionInput
+from .form import AnchorSettings, BlockAnchors, SideSettings
+
+
+def cpu_summarise(x_BGSD: torch.Tensor, cos: float, side: SideSettings, first_block: int = 0) -> BlockAnchors:
+    """The slots of every block of x, float32. first_block: where x begins in the prompt."""
+    runs = cpu_scan(x_BGSD, cos, BLOCK)
+    strict = _fill(x_BGSD, runs, side, first_block)
+    if side.relax is None:
+        return strict
+    crowded_BGM1 = (runs.runs_BGC > side.cap)[..., None]
+    loose = _fill(x_BGSD, cpu_scan(x_BGSD, cos - side.relax, BLOCK), side, first_block)
+    return BlockAnchors(
+        torch.where(crowded_BGM1[..., None], loose.vector_BGMAD, strict.vector_BGMAD),
+        torch.where(crowded_BGM1, loose.first_BGMA, strict.first_BGMA),
+        torch.where(crowded_BGM1, loose.count_BGMA, strict.count_BGMA),
+    )
+
+
+def _fill(x_BGSD: torch.Tensor, runs: AnchorRuns, side: SideSettings, first_block: int) -> BlockAnchors:
+    batch, heads, rows, dim = x_BGSD.shape
+    blocks = runs.runs_BGC.shape[2]
+    padding = blocks * BLOCK - rows
+    x_BGMRD = functional.pad(x_BGSD.float(), (0, 0, 0, padding)).view(batch, heads, blocks, BLOCK, dim)
+    run_BGMR = functional.pad(runs.run_BGS, (0, padding), value=-1).view(batch, heads, blocks, BLOCK)
+    is_anchor_BGMR = functional.pad(runs.is_anchor_BGS, (0, padding)).view(batch, heads, blocks, BLOCK)
+
+    runs_BGM1 = runs.runs_BGC[..., None]
+    crowded_BGM1 = runs_BGM1 > side.cap
+    merged_BGMR = torch.where(crowded_BGM1, ((run_BGMR + 1) * side.cap - 1) // runs_BGM1, run_BGMR)
+    picked_BGMR = torch.where(crowded_BGM1, merged_BGMR * runs_BGM1 // side.cap == run_BGMR, True)
+    member_BGMR = (run_BGMR >= 0) & picked_BGMR
+    slot_BGMRA = merged_BGMR[..., None] == torch.arange(side.cap, device=x_BGSD.device)
+    member_BGMRA = slot_BGMRA & member_BGMR[..., None]
+    first_row_BGMRA = slot_BGMRA & (picked_BGMR & is_anchor_BGMR)[..., None]
+
+    summed_BGMRA = member_BGMRA if side.representative == "mean" else first_row_BGMRA
+    count_BGMA = member_BGMRA.sum(3, dtype=torch.float32)
+    total_BGMAD = summed_BGMRA.float().transpose(3, 4) @ x_BGMRD
+    vector_BGMAD = total_BGMAD / summed_BGMRA.sum(3).clamp(min=1)[..., None]
+    start_M1 = (torch.arange(blocks, device=x_BGSD.device)[:, None] + first_block) * BLOCK
+    first_BGMA = first_row_BGMRA.int().argmax(3) + start_M1
+    return BlockAnchors(vector_BGMAD, first_BGMA.int(), count_BGMA)
+
+
+def cpu_scores(
+    x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings
+) -> torch.Tensor:
+    """Tile scores, float32 score_BHNM (DeltaAttention section 4.3, changed by docs/decisions/0003).
+
+    Sum (or largest) over query slots a of the sum over key slots b of n_b exp(q_a . k_b scale), each query
+    slot's values divided by their sum over all keys before it. n_b: rows of slot b, in the query's own block
+    only those up to the query slot's first row.
+
+    Args:
+        queries: this chunk's slots.
+        keys: those of all blocks so far.
+    """
+    batch, heads, blocks, slots, dim = queries.vector_BGMAD.shape
+    groups, columns, key_slots = keys.count_BGMA.shape[1:]
+    q_BGXD = queries.vector_BGMAD.reshape(batch, groups, -1, dim)
+    k_BGYD = keys.vector_BGMAD.float().reshape(batch, groups, -1, dim)
+    logit_BHNAY = (q_BGXD @ k_BGYD.transpose(2, 3) * x.scale).view(batch, heads, blocks, slots, -1)
+
+    first_BHNA1 = queries.first_BGMA[..., None]
+    key_first_BH11Y = keys.first_BGMA.reshape(batch, groups, 1, 1, -1).repeat_interleave(x.group, dim=1)
+    key_count_BH11Y = keys.count_BGMA.reshape(batch, groups, 1, 1, -1).repeat_interleave(x.group, dim=1)
+    seen_BHNAY = torch.minimum((first_BHNA1 - key_first_BH11Y + 1).float(), key_count_BH11Y)
+    weight_BHNAY = seen_BHNAY.clamp(min=0) * (queries.count_BGMA > 0)[..., None]
+    if not form.weighted:
+        weight_BHNAY = (weight_BHNAY > 0).float()
+
+    logit_BHNAY = logit_BHNAY + weight_BHNAY.log()
+    if form.row_normalised:
+        mass_BHNAY = torch.softmax(logit_BHNAY, dim=-1).nan_to_num(0.0)
+    else:
+        mass_BHNAY = torch.softmax(logit_BHNAY.flatten(3), dim=-1).view_as(logit_BHNAY).nan_to_num(0.0)
+    mass_BHNAM = mass_BHNAY.view(batch, heads, blocks, slots, columns, key_slots).sum(dim=5)
+    return mass_BHNAM.amax(dim=3) if form.largest else mass_BHNAM.sum(dim=3)

@@ -1,0 +1,71 @@
+"""The form of DPXA's anchors, and the table that holds a block's slots.
+
+Suffixes as in `kernels.interface`; A anchor slots of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ...constants import BLOCK
+from ...interface import KernelInputError
+
+Representative = Literal["mean", "anchor"]
+
+
+@dataclass(frozen=True)
+class SideSettings:
+    """How one side (q or k) of a block is summarised.
+
+    cap: slots per block, a power of two up to 128. representative: a slot holds the mean of its rows, or the
+    run's first row. relax: a block with more runs than slots is scanned again with a cosine lower by this;
+    then every (runs / cap)-th is kept.
+    """
+
+    cap: int
+    representative: Representative
+    relax: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cap <= BLOCK or self.cap & (self.cap - 1):
+            raise KernelInputError(
+                f"anchors per block must be a power of two within 1 .. 128, got {self.cap}"
+            )
+        if self.representative not in ("mean", "anchor"):
+            raise KernelInputError(f"representative {self.representative!r} is not 'mean' or 'anchor'")
+
+
+@dataclass(frozen=True)
+class AnchorSettings:
+    """cos: a row joins a run at this cosine. weighted: count a key slot once per row it stands for.
+    row_normalised: each query anchor's scores sum to 1 first; else all cells of a query block share one
+    normaliser (the thesis). largest: a tile's score is its largest query anchor's, not their sum.
+    """
+
+    cos: float
+    q: SideSettings
+    k: SideSettings
+    weighted: bool = True
+    row_normalised: bool = True
+    largest: bool = False
+
+
+@dataclass(frozen=True)
+class BlockAnchors:
+    """The slots of consecutive blocks.
+
+    first_BGMA: int32, absolute position of a slot's first row. count_BGMA: float32, rows it stands for. A
+    slot with count 0 is empty, and its vector means nothing.
+    """
+
+    vector_BGMAD: torch.Tensor
+    first_BGMA: torch.Tensor
+    count_BGMA: torch.Tensor
+
+    def until(self, block: int) -> BlockAnchors:
+        return BlockAnchors(
+            self.vector_BGMAD[:, :, :block], self.first_BGMA[:, :, :block], self.count_BGMA[:, :, :block]
+        )

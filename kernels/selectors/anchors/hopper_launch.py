@@ -1,0 +1,130 @@
+"""Launches the Hopper kernel of anchor scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ...constants import BLOCK, LOG2E
+from ...hopper.descriptors import TileDescriptor, descriptor_type
+from ...hopper.device import multiprocessors
+from ...hopper.layouts import WARPGROUP_ROWS
+from ...interface import AttentionInput
+from ...launches import Launcher, cdiv
+from ..rules.sums import Sums
+from .form import AnchorSettings, BlockAnchors
+from .hopper import WARPGROUPS, anchors_hopper_kernel
+
+_score = Launcher(anchors_hopper_kernel)
+_BEGIN = 3
+"""A program's start takes as long as so many key tiles."""
+
+
+@dataclass(frozen=True)
+class ScorePlan:
+    dim: int
+    q_slots: int
+    k_slots: int
+    weighted: bool
+    stages: int = 4
+    registers: int = 112
+
+    @property
+    def units(self) -> int:
+        """(Query block, head) pairs of a warpgroup."""
+        return WARPGROUP_ROWS // self.q_slots
+
+    @property
+    def blocks(self) -> int:
+        return BLOCK // self.k_slots
+
+
+def launch(
+    x: AttentionInput, queries: BlockAnchors, keys: BlockAnchors, form: AnchorSettings, sums: Sums
+) -> None:
+    """Fill the sums' part. Inputs satisfy `scores.takes_hopper`."""
+    part, first_row = sums.part_BHNRM, sums.first_row
+    batch, kv_heads, _, dim = x.k_BGSD.shape
+    blocks = part.shape[2]
+    plan = plan_of(dim, form.q.cap, form.k.cap, form.weighted)
+    tiles = cdiv(blocks * x.group, plan.units * WARPGROUPS.value)
+    steps = (x.first_block + first_row + blocks) // plan.blocks
+    splits = splits_of(tiles * batch * kv_heads, steps, multiprocessors(x.q_BHTD.device))
+    _score[(tiles, batch * kv_heads, splits)](
+        *key_tiles(keys),
+        keys.first_BGMA,
+        queries.vector_BGMAD,
+        queries.first_BGMA,
+        queries.count_BGMA,
+        part,
+        *keys.count_BGMA.stride()[:2],
+        *part.stride()[:4],
+        kv_heads,
+        x.group,
+        x.query_blocks,
+        x.first_block,
+        first_row,
+        blocks,
+        x.scale * LOG2E,
+        PLAN=plan,
+        num_warps=4,
+    )
+
+
+def key_tiles(keys: BlockAnchors) -> tuple[TileDescriptor, TileDescriptor]:
+    """Descriptors of the slots' vectors and counts. A tile of 128 arrives with its quarters interleaved."""
+    vector, count = keys.vector_BGMAD, keys.count_BGMA
+    lanes, dim = vector.shape[0] * vector.shape[1], vector.shape[4]
+    slots = vector.shape[2] * vector.shape[3]
+    pairs, fours = (1, 16, 4, 2, dim), (1, 8, 4, 4)
+    in_pairs = [lanes, 16, slots // 32, 2, dim], [slots * dim, 2 * dim, 32 * dim, dim, 1]
+    in_fours = [lanes, 8, slots // 32, 4], [slots, 4, 32, 1]
+    return TileDescriptor(vector, *in_pairs, pairs), TileDescriptor(count, *in_fours, fours)
+
+
+@cache
+def plan_of(dim: int, q_slots: int, k_slots: int, weighted: bool) -> ScorePlan:
+    return ScorePlan(dim, q_slots, k_slots, weighted)
+
+
+def splits_of(programs: int, steps: int, multiprocessors: int) -> int:
+    """Into how many parts to cut the `steps` key tiles of each of `programs` programs so that all end
+    soonest."""
+
+    def time(splits: int) -> int:
+        return -(-programs * splits // multiprocessors) * (-(-steps // splits) + _BEGIN)
+
+    return min(range(1, -(-4 * multiprocessors // programs) + 1), key=time)
+
+
+def _case(
+    dim: int, q_slots: int, k_slots: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[object, dict[str, str], dict[str, object], dict[str, int]]:
+    pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}[dtype]
+    types = {
+        "k": descriptor_type(dtype, 1, 16, 4, 2, dim),
+        "count": descriptor_type(torch.float32, 1, 8, 4, 4),
+        "q_ptr": pointer,
+        **dict.fromkeys(("k_first_ptr", "q_first_ptr"), "*i32"),
+        "q_count_ptr": "*fp32",
+        "out_ptr": "*fp16",
+        **dict.fromkeys(("stride_tb", "stride_tg", "stride_ob"), "i64"),
+        **dict.fromkeys(("stride_oh", "stride_on", "stride_or"), "i64"),
+        **dict.fromkeys(("kv_heads", "group", "query_blocks", "first_block"), "i32"),
+        **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
+        "scale": "fp32",
+    }
+    plan = plan_of(dim, q_slots, k_slots, weighted=True)
+    return anchors_hopper_kernel, types, {"PLAN": plan}, {"num_warps": 4}
+
+
+COMPILE_CASES = [
+    _case(128, 8, 32, torch.float8_e4m3fn),
+    _case(128, 32, 8, torch.float8_e4m3fn),
+    _case(128, 32, 64, torch.float8_e4m3fn),
+    _case(64, 8, 32, torch.float8_e4m3fn),
+    _case(128, 8, 32),
+    _case(64, 64, 128, torch.float16),
+]

@@ -1,0 +1,198 @@
+"""Sums of anchor scores on the GPU.
+
+Suffixes as in `form.py`; X rows of a query tile (slots of several heads and blocks), Y columns of a key
+tile (slots of W blocks).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...constants import BLOCK, LOG2E
+from ...hopper.device import is_hopper
+from ...interface import AttentionInput
+from ..rules.kernel import fast_log2, in_16_bits
+from ..rules.sums import Sums, empty_parts
+from . import hopper_launch
+from .form import AnchorSettings, BlockAnchors
+
+_TILE = BLOCK
+_PROGRAMS = 528
+"""Four for each multiprocessor of an H200. With fewer query tiles, programs split their keys."""
+_LEAST_STEPS = 8
+"""Key tiles that a program should have."""
+
+
+@triton.jit(do_not_specialize=["query_blocks", "first_block", "first_row_block", "slab_blocks"])
+def _score_kernel(  # noqa: PLR0915
+    q_ptr, q_first_ptr, q_count_ptr, k_ptr, k_first_ptr, k_count_ptr, out_ptr, stride_kb, stride_kg,
+    stride_tb, stride_tg, stride_ob, stride_oh, stride_on, stride_or, kv_heads, group, query_blocks,
+    first_block, first_row_block, slab_blocks, scale_log2,
+    D: tl.constexpr, Q_SLOTS: tl.constexpr, K_SLOTS: tl.constexpr, WEIGHTED: tl.constexpr,
+    X: tl.constexpr, W: tl.constexpr, DIAGONAL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of query slots against the key blocks before its first diagonal, or from there on (DIAGONAL,
+    which costs registers).
+
+    Units (query block, head of the group) of one key head fill a tile, Q_SLOTS rows each, by block. The slab
+    is query blocks first_row_block .. + slab_blocks. The third axis of programs splits the key blocks.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    PER_TILE: tl.constexpr = X // Q_SLOTS
+    Y: tl.constexpr = W * K_SLOTS
+    row_X = tl.arange(0, X)
+    unit_X = tile * PER_TILE + row_X // Q_SLOTS
+    block_X = unit_X // group
+    head_X = kv_head * group + unit_X % group
+    valid_X = block_X < slab_blocks
+    table_X = (
+        (batch * kv_heads * group + head_X) * query_blocks + first_row_block + block_X
+    ) * Q_SLOTS + row_X % Q_SLOTS
+    column_D = tl.arange(0, D)
+    q_XD = tl.load(q_ptr + table_X[:, None] * D + column_D[None, :], mask=valid_X[:, None], other=0.0)
+    q_first_X = tl.load(q_first_ptr + table_X, mask=valid_X, other=-1)
+    used_X = tl.load(q_count_ptr + table_X, mask=valid_X, other=0.0) > 0.0
+    lowest = first_block + first_row_block + tile * PER_TILE // group
+    highest = (
+        first_block + first_row_block + tl.minimum((tile * PER_TILE + PER_TILE - 1) // group, slab_blocks - 1)
+    )
+
+    column_Y = tl.arange(0, Y)
+    k_ptr += batch * stride_kb + kv_head * stride_kg
+    k_first_ptr += batch * stride_tb + kv_head * stride_tg
+    k_count_ptr += batch * stride_tb + kv_head * stride_tg
+    block_W = tl.arange(0, W)
+    out_X = (
+        out_ptr + batch * stride_ob + head_X * stride_oh + block_X * stride_on + row_X % Q_SLOTS * stride_or
+    )
+    past = lowest // W * W
+    part = tl.cdiv(past // W, tl.num_programs(2)) * W
+    begin = past if DIAGONAL else part * tl.program_id(2)
+    end = highest + 1 if DIAGONAL else tl.minimum(begin + part, past)
+    for block in tl.range(begin, end, W, num_stages=STAGES):
+        place = block * K_SLOTS
+        if DIAGONAL:
+            valid_Y = block + column_Y // K_SLOTS <= highest
+            k_YD = tl.load(
+                k_ptr + (place + column_Y[:, None]).to(tl.int64) * D + column_D[None, :],
+                mask=valid_Y[:, None],
+                other=0.0,
+            )
+            count_Y = tl.load(k_count_ptr + place + column_Y, mask=valid_Y, other=0.0)
+            first_Y = tl.load(k_first_ptr + place + column_Y, mask=valid_Y, other=0)
+            seen_XY = (q_first_X[:, None] - first_Y[None, :] + 1).to(tl.float32)
+            weight_XY = tl.maximum(tl.minimum(seen_XY, count_Y[None, :]), 0.0)
+            masked_XY = (first_Y[None, :] > q_first_X[:, None]) | (valid_Y[None, :] == 0)
+        else:
+            k_YD = tl.load(k_ptr + (place + column_Y[:, None]).to(tl.int64) * D + column_D[None, :])
+            weight_XY = tl.load(k_count_ptr + place + column_Y)[None, :]
+        if not WEIGHTED:
+            weight_XY = tl.minimum(weight_XY, 1.0)
+        score_XY = tl.dot(q_XD, tl.trans(k_YD), input_precision="ieee")
+        if DIAGONAL:
+            score_XY = tl.where(masked_XY, float("-inf"), score_XY)
+        score_XWA = tl.reshape(score_XY, (X, W, K_SLOTS))
+        m_XW = tl.max(score_XWA, axis=2)
+        base_XW = tl.where(m_XW == float("-inf"), 0.0, m_XW * scale_log2)
+        p_XY = tl.reshape(tl.exp2(score_XWA * scale_log2 - base_XW[:, :, None]), (X, Y)) * weight_XY
+        lse_XW = base_XW + fast_log2(tl.sum(tl.reshape(p_XY, (X, W, K_SLOTS)), axis=2))
+        lse_XW = tl.where(used_X[:, None], lse_XW, float("-inf"))
+        tl.store(
+            out_X[:, None] + (block + block_W[None, :]),
+            in_16_bits(lse_XW),
+            mask=valid_X[:, None] & (block + block_W[None, :] <= highest),
+        )
+
+
+def score_sums(
+    x: AttentionInput,
+    queries: BlockAnchors,
+    keys: BlockAnchors,
+    form: AnchorSettings,
+    first_row: int,
+    blocks: int,
+) -> Sums:
+    """log2 sums of query blocks first_row .. first_row + blocks - 1 of the chunk, one row per query slot."""
+    batch, heads = x.q_BHTD.shape[:2]
+    kv_heads, dim = x.k_BGSD.shape[1], x.q_BHTD.shape[3]
+    columns = x.first_block + first_row + blocks
+    part = empty_parts(x.q_BHTD, (batch, heads, blocks, form.q.cap), columns)
+    sums = Sums(part, first_row, form.row_normalised, form.largest)
+    if takes_hopper(x.q_BHTD.device, x.q_BHTD.dtype, dim, form):
+        hopper_launch.launch(x, queries, keys, form, sums)
+        return sums
+    tiles = triton.cdiv(blocks * x.group * form.q.cap, _TILE)
+    steps = columns * form.k.cap // _TILE
+    splits = max(1, min(_PROGRAMS // (tiles * batch * kv_heads), steps // _LEAST_STEPS))
+    for diagonal in (False, True):
+        _score_kernel[(tiles, batch * kv_heads, 1 if diagonal else splits)](
+            queries.vector_BGMAD,
+            queries.first_BGMA,
+            queries.count_BGMA,
+            keys.vector_BGMAD,
+            keys.first_BGMA,
+            keys.count_BGMA,
+            part,
+            *keys.vector_BGMAD.stride()[:2],
+            *keys.count_BGMA.stride()[:2],
+            *part.stride()[:4],
+            kv_heads,
+            x.group,
+            x.query_blocks,
+            x.first_block,
+            first_row,
+            blocks,
+            x.scale * LOG2E,
+            D=dim,
+            Q_SLOTS=form.q.cap,
+            K_SLOTS=form.k.cap,
+            WEIGHTED=form.weighted,
+            X=_TILE,
+            W=_TILE // form.k.cap,
+            DIAGONAL=diagonal,
+            STAGES=1 if diagonal else 2,
+            num_warps=8,
+            maxnreg=None if diagonal else 128,
+        )
+    return sums
+
+
+def takes_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> bool:
+    """Whether the Hopper kernel can run: 16-bit, D 64 or 128, compute capability 9, slots that fit."""
+    if device.type != "cuda" or not is_hopper(device) or dtype == torch.float32:
+        return False
+    return head_dim in (64, 128) and form.q.cap <= 64 and form.k.cap >= 4
+
+
+def slot_dtype(device: torch.device, dtype: torch.dtype, head_dim: int, form: AnchorSettings) -> torch.dtype:
+    """The slots' type: 8-bit floats, which the Hopper kernel multiplies twice as fast, where a slot is a row
+    as it was."""
+    rows = form.q.representative == form.k.representative == "anchor"
+    return torch.float8_e4m3fn if rows and takes_hopper(device, dtype, head_dim, form) else dtype
+
+
+_SCORE = {
+    **dict.fromkeys(("q_ptr", "k_ptr"), "*bf16"),
+    **dict.fromkeys(("q_first_ptr", "k_first_ptr"), "*i32"),
+    **dict.fromkeys(("q_count_ptr", "k_count_ptr"), "*fp32"),
+    "out_ptr": "*fp16",
+    "scale_log2": "fp32",
+    **dict.fromkeys(("stride_kb", "stride_kg", "stride_tb", "stride_tg"), "i64"),
+    **dict.fromkeys(("stride_ob", "stride_oh", "stride_on", "stride_or"), "i64"),
+    **dict.fromkeys(("kv_heads", "group", "query_blocks", "first_block"), "i32"),
+    **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
+}
+_OURS = {"Q_SLOTS": 8, "K_SLOTS": 32, "WEIGHTED": True, "X": _TILE, "W": 4, "STAGES": 2}
+
+COMPILE_CASES = [
+    (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
+    (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": True}),
+    (_score_kernel, _SCORE, {"D": 64, **_OURS, "DIAGONAL": False}),
+    (_score_kernel, _SCORE, {"D": 128, **_OURS, "Q_SLOTS": 32, "K_SLOTS": 64, "DIAGONAL": False}),
+]

@@ -1,0 +1,111 @@
+"""DPXA: query anchors against key anchors, in our bounded form. Suffixes as in `form.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...constants import BLOCK
+from ...interface import AttentionInput, KernelInputError, Phase, StateSpec
+from ...options import AnchorsOptions
+from ..scored import ScoredSelector, ScoredState, SlabSums
+from .cpu import cpu_scores, cpu_summarise
+from .form import AnchorSettings, BlockAnchors, Representative, SideSettings
+from .scores import score_sums, slot_dtype
+from .summary import empty_table, kernel_summarise
+
+
+@dataclass
+class KeyAnchors(ScoredState):
+    """Also the layer's key slots: `done` of its `blocks` hold theirs. dtype: of the keys."""
+
+    dtype: torch.dtype
+    table: BlockAnchors
+    blocks: int
+    done: int = 0
+
+
+class AnchorsSelector(ScoredSelector):
+    """The keyword arguments are benchmarks' (`benchmarks.recall`): the thesis has 128 anchors a side, k_relax
+    None, weighted and row_normalised False."""
+
+    name = "anchors"
+
+    def __init__(
+        self,
+        options: AnchorsOptions,
+        *,
+        representative: Representative = "anchor",
+        k_relax: float | None = 0.15,
+        weighted: bool = True,
+        row_normalised: bool = True,
+    ) -> None:
+        super().__init__(options)
+        self.form = AnchorSettings(
+            cos=options.cos,
+            q=SideSettings(options.q_anchors, representative),
+            k=SideSettings(options.k_anchors, representative, k_relax),
+            weighted=weighted,
+            row_normalised=row_normalised,
+            largest=options.largest,
+        )
+        self.sampled = self.form.q.cap * self.form.k.cap / BLOCK**2
+
+    def new_state(self, spec: StateSpec) -> KeyAnchors:
+        blocks = -(-spec.max_tokens // BLOCK)
+        tiles = -(-blocks * self.form.k.cap // BLOCK)
+        shape = (spec.batch, spec.kv_heads, tiles * BLOCK // self.form.k.cap, self.form.k.cap)
+        table = BlockAnchors(
+            vector_BGMAD=torch.zeros(*shape, spec.head_dim, dtype=self._slot_dtype(spec), device=spec.device),
+            first_BGMA=torch.zeros(shape, dtype=torch.int32, device=spec.device),
+            count_BGMA=torch.zeros(shape, dtype=torch.float32, device=spec.device),
+        )
+        return KeyAnchors(self.layer_rule(spec), spec.dtype, table, blocks)
+
+    def _slot_dtype(self, spec: StateSpec) -> torch.dtype:
+        if spec.device.type != "cuda":
+            return spec.dtype
+
+        return slot_dtype(spec.device, spec.dtype, spec.head_dim, self.form)
+
+    def cpu_scores(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> torch.Tensor:
+        with phase("anchors"):
+            start = _first_missing(x, state)
+            new = cpu_summarise(x.k_BGSD[:, :, start * BLOCK :], self.form.cos, self.form.k, start)
+            state.table.vector_BGMAD[:, :, start : x.key_blocks] = new.vector_BGMAD.to(x.k_BGSD.dtype)
+            state.table.first_BGMA[:, :, start : x.key_blocks] = new.first_BGMA
+            state.table.count_BGMA[:, :, start : x.key_blocks] = new.count_BGMA
+            state.done = x.key_blocks
+            queries = cpu_summarise(x.q_BHTD, self.form.cos, self.form.q, x.first_block)
+        with phase("scoring"):
+            return cpu_scores(x, queries, state.table.until(x.key_blocks), self.form)
+
+    def slab_sums(self, x: AttentionInput, state: KeyAnchors, phase: Phase) -> tuple[int, SlabSums]:
+        with phase("anchors"):
+            start = _first_missing(x, state)
+            new_keys = x.k_BGSD[:, :, start * BLOCK :]
+            kernel_summarise(new_keys, self.form.cos, self.form.k, state.table, start, start)
+            state.done = x.key_blocks
+            queries = empty_table(x.q_BHTD, self.form.q.cap, state.table.vector_BGMAD.dtype)
+            kernel_summarise(x.q_BHTD, self.form.cos, self.form.q, queries, 0, x.first_block)
+        return self.form.q.cap, lambda first, blocks: score_sums(
+            x, queries, state.table, self.form, first, blocks
+        )
+
+
+def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:
+    """The first key block to summarise: this chunk's first, or an earlier one that has no slots yet."""
+    table = state.table
+    made_for = (*table.count_BGMA.shape[:2], state.blocks, table.vector_BGMAD.shape[4])
+    needed = (*x.k_BGSD.shape[:2], x.key_blocks, x.k_BGSD.shape[3])
+    if made_for[:2] != needed[:2] or made_for[2] < needed[2] or made_for[3] != needed[3]:
+        raise KernelInputError(
+            f"the state was made for (batch, key heads, blocks, D) = {made_for}, the input needs {needed}"
+        )
+    if state.dtype != x.k_BGSD.dtype or table.vector_BGMAD.device != x.k_BGSD.device:
+        raise KernelInputError(
+            f"the state is for {state.dtype} on {table.vector_BGMAD.device}, "
+            f"k is {x.k_BGSD.dtype} on {x.k_BGSD.device}"
+        )
+    return min(state.done, x.first_block)

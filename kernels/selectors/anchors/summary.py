@@ -1,0 +1,222 @@
+"""Slots of blocks on the GPU: `next` from a Gram matrix, the chase along it, sums of rows.
+
+Suffixes as in `form.py`; R rows of a block, Z lanes = levels (L) x batch x heads x blocks.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...anchor_scan import check_head_dim
+from ...constants import BLOCK
+from ...launches import Launcher, cdiv
+from .form import BlockAnchors, SideSettings
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks"])
+def _next_kernel(
+    x_ptr, next_ptr, stride_xb, stride_xg, stride_xs, kv_heads, rows, blocks, cos, relaxed_cos, stride_nl,
+    D: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The first later row far from each row of a block (BLOCK if none), by threshold."""
+    block = tl.program_id(0)
+    lane = tl.program_id(1).to(tl.int64)
+    x_ptr += lane // kv_heads * stride_xb + lane % kv_heads * stride_xg
+    row_R = tl.arange(0, _BLOCK)
+    valid_R = block * _BLOCK + row_R < rows
+    x_RD = tl.load(
+        x_ptr + (block * _BLOCK + row_R[:, None]).to(tl.int64) * stride_xs + tl.arange(0, D)[None, :],
+        mask=valid_R[:, None],
+        other=0.0,
+    )
+    dot_RR = tl.dot(x_RD, tl.trans(x_RD), input_precision="ieee")
+    square_RR = tl.where(row_R[:, None] == row_R[None, :], dot_RR, 0.0)
+    length_R = tl.sqrt_rn(tl.sum(square_RR, axis=1))
+    length_R = tl.where(length_R > 0.0, length_R, float("inf"))  # so a zero row's cosine counts as 0
+    later_RR = (row_R[None, :] > row_R[:, None]) & valid_R[None, :]
+    out = next_ptr + (lane * blocks + block) * _BLOCK + row_R
+    for level in tl.static_range(LEVELS):
+        threshold = cos if level == 0 else relaxed_cos
+        threshold = tl.where(threshold == 0.0, -1e-30, threshold)  # 0 x inf would be no number
+        close_RR = dot_RR >= (threshold * length_R)[:, None] * length_R[None, :]
+        end_R = tl.min(tl.where(later_RR & (close_RR == 0), row_R[None, :], _BLOCK), axis=1)
+        tl.store(out + level * stride_nl, end_R.to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=["lanes"])
+def _orbit_kernel(next_ptr, start_ptr, runs_ptr, lanes, Z: tl.constexpr):
+    """The first row of every run of Z blocks, in order, and the number of runs."""
+    lane_Z = tl.program_id(0).to(tl.int64) * Z + tl.arange(0, Z)
+    valid_Z = lane_Z < lanes
+    row_Z = tl.where(valid_Z, 0, _BLOCK)
+    runs_Z = tl.zeros((Z,), tl.int32)
+    lowest = tl.min(row_Z, axis=0)
+    while lowest < _BLOCK:
+        active_Z = row_Z < _BLOCK
+        tl.store(start_ptr + lane_Z * _BLOCK + runs_Z, row_Z.to(tl.uint8), mask=active_Z)
+        runs_Z += active_Z.to(tl.int32)
+        row_Z = tl.load(next_ptr + lane_Z * _BLOCK + row_Z, mask=active_Z, other=_BLOCK).to(tl.int32)
+        lowest = tl.min(row_Z, axis=0)
+    tl.store(runs_ptr + lane_Z, runs_Z, mask=valid_Z)
+
+
+@triton.jit(do_not_specialize=["stride_ab", "stride_ag", "rows", "blocks", "lanes", "first_block"])
+def _fill_kernel(
+    x_ptr, start_ptr, runs_ptr, vector_ptr, first_ptr, count_ptr, stride_xb, stride_xg, stride_xs,
+    stride_vb, stride_vg, stride_ab, stride_ag, kv_heads, rows, blocks, lanes, first_block,
+    D: tl.constexpr, CAP: tl.constexpr, SLOTS: tl.constexpr, LEVELS: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """The slots of one block from the starts of its runs. first_block: where x begins in the prompt."""
+    block = tl.program_id(0)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    lane = tl.program_id(1).to(tl.int64) * blocks + block
+    runs = tl.load(runs_ptr + lane)
+    if LEVELS == 2:
+        lane = tl.where(runs > CAP, lane + lanes, lane)
+        runs = tl.load(runs_ptr + lane)
+    height = tl.minimum(rows - block * _BLOCK, _BLOCK)
+
+    slot_A = tl.arange(0, SLOTS)
+    crowded = runs > CAP
+    filled_A = slot_A < tl.minimum(runs, CAP)  # an empty slot is a copy of slot 0 that counts no rows
+    run_A = tl.where(crowded, slot_A * runs // CAP, slot_A)
+    after_A = run_A + 1
+    start_ptr += lane * _BLOCK
+    first_A = tl.load(start_ptr + run_A, mask=filled_A, other=0).to(tl.int32)
+    end_A = tl.load(start_ptr + after_A, mask=filled_A & (after_A < runs), other=0).to(tl.int32)
+    end_A = tl.where(filled_A, tl.where(after_A < runs, end_A, height), 0)
+    second_start = tl.load(start_ptr + 1, mask=runs > 1, other=0).to(tl.int32)
+    second = tl.where(runs > 1, second_start, height) if MEAN else 1
+    summed_end_A = tl.where(filled_A, end_A if MEAN else tl.minimum(first_A + 1, end_A), second)
+
+    row_R = tl.arange(0, _BLOCK)
+    summed_AR = (row_R[None, :] >= first_A[:, None]) & (row_R[None, :] < summed_end_A[:, None])
+    needed_R = tl.max(summed_AR.to(tl.int32), axis=0) > 0
+    column_D = tl.arange(0, D)
+    x_ptr += batch * stride_xb + kv_head * stride_xg
+    x_RD = tl.load(
+        x_ptr + (block * _BLOCK + row_R[:, None]).to(tl.int64) * stride_xs + column_D[None, :],
+        mask=needed_R[:, None],
+        other=0.0,
+    )
+    total_AD = tl.dot(summed_AR.to(x_RD.dtype), x_RD, input_precision="ieee")
+    vector_AD = total_AD / tl.maximum(summed_end_A - first_A, 1).to(tl.float32)[:, None]
+
+    valid_A = slot_A < CAP
+    table = batch * stride_ab + kv_head * stride_ag + block.to(tl.int64) * CAP
+    tl.store(first_ptr + table + slot_A, first_A + (first_block + block) * _BLOCK, mask=valid_A)
+    count_A = tl.where(filled_A, end_A - first_A, 0).to(tl.float32)
+    tl.store(count_ptr + table + slot_A, count_A, mask=valid_A)
+    vector_ptr += batch * stride_vb + kv_head * stride_vg + block.to(tl.int64) * CAP * D
+    tl.store(
+        vector_ptr + slot_A[:, None] * D + column_D[None, :],
+        vector_AD.to(vector_ptr.dtype.element_ty),
+        mask=valid_A[:, None],
+    )
+
+
+_find_next, _find_runs, _fill = Launcher(_next_kernel), Launcher(_orbit_kernel), Launcher(_fill_kernel)
+
+
+def empty_table(x_BGSD: torch.Tensor, cap: int, dtype: torch.dtype) -> BlockAnchors:
+    """Unfilled slots for every block of x, vectors in `dtype`."""
+    shape = (*x_BGSD.shape[:2], -(-x_BGSD.shape[2] // BLOCK), cap)
+    device = x_BGSD.device
+    return BlockAnchors(
+        torch.empty((*shape, x_BGSD.shape[3]), dtype=dtype, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def kernel_summarise(
+    x_BGSD: torch.Tensor, cos: float, side: SideSettings, table: BlockAnchors, place: int, first_block: int
+) -> None:
+    """Write the slots of every block of x into table[place ..]. first_block: where x begins in the prompt."""
+    batch, kv_heads, rows, dim = x_BGSD.shape
+    check_head_dim(dim)
+    blocks, levels = -(-rows // BLOCK), 1 if side.relax is None else 2
+    lanes = batch * kv_heads * blocks
+    next_ZR = torch.empty((levels * lanes, BLOCK), dtype=torch.uint8, device=x_BGSD.device)
+    start_ZR = torch.empty_like(next_ZR)
+    runs_Z = torch.empty((levels * lanes,), dtype=torch.int32, device=x_BGSD.device)
+    _find_next[(blocks, batch * kv_heads)](
+        x_BGSD,
+        next_ZR,
+        *x_BGSD.stride()[:3],
+        kv_heads,
+        rows,
+        blocks,
+        cos,
+        cos if side.relax is None else cos - side.relax,
+        lanes * BLOCK,
+        D=dim,
+        LEVELS=levels,
+        num_warps=4,
+        maxnreg=168,
+    )
+    _find_runs[(cdiv(levels * lanes, 32),)](next_ZR, start_ZR, runs_Z, levels * lanes, Z=32, num_warps=1)
+    vector, count = table.vector_BGMAD[:, :, place:], table.count_BGMA[:, :, place:]
+    _fill[(blocks, batch * kv_heads)](
+        x_BGSD,
+        start_ZR,
+        runs_Z,
+        vector,
+        table.first_BGMA[:, :, place:],
+        count,
+        *x_BGSD.stride()[:3],
+        *vector.stride()[:2],
+        *count.stride()[:2],
+        kv_heads,
+        rows,
+        blocks,
+        lanes,
+        first_block,
+        D=dim,
+        CAP=side.cap,
+        SLOTS=max(16, side.cap),
+        LEVELS=levels,
+        MEAN=side.representative == "mean",
+        num_warps=4,
+    )
+
+
+_X_STRIDES = dict.fromkeys(("stride_xb", "stride_xg", "stride_xs"), "i64")
+_NEXT = {
+    "x_ptr": "*bf16",
+    "next_ptr": "*u8",
+    "cos": "fp32",
+    "relaxed_cos": "fp32",
+    "stride_nl": "i64",
+    **_X_STRIDES,
+    **dict.fromkeys(("kv_heads", "rows", "blocks"), "i32"),
+}
+_ORBIT = {"next_ptr": "*u8", "start_ptr": "*u8", "runs_ptr": "*i32", "lanes": "i32"}
+_FILL = {
+    "x_ptr": "*bf16",
+    "vector_ptr": "*bf16",
+    "start_ptr": "*u8",
+    **dict.fromkeys(("runs_ptr", "first_ptr"), "*i32"),
+    "count_ptr": "*fp32",
+    **_X_STRIDES,
+    **dict.fromkeys(("stride_vb", "stride_vg", "stride_ab", "stride_ag"), "i64"),
+    **dict.fromkeys(("kv_heads", "rows", "blocks", "lanes", "first_block"), "i32"),
+}
+_KEYS = {"CAP": 32, "SLOTS": 32, "LEVELS": 2, "MEAN": True}
+
+COMPILE_CASES = [
+    (_next_kernel, _NEXT, {"D": 128, "LEVELS": 2}),
+    (_next_kernel, _NEXT, {"D": 64, "LEVELS": 1}),
+    (_orbit_kernel, _ORBIT, {"Z": 32}),
+    (_fill_kernel, _FILL, {"D": 128, **_KEYS}),
+    (_fill_kernel, {**_FILL, "vector_ptr": "*fp8e4nv"}, {"D": 128, **_KEYS, "MEAN": False}),
+    (_fill_kernel, _FILL, {"D": 128, **_KEYS, "CAP": 64, "SLOTS": 64}),
+    (_fill_kernel, _FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False}),
+]

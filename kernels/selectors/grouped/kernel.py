@@ -1,0 +1,181 @@
+"""Sums of scores between groups of rows, on the GPU.
+
+Suffixes as in `kernels.interface`; I, J query and key groups of `step` rows, F = slots x D, X query
+groups and Y key groups of a tile, W its key blocks. Two groups' logit is the sum over u < slots of q[step i +
+u] . k[step j + slots-1-u]. Reads from L2 bound it, so antidiagonals (slots = step) of 16-bit inputs are
+multiplied in 8 bits.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...constants import LOG2E
+from ..rules.kernel import fast_log2, in_16_bits
+from ..rules.sums import empty_parts
+from .packing import Grouping, packed
+
+_TILE_X, _TILE_Y = 128, 256
+
+
+@triton.jit(do_not_specialize=["rows", "own_groups", "start_group", "first_group", "last_group"])
+def _grouped_kernel(
+    q_desc, k_desc, own_ptr, out_ptr, stride_ob, stride_oh, stride_oi, heads, group, rows, padded_I,
+    padded_J, own_groups, start_group, first_group, last_group, scale_log2,
+    STEP: tl.constexpr, SLOTS: tl.constexpr, PER_BLOCK: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, STAGES: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of X query groups against all key groups before them: log2 sums per key block.
+
+    The slab is the query groups first_group .. last_group-1 of q, which begins at the prompt's start_group.
+    With several slots own_ptr holds the logits of groups against themselves.
+    """
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # long rows first
+    lane = tl.program_id(0)
+    batch = lane // heads
+    head = lane % heads
+    W: tl.constexpr = Y // PER_BLOCK
+    group_X = first_group + tile * X + tl.arange(0, X)
+    absolute_X = start_group + group_X
+    valid_X = group_X < last_group
+    filled_X = tl.minimum(tl.maximum(rows - group_X * STEP, 0), SLOTS)
+    factor_X = scale_log2 / tl.maximum(filled_X, 1)
+    own_X = tl.zeros((X,), tl.float32)
+    if SLOTS > 1:
+        own_X = tl.load(own_ptr + lane.to(tl.int64) * own_groups + group_X, mask=valid_X, other=float("-inf"))
+        own_X = own_X / factor_X
+    q_row = lane * padded_I + tile * X
+    k_row = (batch * (heads // group) + head // group) * padded_J
+    column_Y = tl.arange(0, Y)
+    block_W = tl.arange(0, W)
+    out_X = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    out_X += (group_X - first_group).to(tl.int64) * stride_oi
+    end = (tl.minimum(first_group + tile * X + X, last_group) - 1 + start_group) // PER_BLOCK + 1
+    for block in tl.range(0, end, W, flatten=FLATTEN):
+        score_XY = tl.zeros((X, Y), tl.float32)
+        for part in tl.range(0, F, BF, num_stages=STAGES):
+            q_XF = q_desc.load([q_row, part])
+            k_YF = k_desc.load([k_row + block * PER_BLOCK, part])
+            score_XY = tl.dot(q_XF, tl.trans(k_YF), score_XY, input_precision="ieee")
+        group_Y = block * PER_BLOCK + column_Y
+        if (block + W) * PER_BLOCK > start_group + first_group + tile * X:
+            if SLOTS > 1:
+                score_XY = tl.where(group_Y[None, :] == absolute_X[:, None], own_X[:, None], score_XY)
+            score_XY = tl.where(group_Y[None, :] <= absolute_X[:, None], score_XY, float("-inf"))
+        score_XWP = tl.reshape(score_XY, (X, W, PER_BLOCK))
+        m_XW = tl.max(score_XWP, axis=2)
+        base_XW = tl.where(m_XW == float("-inf"), 0.0, m_XW * factor_X[:, None])
+        p_XWP = tl.exp2(score_XWP * factor_X[:, None, None] - base_XW[:, :, None])
+        lse_XW = base_XW + fast_log2(tl.sum(p_XWP, axis=2))
+        lse_XW = tl.where((filled_X > 0)[:, None], lse_XW, float("-inf"))
+        tl.store(
+            out_X[:, None] + (block + block_W[None, :]),
+            in_16_bits(lse_XW),
+            mask=valid_X[:, None] & (block + block_W[None, :] < end),
+        )
+
+
+@dataclass(frozen=True)
+class Groups:
+    """k's groups side by side, (lanes x padded groups, slots x D). own_BHI: `own_logits`, None for one slot.
+    start: the prompt's group where q begins."""
+
+    q_BHTD: torch.Tensor
+    k_XF: torch.Tensor
+    own_BHI: torch.Tensor | None
+    grouping: Grouping
+    group: int
+    start: int
+    scale: float
+
+
+def pack(
+    q_BHTD: torch.Tensor,
+    k_BGSD: torch.Tensor,
+    q_start: int,
+    scale: float,
+    grouping: Grouping,
+    own_BHI: torch.Tensor | None = None,
+) -> Groups:
+    """Copy k's groups side by side, rows in reverse within a group."""
+    k_XF = packed(k_BGSD, grouping, _TILE_Y, reverse=True)
+    group = q_BHTD.shape[1] // k_BGSD.shape[1]
+    return Groups(q_BHTD, k_XF, own_BHI, grouping, group, q_start // grouping.step, scale)
+
+
+def log_sums(groups: Groups, first_row: int, blocks: int) -> torch.Tensor:
+    """log2 of the sums of e^logit per query group and key block, for N = `blocks` query blocks from
+    `first_row` on.
+
+    Returns:
+        part_BHNRM, fp16; R groups per block, M the key blocks up to the last of them.
+    """
+    grouping, per_block = groups.grouping, groups.grouping.per_block
+    batch, heads, rows, _ = groups.q_BHTD.shape
+    lanes, block_rows = batch * heads, per_block * grouping.step
+    slab = groups.q_BHTD[:, :, first_row * block_rows : (first_row + blocks) * block_rows]
+    q_XF = packed(slab, grouping, _TILE_X, reverse=False)
+    columns = groups.start // per_block + first_row + blocks
+    part = empty_parts(q_XF, (batch, heads, blocks, per_block), columns)
+    width = q_XF.shape[1]
+    per_load = min(width, 128 // q_XF.element_size())
+    own = groups.own_BHI
+    _grouped_kernel[(lanes, triton.cdiv(blocks * per_block, _TILE_X))](
+        TensorDescriptor.from_tensor(q_XF, [_TILE_X, per_load]),
+        TensorDescriptor.from_tensor(groups.k_XF, [_TILE_Y, per_load]),
+        own,
+        part,
+        *part.stride()[:2],
+        part.stride(3),
+        heads,
+        groups.group,
+        rows,
+        q_XF.shape[0] // lanes,
+        groups.k_XF.shape[0] // (lanes // groups.group),
+        0 if own is None else own.shape[2],
+        groups.start,
+        first_row * per_block,
+        (first_row + blocks) * per_block,
+        groups.scale * LOG2E,
+        STEP=grouping.step,
+        SLOTS=grouping.slots,
+        PER_BLOCK=per_block,
+        F=width,
+        BF=per_load,
+        X=_TILE_X,
+        Y=_TILE_Y,
+        STAGES=3,
+        FLATTEN=True,
+        num_warps=8,
+    )
+    return part
+
+
+_GROUPED = {
+    "q_desc": "tensordesc<fp8e4nv[128, 128]>",
+    "k_desc": "tensordesc<fp8e4nv[256, 128]>",
+    "own_ptr": "*fp32",
+    "out_ptr": "*fp16",
+    "scale_log2": "fp32",
+    **dict.fromkeys(("stride_ob", "stride_oh", "stride_oi"), "i64"),
+    **dict.fromkeys(("heads", "group", "rows", "padded_I", "padded_J", "own_groups"), "i32"),
+    **dict.fromkeys(("start_group", "first_group", "last_group"), "i32"),
+}
+_TILES = {"BF": 128, "X": _TILE_X, "Y": _TILE_Y, "STAGES": 3, "FLATTEN": True}
+
+COMPILE_CASES = [
+    (
+        _grouped_kernel,
+        _GROUPED,
+        {"STEP": 8, "SLOTS": 8, "PER_BLOCK": 16, "F": 1024, **_TILES},
+        {"num_warps": 8},
+    ),
+    (_grouped_kernel, _GROUPED, {"STEP": 4, "SLOTS": 1, "PER_BLOCK": 32, "F": 128, **_TILES}),
+]

@@ -1,0 +1,192 @@
+"""What the edges refuse before it is in memory: who has no token, what is too long, too slow, too much."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from deltafront.protos.v1 import deltafront_pb2 as pb
+from deltafront.service.door import http_door, openai_requests, registration
+from deltafront.service.door.status import OURS
+from deltafront.service.request.check import MAX_MESSAGES
+
+from ..inprocess import HANG_S, House, wait_until
+from .openai_calls import MODEL
+
+PATH = "/v1/chat/completions"
+
+
+def post(address: str, content: bytes) -> httpx.Response:
+    return httpx.post(address + PATH, content=content, timeout=HANG_S)
+
+
+def chat(messages: list[Any]) -> bytes:
+    return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1}).encode()
+
+
+def said_to_headers(address: str, *headers: str) -> bytes:
+    """The answer's first line, to a request of which no byte of the body is sent."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), HANG_S) as connection:
+        connection.sendall("\r\n".join([f"POST {PATH} HTTP/1.1", f"Host: {host}", *headers, "", ""]).encode())
+        return connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_a_stranger_is_refused_before_its_body_is_read(
+    make_house: Callable[..., House], make_http: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("alpha\n")
+    address = make_http(make_house(model_name=MODEL, tokens_file=str(tmp_path / "tokens")))
+    assert b" 401 " in said_to_headers(address, "Content-Length: 1000000")
+    assert b" 401 " in said_to_headers(address, "Content-Length: 1000000", "Authorization: Bearer beta")
+
+
+def test_a_body_that_says_it_is_too_long_is_not_read(house: House, make_http: Any) -> None:
+    assert b" 413 " in said_to_headers(make_http(house), f"Content-Length: {(1 << 20) + 1}")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(
+    house: House, make_http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_door, "_RECEIVE_S", 0.1)
+    assert b" 408 " in said_to_headers(make_http(house), "Content-Length: 1000")
+    wait_until(lambda: not house.door._requests.texts._held, "its room is kept")
+
+
+def test_a_door_that_is_full_says_so_before_the_body_is_read(house: House, make_http: Any) -> None:
+    texts = house.door._requests.texts
+    with texts.hold("somebody", texts._most):
+        assert b" 429 " in said_to_headers(make_http(house), "Content-Length: 1000")
+        refused = post(make_http(house), chat([{"role": "user", "content": "hi"}]))
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_values_are_counted_before_they_are_made(house: House, make_http: Any) -> None:
+    address, one = make_http(house), {"role": "user", "content": "a"}
+    refused = post(address, chat([[]] * 100_000))
+    assert refused.status_code == 400 and "too many values" in refused.json()["error"]["message"]
+    refused = post(address, chat([one] * (MAX_MESSAGES + 1)))
+    assert refused.json()["error"]["message"].startswith(f"messages: {MAX_MESSAGES + 1} are too many")
+    parts = [{"type": "text", "text": "a"}] * 4097
+    refused = post(address, chat([{"role": "user", "content": parts}]))
+    assert refused.json()["error"]["message"] == "messages[0].content: has 4097 parts: at most 4096"
+
+
+def test_what_stands_in_strings_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_requests, "_MAX_VALUES", 20)
+    for content in ('{"a": [1, 2, 3], "b": {}}' * 100, '\\",[' * 100, "\\" * 101, "é{\n" * 50):
+        request, _ = openai_requests.read_chat(chat([{"role": "user", "content": content}]), MODEL, "id")
+        assert request.prompt is not None and request.prompt.messages is not None
+        assert request.prompt.messages[0]["content"] == content
+
+
+def test_a_completion_takes_an_id_for_each_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = list(range(1 << 20))
+    body = json.dumps({"model": MODEL, "prompt": ids}).encode()
+    request, _ = openai_requests.read_text(body, MODEL, "id")
+    assert request.prompt is not None and len(request.prompt.token_ids or b"") == 4 * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"), [({}, 1), ({"special_tokens": "text"}, 5), ({"special_tokens": "no"}, 0)]
+)
+def test_completions_parse_control_tokens_unless_they_are_told(
+    house: House, make_http: Any, given: dict[str, str], tokens: int
+) -> None:
+    body = {"model": MODEL, "prompt": "<eos>", "max_tokens": 1, **given}
+    answer = httpx.post(f"{make_http(house)}/v1/completions", json=body, timeout=HANG_S)
+    if tokens:
+        assert answer.json()["usage"]["prompt_tokens"] == 1 + tokens  # the model's BOS
+    else:
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "special_tokens"
+
+
+# --- gRPC --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def silent(house: House, count: int) -> Iterator[list[Any]]:
+    """Calls that are begun and send nothing."""
+    with contextlib.ExitStack() as stack:
+        calls = []
+        for _ in range(count):
+            channel = stack.enter_context(grpc.insecure_channel(house.address))
+            method = channel.stream_stream("/deltafront.v1.DeltafrontService/Generate")
+            waiting = Never()
+            calls.append(method(waiting, timeout=HANG_S))
+            stack.callback(waiting.close)
+            stack.callback(calls[-1].cancel)
+        yield calls
+
+
+class Never:
+    """Requests that do not come."""
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+        self.close = self._closed.set
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> bytes:
+        self._closed.wait(HANG_S)
+        raise StopIteration
+
+
+def status(call: Any) -> tuple[grpc.StatusCode, str, bool]:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    error: Any = caught.value
+    return error.code(), error.details(), any(key == OURS for key, _ in error.trailing_metadata())
+
+
+def ask(house: House) -> Any:
+    with grpc.insecure_channel(house.address) as channel:
+        method = channel.unary_stream("/deltafront.v1.DeltafrontService/Generate")
+        wish = pb.GenerateRequest(prompt=pb.Prompt(text="hi"), sampling=pb.SamplingOptions(max_tokens=1))
+        return list(method(wish.SerializeToString(), timeout=HANG_S))
+
+
+def test_a_message_that_does_not_come_is_not_waited_for(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_RECEIVE_S", 0.1)
+    with silent(house, 1) as (call,):
+        code, details, ours = status(call)
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive within" in details and ours
+
+
+def test_no_more_messages_are_received_than_have_room(
+    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_WAIT_S", 0.2)
+    monkeypatch.setattr(registration, "_RECEIVING_BYTES", 0)
+    house = make_house()
+    with silent(house, 4):
+        with grpc.insecure_channel(house.address) as channel:
+            method = channel.unary_stream("/deltafront.v1.DeltafrontService/Generate")
+            wait_until(
+                lambda: status(method(b"", timeout=HANG_S))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "the others are not received",
+            )
+            _code, details, ours = status(method(b"", timeout=HANG_S))
+        assert "receives as many requests as it can hold" in details and ours
+    assert ask(house)
+
+
+def test_a_call_without_a_request_is_refused(house: House) -> None:
+    with grpc.insecure_channel(house.address) as channel:
+        method = channel.stream_stream("/deltafront.v1.DeltafrontService/Generate")
+        code, details, _ours = status(method(iter(()), timeout=HANG_S))
+    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "request: is missing")

@@ -1,0 +1,284 @@
+"""How much text a door holds, for whom, and that it lets go of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltafront.service.client import DeltafrontClient
+from deltafront.service.errors import InvalidArgument, Overloaded, TooLong
+from deltafront.service.request import tokenizer as module
+from deltafront.service.request.calls import GenerateRequest, Prompt, Wishes
+from deltafront.service.request.check import MAX_MESSAGES
+from deltafront.service.request.texts import SHORT, Held, Texts
+from deltafront.service.request.tokenizer import Limit, Stopped, TextTokenizer, TextTooLong
+
+from ..inprocess import HANG_S, House, wait_until
+from ..test_requests import nothing_left
+from .test_tokenizer_pieces import DIVISIBLE, NOVEL
+
+MOST = 64 << 20
+LONG = 8 << 20
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, MOST) | st.integers(0, SHORT), st.booleans()),
+        max_size=30,
+    )
+)
+def test_no_more_is_held_than_there_is_room(asked: list[tuple[str, int, bool]]) -> None:
+    texts, held = Texts(MOST), list[Held]()
+    for owner, size, leaves in asked:
+        if leaves and held:
+            held.pop(0).release()
+        try:
+            held.append(texts.hold(owner, size))
+        except Overloaded as error:
+            assert error.retry_after_s is not None and held
+        assert sum(one.size for one in held) <= MOST
+        long = [one for one in held if one.size > SHORT]
+        assert len(long) < 2 or sum(one.size for one in long) <= MOST * 3 // 4
+        for one_of_them in "ab":
+            mine = [one.size for one in long if one.owner == one_of_them]
+            assert len(mine) < 2 or sum(mine) <= MOST // 2
+
+
+def test_one_caller_leaves_room_for_others_and_all_leave_some_for_short_texts() -> None:
+    texts, held = Texts(MOST), list[Held]()
+    with pytest.raises(Overloaded):
+        held.extend(texts.hold("a", LONG) for _ in range(100))
+    held.append(texts.hold("b", LONG))
+    with pytest.raises(Overloaded):
+        held.extend(texts.hold("b", LONG) for _ in range(100))
+    texts.hold("c", SHORT)
+
+
+def test_more_than_there_ever_is_has_no_time_to_come_back() -> None:
+    with pytest.raises(Overloaded) as caught:
+        Texts(MOST).hold("a", MOST + 1)
+    assert caught.value.retry_after_s is None
+
+
+def test_what_grows_is_checked_again() -> None:
+    texts = Texts(MOST)
+    with texts.hold("a", 0) as first, texts.hold("a", LONG):
+        first.grow(MOST // 2 - LONG)
+        with pytest.raises(Overloaded):
+            first.grow(MOST // 2 - LONG + 1)
+    texts.hold("a", MOST)
+
+
+def test_long_texts_take_turns_and_short_ones_do_not_wait() -> None:
+    async def run() -> None:
+        texts, free, begun = Texts(MOST), threading.Event(), list[str]()
+
+        def long(_stopped: Callable[[], bool]) -> None:
+            begun.append("long")
+            assert free.wait(HANG_S)
+
+        waiting = [asyncio.create_task(texts.work(SHORT + 1, long)) for _ in range(3)]
+        while not begun:
+            await asyncio.sleep(0.01)
+        await texts.work(SHORT, lambda _stopped: None)
+        assert begun == ["long"]
+        free.set()
+        await asyncio.gather(*waiting)
+        assert len(begun) == 3
+
+    asyncio.run(asyncio.wait_for(run(), HANG_S))
+
+
+def test_who_leaves_is_not_worked_for() -> None:
+    async def run() -> None:
+        texts, seen, begun = Texts(MOST), threading.Event(), threading.Event()
+
+        def work(stopped: Callable[[], bool]) -> None:
+            begun.set()
+            while not stopped():
+                seen.wait(0.01)
+            seen.set()
+
+        first = asyncio.create_task(texts.work(LONG, work))
+        second = asyncio.create_task(texts.work(LONG, lambda _stopped: pytest.fail("nobody waits for it")))
+        assert await asyncio.to_thread(begun.wait, HANG_S)
+        for task in (second, first):
+            task.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert await asyncio.to_thread(seen.wait, HANG_S)
+
+    asyncio.run(asyncio.wait_for(run(), HANG_S))
+
+
+# --- the tokenizer -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made() -> TextTokenizer:
+    return TextTokenizer(DIVISIBLE["gpt-2"](), None, {})
+
+
+def test_tokenising_ends_once_there_are_too_many(
+    made: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", 100)
+    asked = 0
+
+    def stopped() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    with pytest.raises(TextTooLong, match="more than 1000 tokens"):
+        made.encode(NOVEL, opening=False, limit=Limit(1000, stopped))
+    assert asked < 5
+    count = len(made.encode(NOVEL, opening=False)) // 4
+    assert len(made.encode(NOVEL, opening=False, limit=Limit(count))) == 4 * count
+
+
+def test_tokenising_ends_when_nobody_waits(made: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 100)
+    answers = iter([False, False, True])
+    with pytest.raises(Stopped):
+        made.encode(NOVEL, opening=False, limit=Limit(stopped=lambda: next(answers)))
+
+
+def test_a_text_without_a_cut_is_tried_at_its_beginning(
+    made: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", 10)
+    text = NOVEL.replace(" ", "_")
+    with pytest.raises(TextTooLong, match="more than 1000 tokens"):
+        made.encode(text, opening=False, limit=Limit(1000))
+    fits = len(made.encode(text, opening=False)) // 4
+    assert len(made.encode(text, opening=False, limit=Limit(fits))) == 4 * fits
+    monkeypatch.setattr(module, "_LONGEST_PIECE", 20_000)
+    with pytest.raises(TextTooLong, match="without a place to cut"):
+        made.encode(text, opening=False)
+    assert made.encode(NOVEL, opening=False)
+
+
+def test_a_token_is_no_longer_than_the_longest(made: TextTokenizer) -> None:
+    tokens = len(made.encode(NOVEL, opening=False)) // 4
+    assert len(NOVEL.encode()) <= tokens * made.longest_token
+
+
+# --- a door ------------------------------------------------------------------------------------------------
+
+
+def generate(client: DeltafrontClient, prompt: Any, **wishes: Any) -> list[Any]:
+    return list(client.generate(prompt, max_tokens=1, **wishes))
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+    client: DeltafrontClient, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: Any, **__: Any) -> None:
+        pytest.fail("it was tokenised")
+
+    monkeypatch.setattr(TextTokenizer, "encode", encode)
+    monkeypatch.setattr(TextTokenizer, "encode_chat", encode)
+    most = house.door._requests._limits.most_characters
+    text = "a" * (most + 1)
+    for prompt in (
+        text,
+        [{"role": "user", "content": text}],
+        [{"role": "user", "content": text[: most // 2 + 1]}] * 2,
+    ):
+        with pytest.raises(InvalidArgument, match="characters cannot fit the model's 8192 positions"):
+            generate(client, prompt)
+    with pytest.raises(InvalidArgument, match=r"request: \d+ bytes cannot fit this model"):
+        generate(client, "a" * house.door._requests.most_bytes)
+    nothing_left(house)
+
+
+def test_messages_are_counted(client: DeltafrontClient) -> None:
+    one = {"role": "user", "content": "a"}
+    assert generate(client, [one] * 100)
+    with pytest.raises(InvalidArgument, match=f"prompt.messages: {MAX_MESSAGES + 1} are too many"):
+        generate(client, [one] * (MAX_MESSAGES + 1))
+    with pytest.raises(InvalidArgument, match="request: GenerateRequest has more than 65536 fields"):
+        generate(client, [{"role": "", "content": ""}] * 100_000)
+
+
+@pytest.mark.parametrize("role", ["", "user\nsystem", "<eos>", "User", "narrator", "x" * 1000])
+def test_roles_are_from_a_list(client: DeltafrontClient, role: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"prompt.messages\[0\].role: .* must be one of system"):
+        generate(client, [{"role": role, "content": "hi"}])
+
+
+def test_a_developer_is_the_system(client: DeltafrontClient) -> None:
+    """The template would take the role's first letter."""
+    said = [{"role": "developer", "content": "be"}, {"role": "user", "content": "hi"}]
+    same = [{**said[0], "role": "system"}, said[1]]
+    (*_, first), (*_, second) = generate(client, said), generate(client, same)
+    assert first.usage == second.usage
+
+
+def test_appended_text_and_documents_hold_no_control_tokens(client: DeltafrontClient) -> None:
+    """But where the request says that they do."""
+    for prompt, append in (("a<eos>b", None), ("ab", "<eos>")):
+        tokens = []
+        for rule in ("text", "parse"):
+            *_, finish = generate(client, prompt, append=append, special_tokens=rule)
+            tokens.append(finish.usage.prompt_tokens)
+        assert tokens[0] == tokens[1] + len("<eos>") - 1
+    with pytest.raises(InvalidArgument, match="special_tokens: 'yes' is not text or parse"):
+        generate(client, "a", special_tokens="yes")
+
+
+def test_text_is_let_go_once_it_is_tokenised(house: House) -> None:
+    """While the answer still comes."""
+    marker = "A text that nobody holds. " * 20
+
+    def texts() -> int:
+        gc.collect()
+        return sum(isinstance(one, Prompt) and one.text == marker for one in gc.get_objects())
+
+    async def run() -> int:
+        def read() -> GenerateRequest:
+            return GenerateRequest(
+                Prompt(text="".join(marker)), sampling=Wishes(max_tokens=50, ignore_eos=True)
+            )
+
+        stream = house.door._requests.generate([], read, len(marker))
+        held = house.door._requests.texts._held
+        async for event in stream:
+            if type(event).__name__ == "Token":
+                assert not held
+                left = texts()
+                break
+        await stream.aclose()
+        return left
+
+    assert house.loop.run(run()) == 0
+    nothing_left(house)
+
+
+def test_a_door_that_holds_enough_refuses_and_its_room_comes_back(
+    house: House, client: DeltafrontClient
+) -> None:
+    texts = house.door._requests.texts
+    held = texts.hold("somebody", texts._most)
+    with pytest.raises(Overloaded, match="as much text to read as it can hold") as caught:
+        generate(client, "a")
+    assert caught.value.retry_after_s == 1.0
+    held.release()
+    assert generate(client, "a")
+    wait_until(lambda: not texts._held, "room is not given back")
+
+
+def test_too_long_is_said_of_the_field(
+    house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", 10)
+    with pytest.raises(InvalidArgument, match="append: is more than 8192 tokens: shorten it"):
+        generate(client, "a", append="ab cd " * 2000)
+    assert issubclass(TooLong, InvalidArgument)
