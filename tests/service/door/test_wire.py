@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -165,7 +167,9 @@ def test_variables_of_a_template_are_json() -> None:
     """A whole number is one again on the other side, so that a template shows no `512.0`."""
     sent = Prompt(messages=(), chat_template_kwargs={"budget": 512, "list": [{"share": 0.5}, True, None]})
     found = wire.read_prefill_request(_sent(wire.prefill_request(PrefillRequest(sent)))).prompt
-    assert repr(found.chat_template_kwargs) == repr(sent.chat_template_kwargs)
+    assert json.dumps(found.chat_template_kwargs, sort_keys=True) == json.dumps(
+        sent.chat_template_kwargs, sort_keys=True
+    )
     for value, says in ((object(), "Unexpected type"), (b"x", "Unexpected type")):
         with pytest.raises(InvalidArgument, match=rf"prompt\.messages\.chat_template_kwargs: {says}"):
             wire.prefill_request(PrefillRequest(Prompt(messages=(), chat_template_kwargs={"x": value})))
