@@ -24,7 +24,7 @@ from .interface import (
     Thresholds,
     no_phase,
 )
-from .methods import MethodSpec, registered
+from .methods import MethodError, MethodSpec, registered
 from .options import ScoredOptions
 from .selectors.scored import ScoredSelector
 
@@ -65,11 +65,14 @@ def options_for(spec: MethodSpec) -> Any:
 
 
 def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
-    """The callable behind a registered part. A path is imported."""
+    """The callable behind a registered part. A path is imported. Raises MethodError."""
     if not isinstance(registered, str):
         return registered
     module, _, name = registered.partition(":")
-    made: Callable[[Any], Any] = getattr(import_module(module), name)
+    try:
+        made: Callable[[Any], Any] = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise MethodError("method", f"{registered} cannot be imported: {error}") from error
     return made
 
 
