@@ -59,7 +59,7 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
 
 
 def options_for(spec: MethodSpec) -> Any:
-    """The method's options, as an object of its dataclass."""
+    """The method's options, in its dataclass."""
     preset, values = registered(spec), spec.values
     return preset.form(**{name: values[name] for name in preset.options})
 
