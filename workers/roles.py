@@ -2,7 +2,8 @@
 and for whoever plays it. Free of torch and Ray.
 
 The plain classes play them (`PrefillStage`, `PrefillController`, `DecodeEngine`); `remote` makes one that
-is an actor far away, `prefill/in_process.py` a stage on a thread. How a method travels is told by its form:
+is an actor far away, `local_group` in `prefill/group` a stage on a thread. A method's form tells how it
+travels:
 
 - `async def`: a call; calls run side by side.
 - `def … -> AsyncIterator`: a stream; closing it early ends the work behind it.

@@ -81,7 +81,7 @@ class ModelSpec:
 class PrefillConfig:
     """A prefill group. cache_tokens: K/V room of each stage, in tokens, shared by its requests.
     chunk_tokens: of the longest chunk; several stages on GPUs cut prompts into shorter ones, as
-    `prefill/chunks.py` plans."""
+    `prefill/group/chunks.py` plans."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 

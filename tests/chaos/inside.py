@@ -16,8 +16,8 @@ from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.metrics import Metrics
 from deltafront.workers.decode.engine import DecodeEngine, load_engine
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
-from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.prefill.in_process import local_controller
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.group.local_group import local_controller
 from deltafront.workers.settings import HandoffConfig
 
 from ..service.inprocess import HANG_S, Cut, House, Loop, open_house

@@ -20,7 +20,7 @@ from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerL
 from deltafront.service.fleet.dispatch import worker_error
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.messages.stages import HandoffFailed, RequestFailed
-from deltafront.workers.prefill.group import remote_stage
+from deltafront.workers.prefill.group.group import remote_stage
 from deltafront.workers.remote import COMMANDS, ENDS, NOTICES, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Form, Group, Stage, forms
 

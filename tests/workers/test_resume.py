@@ -18,8 +18,8 @@ from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import GenerateJob, PrefillFailed, PrefillJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange
-from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.prefill.in_process import local_controller
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.group.local_group import local_controller
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from .conftest import LAYERS

@@ -38,7 +38,8 @@ from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
 from .page_selection import PageSelectionError, plan_layers
 from .reads import appended_ids, prompt_ids
-from .requests import DecodeEvent, DecodeRequest, DecodeRequests
+from .request import DecodeEvent, DecodeRequest
+from .request_table import DecodeRequests
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
 from .times import Times

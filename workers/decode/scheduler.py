@@ -20,7 +20,7 @@ from ..messages.events import FinishReason, Token
 from ..messages.methods import BLOCK
 from ..settings import DecodeConfig
 from .reads import Recompute, Step
-from .requests import DecodeRequest
+from .request import DecodeRequest
 from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
 
 T = TypeVar("T")

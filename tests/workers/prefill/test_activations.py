@@ -17,15 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deltafront.workers.prefill.activations import LinkClosed, NoActivations, QueueActivations, host_store
-from deltafront.workers.prefill.peer_activations import SLOTS, PeerActivations
+from deltafront.workers.prefill.stage.activations import (
+    LinkClosed,
+    NoActivations,
+    QueueActivations,
+    host_store,
+)
+from deltafront.workers.prefill.stage.peer_activations import SLOTS, PeerActivations
 
 from ...strangers import Opened, listeners
 
 RANK = """
 import sys, torch
-from deltafront.workers.prefill.activations import GroupActivations, Rendezvous, join_store
-from deltafront.workers.prefill.peer_activations import PeerActivations
+from deltafront.workers.prefill.stage.activations import GroupActivations, Rendezvous, join_store
+from deltafront.workers.prefill.stage.peer_activations import PeerActivations
 
 rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 secret = bytes.fromhex(sys.argv[5])

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from deltafront.workers.prefill import backlog, schedule
-from deltafront.workers.prefill.schedule import Waiting
+from deltafront.workers.prefill.group import backlog, schedule
+from deltafront.workers.prefill.group.schedule import Waiting
 
 AGEING = 256.0
 PAGE = 16

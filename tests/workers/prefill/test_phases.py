@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deltafront.workers.messages.stages import ChunkCommand
-from deltafront.workers.prefill.chunk import ChunkWork
-from deltafront.workers.prefill.phases import CpuPhases, CudaPhases, phase_timer
+from deltafront.workers.prefill.stage.chunk import ChunkWork
+from deltafront.workers.prefill.stage.phases import CpuPhases, CudaPhases, phase_timer
 
 
 class FakeClock:

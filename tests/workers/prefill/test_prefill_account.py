@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.stages import ChunkReport
-from deltafront.workers.prefill.account import Account, Throughput
+from deltafront.workers.prefill.group.account import Account, Throughput
 
 seconds = st.floats(0, 50, allow_nan=False)
 

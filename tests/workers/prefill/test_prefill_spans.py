@@ -17,7 +17,7 @@ from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import PrefillFailed, Refused
 from deltafront.workers.messages.stages import ChunkCommand, OpenRequest, RequestFailed
-from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..spans import PARENT, Recorder

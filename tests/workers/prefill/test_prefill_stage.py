@@ -31,15 +31,15 @@ from deltafront.workers.messages.stages import (
     RequestFailed,
 )
 from deltafront.workers.model.decoder import torch_dtype
-from deltafront.workers.prefill import chunk_attention
-from deltafront.workers.prefill import stage as prefill_stage
-from deltafront.workers.prefill.chunk import ChunkWork
-from deltafront.workers.prefill.chunk_attention import ChunkAttention
-from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.prefill.in_process import local_controller, run_in_process
-from deltafront.workers.prefill.loading import load_stage
-from deltafront.workers.prefill.phases import CpuPhases
-from deltafront.workers.prefill.stage import PrefillStage
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.group.local_group import local_controller, run_in_process
+from deltafront.workers.prefill.stage import chunk_attention
+from deltafront.workers.prefill.stage import stage as prefill_stage
+from deltafront.workers.prefill.stage.chunk import ChunkWork
+from deltafront.workers.prefill.stage.chunk_attention import ChunkAttention
+from deltafront.workers.prefill.stage.loading import load_stage
+from deltafront.workers.prefill.stage.phases import CpuPhases
+from deltafront.workers.prefill.stage.stage import PrefillStage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 

@@ -11,9 +11,9 @@ import pytest
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.messages.stages import ChunkReport
-from deltafront.workers.prefill.account import Pace
-from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.prefill.watch import PULSE_S, StageWatch
+from deltafront.workers.prefill.group.account import Pace
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.group.watch import PULSE_S, StageWatch
 from deltafront.workers.settings import PrefillConfig
 
 from ..timeless import timeless

@@ -26,9 +26,9 @@ import torch
 from ...messages.stages import KVAnnouncement
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
+from ..peer_memory import CudaPeerMemory, PeerMemory
 from .exported_pages import ExportedCache, ExportedKV, PageExport, Runs, checked, moved_bytes, too_late
 from .outbox import ActorOutbox
-from .peer_memory import CudaPeerMemory, PeerMemory
 from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
 from .stream import MessageSender
 

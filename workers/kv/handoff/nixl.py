@@ -28,6 +28,7 @@ from ...messages.stages import KVAnnouncement
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
 from ..pages.pool import paired_runs, row_runs
+from ..peer_memory import launched
 from .exported_pages import (
     ExportedCache,
     ExportedKV,
@@ -40,7 +41,6 @@ from .exported_pages import (
 )
 from .nixl_agent import HOST, Agent, Memory, RegisteredWords, Span, memory_of, new_agent
 from .outbox import ActorOutbox
-from .peer_memory import launched
 from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
 from .stream import MessageSender
 

@@ -20,22 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.build import build
-from ...kernels.interface import KernelInputError, StateSpec
-from ...kernels.methods import MethodError
-from ..kv.cache import PagedKVCache
-from ..kv.fetch import KVSource, NoKVSource, from_host, pieces
-from ..kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
-from ..kv.pages.pool import first_of_run
-from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
-from ..model.decoder import LayerStack
-from ..model.levels import thresholds_for
-from ..model.profile import Profile
-from ..tracing import NO_TRACER, Tracer
+from ....kernels.build import build
+from ....kernels.interface import KernelInputError, StateSpec
+from ....kernels.methods import MethodError
+from ...kv.cache import PagedKVCache
+from ...kv.fetch import KVSource, NoKVSource, from_host, pieces
+from ...kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
+from ...kv.pages.pool import first_of_run
+from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
+from ...model.decoder import LayerStack
+from ...model.levels import thresholds_for
+from ...model.profile import Profile
+from ...tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
 from .chunk_attention import ChunkAttention, OpenPrompt, finite
-from .chunks import ModelWork
+from .chunk_cost import ModelWork
 from .phases import phase_timer
 
 _ASK_AGAIN_S = 0.01

@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..kv.fetch import KVSource
-from ..kv.handoff.protocols import LocalReceiver
-from ..kv.handoff.transports import kv_sender
-from ..messages.events import PrefillDone, PrefillReport
-from ..messages.methods import MethodSpec
-from ..messages.requests import PrefillFailed, PrefillJob
-from ..messages.stages import FirstLogits, KVAnnouncement
-from ..roles import Form, Stage, stand_in
-from ..settings import HandoffConfig, ModelSpec, PrefillConfig
-from .activations import Activations, LinkClosed, NoActivations, QueueActivations
-from .chunks import ModelWork
+from ...kv.fetch import KVSource
+from ...kv.handoff.protocols import LocalReceiver
+from ...kv.handoff.transports import kv_sender
+from ...messages.events import PrefillDone, PrefillReport
+from ...messages.methods import MethodSpec
+from ...messages.requests import PrefillFailed, PrefillJob
+from ...messages.stages import FirstLogits, KVAnnouncement
+from ...roles import Form, Stage, stand_in
+from ...settings import HandoffConfig, ModelSpec, PrefillConfig
+from ..stage.activations import Activations, LinkClosed, NoActivations, QueueActivations
+from ..stage.chunk_cost import ModelWork
+from ..stage.loading import load_stage
+from ..stage.stage import PrefillStage
 from .controller import PrefillController
-from .loading import load_stage
-from .stage import PrefillStage
 
 T = TypeVar("T")
 _WORKER = "in-process"

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from ..kv.arrival import KVArrival
 from ..kv.handoff.inbox import KVInbox
-from ..kv.pages.pool import PAGE_TOKENS, PagePool, pages_for
-from ..kv.pages.request_pages import PageManager, RequestPages
+from ..kv.pages.pool import PAGE_TOKENS, PagePool
+from ..kv.pages.request_pages import PageManager
 from ..kv.pages.sessions import KeptSession, SessionsTable
 from ..kv.pages.waiting import (
     OVERDUE_LOOKS,
@@ -27,164 +24,12 @@ from ..kv.pages.waiting import (
     last_holders,
     seconds_until_room,
 )
-from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
-from ..messages.methods import BLOCK
-from ..messages.requests import GenerateJob, RefusalReason, Refused, Reserve, Reserved
+from ..messages.events import FinishReason
+from ..messages.requests import RefusalReason, Refused, Reserve, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
 from ..model.config import ModelConfig
 from ..settings import DecodeConfig
-from ..tracing import NO_SPAN, Span
-from .reads import Recompute, Step, plan_reads
-from .rows import Row
-from .times import Times
-
-DecodeEvent = FirstTokenTimings | Token | FinishEvent
-
-
-@dataclass(eq=False)
-class DecodeRequest:
-    """All that is known of one request, from reservation to the end. `DecodeRequests` makes and keeps it,
-    engine and scheduler move it on. `serial` is unique for ever, unlike the request's id.
-
-    reserved, renewed: seconds of the engine's clock. length: tokens whose K/V is in the pages. token: the
-    last token chosen, not in the pages yet. logits: of the position before the first token, until that is
-    sampled. inbox: of the last attempt to read its prompt.
-    """
-
-    serial: int
-    order: Reserve
-    pages: RequestPages
-    reserved: float
-    renewed: float
-    length: int
-    inbox: KVInbox = field(init=False)
-    times: Times = field(default_factory=Times)
-    events: asyncio.Queue[DecodeEvent] = field(default_factory=asyncio.Queue)
-    job: GenerateJob | None = None
-    deadline: float | None = None
-    reads: deque[Step] = field(default_factory=deque)
-    """What is still to be read before its first token."""
-    known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
-    """Of all tokens before the answer, where blocks of them may be computed again."""
-    blocks: Sequence[int] = ()
-    """Those that are to be."""
-    selects_pages: bool = False
-    logits: Any = None
-    token: int = 0
-    produced: int = 0
-    ended: tuple[FinishReason, str] | None = None
-    overdue: int = 0
-    """How often in a row its lease was found to have run out."""
-    kept: KeptSession | None = None
-    """The session that was made of its prompt."""
-    span: Span = NO_SPAN
-    """Of its job."""
-
-    @property
-    def request_id(self) -> str:
-        return self.order.request_id
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens before the answer, a session's included."""
-        return self.pages.session_tokens + self.order.prompt_tokens
-
-    def plan_reads(self, append_ids: array[int], chunk: int) -> None:
-        """What is to be read once all is there; see `reads`. Raises ValueError."""
-        assert self.job is not None
-        answered, asked = self.job.answered_tokens, self.order.session_id is not None
-        if not 0 <= answered <= len(append_ids) - asked:
-            raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
-        blocks, keep = self.job.recompute_blocks, self.job.keep_tokens
-        self.reads.extend(plan_reads(self.length, self.known_ids, append_ids, answered, chunk, blocks, keep))
-        if self.known_ids:
-            self.known_ids += append_ids[: len(append_ids) - answered]
-
-    def prepare(self, step: Step) -> None:
-        """What it is about to write over, and others may share, it writes to pages of its own."""
-        size, there = PAGE_TOKENS, self.pages.session_tokens or self.order.prompt_tokens
-        if isinstance(step, Recompute):
-            pages = BLOCK // size
-            self.pages.divert([b * pages + page for b in self.blocks for page in range(pages)])
-        elif step.looks and step.start < there:
-            self.pages.divert(range(step.start // size, pages_for(there)))
-
-    def ids_of_blocks(self) -> array[int]:
-        ids = array("I")
-        for block in self.blocks:
-            ids += self.known_ids[block * BLOCK : (block + 1) * BLOCK]
-        return ids
-
-    @property
-    def ready(self) -> bool:
-        """Whether the scheduler can take it."""
-        if self.job is None or self.ended is not None:
-            return False
-        if self.order.session_id is not None:
-            return True
-        return self.inbox.complete and self.inbox.logits_V is not None
-
-    @property
-    def left(self) -> int:
-        """Tokens that its answer may still have."""
-        assert self.job is not None  # a request without a job is never ready
-        return self.job.sampling.max_tokens - self.produced
-
-    @property
-    def row(self) -> Row:
-        """Of the next decode step, or of the token that is sampled first."""
-        assert self.job is not None  # a request without a job is never ready
-        return Row(
-            self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
-        )
-
-    async def settled(self) -> None:
-        """Wait until the prompt's K/V is complete or lost in its last attempt, or the request has ended."""
-        waited = None
-        while waited is not self.inbox:
-            waited = self.inbox
-            await waited.settled()
-
-    def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
-        """Begin another attempt to read the prompt. Returns the point from which on K/V, and the logits, are
-        to come again."""
-        tokens, self.inbox = self.inbox.resumed(points, attempt)
-        self.renewed = now
-        self.times.logits = self.times.complete = None
-        return tokens
-
-    def close(self, reason: FinishReason, message: str) -> None:
-        """The one way to end; what comes later changes nothing."""
-        if self.ended is not None:
-            return
-        self.ended = (reason, message)
-        self.inbox.close()
-        self.logits = None
-        self.end_span()
-        if self.job is not None:
-            self.tell_end()
-        self.pages.end()
-
-    def end_span(self) -> None:
-        """Once it has ended, with the parts that it came to."""
-        if self.span is NO_SPAN:
-            return
-        assert self.ended is not None
-        reason, message = self.ended
-        for part, moments in self.times.parts.items():
-            self.span.part(part, *moments)
-        failed = reason in (FinishReason.FAILED, FinishReason.NO_KV)
-        moved, answered = self.times.handoff_bytes, self.produced
-        self.span.end(reason.value, message if failed else "", handoff_bytes=moved, tokens=answered)
-        self.span = NO_SPAN
-
-    def tell_end(self) -> None:
-        """Queue the one terminal event of a request that has ended."""
-        assert self.ended is not None
-        reason, message = self.ended
-        self.events.put_nowait(
-            FinishEvent(self.request_id, reason, self.produced, self.times.report(), message)
-        )
+from .request import DecodeRequest
 
 
 class DecodeRequests:

@@ -18,19 +18,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...kernels.constants import BLOCK
-from ..messages.events import ChunkRead, PrefillDone
-from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused, Wish
-from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
-from ..messages.states import GroupStats
-from ..roles import PrefillEvent, Stage
-from ..settings import PrefillConfig
-from ..tracing import NO_TRACER, Span, Tracer
+from ....kernels.constants import BLOCK
+from ...messages.events import ChunkRead, PrefillDone
+from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused, Wish
+from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
+from ...messages.states import GroupStats
+from ...roles import PrefillEvent, Stage
+from ...settings import PrefillConfig
+from ...tracing import NO_TRACER, Span, Tracer
+from ..stage.chunk_cost import ModelWork
 from . import schedule
-from .chunks import ChunkSizes, ModelWork
+from .chunks import ChunkSizes
 from .pipeline import Pipeline
 from .request import Request
-from .requests import PrefillRequests
+from .request_table import PrefillRequests
 from .watch import StageWatch
 
 _LEASE_GRACE = 0.1

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..kv.pages.pool import PagePool, pages_for
-from ..messages.requests import PrefillJob, RefusalReason, Refused, Wish
-from ..messages.stages import ChunkCommand, ChunkReport
-from ..messages.states import GroupStats
-from ..settings import PrefillConfig
+from ...kv.pages.pool import PagePool, pages_for
+from ...messages.requests import PrefillJob, RefusalReason, Refused, Wish
+from ...messages.stages import ChunkCommand, ChunkReport
+from ...messages.states import GroupStats
+from ...settings import PrefillConfig
 from . import backlog, schedule
 from .account import Pace, Throughput
 from .request import Request

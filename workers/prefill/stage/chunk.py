@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...kernels.interface import Coverage
-from ..messages.events import LayerDensity
-from ..messages.stages import ChunkCommand, ChunkReport
+from ....kernels.interface import Coverage
+from ...messages.events import LayerDensity
+from ...messages.stages import ChunkCommand, ChunkReport
 from .phases import PhaseTimer
 
 

@@ -6,12 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..kv.pages.pool import pages_for
-from ..messages.events import PrefillDone
-from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, Refused
-from ..messages.stages import ChunkCommand, OpenRequest
-from ..roles import PrefillEvent
-from ..tracing import NO_SPAN
+from ...kv.pages.pool import pages_for
+from ...messages.events import PrefillDone
+from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, Refused
+from ...messages.stages import ChunkCommand, OpenRequest
+from ...roles import PrefillEvent
+from ...tracing import NO_SPAN
 from . import schedule
 from .account import Account
 from .chunks import ChunkSizes

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from ..kv.handoff.peer_memory import CudaPeerMemory, PeerMemory, home
-from ..settings import PrefillConfig
+from ...kv.peer_memory import CudaPeerMemory, PeerMemory, home
+from ...settings import PrefillConfig
 from .activations import Activations, GroupActivations, LinkClosed
 
 SLOTS = 3

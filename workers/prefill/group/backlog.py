@@ -12,7 +12,7 @@ import bisect
 import heapq
 from collections.abc import Iterable, Sequence
 
-from ..kv.pages.pool import pages_for
+from ...kv.pages.pool import pages_for
 from .schedule import Waiting, credit_at
 
 _STEPS = 128

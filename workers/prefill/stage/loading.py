@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..kv.cache import PagedKVCache
-from ..kv.fetch import KVSource
-from ..kv.handoff.protocols import KVSender
-from ..kv.pages.pool import pages_for
-from ..messages.methods import load_methods
-from ..model.decoder import load_model
-from ..model.profile import load_profile
-from ..progress import Tell, silent
-from ..settings import ModelSpec, PrefillConfig
-from ..tracing import NO_TRACER, Tracer
+from ...kv.cache import PagedKVCache
+from ...kv.fetch import KVSource
+from ...kv.handoff.protocols import KVSender
+from ...kv.pages.pool import pages_for
+from ...messages.methods import load_methods
+from ...model.decoder import load_model
+from ...model.profile import load_profile
+from ...progress import Tell, silent
+from ...settings import ModelSpec, PrefillConfig
+from ...tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .stage import PrefillStage
 from .warm_up import warm_up

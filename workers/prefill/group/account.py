@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..messages.events import LayerDensity, PrefillReport, added_up
-from ..messages.methods import MethodSpec
-from ..messages.stages import ChunkReport
-from ..messages.states import RATE_LASTS_S
+from ...messages.events import LayerDensity, PrefillReport, added_up
+from ...messages.methods import MethodSpec
+from ...messages.stages import ChunkReport
+from ...messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
 _LEAD = 0.2

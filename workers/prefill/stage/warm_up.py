@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ...kernels.build import build
-from ...kernels.constants import BLOCK
-from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ...kernels.methods import MethodSpec
-from ..model.decoder import LayerStack
-from ..model.levels import thresholds_for
-from ..model.profile import Profile
-from ..progress import Tell, silent
+from ....kernels.build import build
+from ....kernels.constants import BLOCK
+from ....kernels.interface import Attention, AttentionInput, StateSpec
+from ....kernels.methods import MethodSpec
+from ...model.decoder import LayerStack
+from ...model.levels import thresholds_for
+from ...model.profile import Profile
+from ...progress import Tell, silent
 
 _RAGGED = 77
 """Tokens of a ragged chunk: no multiple of anything that a kernel might be specialised for."""

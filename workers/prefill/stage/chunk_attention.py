@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ...kernels.layers.rope import KVRows
-from ..kv.cache import PagedKVCache
-from ..kv.handoff.protocols import KVStream
-from ..messages.methods import resume_step
-from ..messages.stages import OpenRequest, RequestFailed
+from ....kernels.interface import Attention, AttentionInput, StateSpec
+from ....kernels.layers.rope import KVRows
+from ...kv.cache import PagedKVCache
+from ...kv.handoff.protocols import KVStream
+from ...messages.methods import resume_step
+from ...messages.stages import OpenRequest, RequestFailed
 from .chunk import ChunkWork
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
-from ..roles import Answer, Stage, finished, settled
+from ...messages.stages import ChunkCommand, ChunkReport, OpenRequest, RequestFailed
+from ...roles import Answer, Stage, finished, settled
 from .watch import StageWatch
 
 T = TypeVar("T")

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from ...kernels.compilations import Compilations, Phases, added_up, watch
-from ..leaving import Leaving
-from ..messages.stages import HandoffFailed, RequestFailed
-from ..messages.states import PREFILL_PREFIX, GroupStats
-from ..progress import progress
-from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
-from ..replica import Replica
-from ..roles import Group, Stage
-from ..settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
-from ..tracing import SpanSink, Tracer, provider
+from ....kernels.compilations import Compilations, Phases, added_up, watch
+from ...leaving import Leaving
+from ...messages.stages import HandoffFailed, RequestFailed
+from ...messages.states import PREFILL_PREFIX, GroupStats
+from ...progress import progress
+from ...remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
+from ...replica import Replica
+from ...roles import Group, Stage
+from ...settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
+from ...tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
-    from .activations import Activations, Rendezvous
-    from .chunks import ModelWork
+    from ..stage.activations import Activations, Rendezvous
+    from ..stage.chunk_cost import ModelWork
+    from ..stage.stage import PrefillStage
     from .controller import PrefillController
-    from .stage import PrefillStage
 
 _SWITCH_S = 2e-4
 """How long the thread that launches may keep those waiting that tell others of what was computed."""
@@ -64,7 +64,7 @@ class StageActor:
 
     def host(self) -> Rendezvous:
         """Where the stages of the group find each other (first stage only)."""
-        from .activations import host_store
+        from ..stage.activations import host_store
 
         address = str(ray.util.get_node_ip_address())
         self._store, rendezvous = host_store(address, self._config.stages)
@@ -75,10 +75,10 @@ class StageActor:
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._stage.work
-        from ..kv.fetch import RayKVSource
-        from ..kv.handoff.transports import kv_sender
-        from ..model.computing import computes
-        from .loading import load_stage
+        from ...kv.fetch import RayKVSource
+        from ...kv.handoff.transports import kv_sender
+        from ...model.computing import computes
+        from ..stage.loading import load_stage
 
         computes(self._config.threads, self._config.device)  # on this thread
         sys.setswitchinterval(_SWITCH_S)
@@ -116,8 +116,8 @@ class StageActor:
     def _activations(self, rendezvous: Rendezvous, stage: PrefillStage) -> Activations:
         import torch
 
-        from .activations import join_store
-        from .peer_activations import meet
+        from ..stage.activations import join_store
+        from ..stage.peer_activations import meet
 
         stages, stack = self._config.stages, stage.stack
         store = self._store if self._number == 0 else join_store(rendezvous, stages)
