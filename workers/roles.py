@@ -30,7 +30,7 @@ from .messages.events import (
     SessionKept,
     Token,
 )
-from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reserve, Reserved, Wish
+from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reserve, Reserved
 from .messages.stages import (
     ChunkCommand,
     ChunkReport,
@@ -96,9 +96,12 @@ class Group(Leased, Protocol):
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """ChunkRead …, then one PrefillDone; or one Refused. Raises PrefillFailed with a plain message."""
 
-    async def full(self, wish: Wish) -> Refused | None:
-        """What `prefill` would answer now because of its full queue; None: there is a place. Takes nothing.
-        Raises PrefillFailed once the group is lost."""
+    async def queue_refusal(self, tokens: int) -> Refused | None:
+        """Say why the queue does not take a prompt of so many tokens now. Takes no place.
+
+        Returns: None if the queue has a place.
+        Raises: PrefillFailed once the group is lost.
+        """
 
     async def stats(self) -> GroupStats:
         """Raises PrefillFailed once the group is lost."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...workers.messages.requests import RefusalReason, Refused, Reserve, Reserved, Wish
+from ...workers.messages.requests import RefusalReason, Refused, Reserve, Reserved
 from ...workers.roles import DecodeWorker
 from ..errors import (
     DeadlineExceeded,
@@ -82,11 +82,11 @@ async def _judged(resources: Resources, plan: Plan, deadline: float | None) -> a
 async def _with_a_place(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """From the first group on that has a place in its queue. Those whose queue looks full are asked before
     pages are reserved anywhere, so that a refusal takes one question. Raises Overloaded if all are full."""
-    wish, refused, view = Wish.of(plan.read_ids), list[Refused](), resources.fleet.view
+    refused, view = list[Refused](), resources.fleet.view
     for number, name in enumerate(groups):
         if not view.groups[name].full:
             return tuple(groups[number:])
-        answer = await resources.fleet.group(name).full(wish)
+        answer = await resources.fleet.group(name).queue_refusal(plan.read_tokens)
         if answer is None:
             return tuple(groups[number:])
         refused.append(answer)

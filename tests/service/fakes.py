@@ -41,7 +41,6 @@ from deltafront.workers.messages.requests import (
     Refused,
     Reserve,
     Reserved,
-    Wish,
     recompute_pages,
 )
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
@@ -173,7 +172,7 @@ class FakeGroup(Pausing):
             handoff_bytes=read * 100,
         )
 
-    async def full(self, wish: Wish) -> Refused | None:
+    async def queue_refusal(self, tokens: int) -> Refused | None:
         return self.full_with
 
     async def cancel(self, request_id: str) -> None:

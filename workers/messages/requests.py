@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -117,18 +116,6 @@ class Reserved:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A prompt that wants a place in a queue: how long it is, and a checksum by which it is known again."""
-
-    tokens: int
-    checksum: int
-
-    @staticmethod
-    def of(token_ids: bytes) -> Wish:
-        return Wish(len(token_ids) // 4, zlib.crc32(token_ids))
-
-
-@dataclass(frozen=True)
 class PrefillJob:
     """What a prefill group needs. token_ids: little-endian uint32. decode_worker: the actor name that
     reserved pages for request_id; K/V is announced to it. start: so many tokens are to be brought from
@@ -149,10 +136,6 @@ class PrefillJob:
     @property
     def tokens(self) -> int:
         return len(self.token_ids) // 4
-
-    @property
-    def wish(self) -> Wish:
-        return Wish.of(self.token_ids)
 
 
 @dataclass(frozen=True)

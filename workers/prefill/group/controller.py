@@ -20,7 +20,7 @@ from typing import Any
 
 from ....kernels.constants import BLOCK
 from ...messages.events import ChunkRead, PrefillDone
-from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused, Wish
+from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
 from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
 from ...messages.states import GroupStats
 from ...roles import PrefillEvent, Stage
@@ -96,11 +96,10 @@ class PrefillController:
         finally:
             await self._end(admitted, None)
 
-    async def full(self, wish: Wish) -> Refused | None:
-        """See `Group`."""
+    async def queue_refusal(self, tokens: int) -> Refused | None:
         if self.failure:
             raise PrefillFailed(self.failure)
-        return self._requests.full(wish, self._clock())
+        return self._requests.queue_refusal(tokens)
 
     async def cancel(self, request_id: str) -> None:
         """End a request; returns when its pages are free. Unknown ids are fine."""

@@ -9,14 +9,13 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ...kv.pages.pool import PagePool, pages_for
-from ...messages.requests import PrefillJob, RefusalReason, Refused, Wish
+from ...messages.requests import PrefillJob, RefusalReason, Refused
 from ...messages.stages import ChunkCommand, ChunkReport
 from ...messages.states import GroupStats
 from ...settings import PrefillConfig
-from . import backlog, schedule
+from . import schedule
 from .account import Pace, Throughput
 from .request import Request
 
@@ -32,7 +31,6 @@ class PrefillRequests:
         """From anywhere: stages outlive a controller, and may still hear what one that died has called."""
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
-        self._promises = backlog.Promises()
         self._throughput = Throughput()
         self._pace = Pace(config.chunk_slack_s)
 
@@ -48,11 +46,9 @@ class PrefillRequests:
 
     def admit(self, job: PrefillJob, now: float) -> Request | Refused:
         """A request that waits, or why there is none."""
-        wish = job.wish
-        refused = self._refusal(job, now) or self.full(wish, now)
+        refused = self._refusal(job) or self.queue_refusal(job.tokens)
         if refused is not None:
             return refused
-        self._promises.kept(wish.checksum)
         request = Request(job, self._stages, now, next(self._serials))
         self._requests[job.request_id] = request
         return request
@@ -73,7 +69,7 @@ class PrefillRequests:
             request.pages = self._pool.allocate(request.waiting.pages)
         return request
 
-    def _refusal(self, job: PrefillJob, now: float) -> Refused | None:
+    def _refusal(self, job: PrefillJob) -> Refused | None:
         needed, pool = pages_for(job.tokens), self._pool
         if job.request_id in self._requests:
             return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")
@@ -84,17 +80,15 @@ class PrefillRequests:
             return Refused(RefusalReason.TOO_LARGE, message, needed, pool.free)
         return None
 
-    def full(self, wish: Wish, now: float) -> Refused | None:
-        """What is refused for the queue; None if there is a place in it that is not held for who was told to
-        come back before this prompt would be read."""
+    def queue_refusal(self, tokens: int) -> Refused | None:
+        """Why the queue does not take a prompt of so many tokens now; None if it has a place."""
         waiting = sum(not request.opened for request in self._live())
-        until = now + self._seconds_of(self._unread + wish.tokens)
-        held = self._promises.held(wish.checksum, until, now, self._config.max_waiting)
-        if waiting + held < self._config.max_waiting:
+        if waiting < self._config.max_waiting:
             return None
-        message = f"{waiting} prompts wait already" + f", and {held} were told to come back now" * (held > 0)
-        comes_back = self._comes_back(wish, now)
-        return Refused(RefusalReason.BUSY, message, pages_for(wish.tokens), self._pool.free, comes_back)
+        message = f"{waiting} prompts wait already"
+        return Refused(
+            RefusalReason.BUSY, message, pages_for(tokens), self._pool.free, self._seconds_to_next_place()
+        )
 
     def allowed(self, request: Request, command: ChunkCommand) -> float:
         """Seconds that a stage may take for a chunk before it is asked whether it lives, as known by now."""
@@ -132,25 +126,10 @@ class PrefillRequests:
         """Tokens."""
         return sum(request.job.tokens - request.done for request in self._live())
 
-    def _seconds_of(self, tokens: int) -> float:
-        """To read them; 0 while the group's rate is not known."""
+    def _seconds_to_next_place(self) -> float | None:
+        """The mean time between two prompts that are read; None while the group's rate is not known."""
         rate = self._throughput.tokens_per_second
-        return tokens / rate if rate > 0 else 0.0
+        return self._unread / rate / len(self._live()) if rate > 0 else None
 
     def _live(self) -> list[Request]:
         return [request for request in self if not request.ended]
-
-    def _comes_back(self, wish: Wish, now: float) -> float | None:
-        """Seconds after which a refused prompt should come back; None while the group's rate is not known."""
-        rate = self._throughput.tokens_per_second
-        if rate <= 0:
-            return None
-        play = backlog.Play(
-            [replace(one.waiting, remaining=one.job.tokens - one.done) for one in self._live()],
-            now,
-            self._config.ageing_tokens_per_second,
-            rate,
-            self._pool.free + sum(len(request.pages) for request in self if request.ended),
-            self._config.chunk_tokens,
-        )
-        return self._promises.give(play, wish.checksum, wish.tokens, self._config.max_waiting, now)
