@@ -213,8 +213,8 @@ class DecodeConfig:
 class HandoffConfig:
     """How K/V gets from prefill stages to decode workers. transport: `object_store`, through Ray's shared
     memory; `cuda_ipc`, copied from GPU to GPU, for stages and decode workers in one container of one host;
-    `nixl`, read from GPU to GPU, or from host to host, across hosts (RDMA where there is some), with its
-    package installed; or `in_process`, for stages and decode worker in one process.
+    or `nixl`, read from GPU to GPU, or from host to host, across hosts (RDMA where there is some), with its
+    package installed.
 
     max_unanswered_bytes: a stage waits once so much of what it copied for decode workers is not taken.
     ack_timeout_s: a decode worker that takes longer than this to take what it was handed has failed.
@@ -222,7 +222,7 @@ class HandoffConfig:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    transport: Literal["object_store", "cuda_ipc", "nixl", "in_process"] = "object_store"
+    transport: Literal["object_store", "cuda_ipc", "nixl"] = "object_store"
     max_unanswered_bytes: Count = 256 << 20
     ack_timeout_s: Positive = 60.0
 

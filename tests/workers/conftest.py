@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from deltafront.workers.decode.engine import DecodeEngine
+from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
 from deltafront.workers.messages.requests import GenerateJob, Reserve, Reserved, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
-from deltafront.workers.settings import DecodeConfig, HandoffConfig
+from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
 LAYERS = 6
@@ -204,7 +205,7 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
     async def start(
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
-        transport: str = "object_store",
+        reader: Callable[..., Any] = ObjectStoreReader,
         looks_ahead: bool = False,
         tracer: Tracer = NO_TRACER,
         **config: Any,
@@ -215,9 +216,9 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
             "append_chunk_tokens": 48,
             "stream_lease_s": 600.0,
         }
-        chosen, handoff = DecodeConfig(**(defaults | config)), HandoffConfig(transport=transport)
+        chosen = DecodeConfig(**(defaults | config))
         engine = DecodeEngine(
-            "decode:test", tiny_stack, chosen, handoff, wall=wall, clock=clock, tracer=tracer
+            "decode:test", tiny_stack, chosen, reader=reader, wall=wall, clock=clock, tracer=tracer
         )
         engine._runner.asynchronous = looks_ahead
         await engine.start()

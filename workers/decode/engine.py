@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from ..kv.cache import PagedKVCache
 from ..kv.fetch import to_host
+from ..kv.handoff.in_process import InProcessReader
 from ..kv.handoff.inbox import KVInbox
-from ..kv.handoff.transports import kv_reader
+from ..kv.handoff.protocols import KVReader
 from ..kv.pages.pool import OutOfPages, pages_for
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
 from ..messages.requests import (
@@ -34,7 +36,7 @@ from ..messages.states import DecodeStats
 from ..model.computing import computes
 from ..model.decoder import LayerStack, load_model
 from ..progress import Tell, silent
-from ..settings import DecodeConfig, HandoffConfig, ModelSpec
+from ..settings import DecodeConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
 from .page_selection import PageSelectionError, plan_layers
 from .reads import appended_ids, prompt_ids
@@ -43,6 +45,9 @@ from .request_table import DecodeRequests
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
 from .times import Times
+
+ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
+"""Makes a decode worker's end of the hand-off; `kv_reader` is one, given a configuration."""
 
 _TICK_S = 0.1
 """How often deadlines and leases are looked at."""
@@ -63,8 +68,8 @@ class DecodeEngine:
         name: str,
         stack: LayerStack,
         config: DecodeConfig,
-        handoff: HandoffConfig = HandoffConfig(),  # noqa: B008
         *,
+        reader: ReaderMaker = InProcessReader,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         tracer: Tracer = NO_TRACER,
@@ -87,7 +92,7 @@ class DecodeEngine:
             ThreadPoolExecutor(1, f"decode-{work}", computes, (config.threads, config.device))
             for work in ("compute", "handoff")
         ]
-        self._reader = kv_reader(handoff, self._runner.cache, self._threads[1])
+        self._reader = reader(self._runner.cache, self._threads[1])
         self._receiving: set[asyncio.Task[None]] = set()
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
@@ -375,7 +380,8 @@ def load_engine(
     name: str,
     model: ModelSpec,
     config: DecodeConfig,
-    handoff: HandoffConfig = HandoffConfig(),  # noqa: B008
+    *,
+    reader: ReaderMaker = InProcessReader,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
@@ -385,4 +391,5 @@ def load_engine(
     that does not fit it.
     """
     torch.set_num_threads(config.threads)
-    return DecodeEngine(name, load_model(model, config.device, tell=tell), config, handoff, tracer=tracer)
+    stack = load_model(model, config.device, tell=tell)
+    return DecodeEngine(name, stack, config, reader=reader, tracer=tracer)

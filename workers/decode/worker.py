@@ -6,6 +6,7 @@ Importing this loads no torch; the actor does, in its own process.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
@@ -39,12 +40,15 @@ class DecodeActor(Leaving):
     def __init__(
         self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, spans: SpanSink
     ) -> None:
+        from ..kv.handoff.transports import kv_reader
         from .engine import load_engine
 
         self._pairing = pairing(model, handoff)
         self._compilations = watch(config.device, config.kernel_cache)
         tracer = Tracer(provider(spans, name))
-        self.hosted: DecodeEngine = load_engine(name, model, config, handoff, progress(name), tracer)
+        self.hosted: DecodeEngine = load_engine(
+            name, model, config, reader=partial(kv_reader, handoff), tell=progress(name), tracer=tracer
+        )
 
     async def start(self) -> None:
         await self.hosted.start()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .methods import BLOCK, PAGE_TOKENS, MethodSpec
 
 ID_BYTES = 4
-"""Of a token id, wherever ids are packed: little-endian uint32."""
+"""A packed token id is a little-endian uint32."""
+if sys.byteorder != "little":
+    raise ImportError("Deltafront packs numbers as this machine has them, so it needs a little-endian one")
 TAIL_TOKENS = 128
 """Of a prompt that nothing is appended to, so many tokens count as its question, and up to a block more, so
 that what stands before them is whole blocks."""

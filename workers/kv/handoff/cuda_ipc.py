@@ -29,7 +29,7 @@ from ..cache import PagedKVCache
 from ..peer_memory import CudaPeerMemory, PeerMemory
 from .exported_pages import ExportedCache, ExportedKV, PageExport, Runs, checked, moved_bytes, too_late
 from .outbox import ActorOutbox
-from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
+from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 256 << 20
@@ -183,7 +183,7 @@ class CudaIpcReader:
             raise too_late(announcement)
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
+def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
     """Raises ValueError for a cache on a CPU."""
     exporter = CudaIpcExporter(cache, CudaPeerMemory(cache.device), config.ack_timeout_s)
     outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)

@@ -11,14 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ...messages.stages import FirstLogits, KVAnnouncement
-from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from .protocols import Destination, HandoffError, LocalReceiver, UsePages, check_kv, described
+from .protocols import Destination, HandoffError, UsePages, check_kv, described
+
+
+class LocalReceiver(Protocol):
+    """A decode worker in this process, as far as hand-off goes."""
+
+    def announce(self, announcement: KVAnnouncement) -> None: ...
+
+    def first_logits(self, message: FirstLogits) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -112,14 +119,3 @@ def _now(device: torch.device) -> Any:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> InProcessSender:
-    """Raises ValueError without a decode worker of this process."""
-    if local is None:
-        raise ValueError("transport 'in_process' is for a stage and a decode worker in one process")
-    return InProcessSender(local)
-
-
-def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> InProcessReader:
-    return InProcessReader(cache, thread)

@@ -41,7 +41,7 @@ from .exported_pages import (
 )
 from .nixl_agent import HOST, Agent, Memory, RegisteredWords, Span, memory_of, new_agent
 from .outbox import ActorOutbox
-from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
+from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 64 << 20
@@ -243,7 +243,7 @@ def _register(cache: PagedKVCache, agent: Agent) -> None:
     memory_of(cache.device).register(agent, [(side.data_ptr(), side.nbytes) for side in sides])
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
+def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
     """Raises ValueError where NIXL is missing."""
     outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(NixlExporter(cache, new_agent()), outbox, background=cache.device.type == "cuda")

@@ -26,7 +26,7 @@ from ...settings import HandoffConfig
 from ..cache import PagedKVCache
 from .host_copies import NUMPY_TYPES, HostCopies
 from .outbox import ActorOutbox, Delivery
-from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
+from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 
@@ -105,7 +105,7 @@ def _tensor(
     return x.view(dtype) if dtype == torch.bfloat16 else x
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
+def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
     """Sends from a thread of its own beside a GPU; on the CPU, whose cores all compute, from the stage's."""
     outbox = ObjectStoreOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from ...messages.stages import FirstLogits, KVAnnouncement
+from ...messages.stages import KVAnnouncement
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -93,14 +93,6 @@ class KVReader(Protocol):
         Raises: HandoffError for K/V that is lost or is not what was announced.
         Only a worker that shuts down cancels a read; it gives no page away afterwards.
         """
-
-
-class LocalReceiver(Protocol):
-    """A decode worker in this process, as far as hand-off goes."""
-
-    def announce(self, announcement: KVAnnouncement) -> None: ...
-
-    def first_logits(self, message: FirstLogits) -> None: ...
 
 
 def check_kv(k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:

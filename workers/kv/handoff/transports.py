@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from . import cuda_ipc, in_process, nixl, object_store
-from .protocols import KVReader, KVSender, LocalReceiver
+from . import cuda_ipc, nixl, object_store
+from .protocols import KVReader, KVSender
 
 
 @dataclass(frozen=True)
 class Transport:
     """How to make the two ends."""
 
-    sender: Callable[[HandoffConfig, PagedKVCache, LocalReceiver | None], KVSender]
+    sender: Callable[[HandoffConfig, PagedKVCache], KVSender]
     reader: Callable[[HandoffConfig, PagedKVCache, Executor], KVReader]
 
 
@@ -28,17 +28,16 @@ TRANSPORTS: dict[str, Transport] = {
     "object_store": Transport(object_store.sender, object_store.reader),
     "cuda_ipc": Transport(cuda_ipc.sender, cuda_ipc.reader),
     "nixl": Transport(nixl.sender, nixl.reader),
-    "in_process": Transport(in_process.sender, in_process.reader),
 }
 
 
-def kv_sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None = None) -> KVSender:
-    """A stage's end, for K/V that is in `cache`. local: the decode worker, where it is in this process."""
-    return _named(config.transport).sender(config, cache, local)
+def kv_sender(config: HandoffConfig, cache: PagedKVCache) -> KVSender:
+    """Make a stage's end, for K/V that is in `cache`."""
+    return _named(config.transport).sender(config, cache)
 
 
 def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> KVReader:
-    """A decode worker's end. thread: where writes to `cache` run, one after the other."""
+    """Make a decode worker's end. thread: runs the writes to `cache`, one after the other."""
     return _named(config.transport).reader(config, cache, thread)
 
 

@@ -17,14 +17,13 @@ import numpy as np
 import torch
 
 from ...kv.fetch import KVSource
-from ...kv.handoff.protocols import LocalReceiver
-from ...kv.handoff.transports import kv_sender
+from ...kv.handoff.in_process import InProcessSender, LocalReceiver
 from ...messages.events import PrefillDone, PrefillReport
 from ...messages.methods import MethodSpec
 from ...messages.requests import PrefillFailed, PrefillJob
 from ...messages.stages import FirstLogits, KVAnnouncement
 from ...roles import Form, Stage, stand_in
-from ...settings import HandoffConfig, ModelSpec, PrefillConfig
+from ...settings import ModelSpec, PrefillConfig
 from ..stage.activations import Activations, LinkClosed, NoActivations, QueueActivations
 from ..stage.chunk_cost import ModelWork
 from ..stage.loading import load_stage
@@ -98,15 +97,14 @@ def local_controller(
 ) -> PrefillController:
     """Load a group into this process. `stop()` it when done; use it from one event loop. source: None where
     no prompt is ever resumed."""
-    handoff = HandoffConfig(transport="in_process")
     ends: Sequence[Activations] = [NoActivations()]
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
     threads: list[StageThread] = []
     work: ModelWork | None = None
+    sender = InProcessSender(receiver)
     for number, activations in enumerate(ends):
-        made = partial(kv_sender, handoff, local=receiver)
-        stage = load_stage(model, config, number, activations, made, source)
+        stage = load_stage(model, config, number, activations, lambda _cache: sender, source)
         threads.append(StageThread(stage, config.threads, activations.close))
         work = stage.work
 
