@@ -30,7 +30,7 @@ from .messages.events import (
     SessionKept,
     Token,
 )
-from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reserve, Reserved
+from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reservation, Reserved
 from .messages.stages import (
     ChunkCommand,
     ChunkReport,
@@ -123,7 +123,7 @@ class KVReceiver(Protocol):
 class DecodeWorker(Leased, KVReceiver, Protocol):
     """A decode worker, as door and stages see it."""
 
-    async def reserve(self, order: Reserve) -> Reserved | Refused: ...
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused: ...
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         """The group that read this prompt is gone, and another attempt begins.
@@ -187,7 +187,7 @@ def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form],
 
     The only place where that is taken on trust: callers are checked against the protocol.
     """
-    return cast(Role, _StandIn(name, {one: method(one, form) for one, form in forms(role).items()}))
+    return cast(Role, _StandIn(name, {each: method(each, form) for each, form in forms(role).items()}))
 
 
 def sent(actor: Any, method: Callable[[Any, T], Awaitable[Any]], argument: T) -> Any:

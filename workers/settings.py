@@ -134,8 +134,8 @@ class PrefillConfig:
     @property
     def warmed_up(self) -> list[tuple[str, Mapping[str, float]]]:
         """`warm_up` as names and options."""
-        given = ({one: {}} if isinstance(one, str) else one for one in self.warm_up)
-        return [pair for one in given for pair in one.items()]
+        given = ({entry: {}} if isinstance(entry, str) else entry for entry in self.warm_up)
+        return [pair for entry in given for pair in entry.items()]
 
     def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
         """A method with these options and this service's defaults. Raises MethodError naming the field."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
-from deltafront.workers.messages.requests import GenerateJob, Reserve, Reserved, Sampling
+from deltafront.workers.messages.requests import GenerateJob, Reservation, Reserved, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import LayerStack, load_stack
@@ -159,7 +159,9 @@ class Bench:
 
     async def reserve(self, request_id: str, prompt: int, new: int, **more: Any) -> Reserved:
         given = {"owner": "me", **more}
-        answer = await self.engine.reserve(Reserve(request_id, prompt_tokens=prompt, max_tokens=new, **given))
+        answer = await self.engine.reserve(
+            Reservation(request_id, prompt_tokens=prompt, max_tokens=new, **given)
+        )
         assert isinstance(answer, Reserved), answer
         return answer
 
@@ -182,7 +184,7 @@ class Bench:
     async def ask(
         self, request_id: str, ids: list[int], sampling: Sampling, keep_tokens: int = 0, **more: Any
     ) -> Answer:
-        """Reserve, prefill and generate."""
+        """Reservation, prefill and generate."""
         await self.reserve(request_id, len(ids), sampling.max_tokens, keep_tokens=keep_tokens)
         await self.deliver(request_id, ids)
         return await self.collect(GenerateJob(request_id, sampling, keep_tokens=keep_tokens, **more))

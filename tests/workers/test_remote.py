@@ -236,22 +236,22 @@ async def test_a_workers_failures_as_the_door_raises_them(
 # --- types -----------------------------------------------------------------------------------------------
 
 CALLS = """
-from deltafront.workers.messages.requests import Reserve
+from deltafront.workers.messages.requests import Reservation
 from deltafront.workers.messages.stages import ChunkCommand
 from deltafront.workers.remote import Failure, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Group, Stage
 
 def meaning(failure: Failure) -> Exception: return RuntimeError(failure.what)
 
-async def call(actor: object, command: ChunkCommand, order: Reserve) -> None:
+async def call(actor: object, command: ChunkCommand, reservation: Reservation) -> None:
     stage = remote(Stage, "stage 0", actor, meaning)
     worker = remote(DecodeWorker, "decode:a", actor, meaning)
     stage.run_chunk(command)
-    await worker.reserve(order)
+    await worker.reserve(reservation)
     stage.run_chunk("a")  # wrong: [arg-type]
     stage.prefill(command)  # wrong: [attr-defined]
-    await worker.reserve(order, 1)  # wrong: [call-arg]
-    answer: int = await worker.reserve(order)  # wrong: [assignment]
+    await worker.reserve(reservation, 1)  # wrong: [call-arg]
+    answer: int = await worker.reserve(reservation)  # wrong: [assignment]
 
 class Half:
     def open(self, request: str) -> None: ...

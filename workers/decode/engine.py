@@ -28,7 +28,7 @@ from ..messages.requests import (
     KeepSession,
     RefusalReason,
     Refused,
-    Reserve,
+    Reservation,
     Reserved,
 )
 from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
@@ -44,7 +44,7 @@ from .request import DecodeEvent, DecodeRequest
 from .request_table import DecodeRequests
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
-from .times import Times
+from .times import RequestTimes
 
 ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
 """Makes a decode worker's end of the hand-off; `kv_reader` is one, given a configuration."""
@@ -150,17 +150,17 @@ class DecodeEngine:
             uses=tuple(self._requests.uses()),
         )
 
-    async def reserve(self, order: Reserve) -> Reserved | Refused:
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no
         sense (the door checks them), and DecodeFailed while the worker takes no requests or when it is
         cancelled while it waits."""
         self._check_available()
-        if order.page_selection:
+        if reservation.page_selection:
             try:
-                self._plan.selects_pages(order.page_selection, self._config.page_selection)
+                self._plan.selects_pages(reservation.page_selection, self._config.page_selection)
             except PageSelectionError as error:
                 return Refused(RefusalReason.SELECTION, str(error))
-        return await self._requests.reserve(order)
+        return await self._requests.reserve(reservation)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
         """Receive K/V into pages. Ignored for requests and attempts that are not here, and for exact
@@ -178,7 +178,7 @@ class DecodeEngine:
         receiving.add_done_callback(self._receiving.discard)
         await asyncio.shield(receiving)  # a caller that gives up must not stop a write half way
 
-    async def _receive(self, inbox: KVInbox, times: Times, announcement: KVAnnouncement) -> None:
+    async def _receive(self, inbox: KVInbox, times: RequestTimes, announcement: KVAnnouncement) -> None:
         with times.handing_over(self._clock):
             moved = await inbox.receive(announcement, self._reader)
         times.handoff_bytes += moved
@@ -188,7 +188,7 @@ class DecodeEngine:
         logits that the request cannot use."""
         request = self._expecting(message)
         if request is not None:
-            vocab = self._model.vocab if request.order.session_id is None else 0
+            vocab = self._model.vocab if request.reservation.session_id is None else 0
             request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
 
     def _expecting(self, message: KVAnnouncement | FirstLogits) -> DecodeRequest | None:
@@ -221,7 +221,7 @@ class DecodeEngine:
     def _being_read(self, request_id: str) -> DecodeRequest:
         """Raises DecodeFailed for any other."""
         request = self._requests.live(request_id)
-        if request is None or request.job is not None or request.order.session_id is not None:
+        if request is None or request.job is not None or request.reservation.session_id is not None:
             raise DecodeFailed(f"request {request_id} is not being read here")
         return request
 
@@ -273,11 +273,11 @@ class DecodeEngine:
             request.close(FinishReason.NO_KV, request.inbox.lost)
             return
         try:
-            append_ids = appended_ids(request.order, job, self._model.vocab)
-            if not 0 <= job.recompute_blocks <= request.order.recompute_blocks:
-                reserved = request.order.recompute_blocks
+            append_ids = appended_ids(request.reservation, job, self._model.vocab)
+            if not 0 <= job.recompute_blocks <= request.reservation.recompute_blocks:
+                reserved = request.reservation.recompute_blocks
                 raise ValueError(f"recompute_blocks {job.recompute_blocks}, but {reserved} were reserved")
-            known = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
+            known = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
             request.known_ids.frombytes(known or request.pages.session_ids)
             request.plan_reads(append_ids, self._config.append_chunk_tokens)
             request.selects_pages = self._plan.selects_pages(job.page_selection, self._config.page_selection)
@@ -298,15 +298,15 @@ class DecodeEngine:
         """Keep the session that was asked for, and report what the first token took."""
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
-            owner = request.order.owner
+            owner = request.reservation.owner
             kept = self._manager.keep(
                 request.pages,
                 job.keep_tokens,
                 owner,
                 job.keep_ttl_s,
                 self._wall(),
-                job.chain,
-                request.known_ids.tobytes(),
+                chain=job.chain,
+                ids=request.known_ids.tobytes(),
             )
             request.kept, session = kept, kept.told
         request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
@@ -319,9 +319,9 @@ class DecodeEngine:
         """
         request = self._requests.find(job.request_id)
         missing = Refused(RefusalReason.NO_SESSION, f"request {job.request_id} is not reserved here")
-        if request is None or request.job is not None or request.order.session_id is not None:
+        if request is None or request.job is not None or request.reservation.session_id is not None:
             return missing
-        ids = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
+        ids = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
         request.renewed, request.deadline = self._clock(), job.deadline
         request.times.job = self._clock()
         request.span = self._tracer.begin("keep", job.trace, self._clock, request.times.job)
@@ -339,9 +339,9 @@ class DecodeEngine:
                 raise DecodeFailed(message)
             expired = reason is FinishReason.DEADLINE
             return Refused(RefusalReason.DEADLINE, message) if expired else missing
-        tokens, owner = request.order.prompt_tokens, request.order.owner
+        tokens, owner = request.reservation.prompt_tokens, request.reservation.owner
         session = self._manager.hand_over(
-            request.pages, tokens, owner, job.ttl_s, self._wall(), job.chain, ids
+            request.pages, tokens, owner, job.ttl_s, self._wall(), chain=job.chain, ids=ids
         )
         request.close(FinishReason.STOP, "")
         report = request.times.report()

@@ -15,11 +15,11 @@ from ..kv.pages.request_pages import RequestPages
 from ..kv.pages.sessions import KeptSession
 from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
 from ..messages.methods import BLOCK
-from ..messages.requests import GenerateJob, Reserve
+from ..messages.requests import GenerateJob, Reservation
 from ..tracing import NO_SPAN, Span
 from .reads import Recompute, Step, plan_reads
 from .rows import Row
-from .times import Times
+from .times import RequestTimes
 
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
@@ -35,13 +35,13 @@ class DecodeRequest:
     """
 
     serial: int
-    order: Reserve
+    reservation: Reservation
     pages: RequestPages
     reserved: float
     renewed: float
     length: int
     inbox: KVInbox = field(init=False)
-    times: Times = field(default_factory=Times)
+    times: RequestTimes = field(default_factory=RequestTimes)
     events: asyncio.Queue[DecodeEvent] = field(default_factory=asyncio.Queue)
     job: GenerateJob | None = None
     deadline: float | None = None
@@ -65,32 +65,34 @@ class DecodeRequest:
 
     @property
     def request_id(self) -> str:
-        return self.order.request_id
+        return self.reservation.request_id
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens before the answer, a session's included."""
-        return self.pages.session_tokens + self.order.prompt_tokens
+        return self.pages.session_tokens + self.reservation.prompt_tokens
 
     def plan_reads(self, append_ids: array[int], chunk: int) -> None:
         """What is to be read once all is there; see `reads`. Raises ValueError."""
         assert self.job is not None
-        answered, asked = self.job.answered_tokens, self.order.session_id is not None
+        answered, asked = self.job.answered_tokens, self.reservation.session_id is not None
         if not 0 <= answered <= len(append_ids) - asked:
             raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
         blocks, keep = self.job.recompute_blocks, self.job.keep_tokens
-        self.reads.extend(plan_reads(self.length, self.known_ids, append_ids, answered, chunk, blocks, keep))
+        self.reads += plan_reads(
+            self.length, self.known_ids, append_ids, answered=answered, chunk=chunk, blocks=blocks, keep=keep
+        )
         if self.known_ids:
             self.known_ids += append_ids[: len(append_ids) - answered]
 
     def prepare(self, step: Step) -> None:
         """What it is about to write over, and others may share, it writes to pages of its own."""
-        size, there = PAGE_TOKENS, self.pages.session_tokens or self.order.prompt_tokens
+        size, known_tokens = PAGE_TOKENS, self.pages.session_tokens or self.reservation.prompt_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
             self.pages.divert([b * pages + page for b in self.blocks for page in range(pages)])
-        elif step.looks and step.start < there:
-            self.pages.divert(range(step.start // size, pages_for(there)))
+        elif step.looks and step.start < known_tokens:
+            self.pages.divert(range(step.start // size, pages_for(known_tokens)))
 
     def ids_of_blocks(self) -> array[int]:
         ids = array("I")
@@ -103,7 +105,7 @@ class DecodeRequest:
         """Whether the scheduler can take it."""
         if self.job is None or self.ended is not None:
             return False
-        if self.order.session_id is not None:
+        if self.reservation.session_id is not None:
             return True
         return self.inbox.complete and self.inbox.logits_V is not None
 

@@ -25,7 +25,7 @@ from ..kv.pages.waiting import (
     seconds_until_room,
 )
 from ..messages.events import FinishReason
-from ..messages.requests import RefusalReason, Refused, Reserve, Reserved
+from ..messages.requests import RefusalReason, Refused, Reservation, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
 from ..model.config import ModelConfig
 from ..settings import DecodeConfig
@@ -57,7 +57,7 @@ class DecodeRequests:
         sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
         self.manager = PageManager(pool, sessions, model.positions)
         self.queue = ReservationQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
-        self._holds = ReservationTime()
+        self._reservation_time = ReservationTime()
         self._serials = itertools.count()
         self._requests: dict[str, DecodeRequest] = {}
 
@@ -78,25 +78,25 @@ class DecodeRequests:
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
 
-    async def reserve(self, order: Reserve) -> Reserved | Refused:
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no
         sense (the door checks them), and DecodeFailed when it is cancelled while it waits."""
-        if self.live(order.request_id) is not None or order.request_id in self.queue:
-            return Refused(RefusalReason.DUPLICATE, f"a request {order.request_id} is already here")
-        return await self.queue.reserve(order)
+        if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
+            return Refused(RefusalReason.DUPLICATE, f"a request {reservation.request_id} is already here")
+        return await self.queue.reserve(reservation)
 
-    def _take(self, order: Reserve, behind: int) -> Reserved | Refused:
+    def _take(self, reservation: Reservation, behind: int) -> Reserved | Refused:
         """The request is here from now on, if its pages are."""
-        held = self.manager.reserve(order, self._wall(), behind)
+        held = self.manager.reserve(reservation, self._wall(), behind)
         if isinstance(held, Refused):
             return held
         began = self._clock()
 
-        held.on_free = lambda: self._holds.ended(self._clock() - began)
-        expected = order.prompt_tokens if order.session_id is None else 0
+        held.on_free = lambda: self._reservation_time.ended(self._clock() - began)
+        expected = reservation.prompt_tokens if reservation.session_id is None else 0
         request = DecodeRequest(
             serial=next(self._serials),
-            order=order,
+            reservation=reservation,
             pages=held,
             reserved=began,
             renewed=began,
@@ -104,7 +104,7 @@ class DecodeRequests:
         )
         arrival = KVArrival(self._layers, expected)
         request.inbox = KVInbox(arrival, held, partial(self._kv_changed, request))
-        self._requests[order.request_id] = request
+        self._requests[reservation.request_id] = request
         return Reserved(held.count, held.session_tokens)
 
     def _pages_came_back(self) -> None:
@@ -114,13 +114,13 @@ class DecodeRequests:
 
     def _expected_wait(self, pages: int, ahead: Sequence[int]) -> float | None:
         """Seconds until so many pages are there behind those `ahead`; None until a request has ended here."""
-        use = self._holds.mean
+        use = self._reservation_time.mean
         if use is None:
             return None
         now, free = self._clock(), self.manager.pool.free
         held = self.manager.sessions.leases(self._wall())
         held += [
-            (self._holds.left(now - request.reserved), request.pages.every_page)
+            (self._reservation_time.left(now - request.reserved), request.pages.every_page)
             for request in self
             if not request.pages.freed.is_set()
         ]
@@ -139,12 +139,12 @@ class DecodeRequests:
         tokens: Counter[tuple[str, str]] = Counter()
         for request in self:
             if request.ended is None:
-                order = request.order
-                requests[order.owner, order.door] += 1
-                own = order.prompt_tokens + order.append_tokens + order.max_tokens
+                reservation = request.reservation
+                requests[reservation.owner, reservation.door] += 1
+                own = reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
                 if request.kept is not None and self._is_there(request.kept):
                     own -= request.kept.tokens - request.pages.session_tokens  # its pages are counted below
-                tokens[order.owner, order.door] += max(0, own)
+                tokens[reservation.owner, reservation.door] += max(0, own)
         for owner, held in self.manager.sessions.held():
             tokens[owner, ""] += held
         for (owner, door), held in tokens.items():

@@ -196,7 +196,7 @@ class DecodeScheduler:
             held.close()
         else:
             self._flight = _Flight(requests, following, held)
-        live = [one for one in zip(requests, chosen, strict=False) if one[0].ended is None]
+        live = [pair for pair in zip(requests, chosen, strict=False) if pair[0].ended is None]
         for request, choice in live:
             request.length += 1
             request.times.stepped(choice.pages_attended, choice.pages_held, len(live))

@@ -10,7 +10,7 @@ from ..messages.events import DecodeReport
 
 
 @dataclass
-class Times:
+class RequestTimes:
     """Moments of a request (seconds of one monotonic clock; None: not yet) and what it moved and read.
 
     complete: the last page was here. ready: nothing was missing any more. taken: the scheduler took it.

@@ -61,8 +61,8 @@ def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.T
 def _tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype, wanted: KVRange) -> torch.Tensor:
     expected = np.dtype(NUMPY_TYPES[dtype])
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != expected:
-        found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
-        raise HandoffError(f"K/V of {wanted.request_id} came back as {found}, not {expected} {shape}")
+        received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+        raise HandoffError(f"K/V of {wanted.request_id} came back as {received}, not {expected} {shape}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the object store's arrays are read only
         x = torch.from_numpy(array)
@@ -82,8 +82,8 @@ class RayKVSource:
         coming: deque[tuple[KVRange, Any]] = deque()
         try:
             actor = self._ray.get_actor(decode_worker, namespace=NAMESPACE)
-            for one in wanted:
-                coming.append((one, sent(actor, KVReceiver.kv, one)))
+            for piece in wanted:
+                coming.append((piece, sent(actor, KVReceiver.kv, piece)))
                 if len(coming) >= _AHEAD:
                     yield self._first(coming)
             while coming:
@@ -92,8 +92,8 @@ class RayKVSource:
             raise HandoffError(f"{decode_worker} gave no K/V back: {plain(error)}") from error
 
     def _first(self, coming: deque[tuple[KVRange, Any]]) -> tuple[KVRange, HostKV]:
-        one, reply = coming.popleft()
-        return one, self._ray.get(reply, timeout=self._timeout_s)
+        piece, reply = coming.popleft()
+        return piece, self._ray.get(reply, timeout=self._timeout_s)
 
 
 class NoKVSource:

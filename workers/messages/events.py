@@ -19,17 +19,17 @@ class LayerDensity:
     choosing: float = 0.0
 
 
-def added_up(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
+def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
     """One for each layer, in their order, of several chunks or groups."""
     sums: dict[int, LayerDensity] = {}
-    for one in layers:
-        before = sums.get(one.layer, LayerDensity(one.layer, 0.0, 0.0))
-        sums[one.layer] = LayerDensity(
-            one.layer,
-            before.computed + one.computed,
-            before.causal + one.causal,
-            before.attention + one.attention,
-            before.choosing + one.choosing,
+    for layer in layers:
+        before = sums.get(layer.layer, LayerDensity(layer.layer, 0.0, 0.0))
+        sums[layer.layer] = LayerDensity(
+            layer.layer,
+            before.computed + layer.computed,
+            before.causal + layer.causal,
+            before.attention + layer.attention,
+            before.choosing + layer.choosing,
         )
     return tuple(sums[layer] for layer in sorted(sums))
 

@@ -41,7 +41,7 @@ class PageSelection(StrEnum):
 
 
 @dataclass(frozen=True)
-class Reserve:
+class Reservation:
     """Ask a decode worker for pages for prompt_tokens + max_tokens (max_tokens 0: prefill only).
 
     With session_id, only what exceeds the session's shared pages is taken; prompt_tokens then counts the

@@ -139,7 +139,9 @@ def controller_of(
             await asyncio.sleep(1.0)
 
     clock = asyncio.get_running_loop().time
-    return PrefillController("prefill:test", fakes, config, end_stages, pulse, clock, work, tracer)
+    return PrefillController(
+        "prefill:test", fakes, config, end_stages, pulse, clock=clock, work=work, tracer=tracer
+    )
 
 
 def job(name: str, tokens: int, **more: Any) -> PrefillJob:

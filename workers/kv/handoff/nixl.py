@@ -185,13 +185,13 @@ class NixlReader:
         cache, theirs, size = self._cache, kv.cache, row_bytes(self._cache)
         runs = list(paired_runs(kv.rows, ours))
         for layer in layers:
-            there = (layer - theirs.layers.start) * theirs.shape[1] * cache.page_tokens
-            here = (layer - cache.layers.start) * cache.pages * cache.page_tokens
+            their_start = (layer - theirs.layers.start) * theirs.shape[1] * cache.page_tokens
+            our_start = (layer - cache.layers.start) * cache.pages * cache.page_tokens
             for source, target in ((theirs.k, cache.k_LPSGD), (theirs.v, cache.v_LPSGD)):
                 for their_row, our_row, count in runs:
                     yield (
-                        source + (there + their_row) * size,
-                        target.data_ptr() + (here + our_row) * size,
+                        source + (their_start + their_row) * size,
+                        target.data_ptr() + (our_start + our_row) * size,
                         count * size,
                     )
 
@@ -212,9 +212,9 @@ class NixlReader:
             self._agent.add_remote_agent(stage.metadata)
 
     def _begin(self, stage: str, theirs: Memory, ours: Memory, reads: Sequence[tuple[int, int, int]]) -> Any:
-        there = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
-        here = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
-        handle = self._agent.initialize_xfer("READ", here, there, stage)
+        remote = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
+        local = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
+        handle = self._agent.initialize_xfer("READ", local, remote, stage)
         self._agent.transfer(handle)  # how that went, `_ended` tells
         return handle
 

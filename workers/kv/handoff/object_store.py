@@ -82,8 +82,8 @@ async def pull(
             raise HandoffError(f"{described(announcement)} is lost: {plain(error)}") from error
     wanted = 2 * announcement.layers
     if not isinstance(payload, tuple) or len(payload) != wanted:
-        found = f"{len(payload)} things" if isinstance(payload, tuple) else type(payload).__name__
-        raise HandoffError(f"{described(announcement)} holds {found}, not {wanted} arrays")
+        received = f"{len(payload)} things" if isinstance(payload, tuple) else type(payload).__name__
+        raise HandoffError(f"{described(announcement)} holds {received}, not {wanted} arrays")
     shape = (announcement.tokens, kv_heads, head_dim)
     sides = [_tensor(announcement, "kv"[n % 2], x, shape, dtype) for n, x in enumerate(payload)]
     return list(zip(sides[::2], sides[1::2], strict=True))
@@ -94,9 +94,9 @@ def _tensor(
 ) -> torch.Tensor:
     wanted = np.dtype(NUMPY_TYPES[dtype])
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != wanted:
-        found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+        received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
         raise HandoffError(
-            f"{described(announcement)}: {name} is {found}, expected {wanted} {shape}; prefill and "
+            f"{described(announcement)}: {name} is {received}, expected {wanted} {shape}; prefill and "
             "decode workers must run the same model in the same dtype"
         )
     with warnings.catch_warnings():

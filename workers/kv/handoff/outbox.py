@@ -92,7 +92,7 @@ class ActorOutbox:
     def unanswered(self, delivery: Delivery) -> bool:
         self._settle_answered()
         with self._lock:
-            return any(one.delivery is delivery for one in self._unanswered)
+            return any(message.delivery is delivery for message in self._unanswered)
 
     def _call(
         self, method: Callable[[KVReceiver, M], Awaitable[None]], delivery: Delivery, message: M, size: int
@@ -119,25 +119,30 @@ class ActorOutbox:
     def _over_limit(self) -> _Unanswered | None:
         """The message whose answer must come before more may be sent."""
         with self._lock:
-            over = len(self._unanswered) > 1 and sum(one.bytes for one in self._unanswered) > self._max_bytes
+            over = (
+                len(self._unanswered) > 1
+                and sum(message.bytes for message in self._unanswered) > self._max_bytes
+            )
             return self._unanswered[0] if over else None
 
     def _settle_answered(self) -> None:
         """Drop the messages that were answered, and those whose time is over."""
         with self._lock:
-            replies = [one.reply for one in self._unanswered]
+            replies = [message.reply for message in self._unanswered]
             answered: set[Any] = set()
             if replies:
                 ready, _ = self._ray.wait(replies, num_returns=len(replies), timeout=0, fetch_local=False)
                 answered = set(ready)
             now = self._clock()
-            done = [one for one in self._unanswered if one.reply in answered or one.until <= now]
-            self._unanswered = deque(one for one in self._unanswered if one not in done)
-        for one in done:
+            done = [
+                message for message in self._unanswered if message.reply in answered or message.until <= now
+            ]
+            self._unanswered = deque(message for message in self._unanswered if message not in done)
+        for message in done:
             try:
-                self._ray.get(one.reply, timeout=0)
+                self._ray.get(message.reply, timeout=0)
             except Exception as error:
-                self._not_taken(one.delivery, error)
+                self._not_taken(message.delivery, error)
 
     def _not_taken(self, delivery: Delivery, error: Exception) -> None:
         self._actors.pop(delivery.decode_worker, None)

@@ -111,7 +111,7 @@ class MessageStream:
                 ready=ready,
             )
         )
-        if sum(one.bytes for one in self._layers) >= self._message_bytes:
+        if sum(entry.bytes for entry in self._layers) >= self._message_bytes:
             self._send_message()
         return size
 
@@ -156,7 +156,7 @@ class MessageStream:
             first.layer,
             first.start,
             first.tokens,
-            self._export.payload([one.description for one in layers]),
+            self._export.payload([entry.description for entry in layers]),
             len(layers),
             self._to.attempt,
         )

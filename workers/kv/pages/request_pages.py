@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...messages.requests import ID_BYTES, RefusalReason, Refused, Reserve, recompute_pages
+from ...messages.requests import ID_BYTES, RefusalReason, Refused, Reservation, recompute_pages
 from .pool import OutOfPages, PagePool, pages_for
 from .sessions import KeptSession, SessionsTable
 
@@ -123,48 +123,55 @@ class PageManager:
         self.sessions = sessions
         self._positions = positions
 
-    def reserve(self, order: Reserve, now: float, behind: int = 0) -> RequestPages | Refused:
-        """Take everything that `order` will ever need, or nothing; nothing either while others, `behind` in
-        number, have waited for longer. ValueError for counts that make no sense (the door checks them)."""
-        _check_counts(order)
+    def reserve(self, reservation: Reservation, now: float, behind: int = 0) -> RequestPages | Refused:
+        """Take all pages that a request will ever need, or none. None either while others wait.
+
+        Args:
+            now: seconds since the epoch.
+            behind: how many reservations wait already.
+        Raises: ValueError for counts that make no sense; the door checks them.
+        """
+        _check_counts(reservation)
         self.sessions.expire(now)
         session = None
-        if order.session_id is not None:
-            session = self.sessions.find(order.session_id, order.owner, now)
+        if reservation.session_id is not None:
+            session = self.sessions.find(reservation.session_id, reservation.owner, now)
             if session is None:
-                message = f"session {order.session_id} does not exist or has expired"
+                message = f"session {reservation.session_id} does not exist or has expired"
                 return Refused(RefusalReason.NO_SESSION, message)
-        before = self._before(order, session)
-        total = before + order.prompt_tokens + order.append_tokens + order.max_tokens
+        before = self._before(reservation, session)
+        total = before + reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
         if total > self._positions:
             return Refused(
                 RefusalReason.POSITIONS,
-                f"{before} session tokens, {order.prompt_tokens} prompt tokens and {order.max_tokens} new "
-                f"tokens exceed the model's {self._positions} positions",
-                tokens_left=max(0, self._positions - (total - order.max_tokens)),
+                f"{before} session tokens, {reservation.prompt_tokens} prompt tokens and "
+                f"{reservation.max_tokens} new tokens exceed the model's {self._positions} positions",
+                tokens_left=max(0, self._positions - (total - reservation.max_tokens)),
             )
-        return self._take(order, session, total, behind)
+        return self._take(reservation, session, total, behind)
 
-    def _before(self, order: Reserve, session: KeptSession | None) -> int:
+    def _before(self, reservation: Reservation, session: KeptSession | None) -> int:
         """Tokens of the session that the request builds on. Raises ValueError for those it does not have."""
-        if session is None or not order.prefix_tokens:
+        if session is None or not reservation.prefix_tokens:
             return 0 if session is None else session.tokens
-        if order.prefix_tokens > session.tokens or order.prefix_tokens % self.pool.page_tokens:
-            raise ValueError(f"a session of {session.tokens} tokens has no prefix of {order.prefix_tokens}")
-        return order.prefix_tokens
+        if reservation.prefix_tokens > session.tokens or reservation.prefix_tokens % self.pool.page_tokens:
+            raise ValueError(
+                f"a session of {session.tokens} tokens has no prefix of {reservation.prefix_tokens}"
+            )
+        return reservation.prefix_tokens
 
     def _take(
-        self, order: Reserve, session: KeptSession | None, total: int, behind: int
+        self, reservation: Reservation, session: KeptSession | None, total: int, behind: int
     ) -> RequestPages | Refused:
         size = self.pool.page_tokens
-        before = self._before(order, session)
+        before = self._before(reservation, session)
         shared = () if session is None else session.pages[: before // size]
-        spare = 1 if order.keep_tokens % size else 0
+        spare = 1 if reservation.keep_tokens % size else 0
         fresh = pages_for(total, size) - len(shared)
         own = 0
         if session is None or session.ids:
-            there, appended = before or order.prompt_tokens, session is not None
-            own = recompute_pages(order.recompute_blocks, there, appended=appended)
+            known_tokens, appended = before or reservation.prompt_tokens, session is not None
+            own = recompute_pages(reservation.recompute_blocks, known_tokens, appended=appended)
         # A session's own partly filled page stays occupied beside the copy of it.
         least = pages_for(total, size) + spare + own + (1 if before % size else 0)
         if least > self.pool.total:
@@ -202,6 +209,7 @@ class PageManager:
         owner: str,
         ttl_s: float,
         now: float,
+        *,
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
@@ -209,7 +217,7 @@ class PageManager:
         are shared, and the copy changes hands."""
         shared = held.taken[: tokens // self.pool.page_tokens]
         copied = () if held.copy_out is None else held.copy_out[1:]
-        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain, ids)
+        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain=chain, ids=ids)
         self.pool.share(shared)
         if copied:
             held.spare, held.copy_out = (), None
@@ -222,21 +230,24 @@ class PageManager:
         owner: str,
         ttl_s: float,
         now: float,
+        *,
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
         """A session of the first `tokens` tokens of a request that ends here."""
         pages = held.table[: pages_for(tokens, self.pool.page_tokens)]
         self.pool.share(pages)
-        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain, ids)
+        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain=chain, ids=ids)
 
 
-def _check_counts(order: Reserve) -> None:
+def _check_counts(reservation: Reservation) -> None:
     """Raises ValueError for counts that make no sense. Appended text may be empty here: see appended_ids."""
-    if order.append_tokens < 0 or (order.append_tokens and order.session_id is not None):
-        raise ValueError(f"cannot reserve for {order.append_tokens} tokens behind the prompt")
-    prompt = order.prompt_tokens
-    if prompt < 0 or order.max_tokens < 0 or (prompt == 0 and order.session_id is None):
-        raise ValueError(f"cannot reserve for {prompt} prompt tokens and {order.max_tokens} new tokens")
-    if order.keep_tokens < 0 or (order.session_id is None and order.keep_tokens > prompt):
-        raise ValueError(f"keep_tokens {order.keep_tokens} must be within the prompt of {prompt} tokens")
+    if reservation.append_tokens < 0 or (reservation.append_tokens and reservation.session_id is not None):
+        raise ValueError(f"cannot reserve for {reservation.append_tokens} tokens behind the prompt")
+    prompt = reservation.prompt_tokens
+    if prompt < 0 or reservation.max_tokens < 0 or (prompt == 0 and reservation.session_id is None):
+        raise ValueError(f"cannot reserve for {prompt} prompt tokens and {reservation.max_tokens} new tokens")
+    if reservation.keep_tokens < 0 or (reservation.session_id is None and reservation.keep_tokens > prompt):
+        raise ValueError(
+            f"keep_tokens {reservation.keep_tokens} must be within the prompt of {prompt} tokens"
+        )

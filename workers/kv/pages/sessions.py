@@ -54,6 +54,7 @@ class SessionsTable:
         tokens: int,
         ttl_s: float,
         now: float,
+        *,
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:

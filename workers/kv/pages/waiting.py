@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
+from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
 
 OVERDUE_LOOKS = 5
 """So often in a row a lease must be found run out: where this process itself stood still, renewals that have
@@ -74,7 +74,7 @@ class ReservationTime:
 
 @dataclass(eq=False)
 class _Waiter:
-    order: Reserve
+    reservation: Reservation
     answer: asyncio.Future[Reserved | Refused]
     pages: int
     until: float
@@ -85,14 +85,14 @@ class _Waiter:
 class ReservationQueue:
     """Reservations that wait.
 
-    take: reserves for an order behind so many others, or says why not. expected: seconds until so many pages
+    take: reserves behind so many others, or says why not. expected: seconds until so many pages
     are there, behind reservations of so many each; None while that is unknown. wall: seconds since the epoch.
     clock: seconds. max_wait_s: nobody waits longer, and nobody who is expected to wait longer begins to.
     """
 
     def __init__(
         self,
-        take: Callable[[Reserve, int], Reserved | Refused],
+        take: Callable[[Reservation, int], Reserved | Refused],
         expected: Callable[[int, Sequence[int]], float | None],
         max_wait_s: float,
         wall: Callable[[], float],
@@ -109,21 +109,21 @@ class ReservationQueue:
         return len(self._waiters)
 
     def __contains__(self, request_id: str) -> bool:
-        return any(waiter.order.request_id == request_id for waiter in self._waiters)
+        return any(waiter.reservation.request_id == request_id for waiter in self._waiters)
 
-    async def reserve(self, order: Reserve) -> Reserved | Refused:
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         """At once where there is room, and where there never will be. Raises DecodeFailed if it is cancelled
         or forgotten while it waits."""
-        answer = self._take(order, len(self._waiters))
+        answer = self._take(reservation, len(self._waiters))
         if not isinstance(answer, Refused) or answer.reason is not RefusalReason.PAGES:
             return answer
         seconds = self._expected(answer.needed, [waiter.pages for waiter in self._waiters])
         answer = replace(answer, retry_after_s=seconds)
-        if not order.wait or (seconds is not None and seconds > self._max_wait_s):
+        if not reservation.wait or (seconds is not None and seconds > self._max_wait_s):
             return answer
         now = self._clock()
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(order, loop.create_future(), answer.needed, now + self._max_wait_s, now)
+        waiter = _Waiter(reservation, loop.create_future(), answer.needed, now + self._max_wait_s, now)
         self._waiters.append(waiter)
         try:
             return await waiter.answer
@@ -136,7 +136,7 @@ class ReservationQueue:
             if self._waiters[0].answer.done():  # whoever asked has been cancelled, and is about to leave
                 self._waiters.popleft()
                 continue
-            answer = self._take(self._waiters[0].order, 0)
+            answer = self._take(self._waiters[0].reservation, 0)
             if isinstance(answer, Refused) and answer.reason is RefusalReason.PAGES:
                 return
             self._answer(self._waiters[0], answer)
@@ -144,11 +144,11 @@ class ReservationQueue:
     def renew(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)
         for waiter in self._waiters:
-            if waiter.order.request_id in ids:
+            if waiter.reservation.request_id in ids:
                 waiter.renewed = self._clock()
 
     def cancel(self, request_id: str) -> None:
-        self._fail([w for w in self._waiters if w.order.request_id == request_id], "cancelled")
+        self._fail([w for w in self._waiters if w.reservation.request_id == request_id], "cancelled")
 
     def clear(self, message: str) -> None:
         self._fail(list(self._waiters), message)
@@ -161,7 +161,7 @@ class ReservationQueue:
         lost = [waiter for waiter in self._waiters if waiter.overdue > OVERDUE_LOOKS]
         self._fail(lost, "nobody renewed the request")
         for waiter in list(self._waiters):
-            deadline = waiter.order.deadline
+            deadline = waiter.reservation.deadline
             if deadline is not None and wall >= deadline:
                 text = "the deadline passed while it waited for pages"
                 self._answer(waiter, Refused(RefusalReason.DEADLINE, text))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...messages.events import LayerDensity, PrefillReport, added_up
+from ...messages.events import LayerDensity, PrefillReport, summed_by_layer
 from ...messages.methods import MethodSpec
 from ...messages.stages import ChunkReport
 from ...messages.states import RATE_LASTS_S
@@ -51,7 +51,7 @@ class Account:
             _add(self._phases[report.stage], report.phases)
             self._launch_bound[report.stage] += _launch_bound(report)
             self._handoff_bytes += report.handoff_bytes
-            self._layers = added_up((*self._layers, *report.density))
+            self._layers = summed_by_layer((*self._layers, *report.density))
             self._sampled += report.sampled_share * sum(layer.causal for layer in report.density)
         last = reports[-1]
         _add(self._own, last.phases)

@@ -53,8 +53,8 @@ class ChunkSizes:
 
 def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
     """As few chunks as can be: all `largest`, and what is left."""
-    whole, rest = divmod(tokens - start, largest)
-    return (largest,) * whole + (rest,) * (rest > 0)
+    full, rest = divmod(tokens - start, largest)
+    return (largest,) * full + (rest,) * (rest > 0)
 
 
 def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
@@ -85,9 +85,9 @@ def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
     when it and the one before it are done with theirs."""
     free = [0.0] * len(cost.stages)
     for size in sizes:
-        there = 0.0
+        arrived = 0.0
         for number, stage in enumerate(cost.stages):
-            there = free[number] = max(free[number], there) + stage.of(start, size)
+            arrived = free[number] = max(free[number], arrived) + stage.of(start, size)
         start += size
     return free[-1]
 
@@ -115,14 +115,14 @@ def _shortest(
     enough = max(cost.of(max(start, tokens - largest), largest), cost.of(start, min(largest, tokens - start)))
     while best is None and low < enough:
         high = low + step
-        best = _packed(start, tokens, count, largest, high * first, growth, cost)
+        best = _packed(start, tokens, count, largest, high * first, growth=growth, cost=cost)
         if best is None:
             low, step = high, 2 * step
     if best is None:
         return even_chunks(start, tokens, largest)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        sizes = _packed(start, tokens, count, largest, middle * first, growth, cost)
+        sizes = _packed(start, tokens, count, largest, middle * first, growth=growth, cost=cost)
         if sizes is None:
             low = middle
         else:
@@ -131,7 +131,7 @@ def _shortest(
 
 
 def _packed(
-    start: int, tokens: int, count: int, largest: int, most: float, growth: float, cost: ChunkCost
+    start: int, tokens: int, count: int, largest: int, most: float, *, growth: float, cost: ChunkCost
 ) -> tuple[int, ...] | None:
     """As few chunks as can be of which the first costs `most` at most, and each later one `growth` times as
     much as the one before may; None if these are more than `count`."""

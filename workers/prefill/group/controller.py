@@ -30,7 +30,7 @@ from ..stage.chunk_cost import ModelWork
 from . import schedule
 from .chunks import ChunkSizes
 from .pipeline import Pipeline
-from .request import Request
+from .request import PrefillRequest
 from .request_table import PrefillRequests
 from .watch import StageWatch
 
@@ -56,6 +56,7 @@ class PrefillController:
         config: PrefillConfig,
         end_stages: Callable[[int | None], None],
         pulse: Callable[[int], Awaitable[object]],
+        *,
         clock: Callable[[], float] = time.perf_counter,
         work: ModelWork | None = None,
         tracer: Tracer = NO_TRACER,
@@ -141,7 +142,7 @@ class PrefillController:
 
     # --- admission ------------------------------------------------------------------------------------
 
-    def _admit(self, job: PrefillJob) -> Request | Refused:
+    def _admit(self, job: PrefillJob) -> PrefillRequest | Refused:
         if self.failure:
             raise PrefillFailed(self.failure)
         if len(job.token_ids) % 4 or not job.tokens:
@@ -166,7 +167,7 @@ class PrefillController:
             request.after(job.deadline - time.time(), "deadline", lambda: self._end(request, late))
         return request
 
-    def _arm_lease(self, request: Request) -> None:
+    def _arm_lease(self, request: PrefillRequest) -> None:
         """A lease that has run out is looked at once more: where this process itself stood still, renewals
         that have come meanwhile are heard only now."""
         lease = self._config.stream_lease_s
@@ -189,7 +190,7 @@ class PrefillController:
             except Exception as error:
                 self._fail(error)
 
-    def _send_chunk(self, request: Request) -> None:
+    def _send_chunk(self, request: PrefillRequest) -> None:
         now, opening = self._clock(), None
         if not request.opened:
             request.account.began = now
@@ -211,7 +212,7 @@ class PrefillController:
 
     async def _watch(
         self,
-        request: Request,
+        request: PrefillRequest,
         command: ChunkCommand,
         sent: float,
         reports: asyncio.Task[list[ChunkReport]],
@@ -232,7 +233,11 @@ class PrefillController:
         self._pump()
 
     def _chunk_done(
-        self, request: Request, command: ChunkCommand, sent: float, reports: list[ChunkReport] | RequestFailed
+        self,
+        request: PrefillRequest,
+        command: ChunkCommand,
+        sent: float,
+        reports: list[ChunkReport] | RequestFailed,
     ) -> None:
         now = self._clock()
         request.in_flight -= 1
@@ -252,7 +257,9 @@ class PrefillController:
 
     # --- endings --------------------------------------------------------------------------------------
 
-    def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
+    def _end(
+        self, request: PrefillRequest, event: PrefillEvent | PrefillFailed | None
+    ) -> asyncio.Future[None]:
         """End a request once, with this event; returns what to await for its pages to be free.
 
         The close command goes to all stages here and now, behind the chunks that they already have.
@@ -270,7 +277,7 @@ class PrefillController:
             request.closing = self._pipeline.spawn(self._close(request, closed))
         return asyncio.shield(request.closing)
 
-    async def _close(self, request: Request, closed: list[asyncio.Task[Any]]) -> None:
+    async def _close(self, request: PrefillRequest, closed: list[asyncio.Task[Any]]) -> None:
         """Wait for every stage before the pages go to somebody else."""
         try:
             while not all(await asyncio.gather(*closed)) and not self.failure:

@@ -87,7 +87,9 @@ class StageActor:
         ends = partial(kv_sender, self._handoff)
         source = RayKVSource(self._handoff.ack_timeout_s)
         tracer = Tracer(provider(self._spans, f"stage{self._number}:{node[:8]}:{os.getpid()}"))
-        self._stage = load_stage(self._model, self._config, self._number, None, ends, source, tell, tracer)
+        self._stage = load_stage(
+            self._model, self._config, self._number, None, ends, source=source, tell=tell, tracer=tracer
+        )
         self._compilations.ready = True
         return node, self._stage.work
 
@@ -117,12 +119,12 @@ class StageActor:
         import torch
 
         from ..stage.activations import join_store
-        from ..stage.peer_activations import meet
+        from ..stage.peer_activations import connect_neighbours
 
         stages, stack = self._config.stages, stage.stack
         store = self._store if self._number == 0 else join_store(rendezvous, stages)
         like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
-        return meet(store, self._number, self._config, like, rendezvous.secret)
+        return connect_neighbours(store, self._number, self._config, like, rendezvous.secret)
 
 
 @hosts(Group)
@@ -250,10 +252,10 @@ class PrefillGroup(Replica):
         leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
-        return [number for number, left in leaving.items() if not _came(left)]
+        return [number for number, left in leaving.items() if not _succeeded(left)]
 
 
-def _came(answer: Any) -> bool:
+def _succeeded(answer: Any) -> bool:
     """Whether a call has ended, and well."""
     try:
         ray.get(answer, timeout=0)

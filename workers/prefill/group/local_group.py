@@ -104,7 +104,7 @@ def local_controller(
     work: ModelWork | None = None
     sender = InProcessSender(receiver)
     for number, activations in enumerate(ends):
-        stage = load_stage(model, config, number, activations, lambda _cache: sender, source)
+        stage = load_stage(model, config, number, activations, lambda _cache: sender, source=source)
         threads.append(StageThread(stage, config.threads, activations.close))
         work = stage.work
 

@@ -17,7 +17,7 @@ from .account import Account
 from .chunks import ChunkSizes
 
 
-class Request:
+class PrefillRequest:
     """A request from admission until its pages are free. `arrived`: seconds of the controller's clock."""
 
     def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
@@ -39,7 +39,7 @@ class Request:
         self.in_flight = 0
         """Chunks of it in the pipeline."""
         self.closing: asyncio.Task[None] | None = None
-        self._cut: deque[int] = deque()
+        self._next_sizes: deque[int] = deque()
         """Sizes of the chunks to come, from its first one on."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -74,10 +74,12 @@ class Request:
         """The next chunk, cut as `sizes` has it; counts its tokens as sent. A prompt that goes on is cut as
         it would be from its beginning, so that the same numbers come out, to the bit."""
         start, total = self.sent, self.job.tokens
-        if not self._cut:
-            whole = sizes.of(self.job.method, 0, total)
-            self._cut = deque(_rest(whole, start) or sizes.of(self.job.method, start, total))
-        self.sent = start + self._cut.popleft()
+        if not self._next_sizes:
+            sizes_from_start = sizes.of(self.job.method, 0, total)
+            self._next_sizes = deque(
+                _rest(sizes_from_start, start) or sizes.of(self.job.method, start, total)
+            )
+        self.sent = start + self._next_sizes.popleft()
         return ChunkCommand(
             request_id=self.job.request_id,
             start=start,

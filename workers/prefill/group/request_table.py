@@ -17,7 +17,7 @@ from ...messages.states import GroupStats
 from ...settings import PrefillConfig
 from . import schedule
 from .account import Pace, Throughput
-from .request import Request
+from .request import PrefillRequest
 
 
 class PrefillRequests:
@@ -30,35 +30,35 @@ class PrefillRequests:
         self._serials = itertools.count(secrets.randbits(48))
         """From anywhere: stages outlive a controller, and may still hear what one that died has called."""
         self._pool = PagePool(pages_for(config.cache_tokens))
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, PrefillRequest] = {}
         self._throughput = Throughput()
         self._pace = Pace(config.chunk_slack_s)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[PrefillRequest]:
         """Those that are here, ended ones included."""
         return iter(list(self._requests.values()))
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def find(self, request_id: str) -> Request | None:
+    def find(self, request_id: str) -> PrefillRequest | None:
         return self._requests.get(request_id)
 
-    def admit(self, job: PrefillJob, now: float) -> Request | Refused:
+    def admit(self, job: PrefillJob, now: float) -> PrefillRequest | Refused:
         """A request that waits, or why there is none."""
         refused = self._refusal(job) or self.queue_refusal(job.tokens)
         if refused is not None:
             return refused
-        request = Request(job, self._stages, now, next(self._serials))
+        request = PrefillRequest(job, self._stages, now, next(self._serials))
         self._requests[job.request_id] = request
         return request
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: PrefillRequest) -> None:
         """No stage knows of it any more: its pages are free."""
         del self._requests[request.job.request_id]
         self._pool.release(request.pages)
 
-    def next(self, now: float) -> Request | None:
+    def next(self, now: float) -> PrefillRequest | None:
         """Whose chunk is to be sent; it has its pages."""
         unsent = [request.waiting for request in self if request.unsent]
         chosen = schedule.next_request(unsent, now, self._config.ageing_tokens_per_second, self._pool.free)
@@ -90,12 +90,17 @@ class PrefillRequests:
             RefusalReason.BUSY, message, pages_for(tokens), self._pool.free, self._seconds_to_next_place()
         )
 
-    def allowed(self, request: Request, command: ChunkCommand) -> float:
+    def allowed(self, request: PrefillRequest, command: ChunkCommand) -> float:
         """Seconds that a stage may take for a chunk before it is asked whether it lives, as known by now."""
         return self._pace.allowed(request.job.method.name, request.pace, command.tokens)
 
     def chunk_through(
-        self, request: Request, command: ChunkCommand, reports: Sequence[ChunkReport], sent: float, now: float
+        self,
+        request: PrefillRequest,
+        command: ChunkCommand,
+        reports: Sequence[ChunkReport],
+        sent: float,
+        now: float,
     ) -> None:
         """Keep the books of a chunk that all stages have finished."""
         self._throughput.chunk(command.tokens, sent, now)
@@ -131,5 +136,5 @@ class PrefillRequests:
         rate = self._throughput.tokens_per_second
         return self._unread / rate / len(self._live()) if rate > 0 else None
 
-    def _live(self) -> list[Request]:
+    def _live(self) -> list[PrefillRequest]:
         return [request for request in self if not request.ended]

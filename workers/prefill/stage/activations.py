@@ -111,26 +111,29 @@ class GroupActivations:
         store: Store,
         rank: int,
         stages: int,
-        hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: torch.Tensor,
         timeout_s: float = 1800.0,
     ) -> None:
-        """All ranks must call this at the same time. timeout_s: longest wait for one chunk (gloo)."""
+        """All ranks must call this at the same time.
+
+        Args:
+            like: an empty tensor [0, hidden] of the dtype and device that chunks have.
+            timeout_s: the longest wait for one chunk over gloo.
+        """
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
-            BACKENDS[device.type], store=store, rank=rank, world_size=stages, timeout=timeout
+            BACKENDS[like.device.type], store=store, rank=rank, world_size=stages, timeout=timeout
         )
         links = [dist.new_group([a, a + 1], timeout=timeout) for a in range(stages - 1)]
         self._before = links[rank - 1] if rank > 0 else None
         self._after = links[rank] if rank < stages - 1 else None
         self._rank = rank
-        self._hidden, self._dtype, self._device = hidden, dtype, device
+        self._like = like
         self._sending: deque[tuple[torch.Tensor, Any]] = deque()
         self._depth = stages
 
     def receive(self, tokens: int) -> torch.Tensor:
-        hidden_TC = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
+        hidden_TC = self._like.new_empty(tokens, self._like.shape[1])
         work = dist.irecv(hidden_TC, src=self._rank - 1, group=self._before)
         if work is None:
             raise LinkClosed("this rank is not part of the link before it")

@@ -74,13 +74,13 @@ class ChunkWork:
         if self._computed_L is None:
             return ()
         seconds = self.timer.layers()
-        found = []
+        densities = []
         for (layer, coverage), tiles in zip(self.coverage, self._computed_L.tolist(), strict=True):
             parts = seconds.get(layer, {})
             attention = parts.get("attention", 0.0)
             choosing = sum(parts.values()) - attention
-            found.append(LayerDensity(layer, tiles, float(coverage.causal), attention, choosing))
-        return tuple(found)
+            densities.append(LayerDensity(layer, tiles, float(coverage.causal), attention, choosing))
+        return tuple(densities)
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:

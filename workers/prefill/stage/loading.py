@@ -25,6 +25,7 @@ def load_stage(
     stage: int,
     activations: Activations | None,
     sender: Callable[[PagedKVCache], KVSender],
+    *,
     source: KVSource | None = None,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
@@ -42,4 +43,14 @@ def load_stage(
     warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
     ends = activations or NoActivations()
-    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source, tracer)
+    return PrefillStage(
+        stack,
+        cache,
+        sender(cache),
+        ends,
+        stage=stage,
+        stages=config.stages,
+        profile=profile,
+        source=source,
+        tracer=tracer,
+    )

@@ -29,7 +29,7 @@ SLOTS = 3
 """Chunks of a ring: one that is copied, one that waits, one that is written."""
 
 
-class Line:
+class NeighbourConnection:
     """A connection to a neighbour. tell: a number, once what was launched so far has happened. Numbers come
     in order. timeout_s: longest wait for one."""
 
@@ -37,12 +37,12 @@ class Line:
         self._connection = connection
         self._mark = mark
         self._timeout_s = timeout_s
-        self._telling = ThreadPoolExecutor(1, "activations")
+        self._sending = ThreadPoolExecutor(1, "activations")
 
-    def tell(self, number: int) -> None:
-        self._telling.submit(self._tell, self._mark(), number)
+    def send_count(self, number: int) -> None:
+        self._sending.submit(self._send, self._mark(), number)
 
-    def hear(self) -> int:
+    def receive_count(self) -> int:
         """The neighbour's next number. Raises LinkClosed if it is gone, or too slow."""
         try:
             if self._connection.poll(self._timeout_s):
@@ -53,14 +53,14 @@ class Line:
 
     def close(self) -> None:
         """What was told before is sent first."""
-        self._telling.shutdown()
+        self._sending.shutdown()
         self._connection.close()
 
     def abort(self) -> None:
-        self._telling.shutdown(wait=False, cancel_futures=True)
+        self._sending.shutdown(wait=False, cancel_futures=True)
         self._connection.close()
 
-    def _tell(self, event: Any, number: int) -> None:
+    def _send(self, event: Any, number: int) -> None:
         if event is not None:
             event.synchronize()
         try:
@@ -70,22 +70,22 @@ class Line:
 
 
 @dataclass
-class _Out:
+class _RingToNext:
     """The ring, and how many chunks were put into it and copied from it."""
 
-    line: Line
+    connection: NeighbourConnection
     ring_NTC: torch.Tensor
     put: int = 0
     taken: int = 0
 
 
 @dataclass
-class _In:
+class _RingFromPrevious:
     """The neighbour's ring, and how many chunks came from it."""
 
-    line: Line
+    connection: NeighbourConnection
     ring_NTC: torch.Tensor
-    came: int = 0
+    received: int = 0
 
 
 class PeerActivations:
@@ -103,14 +103,15 @@ class PeerActivations:
         chunk_tokens: int,
         like: torch.Tensor,
         peers: PeerMemory,
+        *,
         secret: bytes,
         timeout_s: float = 1800.0,
     ) -> None:
         """like: an empty tensor [0, hidden] of the dtype and device that chunks have. Raises LinkClosed where
         a neighbour is not to be found."""
         self._peers = peers
-        self._before: _In | None = None
-        self._after: _Out | None = None
+        self._before: _RingFromPrevious | None = None
+        self._after: _RingToNext | None = None
         listener = None
         if rank < stages - 1:
             ring_NTC = like.new_empty(SLOTS, chunk_tokens, like.shape[1])
@@ -119,25 +120,27 @@ class PeerActivations:
         if rank > 0:
             connection = _connected(store, rank - 1, secret)
             handle = connection.recv()
-            self._before = _In(Line(connection, peers.mark, timeout_s), peers.open(handle))
+            self._before = _RingFromPrevious(
+                NeighbourConnection(connection, peers.mark, timeout_s), peers.open(handle)
+            )
         if listener is not None:
             with listener:
                 connection = listener.accept()
             connection.send(peers.export(ring_NTC))
-            self._after = _Out(Line(connection, peers.mark, timeout_s), ring_NTC)
+            self._after = _RingToNext(NeighbourConnection(connection, peers.mark, timeout_s), ring_NTC)
 
     def receive(self, tokens: int) -> torch.Tensor:
         """Returns once the chunk is in the neighbour's ring and its copy is launched."""
         link = self._before
         if link is None:
             raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
-        number = link.line.hear()
-        if number != link.came + 1:
+        number = link.connection.receive_count()
+        if number != link.received + 1:
             raise LinkClosed(f"stages out of step: chunk {number} came, {link.came + 1} was expected")
-        slot_TC = link.ring_NTC[link.came % SLOTS, :tokens]
+        slot_TC = link.ring_NTC[link.received % SLOTS, :tokens]
         hidden_TC = torch.empty_like(slot_TC).copy_(slot_TC)
-        link.came = number
-        link.line.tell(number)
+        link.received = number
+        link.connection.send_count(number)
         return hidden_TC
 
     def send(self, hidden_TC: torch.Tensor) -> None:
@@ -146,26 +149,26 @@ class PeerActivations:
         if link is None:
             raise LinkClosed("the last stage has nobody to send to")
         while link.put - link.taken >= SLOTS:
-            link.taken = link.line.hear()
+            link.taken = link.connection.receive_count()
         link.ring_NTC[link.put % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)
         link.put += 1
-        link.line.tell(link.put)
+        link.connection.send_count(link.put)
 
     def close(self) -> None:
         """Wait until everything sent has been taken, then part."""
         if self._after is not None:
             while self._after.taken < self._after.put:
-                self._after.taken = self._after.line.hear()
+                self._after.taken = self._after.connection.receive_count()
         for link in (self._before, self._after):
             if link is not None:
-                link.line.close()
+                link.connection.close()
         self._before = self._after = None  # unmapped
 
     def abort(self) -> None:
         """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
         for link in (self._before, self._after):
             if link is not None:
-                link.line.abort()
+                link.connection.abort()
 
 
 def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
@@ -176,7 +179,9 @@ def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
         raise LinkClosed(f"stage {rank} is not where the group's store says: {error}") from None
 
 
-def meet(store: Store, rank: int, config: PrefillConfig, like: torch.Tensor, secret: bytes) -> Activations:
+def connect_neighbours(
+    store: Store, rank: int, config: PrefillConfig, like: torch.Tensor, secret: bytes
+) -> Activations:
     """One stage's links to its neighbours: by `PeerActivations` where all stages have GPUs of one host, by
     torch.distributed otherwise. All stages must call this at the same time. like, secret: as there."""
     stages = config.stages
@@ -184,5 +189,5 @@ def meet(store: Store, rank: int, config: PrefillConfig, like: torch.Tensor, sec
         store.set(f"home/{rank}", home())
         if len({store.get(f"home/{other}") for other in range(stages)}) == 1:
             memory = CudaPeerMemory(like.device)
-            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory, secret)
-    return GroupActivations(store, rank, stages, like.shape[1], like.dtype, like.device)
+            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory, secret=secret)
+    return GroupActivations(store, rank, stages, like)

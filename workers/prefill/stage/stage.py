@@ -52,6 +52,7 @@ class PrefillStage:
         cache: PagedKVCache,
         sender: KVSender,
         activations: Activations,
+        *,
         stage: int,
         stages: int,
         profile: Profile | None = None,
@@ -127,12 +128,12 @@ class PrefillStage:
             request, method, stream, spec, states, pages_N, first_page
         )
         try:
-            self._bring_back(request)
+            self._fetch_kv(request)
         except _REQUEST_ERRORS as error:
             self._drop(request.request_id)
             raise RequestFailed(str(error)) from error
 
-    def _bring_back(self, request: OpenRequest) -> None:
+    def _fetch_kv(self, request: OpenRequest) -> None:
         """The K/V of the chunks that another group has computed, from the decode worker into pages."""
         if not request.start:
             return

@@ -46,8 +46,8 @@ def warm_up(
         tell(f"warming up {spec.name}, {number} of {len(methods)}")
         method, shortest = build(spec, thresholds_for(profile, spec)), int(spec.values.get("min_tokens", 0))
         for tokens in prompt_lengths(shortest, chunk_tokens):
-            whole, rest = divmod(tokens, chunk_tokens)
-            _read(stack, method, [chunk_tokens] * whole + [rest] * (rest > 0))
+            full_chunks, rest = divmod(tokens, chunk_tokens)
+            _read(stack, method, [chunk_tokens] * full_chunks + [rest] * (rest > 0))
         if on_gpu and longest:
             _compile_for_lengths(stack, method, shortest, chunk_tokens, longest)
     _compile_for_one_row(stack)
@@ -60,8 +60,8 @@ def warm_up(
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
     """One that is read in whole chunks and a ragged one, by the method itself; and, where short prompts (of
     at most `shortest` tokens) are read by another, one of those."""
-    whole = max(2, shortest // chunk_tokens + 1) * chunk_tokens
-    return [whole + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
+    several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
+    return [several_chunks + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
 
 
 def length_classes(longest: int) -> list[int]:
