@@ -1,8 +1,7 @@
 """A decode worker without Ray: receives K/V, keeps sessions, decodes with continuous batching.
 
-The asyncio methods below run on the event loop's thread, which owns all bookkeeping. Tensors are computed on
-a compute thread (`scheduler`, `runner`) and received K/V is written on a hand-off thread (`kv.handoff`),
-so that renewing and cancelling never wait for either.
+The event loop's thread owns all bookkeeping. A compute thread runs `scheduler`'s and `runner`'s tensor
+work, and a hand-off thread writes received K/V. So renewing and cancelling wait for neither.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ from .scheduler import DecodeScheduler
 from .times import RequestTimes
 
 ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
-"""Makes a decode worker's end of the hand-off; `kv_reader` is one, given a configuration."""
+"""Makes a decode worker's end of the hand-off, as `kv_reader` does."""
 
 _TICK_S = 0.1
-"""How often deadlines and leases are looked at."""
+"""The pause between two looks at deadlines and leases."""
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
 
@@ -58,9 +57,11 @@ _CLOSING = "the decode worker is shutting down"
 class DecodeEngine:
     """One worker: construct it, `await start()`, and `await close()` at the end.
 
-    name: the actor's name (`decode:<id>`); session ids begin with its id. wall: seconds since the epoch.
-    clock: seconds, for reports and leases. tracer: makes the spans of requests. Raises PageSelectionError or
-    ValueError for a configuration that does not fit the model.
+    Args:
+        name: the actor's name (`decode:<id>`); session ids begin with its id.
+        wall: seconds since the epoch.
+        clock: seconds, for reports and leases.
+    Raises: PageSelectionError or ValueError for a configuration that does not fit the model.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class DecodeEngine:
         self._unavailable = _STARTING
 
     async def start(self) -> None:
-        """Take requests from now on, after the warm-up that the configuration asks for."""
+        """Warm up if configured, then take requests."""
         if self._config.warm_up:
             tokens = min(self._model.positions, self._config.cache_tokens)
             await asyncio.get_running_loop().run_in_executor(
@@ -112,7 +113,7 @@ class DecodeEngine:
             self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
-        """End every request and session, wait for what is being computed, and stop."""
+        """End every request and session, and wait for what is being computed."""
         self._unavailable = _CLOSING
         self._requests.clear(_CLOSING)
         self._scheduler.stop()
@@ -135,7 +136,7 @@ class DecodeEngine:
         return self._scheduler.fault
 
     async def stats(self) -> DecodeStats:
-        """Raises DecodeFailed while the worker takes no requests, so that no door counts on it."""
+        """Raises DecodeFailed while the worker takes no requests, so that doors do not count on it."""
         self._check_available()
         pool, running = self._manager.pool, self._scheduler.running
         waiting = max(0, self._requests.unended - running) + len(self._requests.queue)
@@ -151,9 +152,11 @@ class DecodeEngine:
         )
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no
-        sense (the door checks them), and DecodeFailed while the worker takes no requests or when it is
-        cancelled while it waits."""
+        """Take pages for a request, or wait for them if it asks for that.
+
+        Raises: ValueError for counts that make no sense; DecodeFailed while the worker takes no requests, or
+            when the request is cancelled while it waits.
+        """
         self._check_available()
         if reservation.page_selection:
             try:
@@ -163,12 +166,12 @@ class DecodeEngine:
         return await self._requests.reserve(reservation)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """Receive K/V into pages. Ignored for requests and attempts that are not here, and for exact
-        repetitions.
+        """Receive K/V into pages. Unknown requests, other attempts and exact repetitions are ignored.
 
-        A failed or contradictory announcement is raised, so that the sending stage stops as well:
-        HandoffError, and ArrivalError for K/V that the request does not have. No answer is ever computed from
-        incomplete K/V: the request fails, unless it is resumed before anybody waits for its K/V.
+        A failed or contradictory announcement also stops the sending stage. The request fails, unless it
+        is resumed before anybody waits for its K/V: no answer comes from incomplete K/V.
+
+        Raises: HandoffError; ArrivalError for K/V that the request does not have.
         """
         request = self._expecting(announcement)
         if request is None:
@@ -184,15 +187,14 @@ class DecodeEngine:
         times.handoff_bytes += moved
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """Ignored for requests and attempts that are not here, and for repetitions. Raises ArrivalError for
-        logits that the request cannot use."""
+        """Receive logits; ignores what `announce` ignores. Raises ArrivalError for unusable logits."""
         request = self._expecting(message)
         if request is not None:
             vocab = self._model.vocab if request.reservation.session_id is None else 0
             request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
 
     def _expecting(self, message: KVAnnouncement | FirstLogits) -> DecodeRequest | None:
-        """The request that this message is for; None where no request expects it any more."""
+        """Find the request that expects this message."""
         request = self._requests.live(message.request_id)
         return None if request is None or request.inbox.attempt != message.attempt else request
 
@@ -212,21 +214,20 @@ class DecodeEngine:
         self._submit_if_ready(request)
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """See `DecodeWorker.resume`. What is being written ends first, and what is still on its way then is
-        not written: neither may come after, and in place of, what is read again."""
+        """Begin another attempt (`DecodeWorker.resume`). Writes under way end first and later ones are
+        dropped, so that none overwrites what is read again."""
         await self._being_read(request_id).pages.unused()
         request = self._being_read(request_id)  # unless it has ended meanwhile
         return request.resume(points, attempt, self._clock())
 
     def _being_read(self, request_id: str) -> DecodeRequest:
-        """Raises DecodeFailed for any other."""
+        """Raises DecodeFailed for a request that is not being read."""
         request = self._requests.live(request_id)
         if request is None or request.job is not None or request.reservation.session_id is not None:
             raise DecodeFailed(f"request {request_id} is not being read here")
         return request
 
     async def kv(self, wanted: KVRange) -> HostKV:
-        """See `KVReceiver.kv`."""
         request = self._requests.live(wanted.request_id)
         if request is not None:
             with request.pages.use() as pages:
@@ -237,10 +238,8 @@ class DecodeEngine:
         raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
-        """FirstTokenTimings and Tokens, then exactly one FinishEvent, whatever happens.
-
-        A caller that stops reading cancels the request.
-        """
+        """Generate an answer: FirstTokenTimings and Tokens, then exactly one FinishEvent. A caller that stops
+        reading cancels the request."""
         request = self._requests.find(job.request_id)
         if request is None or request.job is not None:
             why = "is not reserved here, or was cancelled" if request is None else "is already generating"
@@ -295,7 +294,7 @@ class DecodeEngine:
             self._scheduler.submit(request)
 
     def _before_first(self, request: DecodeRequest) -> None:
-        """Keep the session that was asked for, and report what the first token took."""
+        """Keep the requested session, and report what the first token took."""
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
             owner = request.reservation.owner
@@ -314,8 +313,8 @@ class DecodeEngine:
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
         """Turn a prefilled request into a session once all its K/V is here.
 
-        Raises HandoffFailed if it cannot come any more, and ValueError for ids that are not the prompt's;
-        Refused for an unknown or cancelled request and for a passed deadline.
+        Returns: Refused for an unknown or cancelled request and for a passed deadline.
+        Raises: HandoffFailed if K/V cannot come any more; ValueError for ids of another prompt.
         """
         request = self._requests.find(job.request_id)
         missing = Refused(RefusalReason.NO_SESSION, f"request {job.request_id} is not reserved here")
@@ -348,7 +347,7 @@ class DecodeEngine:
         return SessionKept(job.request_id, session.told, report)
 
     async def cancel(self, request_id: str) -> None:
-        """End a request; returns when its pages are free (a session that was kept from it stays)."""
+        """End a request. Returns when its pages are free; a session made of it stays."""
         self._requests.queue.cancel(request_id)
         request = self._requests.find(request_id)
         if request is not None:
@@ -363,7 +362,8 @@ class DecodeEngine:
         return self._manager.sessions.release(session_id, owner, self._wall())
 
     async def renew(self, request_ids: Iterable[str]) -> None:
-        """Their door is still there; unknown ids are fine. It knows of a session whose request has ended."""
+        """Extend these requests' leases; unknown ids are fine. The door knows of the session of an ended
+        request."""
         self._requests.renew(request_ids)
 
     async def _watch(self) -> None:
@@ -385,10 +385,10 @@ def load_engine(
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
-    """An engine that is loaded but not started. Sets this process's torch threads. tell: of progress.
+    """Load an engine without starting it. Sets this process's torch threads.
 
-    Raises ModelError for a model that cannot be loaded, PageSelectionError or ValueError for a configuration
-    that does not fit it.
+    Raises: ModelError for a model that cannot be loaded; PageSelectionError or ValueError for a configuration
+        that does not fit it.
     """
     torch.set_num_threads(config.threads)
     stack = load_model(model, config.device, tell=tell)

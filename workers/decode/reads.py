@@ -1,9 +1,8 @@
-"""What a decode worker reads of a request before its first token, in which order; pure.
+"""Plans what a decode worker reads of a request before its first token. Pure.
 
-What is appended to a session, or to a prompt, is read in chunks over the K/V before it. Where that K/V comes
-from sparse prefill, the end of the question says which blocks it looks at most; these are computed again,
-and then that end of the question over them. A prompt without anything appended ends with its question: its
-last tokens are read again, and then count as that.
+Appended text is read in chunks over the K/V before it. If that K/V comes from sparse prefill, the
+question's end names the blocks that it attends to most. Those are computed again, and then the question's
+end over them. Without appended text the prompt's last tokens count as the question.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from ..messages.requests import TAIL_TOKENS, GenerateJob, Reservation, recompute
 
 @dataclass(frozen=True)
 class Read:
-    """Tokens `start` and on, over the K/V before them. looks: how many blocks are to be named, of those that
-    they look at most among the first `among` tokens; 0: none."""
+    """Read tokens from `start` on. looks: how many blocks to name among the first `among` tokens; 0: none."""
 
     start: int
     ids: Sequence[int]
@@ -52,11 +50,17 @@ def plan_reads(
     blocks: int,
     keep: int = 0,
 ) -> list[Step]:
-    """there: tokens whose K/V is there. known_ids: theirs, or none where they need not be computed again.
-    append_ids: what follows them, of which the last `answered` are of the answer. chunk: tokens of one read,
-    at most; a prompt's tail is one, however long. blocks: how many to compute again; none where all that is
-    appended is kept. keep: tokens, from the first, of which a session is to be made. What of them is appended
-    is read once, so that no session depends on the question that was asked when it was made."""
+    """Plan the reads of one request.
+
+    Args:
+        kv_tokens: tokens whose K/V is in the pages.
+        known_ids: their ids; empty where no block is to be computed again.
+        append_ids: ids of the tokens after them. The last `answered` belong to the answer.
+        chunk: the most tokens of one read; a prompt's tail is one read.
+        blocks: how many blocks to compute again; none where all appended text is kept.
+        keep: tokens of which a session is made. They are read once, so that no session depends on a
+            question.
+    """
     asked = len(append_ids) - answered
     answer = _chunks(kv_tokens + asked, append_ids[asked:], chunk)
     before, tail = max(asked - min(asked, chunk), keep - kv_tokens), tail_start(kv_tokens)
@@ -70,7 +74,7 @@ def plan_reads(
 
 
 def tail_start(tokens: int) -> int:
-    """Where a prompt's question begins: where a block does."""
+    """Return where a prompt's question begins, at a block."""
     return max(0, tokens - TAIL_TOKENS) // BLOCK * BLOCK
 
 
@@ -80,7 +84,7 @@ def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
 
 
 def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
-    """A prompt's ids as they came with its job, checked: all of them, or none. Raises ValueError."""
+    """Check a prompt's ids: all of them, or none. Raises ValueError."""
     ids = np.frombuffer(packed, dtype="<u4")
     if len(ids) not in (0, reservation.prompt_tokens) or (len(ids) and reservation.session_id is not None):
         raise ValueError(f"the ids of {len(ids)} tokens came with a prompt of {reservation.prompt_tokens}")
@@ -89,7 +93,7 @@ def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
 
 
 def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> array[int]:
-    """The job's appended token ids, checked against what was reserved. Raises ValueError, in plain words."""
+    """Check a job's appended ids against its reservation. Raises ValueError."""
     new_tokens = job.sampling.max_tokens
     if not 1 <= new_tokens <= reservation.max_tokens:
         raise ValueError(f"max_tokens {new_tokens} must be 1 .. {reservation.max_tokens}, which was reserved")
@@ -106,6 +110,5 @@ def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> arra
 
 
 def _check_ids(ids: np.ndarray[Any, Any], vocab: int) -> None:
-    """Raises ValueError."""
     if len(ids) and int(ids.max()) >= vocab:
         raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab}")

@@ -26,12 +26,11 @@ DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """All that is known of one request, from reservation to the end. `DecodeRequests` makes and keeps it,
-    engine and scheduler move it on. `serial` is unique for ever, unlike the request's id.
+    """One request, which `DecodeRequests` keeps and engine and scheduler move on.
 
-    reserved, renewed: seconds of the engine's clock. length: tokens whose K/V is in the pages. token: the
-    last token chosen, not in the pages yet. logits: of the position before the first token, until that is
-    sampled. inbox: of the last attempt to read its prompt.
+    serial: never used again, unlike the id. reserved, renewed: seconds of the engine's clock. length:
+    tokens whose K/V is in the pages. token: the last one chosen, not in the pages yet. logits: before the
+    first token. inbox: of the last attempt.
     """
 
     serial: int
@@ -48,9 +47,9 @@ class DecodeRequest:
     reads: deque[Step] = field(default_factory=deque)
     """What is still to be read before its first token."""
     known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
-    """Of all tokens before the answer, where blocks of them may be computed again."""
+    """Ids of all tokens before the answer, where blocks may be computed again."""
     blocks: Sequence[int] = ()
-    """Those that are to be."""
+    """The blocks that are."""
     selects_pages: bool = False
     logits: Any = None
     token: int = 0
@@ -61,7 +60,6 @@ class DecodeRequest:
     kept: KeptSession | None = None
     """The session that was made of its prompt."""
     span: Span = NO_SPAN
-    """Of its job."""
 
     @property
     def request_id(self) -> str:
@@ -73,7 +71,7 @@ class DecodeRequest:
         return self.pages.session_tokens + self.reservation.prompt_tokens
 
     def plan_reads(self, append_ids: array[int], chunk: int) -> None:
-        """What is to be read once all is there; see `reads`. Raises ValueError."""
+        """Plan its reads once all K/V is here. Raises ValueError."""
         assert self.job is not None
         answered, asked = self.job.answered_tokens, self.reservation.session_id is not None
         if not 0 <= answered <= len(append_ids) - asked:
@@ -86,7 +84,7 @@ class DecodeRequest:
             self.known_ids += append_ids[: len(append_ids) - answered]
 
     def prepare(self, step: Step) -> None:
-        """What it is about to write over, and others may share, it writes to pages of its own."""
+        """Give the request pages of its own where the step overwrites pages that others may share."""
         size, known_tokens = PAGE_TOKENS, self.pages.session_tokens or self.reservation.prompt_tokens
         if isinstance(step, Recompute):
             pages = BLOCK // size
@@ -117,29 +115,28 @@ class DecodeRequest:
 
     @property
     def row(self) -> Row:
-        """Of the next decode step, or of the token that is sampled first."""
+        """Its row of the next decode step or of the first sampling."""
         assert self.job is not None  # a request without a job is never ready
         return Row(
             self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
         )
 
     async def settled(self) -> None:
-        """Wait until the prompt's K/V is complete or lost in its last attempt, or the request has ended."""
+        """Wait until the last attempt's K/V is complete or lost, or the request has ended."""
         waited = None
         while waited is not self.inbox:
             waited = self.inbox
             await waited.settled()
 
     def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
-        """Begin another attempt to read the prompt. Returns the point from which on K/V, and the logits, are
-        to come again."""
+        """Begin another attempt to read the prompt. Returns the token from which on K/V must come again."""
         tokens, self.inbox = self.inbox.resumed(points, attempt)
         self.renewed = now
         self.times.logits = self.times.complete = None
         return tokens
 
     def close(self, reason: FinishReason, message: str) -> None:
-        """The one way to end; what comes later changes nothing."""
+        """End the request once; later calls change nothing."""
         if self.ended is not None:
             return
         self.ended = (reason, message)
@@ -151,7 +148,6 @@ class DecodeRequest:
         self.pages.end()
 
     def end_span(self) -> None:
-        """Once it has ended, with the parts that it came to."""
         if self.span is NO_SPAN:
             return
         assert self.ended is not None
@@ -164,7 +160,7 @@ class DecodeRequest:
         self.span = NO_SPAN
 
     def tell_end(self) -> None:
-        """Queue the one terminal event of a request that has ended."""
+        """Queue the one terminal event."""
         assert self.ended is not None
         reason, message = self.ended
         self.events.put_nowait(

@@ -1,7 +1,6 @@
-"""The requests of a decode worker: all that is known of each, who holds which pages, who waits for some, and
-whom nobody waits for.
+"""A decode worker's requests: who holds which pages, who waits, and who is given up.
 
-Plain bookkeeping of the event loop's thread: nothing here computes or receives anything.
+Only the event loop's thread uses it. It computes and receives nothing.
 """
 
 from __future__ import annotations
@@ -33,10 +32,12 @@ from .request import DecodeRequest
 
 
 class DecodeRequests:
-    """By id, from reservation until their callers have heard how they ended.
+    """The requests by id, from reservation until their callers have heard how they ended.
 
-    name: the worker's. kv_changed: told the request whose inbox has changed. wall: seconds since the epoch.
-    clock: seconds.
+    Args:
+        kv_changed: called with the request whose inbox has changed.
+        wall: seconds since the epoch.
+        clock: seconds.
     """
 
     def __init__(
@@ -68,25 +69,25 @@ class DecodeRequests:
         return self._requests.get(request_id)
 
     def live(self, request_id: str) -> DecodeRequest | None:
-        """A request that is here and has not ended."""
+        """Find a request that has not ended."""
         request = self._requests.get(request_id)
         return None if request is None or request.ended is not None else request
 
     def forget(self, request: DecodeRequest) -> None:
-        """Drop an ended request, which stays known until its caller has heard why. By then another one may
-        have taken its id."""
+        """Drop an ended request whose caller has heard why, unless another one has its id now."""
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no
-        sense (the door checks them), and DecodeFailed when it is cancelled while it waits."""
+        """Take pages, or wait for them if the reservation says so.
+
+        Raises: ValueError for counts that make no sense; DecodeFailed when it is cancelled while it waits.
+        """
         if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
             return Refused(RefusalReason.DUPLICATE, f"a request {reservation.request_id} is already here")
         return await self.queue.reserve(reservation)
 
     def _take(self, reservation: Reservation, behind: int) -> Reserved | Refused:
-        """The request is here from now on, if its pages are."""
         held = self.manager.reserve(reservation, self._wall(), behind)
         if isinstance(held, Refused):
             return held
@@ -108,12 +109,12 @@ class DecodeRequests:
         return Reserved(held.count, held.session_tokens)
 
     def _pages_came_back(self) -> None:
-        """Not in the middle of whatever gave them back."""
+        """Later, since whoever gave the pages back is not done yet."""
         if self.queue:
             asyncio.get_running_loop().call_soon(self.queue.serve)
 
     def _expected_wait(self, pages: int, ahead: Sequence[int]) -> float | None:
-        """Seconds until so many pages are there behind those `ahead`; None until a request has ended here."""
+        """Seconds until so many pages are free behind those `ahead`; None until a request has ended here."""
         use = self._reservation_time.mean
         if use is None:
             return None
@@ -134,7 +135,7 @@ class DecodeRequests:
         return sum(request.ended is None for request in self)
 
     def uses(self) -> Iterator[OwnerUse]:
-        """What each owner holds, through each door and in sessions."""
+        """List what each owner holds, through each door and in sessions."""
         requests: Counter[tuple[str, str]] = Counter()
         tokens: Counter[tuple[str, str]] = Counter()
         for request in self:
@@ -151,7 +152,7 @@ class DecodeRequests:
             yield OwnerUse(owner, door, requests[owner, door], held)
 
     def renew(self, request_ids: Iterable[str]) -> None:
-        """Their door is still there; unknown ids are fine. It knows of a session whose request has ended."""
+        """Extend leases; unknown ids are fine. The door knows of the session of an ended request."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:
@@ -162,7 +163,7 @@ class DecodeRequests:
         self.queue.renew(request_ids)
 
     def expire(self) -> None:
-        """End sessions past their lease, and requests past their deadline or not renewed."""
+        """End sessions past their lease, and requests past their deadline or lease."""
         wall, now = self._wall(), self._clock()
         self.manager.sessions.expire(wall)
         self.queue.expire(self._lease_s)
@@ -175,7 +176,7 @@ class DecodeRequests:
                 request.close(FinishReason.DEADLINE, "the deadline passed")
 
     def _abandon(self, request: DecodeRequest) -> None:
-        """End what no door waits for any more, the session that its client was to be told of included."""
+        """End a request that no door waits for, and the session that its client has not heard of."""
         request.close(FinishReason.CANCELLED, "nobody renewed the request")
         if request.kept is not None:
             self.manager.sessions.release(request.kept.session_id, request.kept.owner, self._wall())

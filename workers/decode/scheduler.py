@@ -1,8 +1,8 @@
-"""Continuous batching: which request is computed next, and what its result means.
+"""Continuous batching: chooses what is computed next, and delivers the results.
 
-Runs on the event loop's thread; only tensor work goes to the compute thread. One turn is: admit, sample
-first tokens, one step of what one request has to read, one decode step of everything that runs. Cancelling
-takes effect between these.
+It runs on the event loop's thread; only tensor work goes to the compute thread. A turn admits requests,
+samples first tokens, reads one step of one request and decodes one step of all that run. Cancelling takes
+effect between these.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
-"""So many computations of one kind in a row that raised mean that the worker itself is broken."""
+"""A worker is broken after so many failed computations of one kind in a row."""
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A decode step that was launched before the one ahead of it had landed. held: its requests' pages."""
+    """A decode step that was launched ahead. held: its requests' pages."""
 
     requests: tuple[DecodeRequest, ...]
     step: LaunchedStep
@@ -38,10 +38,10 @@ class _Flight:
 
 
 class DecodeScheduler:
-    """Takes ready requests in order of readiness, at most `config.max_batch` at once.
+    """Takes ready requests in order, at most `config.max_batch` at once. They read in turn.
 
-    What several requests have to read, they read in turn. eos_ids end an answer. before_first is
-    called once per request, just before its first Token. clock: seconds, for reports.
+    eos_ids: end an answer. before_first: called once a request, just before its first Token. clock:
+    seconds, for reports.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class DecodeScheduler:
 
     @property
     def submitted(self) -> int:
-        """Those that run and those that wait for a place in the batch."""
+        """Requests that run or wait for a place in the batch."""
         return self.running + len(self._waiting)
 
     def submit(self, request: DecodeRequest) -> None:
-        """A request for which nothing is missing any more."""
+        """Take a request that is ready."""
         request.times.ready = self._clock()
         self._waiting.append(request)
         self._wake.set()
@@ -88,13 +88,11 @@ class DecodeScheduler:
         self._wake.set()
 
     def drop_ended(self) -> None:
-        """Forget requests that have ended."""
         self._waiting = deque(request for request in self._waiting if request.ended is None)
         self._appending = deque(request for request in self._appending if request.ended is None)
         self._running = [request for request in self._running if request.ended is None]
 
     async def run(self) -> None:
-        """Turns until `stop`."""
         while not self._stopping:
             self.drop_ended()
             if not (self._waiting or self._appending or self._running or self._flight):
@@ -114,7 +112,7 @@ class DecodeScheduler:
             await self._decode()
 
     def _admit(self) -> list[DecodeRequest]:
-        """Move waiting requests to where there is room; returns those whose first token can be sampled."""
+        """Move waiting requests to free places. Returns those whose first token can be sampled."""
         firsts: list[DecodeRequest] = []
         while self._waiting and self.running + len(firsts) < self._config.max_batch:
             request = self._waiting.popleft()
@@ -127,7 +125,7 @@ class DecodeScheduler:
         return firsts
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
-        """First tokens; the page that a kept session has to itself is copied by the same computation."""
+        """Sample first tokens. The same computation copies a kept session's partly filled page."""
         logits, rows = [request.logits for request in requests], [request.row for request in requests]
         copies = [request.pages.copy_out for request in requests if request.pages.copy_out is not None]
         chosen = await self._computed(
@@ -141,7 +139,7 @@ class DecodeScheduler:
                 self._deliver(request, choice)
 
     async def _read(self) -> None:
-        """One step of the next request's; its first token if that was the last one."""
+        """Take one step of the next request's reads, and its first token if that was the last."""
         request = self._appending.popleft()
         self._appending.append(request)
         step, last = request.reads[0], len(request.reads) == 1
@@ -175,8 +173,8 @@ class DecodeScheduler:
         return lambda: self._runner.append(pages, step, last, copy)
 
     async def _decode(self) -> None:
-        """Deliver one step's tokens. Where the device computes by itself, the next step is launched before
-        these are waited for: it has work while they are delivered."""
+        """Deliver one step's tokens. On a GPU the next step is launched first, so that the device has work
+        meanwhile."""
         flight, self._flight = self._flight, None
         requests = tuple(self._running) if flight is None else flight.requests
         rows = [request.row for request in requests]
@@ -203,8 +201,8 @@ class DecodeScheduler:
             self._deliver(request, choice)
 
     def _looks_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Whether the step after the one that these are in has, as far as is known, the same rows. An answer
-        that ends by an end token shows only later: its row of that step is dropped."""
+        """Whether the next step has the same rows as far as is known. An end token shows later, and its row
+        is dropped."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._appending:
             return False
         if list(requests) != self._running:
@@ -252,7 +250,6 @@ class DecodeScheduler:
 
 
 def _use_pages(requests: Sequence[DecodeRequest]) -> ExitStack:
-    """Keeps the requests' pages until it is closed."""
     held = ExitStack()
     for request in requests:
         held.enter_context(request.pages.use())

@@ -1,7 +1,5 @@
-"""Ray's side of a decode worker: the actor that the door and the stages find by name, and its owner.
-
-Importing this loads no torch; the actor does, in its own process.
-"""
+"""Ray's side of a decode worker: its actor, and the Serve deployment that owns it. Importing it loads no
+torch."""
 
 from __future__ import annotations
 
@@ -29,13 +27,13 @@ __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
 def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
-    """Placement group of one replica: bundles (0: the replica, 1: the actor) and strategy."""
+    """Describe one replica's placement group: bundles (0: replica, 1: actor) and strategy."""
     return placement_of(config.cpus, config.gpus, 1)
 
 
 @hosts(DecodeWorker)
 class DecodeActor(Leaving):
-    """A `DecodeEngine` in a process of its own. Asyncio: calls run side by side, and wait for loading."""
+    """A `DecodeEngine` in a process of its own. Its calls run side by side, and wait for loading."""
 
     def __init__(
         self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, spans: SpanSink
@@ -55,8 +53,7 @@ class DecodeActor(Leaving):
         self._compilations.ready = True
 
     async def stats(self) -> DecodeStats:
-        """With what only the actor knows: where it is, whether it is taken away, what was compiled in its
-        process, and which groups it goes with."""
+        """Add what only the actor knows to the engine's state."""
         return replace(
             await self.hosted.stats(),
             node=ray.get_runtime_context().get_node_id(),
@@ -71,11 +68,11 @@ class DecodeActor(Leaving):
 
 
 class DecodeReplica(Replica):
-    """A Serve deployment's class: owns one decode actor, its `head`.
+    """The Serve deployment that owns one decode actor, its `head`.
 
-    Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. Constructing it
-    returns when the model is loaded. Raises what loading raises (`ModelError`, `PageSelectionError`), inside
-    Ray's error.
+    Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The constructor
+    returns once the model is loaded. It raises what loading raises (`ModelError`, `PageSelectionError`),
+    inside Ray's error.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""Which pages a request of a decode worker holds: all that it will ever need, taken at once.
+"""The pages of a decode worker's requests. A request takes all pages that it will ever need at once.
 
-Pure accounting over a PagePool, used from one thread (the event loop's). A request holds one reference on
-every page of its table and of the session it builds on; the pages that it shares with the session are full,
-so it never writes to them, and the session's last, partly filled page is copied for it. What it computes
-again it writes to pages of its own, and others keep those that it had there.
+Pure accounting on the event loop's thread. A request holds a reference on every page of its table and of
+its session. It shares only full pages and never writes to them. A session's partly filled last page is
+copied, and recomputed blocks get pages of their own.
 """
 
 from __future__ import annotations
@@ -23,18 +22,16 @@ PageCopy = tuple[int, int]
 
 @dataclass(eq=False)
 class RequestPages:
-    """A request's pages: its table in order, and the spare for a kept session's partly filled last page.
+    """A request's page table, and a spare page for a kept session's partly filled last page.
 
-    session_tokens: tokens of K/V that are there from the start. copy_in: the session's partly filled page
-    and the table's, to be copied before anything is computed. copy_out: the table's page and the spare, to
-    be copied once the prompt is complete and before it is kept. session_ids: of those tokens, little-endian
-    uint32; empty where nobody needs them. own: pages that `divert` puts into the table. on_free: called once,
-    when all is given back.
+    session_tokens: tokens whose K/V is there from the start. session_ids: their little-endian uint32 ids,
+    where needed. copy_in: the session's partly filled page and the table's, to copy before anything is
+    computed. copy_out: the table's page and the spare, to copy once the prompt is complete. own: pages for
+    `divert`. on_free: called once, when all is given back.
 
-    Ending a request and freeing its pages are two things: a step that is being computed, or K/V that is
-    being written or copied, still touches the pages, and a page given away too early means wrong output for
-    its next holder. So all of that happens inside `hold`, and the pages are given back by whichever comes
-    last: `end`, or the end of the last `hold`.
+    A step or a copy may still touch pages of an ended request, and a page given away too early means wrong
+    output. So such work runs inside `hold`, and pages are given back by whichever comes last: `end`, or
+    the end of the last `hold`.
     """
 
     pool: PagePool
@@ -48,30 +45,30 @@ class RequestPages:
     on_free: Callable[[], None] = lambda: None
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _aside: tuple[int, ...] = ()
-    """Pages that were in the table before others were put in their place."""
+    """Pages that `divert` has replaced in the table."""
     _ended: bool = False
     _users: int = 0
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nobody holds it any more."""
+    """Set when nobody holds it."""
 
     def __post_init__(self) -> None:
         self.taken = self.table
-        """The table as it was at first: what can be kept."""
+        """The table as it was at first, which can be kept."""
 
     @property
     def count(self) -> int:
-        """How many it holds, those of its session included."""
+        """Count its pages, its session's included."""
         return len(self.table) + len(self.spare) + len(self.own) + len(self._aside)
 
     @property
     def every_page(self) -> tuple[int, ...]:
-        """These, and the session's page that is still to be copied."""
+        """Its pages, and the session's page that is still to be copied."""
         source = () if self.copy_in is None else self.copy_in[:1]
         return (*self.table, *self.spare, *self.own, *self._aside, *source)
 
     def divert(self, places: Sequence[int]) -> None:
-        """Put pages of its own at these places of the table. Those that were there are not written to any
-        more, and are given back with the others. Raises ValueError if there are too few."""
+        """Put own pages at these places of the table. The replaced ones are not written to any more and are
+        given back with the others. Raises ValueError if there are too few."""
         if len(places) > len(self.own):
             raise ValueError(f"{len(places)} places of the table, but {len(self.own)} pages of its own")
         table, used = list(self.table), self.own[: len(places)]
@@ -82,7 +79,7 @@ class RequestPages:
 
     @contextmanager
     def use(self) -> Iterator[tuple[int, ...] | None]:
-        """The table, of which nothing is given away inside the `with`; None if the request has ended."""
+        """Yield the table, whose pages nobody gives away meanwhile; None if the request has ended."""
         if self._ended:
             yield None
             return
@@ -97,7 +94,7 @@ class RequestPages:
             self._free_if_idle()
 
     async def unused(self) -> None:
-        """Returns when nobody holds it."""
+        """Wait until nobody holds it."""
         while self._users:
             await self._unused.wait()
 
@@ -106,7 +103,7 @@ class RequestPages:
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:
-        """The one place where a request's pages are given back."""
+        """Give the pages back. Only this function does."""
         if self._ended and self._users == 0 and not self.freed.is_set():
             self.pool.release(self.every_page)
             self.table, self.spare, self.own, self._aside = (), (), (), ()
@@ -116,7 +113,7 @@ class RequestPages:
 
 
 class PageManager:
-    """The pool and the sessions of one worker; `positions` is the model's limit in tokens."""
+    """One worker's pool and sessions. positions: the model's limit in tokens."""
 
     def __init__(self, pool: PagePool, sessions: SessionsTable, positions: int) -> None:
         self.pool = pool
@@ -151,7 +148,7 @@ class PageManager:
         return self._take(reservation, session, total, behind)
 
     def _before(self, reservation: Reservation, session: KeptSession | None) -> int:
-        """Tokens of the session that the request builds on. Raises ValueError for those it does not have."""
+        """Tokens of the session that the request builds on. Raises ValueError for more than it has."""
         if session is None or not reservation.prefix_tokens:
             return 0 if session is None else session.tokens
         if reservation.prefix_tokens > session.tokens or reservation.prefix_tokens % self.pool.page_tokens:
@@ -172,7 +169,7 @@ class PageManager:
         if session is None or session.ids:
             known_tokens, appended = before or reservation.prompt_tokens, session is not None
             own = recompute_pages(reservation.recompute_blocks, known_tokens, appended=appended)
-        # A session's own partly filled page stays occupied beside the copy of it.
+        # A session's partly filled page stays occupied beside its copy.
         least = pages_for(total, size) + spare + own + (1 if before % size else 0)
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
@@ -195,8 +192,8 @@ class PageManager:
         return held
 
     def prepare_keep(self, held: RequestPages, tokens: int) -> None:
-        """Make sure that `keep` of so many tokens cannot fail, and say what must be copied before it. Raises
-        OutOfPages where no room was reserved."""
+        """Make sure that `keep` cannot fail, and name the page to copy first. Raises OutOfPages where none
+        was reserved."""
         full, rest = divmod(tokens, self.pool.page_tokens)
         if rest:
             held.spare = held.spare or self.pool.allocate(1)
@@ -213,8 +210,8 @@ class PageManager:
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
-        """A session of the first `tokens` tokens of a request that goes on, prepared and copied: full pages
-        are shared, and the copy changes hands."""
+        """Make a session of the first `tokens` tokens of a request that goes on. Full pages are shared, and
+        the copied one changes hands."""
         shared = held.taken[: tokens // self.pool.page_tokens]
         copied = () if held.copy_out is None else held.copy_out[1:]
         session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain=chain, ids=ids)
@@ -234,14 +231,14 @@ class PageManager:
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
-        """A session of the first `tokens` tokens of a request that ends here."""
+        """Make a session of the first `tokens` tokens of a request that ends here."""
         pages = held.table[: pages_for(tokens, self.pool.page_tokens)]
         self.pool.share(pages)
         return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain=chain, ids=ids)
 
 
 def _check_counts(reservation: Reservation) -> None:
-    """Raises ValueError for counts that make no sense. Appended text may be empty here: see appended_ids."""
+    """Raises ValueError for counts that make no sense. `appended_ids` checks that text is appended."""
     if reservation.append_tokens < 0 or (reservation.append_tokens and reservation.session_id is not None):
         raise ValueError(f"cannot reserve for {reservation.append_tokens} tokens behind the prompt")
     prompt = reservation.prompt_tokens

@@ -1,14 +1,13 @@
-"""Into which chunks a group cuts a prompt: few enough that what each costs beside its tokens stays small, and
-short enough that stages do not wait long for the first or the last. Pure.
+"""Cuts a prompt into chunks: few enough that a chunk's fixed cost stays small, short enough that stages wait
+little for the first and the last. Pure.
 
-Stages that take as long for a chunk as each other (`ModelConfig.split`) take for a prompt the sum of its
-chunks' times and (stages - 1) times the longest: a proportionate flow shop, whose best cut has, for its
-number of chunks, the least longest one. Attention makes tokens dearer towards the end, and chunks shorter.
+Equal stages (`ModelConfig.split`) form a proportionate flow shop. It takes the sum of the chunks' times
+and (stages - 1) times the longest. For a given number of chunks the best cut has the shortest longest one.
+Attention makes later tokens dearer, so later chunks have fewer.
 
-Stages seldom are quite alike: some have more of attention and some more of products, so that one may be the
-slower with a dense method, another with a sparse one, or at a prompt's beginning and at its end. Where the
-later ones take less, chunks that grow shorter are best, since what is waited for at the end is then a short
-one; where they take more, chunks that grow longer, since the last stage begins the sooner.
+Stages differ a little: one has more attention, another more matrix products. Where later stages are
+faster, chunks that grow shorter are best, because the last wait is then short. Where they are slower,
+chunks that grow longer are best, because the last stage begins sooner.
 """
 
 from __future__ import annotations
@@ -26,23 +25,22 @@ _REMEMBERED = 64
 _TRIES = 8
 _HALVINGS = 5
 _GROWTHS = (0.88, 0.93, 0.96, 0.98, 1.02, 1.05)
-"""Times by which a chunk may take longer than the one before, besides 1."""
+"""A chunk may take so many times as long as the one before. Besides 1."""
 _MORE = (1.0, 1.25, 1.6)
-"""Times as many chunks as the best of equal times has, that are tried with these."""
+"""These are tried with so many times the best number of chunks of equal time."""
 _MANY = 1000
-"""Of more chunks than that the last one is too short to matter, and a growth to their power may overflow."""
+"""With more chunks the last one is too short to matter, and a growth to their power may overflow."""
 
 
 class ChunkSizes:
-    """How a group cuts its prompts. work: None where nothing is known of what chunks cost, as on a CPU: then
-    all are `largest`."""
+    """Cuts a group's prompts. Without `work`, as on a CPU, all chunks are `largest`."""
 
     def __init__(self, largest: int, work: ModelWork | None = None) -> None:
         self._largest, self._work = largest, work
         self._planned = lru_cache(_REMEMBERED)(self._plan)
 
     def of(self, method: MethodSpec, start: int, tokens: int) -> tuple[int, ...]:
-        """Sizes of the chunks of tokens start .. tokens-1 of a prompt."""
+        """Return the sizes of the chunks of tokens start .. tokens-1."""
         if self._work is None:
             return even_chunks(start, tokens, self._largest)
         return self._planned(self._work.chunk_cost(method), start, tokens)
@@ -52,15 +50,17 @@ class ChunkSizes:
 
 
 def even_chunks(start: int, tokens: int, largest: int) -> tuple[int, ...]:
-    """As few chunks as can be: all `largest`, and what is left."""
+    """Return as few chunks as possible: all `largest`, and the rest."""
     full, rest = divmod(tokens - start, largest)
     return (largest,) * full + (rest,) * (rest > 0)
 
 
 def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple[int, ...]:
-    """Sizes of the chunks of tokens start .. tokens-1 of a prompt: multiples of a block but for the last,
-    none above `largest` (a multiple too), within a percent of the shortest time that there is where stages
-    take as long as each other, and within three where they do not."""
+    """Return the sizes of the chunks of tokens start .. tokens-1: multiples of a block but for the last, and
+    at most `largest`.
+
+    Their time is within 1% of the shortest where stages are equal, and within 3% where they are not.
+    """
     best = even_chunks(start, tokens, largest)
     if len(cost.stages) == 1 or len(best) == 0:
         return best
@@ -81,8 +81,8 @@ def plan_chunks(start: int, tokens: int, largest: int, cost: ChunkCost) -> tuple
 
 
 def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
-    """From the first chunk's start to the last one's end, in `StageCost`'s unit: a stage begins with a chunk
-    when it and the one before it are done with theirs."""
+    """The time from the first chunk's start to the last one's end, in `StageCost`'s unit. A stage begins a
+    chunk when it and the stage before are done with theirs."""
     free = [0.0] * len(cost.stages)
     for size in sizes:
         arrived = 0.0
@@ -93,8 +93,8 @@ def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
 
 
 def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
-    """Numbers of chunks to try: around that at which a chunk more costs what it saves if chunks could be cut
-    anywhere. The time is flat there."""
+    """Numbers of chunks to try. They lie around the optimum of a prompt that could be cut anywhere; the time
+    is flat there."""
     bare = cost.of(start, tokens - start) - cost.mean.fixed
     middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.mean.fixed, 1e-9))
     most = -(-(tokens - start) // BLOCK)
@@ -106,8 +106,7 @@ def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
 def _shortest(
     start: int, tokens: int, count: int, largest: int, growth: float, cost: ChunkCost
 ) -> tuple[int, ...]:
-    """At most `count` chunks, each of which takes `growth` times as long as the one before at most, as short
-    as can be."""
+    """At most `count` chunks in the shortest time, each at most `growth` times as long as the one before."""
     first = max(1.0, growth ** (1 - count))  # the one that may take least takes 1
     together = sum(first * growth**n for n in range(count))
     low = (cost.of(start, tokens - start) + (count - 1) * cost.mean.fixed) / together  # if cut anywhere
@@ -133,8 +132,8 @@ def _shortest(
 def _packed(
     start: int, tokens: int, count: int, largest: int, most: float, *, growth: float, cost: ChunkCost
 ) -> tuple[int, ...] | None:
-    """As few chunks as can be of which the first costs `most` at most, and each later one `growth` times as
-    much as the one before may; None if these are more than `count`."""
+    """Fill chunks up to a cost of `most`, which grows by `growth` from chunk to chunk; None if `count` do not
+    suffice."""
     sizes: list[int] = []
     while start < tokens:
         left = tokens - start

@@ -1,7 +1,8 @@
-"""Ray's side of a prefill group: its actors, and the Serve deployment that owns them.
+"""Ray's side of a prefill group: its actors, and the Serve deployment that owns them. Importing it loads no
+torch.
 
-Importing this loads no torch; the stage actors do, in their own processes. A stage is never replaced while
-its peers go on, for they would be out of step: they leave the group, keep their weights, and meet again.
+A lost group's stages keep their weights. They leave it and form the next one together, since a single new
+stage would be out of step with its peers.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ if TYPE_CHECKING:
     from .controller import PrefillController
 
 _SWITCH_S = 2e-4
-"""How long the thread that launches may keep those waiting that tell others of what was computed."""
+"""The thread that launches may keep the reporting thread waiting for so long."""
 _LEAVE_S = 10.0
-"""For a stage to end what it computes and leave a group that is lost."""
+"""A stage has so long to leave a lost group."""
 
 __all__ = ["REPLICA_CPUS", "PrefillGroup", "placement"]
 
 
 def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
-    """Placement group of one replica: bundles (0: the replica and its controller, then a stage each) and
-    strategy."""
+    """Describe one replica's placement group.
+
+    Returns: the bundles (0 for replica and controller, then one a stage) and the strategy.
+    """
     return placement_of(config.cpus_per_stage, config.gpus_per_stage, config.stages)
 
 
@@ -63,7 +66,7 @@ class StageActor:
         self._compilations = Compilations()
 
     def host(self) -> Rendezvous:
-        """Where the stages of the group find each other (first stage only)."""
+        """Open the store where the group's stages find each other. Only the first stage is asked."""
         from ..stage.activations import host_store
 
         address = str(ray.util.get_node_ip_address())
@@ -71,7 +74,10 @@ class StageActor:
         return rendezvous
 
     def load(self) -> tuple[str, ModelWork | None]:
-        """Load the model's share, unless it is here. Returns the id of the node, and what chunks cost."""
+        """Load the model's share, unless it is loaded already.
+
+        Returns: the id of the node, and what chunks cost.
+        """
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._stage.work
@@ -98,7 +104,7 @@ class StageActor:
         self.hosted.connect(self._activations(rendezvous, self.hosted))
 
     def leave(self) -> None:
-        """Part from the other stages, forget all requests, keep the model."""
+        """Leave the other stages and forget all requests. The model stays loaded."""
         self.hosted.leave()
 
     @property
@@ -108,11 +114,11 @@ class StageActor:
         return self._stage
 
     def pulse(self) -> int:
-        """A sign of life, answered beside whatever the stage computes: its process's id."""
+        """Return the process's id as a sign of life, whatever the stage computes."""
         return os.getpid()
 
     def compilations(self) -> Phases:
-        """Forms of kernels made in this process, answered like a pulse."""
+        """Count the kernels that this process has compiled, by phase."""
         return self._compilations.phases
 
     def _activations(self, rendezvous: Rendezvous, stage: PrefillStage) -> Activations:
@@ -129,7 +135,7 @@ class StageActor:
 
 @hosts(Group)
 class ControllerActor(Leaving):
-    """A `PrefillController` under a name that the door finds. Asyncio: calls run side by side."""
+    """A `PrefillController` under a name that doors find. Its calls run side by side."""
 
     def __init__(
         self,
@@ -149,8 +155,8 @@ class ControllerActor(Leaving):
         self._counting: asyncio.Task[None] | None = None
 
         def end_stage(hanging: int | None) -> None:
-            """The links of its peers break, so that they answer what they owe, with errors. Those that live
-            are the replica's to keep or to end."""
+            """Peers' links break with it, so they answer with errors. The replica decides whether they live
+            on."""
             if hanging is not None:
                 ray.kill(stages[hanging])
 
@@ -164,8 +170,7 @@ class ControllerActor(Leaving):
         )
 
     async def stats(self) -> GroupStats:
-        """With what only the actor knows: where the stages are, whether it is taken away, what was compiled
-        when that was last asked, and which decode workers it goes with."""
+        """Add what only the actor knows to the controller's state."""
         return replace(
             await self.hosted.stats(),
             nodes=self._nodes,
@@ -175,25 +180,22 @@ class ControllerActor(Leaving):
         )
 
     async def check(self) -> str:
-        """Why the group is dead; empty while it lives. Also asks the stages what was compiled, and does not
-        wait for the answer."""
+        """Say why the group is dead; empty while it lives. Also asks stages for their compilations, without
+        waiting."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self._count())
         return await self.hosted.check()
 
     async def _count(self) -> None:
-        """A stage that is lost is noticed elsewhere."""
         with contextlib.suppress(RayError):
             asked = (in_lane(stage.compilations, NOTICES)() for stage in self._stages)
             self._compilations = added_up(await asyncio.gather(*asked))
 
     async def stage_pages(self) -> list[int]:
-        """Pages that each stage holds for open requests (what the leak tests count)."""
         return await self.hosted.stage_pages()
 
 
 def remote_stage(actor: Any, number: int) -> Stage:
-    """A stage actor, as its controller calls it."""
     return remote(Stage, f"stage {number}", actor, partial(_stage_error, number))
 
 
@@ -208,11 +210,11 @@ def _stage_error(number: int, failure: Failure) -> Exception:
 
 
 class PrefillGroup(Replica):
-    """A Serve deployment's class: owns the actors of one group; `head` is its controller.
+    """The Serve deployment that owns one group's actors. `head` is the controller.
 
-    Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. Constructing it
-    returns when every stage has loaded the model. Raises what loading raises (`ModelError`), inside Ray's
-    error.
+    Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The constructor
+    returns once every stage has loaded the model. It raises what loading raises (`ModelError`), inside
+    Ray's error.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class PrefillGroup(Replica):
         self._build()
 
     def _build(self) -> None:
-        """Stages that let go of a group that is lost stay, with what they have loaded; others are started."""
+        """Keep the stages that have left the lost group, and start the missing ones."""
         model, config, handoff, spans = self._what
         for number in self._lost():
             self._end(self._stages.pop(number))
@@ -247,8 +249,8 @@ class PrefillGroup(Replica):
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:
-        """Stages that are dead or do not let go in time. One that waits for a peer is freed by that peer's
-        death or leaving, at once over gloo; over NCCL it may not be, and is then given up as well."""
+        """Find the stages that are dead or do not leave in time. A peer's death frees a waiting stage at once
+        over gloo, but not always over NCCL."""
         leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
@@ -256,7 +258,6 @@ class PrefillGroup(Replica):
 
 
 def _succeeded(answer: Any) -> bool:
-    """Whether a call has ended, and well."""
     try:
         ray.get(answer, timeout=0)
     except RayError:

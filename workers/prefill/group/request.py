@@ -1,4 +1,4 @@
-"""What a prefill group's controller knows of one request. No logic about others lives here."""
+"""One request of a prefill group, as its controller knows it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .chunks import ChunkSizes
 
 
 class PrefillRequest:
-    """A request from admission until its pages are free. `arrived`: seconds of the controller's clock."""
+    """A request from admission until its pages are free. `arrived` is in the controller's seconds."""
 
     def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
         self.job = job
         self.serial = serial
         self.pages: tuple[int, ...] = ()
-        """On every stage; its first chunk takes them."""
+        """The same on every stage. Its first chunk takes them."""
         self.waiting = schedule.arrival(
             job.request_id, job.tokens - job.start, arrived, pages_for(job.tokens)
         )
@@ -33,14 +33,13 @@ class PrefillRequest:
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
         self.sent = job.start
         self.done = job.start
-        """Up to which token it was sent to, and is through, the pipeline."""
+        """Its tokens before `sent` have entered the pipeline; those before `done` have left it."""
         self.pace: float | None = None
         """Seconds a token of its last chunk, on the slowest stage."""
         self.in_flight = 0
-        """Chunks of it in the pipeline."""
+        """How many of its chunks are in the pipeline."""
         self.closing: asyncio.Task[None] | None = None
         self._next_sizes: deque[int] = deque()
-        """Sizes of the chunks to come, from its first one on."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
@@ -49,12 +48,12 @@ class PrefillRequest:
 
     @property
     def opened(self) -> bool:
-        """Stages know of it."""
+        """Whether stages know the request."""
         return self.waiting.opened
 
     @property
     def unsent(self) -> bool:
-        """There is a chunk to send."""
+        """Whether a chunk is left to send."""
         return not self.ended and self.sent < self.job.tokens
 
     def open_request(self) -> OpenRequest:
@@ -71,8 +70,8 @@ class PrefillRequest:
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
-        """The next chunk, cut as `sizes` has it; counts its tokens as sent. A prompt that goes on is cut as
-        it would be from its beginning, so that the same numbers come out, to the bit."""
+        """Take the next chunk and count its tokens as sent. A resumed prompt is cut as from its beginning, so
+        that the same bits come out."""
         start, total = self.sent, self.job.tokens
         if not self._next_sizes:
             sizes_from_start = sizes.of(self.job.method, 0, total)
@@ -90,7 +89,7 @@ class PrefillRequest:
         )
 
     def end_span(self, event: PrefillEvent | PrefillFailed | None, now: float) -> None:
-        """event: what ended the request; None: its caller stopped reading."""
+        """event: what ended the request; None if its caller stopped reading."""
         began, error = self.account.began, ""
         self.span.part("queue", self.account.arrived, now if began is None else began)
         finish = "cancelled"
@@ -103,7 +102,7 @@ class PrefillRequest:
         self.span.end(finish, error, tokens_done=self.done)
 
     def after(self, seconds: float, name: str, action: Callable[[], object]) -> None:
-        """Call `action` in `seconds`, instead of what was to be called under the same name."""
+        """Call `action` in `seconds`. A later call of the same name replaces it."""
         self._disarm(name)
         loop = asyncio.get_running_loop()
         self._timers[name] = loop.call_later(max(0.0, seconds), action)
@@ -119,7 +118,7 @@ class PrefillRequest:
 
 
 def _rest(cut: Sequence[int], start: int) -> Sequence[int]:
-    """The chunks from token `start` on; none if no chunk begins there."""
+    """Return the chunks from token `start` on; none if no chunk begins there."""
     before = 0
     for number, tokens in enumerate(cut):
         if before == start:

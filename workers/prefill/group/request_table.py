@@ -1,6 +1,6 @@
-"""The requests of a prefill group: who waits, who runs, whose pages are whose, and who is refused.
+"""A prefill group's requests: who waits, who runs, whose pages are whose, and who is refused.
 
-Plain bookkeeping of the event loop's thread: nothing here sends a command or ends a request.
+Only the event loop's thread uses it. It sends no command and ends no request.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .request import PrefillRequest
 
 
 class PrefillRequests:
-    """By id, from admission until their pages are free. stages: how many the group has. Moments are seconds
-    of the controller's clock."""
+    """The requests by id, from admission until their pages are free. Times are seconds of the controller's
+    clock."""
 
     def __init__(self, config: PrefillConfig, stages: int) -> None:
         self._config = config
         self._stages = stages
         self._serials = itertools.count(secrets.randbits(48))
-        """From anywhere: stages outlive a controller, and may still hear what one that died has called."""
+        """The first serial is random, because stages outlive a controller and may still hear of a dead one's
+        requests."""
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, PrefillRequest] = {}
         self._throughput = Throughput()
         self._pace = Pace(config.chunk_slack_s)
 
     def __iter__(self) -> Iterator[PrefillRequest]:
-        """Those that are here, ended ones included."""
         return iter(list(self._requests.values()))
 
     def __len__(self) -> int:
@@ -45,7 +45,6 @@ class PrefillRequests:
         return self._requests.get(request_id)
 
     def admit(self, job: PrefillJob, now: float) -> PrefillRequest | Refused:
-        """A request that waits, or why there is none."""
         refused = self._refusal(job) or self.queue_refusal(job.tokens)
         if refused is not None:
             return refused
@@ -54,12 +53,12 @@ class PrefillRequests:
         return request
 
     def remove(self, request: PrefillRequest) -> None:
-        """No stage knows of it any more: its pages are free."""
+        """Free the pages of a request that no stage knows any more."""
         del self._requests[request.job.request_id]
         self._pool.release(request.pages)
 
     def next(self, now: float) -> PrefillRequest | None:
-        """Whose chunk is to be sent; it has its pages."""
+        """Choose the request whose chunk is sent next, and give it its pages."""
         unsent = [request.waiting for request in self if request.unsent]
         chosen = schedule.next_request(unsent, now, self._config.ageing_tokens_per_second, self._pool.free)
         if chosen is None:
@@ -81,7 +80,7 @@ class PrefillRequests:
         return None
 
     def queue_refusal(self, tokens: int) -> Refused | None:
-        """Why the queue does not take a prompt of so many tokens now; None if it has a place."""
+        """Say why the queue does not take a prompt of so many tokens now; None if it has a place."""
         waiting = sum(not request.opened for request in self._live())
         if waiting < self._config.max_waiting:
             return None
@@ -91,7 +90,7 @@ class PrefillRequests:
         )
 
     def allowed(self, request: PrefillRequest, command: ChunkCommand) -> float:
-        """Seconds that a stage may take for a chunk before it is asked whether it lives, as known by now."""
+        """Seconds that a stage may take for a chunk before it is asked whether it lives."""
         return self._pace.allowed(request.job.method.name, request.pace, command.tokens)
 
     def chunk_through(
@@ -102,7 +101,7 @@ class PrefillRequests:
         sent: float,
         now: float,
     ) -> None:
-        """Keep the books of a chunk that all stages have finished."""
+        """Account for a chunk that all stages have finished."""
         self._throughput.chunk(command.tokens, sent, now)
         for other in self:
             if other is not request:
@@ -128,11 +127,10 @@ class PrefillRequests:
 
     @property
     def _unread(self) -> int:
-        """Tokens."""
         return sum(request.job.tokens - request.done for request in self._live())
 
     def _seconds_to_next_place(self) -> float | None:
-        """The mean time between two prompts that are read; None while the group's rate is not known."""
+        """The mean time between two prompts that are read; None while the group's rate is unknown."""
         rate = self._throughput.tokens_per_second
         return self._unread / rate / len(self._live()) if rate > 0 else None
 

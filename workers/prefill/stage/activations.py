@@ -1,7 +1,7 @@
 """Hidden states on their way from one stage to the next.
 
-Shape suffixes: T tokens of the chunk, C hidden size. Nothing but the numbers travels: both sides know the
-shape and the order from the commands, which every stage of a group gets in the same order.
+Shape suffixes: T tokens of the chunk, C hidden size. Only the numbers travel: both sides know shape and
+order from the commands.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""torch.distributed backend by type of device."""
 _MEET = timedelta(seconds=120)
 """How long stages wait for one another at their rendezvous."""
 
 
 class Rendezvous(NamedTuple):
-    """Where the stages of a group meet, and by what they know each other: whoever reaches the store can read
-    and write there, the secret travels by Ray."""
+    """Where a group's stages meet. Whoever reaches the store can use it, so the secret travels by Ray."""
 
     address: str
     port: int
@@ -40,19 +38,19 @@ class Activations(Protocol):
     """One stage's ends of the links before and after it."""
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """hidden_TC of the next chunk from the stage before; blocks (on CUDA: the stream, not the host)."""
+        """Return hidden_TC of the next chunk from the stage before. On CUDA the stream waits, not the host."""
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """To the stage after; returns before it has arrived. Nobody may write to hidden_TC afterwards."""
+        """Return hidden_TC of the next chunk. On CUDA the stream waits for it, not the host."""
 
     def close(self) -> None: ...
 
     def abort(self) -> None:
-        """Close at once: what is still on its way is lost, and whoever waits for it gets an error."""
+        """Close at once. What is on its way is lost, and whoever waits for it gets an error."""
 
 
 class NoActivations:
-    """For a group of one stage: nothing before it, nothing after it."""
+    """For a group of one stage."""
 
     def receive(self, tokens: int) -> torch.Tensor:
         raise LinkClosed(f"a single stage has nobody to receive {tokens} rows from")
@@ -66,7 +64,7 @@ class NoActivations:
 
 
 class QueueActivations:
-    """Stages on threads of one process. `chain` makes the ends of a whole pipeline."""
+    """Links stages on threads of one process. `chain` makes the ends of a whole pipeline."""
 
     def __init__(self, before: queue.SimpleQueue[Any] | None, after: queue.SimpleQueue[Any] | None) -> None:
         self._before = before
@@ -100,10 +98,10 @@ class QueueActivations:
 
 
 class GroupActivations:
-    """Stages in processes of their own, over torch.distributed point-to-point: NCCL or gloo.
+    """Links stages in processes of their own, over torch.distributed: NCCL or gloo.
 
-    Every link has a process group of its own: sends and receives of one group are serialised, and a middle
-    stage must receive the next chunk while the last one is still on its way out.
+    Every link has its own process group. Sends and receives of one group are serialised, and a middle
+    stage must receive while it still sends.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class GroupActivations:
         self._sending.append((hidden_TC, work))  # the buffer must outlive the transfer
 
     def close(self) -> None:
-        """Wait until everything sent has been taken, then leave the group."""
+        """Wait until everything sent was received, then leave the group."""
         while self._sending:
             self._sending.popleft()[1].wait()
         dist.destroy_process_group()
@@ -159,7 +157,10 @@ class GroupActivations:
 
 
 def host_store(address: str, stages: int) -> tuple[TCPStore, Rendezvous]:
-    """The first stage's store, on a free port of `address` that the system picks, and how others find it."""
+    """Make the first stage's store on a free port of `address`.
+
+    Returns: the store, and how others find it.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)  # by itself it would listen everywhere
     port, handed_over = listening.getsockname()[1], listening.detach()

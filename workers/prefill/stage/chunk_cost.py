@@ -1,4 +1,4 @@
-"""What a chunk costs each stage of a group of GPUs, by counted multiply-adds. Pure, and free of torch."""
+"""What a chunk costs each stage of a group of GPUs, in counted multiply-adds. Pure, and free of torch."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from ...messages.methods import MethodSpec
 from ...model.config import ModelConfig
 
 _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
-"""Multiply-adds count as two. What products of 8B shapes reach on an H200, with all that is around them."""
+"""Operations a second that products of 8B shapes reach on an H200, overheads included. A multiply-add counts
+as two."""
 _CHUNK_S, _LAYER_S = 3e-3, 100e-6
-"""What a chunk costs a stage, and each of its layers, however few its tokens: launches, ends of kernels that
-do not fill the device, the way of its activations. Sixteen layers of an 8B shape take 3 ms in all since they
-are launched faster, and more or fewer chunks than these give make no difference (docs/log/2026-11-25.md)."""
+"""The fixed cost of a chunk on a stage, and in each layer: launches, ends of kernels, activations. More or
+fewer chunks than these give make no difference (docs/log/2026-11-25.md)."""
 _EVEN = 4 * BLOCK
 """Longer chunks are multiples of it: 32 heads' blocks then fill 132 multiprocessors. Dense attention of 1,152
 tokens takes as long as that of 1,536."""
 _SPARSE = 0.087
-"""Of dense attention's time, what a sparse method takes, scoring included (131,072 tokens, density 0.055)."""
+"""A sparse method's share of dense attention's time, scoring included (131,072 tokens, density 0.055)."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a chunk costs one stage, in tokens' worth of the matrix products of a mean one. token: for each
-    token. pair: for each query and each key at or before it. fixed: whatever its tokens."""
+    """A chunk's cost on one stage. The unit is a token's matrix products on a mean stage.
+
+    token: for each token. pair: for each query and each key up to it. fixed: for each chunk.
+    """
 
     token: float
     pair: float
     fixed: float
 
     def of(self, start: int, tokens: int) -> float:
-        """Tokens start .. start+tokens-1."""
+        """The cost of tokens start .. start+tokens-1."""
         return self.token * tokens + self.pair * tokens * (start + (tokens + 1) / 2) + self.fixed
 
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """What a chunk costs each stage. even: what chunks of so many tokens or more are multiples of."""
+    """A chunk's cost on each stage. even: chunks of so many tokens or more are multiples of it."""
 
     stages: tuple[StageCost, ...]
     even: int = BLOCK
 
     @cached_property
     def mean(self) -> StageCost:
-        """Of all stages."""
         sides = ("token", "pair", "fixed")
         return StageCost(*(fmean(getattr(stage, side) for stage in self.stages) for side in sides))
 
     @property
     def alike(self) -> bool:
-        """Whether all stages take as long as each other."""
+        """Whether all stages take equally long."""
         return len({*self.stages}) == 1
 
     def of(self, start: int, tokens: int) -> float:
-        """Tokens start .. start+tokens-1, on a mean stage."""
+        """The cost of tokens start .. start+tokens-1 on a mean stage."""
         return self.mean.of(start, tokens)
 
     def fitting(self, start: int, most: float) -> int:
-        """How many tokens from `start` on cost a mean stage `most` together, as a chunk may have them; 0 if
-        not one block does."""
+        """How many tokens from `start` on a chunk of cost `most` has on a mean stage; 0 if not one block."""
         mean = self.mean
         room = most - mean.fixed
         if room <= 0:
@@ -75,8 +75,8 @@ class ChunkCost:
 
 @dataclass(frozen=True)
 class StageWork:
-    """A stage's share of a model on GPUs, as far as chunks go. linear, pair: multiply-adds for each token,
-    and for each pair of query and key. halves: of layers, attention and feed-forward networks."""
+    """A stage's share of a model. linear, pair: multiply-adds for each token, and for each pair of query and
+    key. halves: how many attentions and MLPs."""
 
     linear: int
     pair: int
@@ -85,14 +85,14 @@ class StageWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """A model on GPUs, by its stages. quantised: products are of 8 bits."""
+    """A model by its stages. quantised: products are of 8 bits."""
 
     stages: tuple[StageWork, ...]
     quantised: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, stages: int, quantised: bool) -> ModelWork:
-        """As `ModelConfig.split` shares it out. The model's last layer ends with keys and values."""
+        """Count what `ModelConfig.split` shares out. The model's last layer ends with keys and values."""
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]

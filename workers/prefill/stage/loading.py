@@ -1,4 +1,4 @@
-"""From a configuration to a stage that takes requests: methods, its share of the model, warm-up, pages."""
+"""Makes a stage from a configuration: methods, its share of the model, warm-up, pages."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ def load_stage(
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> PrefillStage:
-    """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
-    makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed. tell:
-    of progress. tracer: makes the spans of chunks."""
+    """Load a stage and warm it up.
+
+    Args:
+        activations: None in a group of one stage.
+        sender: makes the hand-off's end for the stage's cache.
+        source: where a resumed prompt's K/V comes from; None where none is resumed.
+    """
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)

@@ -1,9 +1,9 @@
-"""Hidden states between GPUs of one host: a stage keeps them in a ring of its own memory, and the stage after
-copies from there. Copy engines do it, where NCCL would take multiprocessors from the products beside it.
+"""Hidden states between GPUs of one host. A stage keeps them in a ring of its own memory, and the stage after
+copies from there. Copy engines do that, where NCCL would take multiprocessors from the products.
 
-What travels between the processes are numbers over a socket: how many chunks are in the ring, and how many
-of them were copied. They are sent by a thread that waits for its own device, so nobody's stream waits for
-another process, and a neighbour that dies is noticed at once.
+Processes only tell each other, over a socket, how many chunks are in the ring and how many were copied. A
+thread that waits for its own device sends these counts. So no stream waits for another process, and a
+neighbour's death shows at once.
 
 Shape suffixes: T tokens of the chunk, C hidden size, N slots of a ring.
 """
@@ -26,12 +26,12 @@ from ...settings import PrefillConfig
 from .activations import Activations, GroupActivations, LinkClosed
 
 SLOTS = 3
-"""Chunks of a ring: one that is copied, one that waits, one that is written."""
+"""One chunk is copied, one waits, one is written."""
 
 
 class NeighbourConnection:
-    """A connection to a neighbour. tell: a number, once what was launched so far has happened. Numbers come
-    in order. timeout_s: longest wait for one."""
+    """Sends counts to a neighbour once the device has done what was launched before. timeout_s: the longest
+    wait for a count."""
 
     def __init__(self, connection: Connection[Any, Any], mark: Callable[[], Any], timeout_s: float) -> None:
         self._connection = connection
@@ -43,7 +43,7 @@ class NeighbourConnection:
         self._sending.submit(self._send, self._mark(), number)
 
     def receive_count(self) -> int:
-        """The neighbour's next number. Raises LinkClosed if it is gone, or too slow."""
+        """Raises LinkClosed if the neighbour is gone or too slow."""
         try:
             if self._connection.poll(self._timeout_s):
                 return int(self._connection.recv())
@@ -52,7 +52,7 @@ class NeighbourConnection:
         raise LinkClosed(f"the stage beside this one was silent for {self._timeout_s:g} s")
 
     def close(self) -> None:
-        """What was told before is sent first."""
+        """Close after earlier counts were sent."""
         self._sending.shutdown()
         self._connection.close()
 
@@ -71,7 +71,7 @@ class NeighbourConnection:
 
 @dataclass
 class _RingToNext:
-    """The ring, and how many chunks were put into it and copied from it."""
+    """put, taken: how many chunks were written into the ring and copied from it."""
 
     connection: NeighbourConnection
     ring_NTC: torch.Tensor
@@ -81,7 +81,7 @@ class _RingToNext:
 
 @dataclass
 class _RingFromPrevious:
-    """The neighbour's ring, and how many chunks came from it."""
+    """received: how many chunks came from the neighbour's ring."""
 
     connection: NeighbourConnection
     ring_NTC: torch.Tensor
@@ -91,8 +91,8 @@ class _RingFromPrevious:
 class PeerActivations:
     """One stage's ends. All stages must make theirs at the same time, with the same store, secret and sizes.
 
-    The store only says where a stage listens. Whoever it leads to must know the secret before anything that
-    came from there is unpickled.
+    The store only says where a stage listens. A neighbour must know the secret before anything from it is
+    unpickled.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class PeerActivations:
         secret: bytes,
         timeout_s: float = 1800.0,
     ) -> None:
-        """like: an empty tensor [0, hidden] of the dtype and device that chunks have. Raises LinkClosed where
-        a neighbour is not to be found."""
+        """Args: like: an empty tensor [0, hidden] of the dtype and device that chunks have. Raises:
+        LinkClosed where a neighbour is not found."""
         self._peers = peers
         self._before: _RingFromPrevious | None = None
         self._after: _RingToNext | None = None
@@ -130,7 +130,7 @@ class PeerActivations:
             self._after = _RingToNext(NeighbourConnection(connection, peers.mark, timeout_s), ring_NTC)
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """Returns once the chunk is in the neighbour's ring and its copy is launched."""
+        """Return once the chunk is in the neighbour's ring and its copy is launched."""
         link = self._before
         if link is None:
             raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
@@ -144,7 +144,7 @@ class PeerActivations:
         return hidden_TC
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Returns when the chunk's copy into the ring is launched; before it waits for a slot."""
+        """Wait for a free slot and launch the chunk's copy into it."""
         link = self._after
         if link is None:
             raise LinkClosed("the last stage has nobody to send to")
@@ -155,7 +155,7 @@ class PeerActivations:
         link.connection.send_count(link.put)
 
     def close(self) -> None:
-        """Wait until everything sent has been taken, then part."""
+        """Wait until everything sent was copied, then close."""
         if self._after is not None:
             while self._after.taken < self._after.put:
                 self._after.taken = self._after.connection.receive_count()
@@ -165,14 +165,15 @@ class PeerActivations:
         self._before = self._after = None  # unmapped
 
     def abort(self) -> None:
-        """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
+        """The neighbour's memory stays mapped while this object lives, because the device may still copy from
+        it."""
         for link in (self._before, self._after):
             if link is not None:
                 link.connection.abort()
 
 
 def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
-    """To a stage, which knows the secret. Raises LinkClosed for what the store should not say."""
+    """Connect to a stage that knows the secret. Raises LinkClosed for a store that says anything else."""
     try:
         return Client(json.loads(store.get(f"ring/{rank}")), "AF_UNIX", secret)
     except (ValueError, TypeError, OSError, EOFError, AuthenticationError) as error:
@@ -182,8 +183,8 @@ def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
 def connect_neighbours(
     store: Store, rank: int, config: PrefillConfig, like: torch.Tensor, secret: bytes
 ) -> Activations:
-    """One stage's links to its neighbours: by `PeerActivations` where all stages have GPUs of one host, by
-    torch.distributed otherwise. All stages must call this at the same time. like, secret: as there."""
+    """Connect a stage to its neighbours: by `PeerActivations` where all stages have GPUs of one host, else by
+    torch.distributed. All stages must call this at the same time."""
     stages = config.stages
     if like.device.type == "cuda" and config.activations == "copied":
         store.set(f"home/{rank}", home())
