@@ -1,5 +1,5 @@
-"""The hand-off inside one process: a stage's tensors are copied twice on their device, since nobody tells the
-stage when they are in the decode worker's pages.
+"""The hand-off inside one process. A stage's tensors are copied twice, since nobody tells the stage when they
+have arrived.
 
 Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
 """
@@ -21,7 +21,7 @@ from .protocols import Destination, HandoffError, UsePages, check_kv, described
 
 
 class LocalReceiver(Protocol):
-    """A decode worker in this process, as far as hand-off goes."""
+    """A decode worker in this process, as stages see it."""
 
     def announce(self, announcement: KVAnnouncement) -> None: ...
 
@@ -30,7 +30,7 @@ class LocalReceiver(Protocol):
 
 @dataclass(frozen=True)
 class DeviceKV:
-    """The payload: one layer's chunk. ready: the CUDA event after which it may be read, None on the CPU."""
+    """The payload: one layer's chunk. ready: the CUDA event after which it may be read; None on a CPU."""
 
     k_TGD: torch.Tensor
     v_TGD: torch.Tensor
@@ -38,7 +38,7 @@ class DeviceKV:
 
 
 class InProcessSender:
-    """Gives the tensors to a decode worker of this process, on the stage's thread."""
+    """Gives tensors to a decode worker of this process, on the stage's thread."""
 
     def __init__(self, receiver: LocalReceiver) -> None:
         self._receiver = receiver
@@ -48,8 +48,6 @@ class InProcessSender:
 
 
 class InProcessStream:
-    """A `KVStream` of an `InProcessSender`."""
-
     def __init__(self, destination: Destination, receiver: LocalReceiver) -> None:
         self._to, self._receiver = destination, receiver
         self._failure = ""
@@ -79,7 +77,6 @@ class InProcessStream:
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """Remember the first failure."""
         try:
             yield
         except Exception as error:
@@ -113,7 +110,6 @@ class InProcessReader:
 
 
 def _now(device: torch.device) -> Any:
-    """An event of everything that was launched so far."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

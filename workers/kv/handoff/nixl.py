@@ -1,14 +1,14 @@
 """The hand-off across hosts: a decode worker reads a stage's pages straight into its own, by NIXL.
 
-A stage registers its cache once and announces where in it a chunk's K/V lies. The decode worker posts READs;
-over RDMA they cost the stage's process nothing. Both caches may be on a GPU or on the host.
+A stage registers its cache once and announces where a chunk's K/V lies. The decode worker posts READs,
+which cost the stage's process nothing over RDMA. Both caches may be on a GPU or on the host.
 
-The stage gives a request's pages away as `MessageStream.close` says. Two hosts have two clocks, so it exports
-a word with them, the lease, and clears that before they are another request's. The worker reads the lease
-once the rows have come: if it still is what was announced, the rows were the request's when they were read.
+Two hosts have two clocks, so a stage exports a word with the pages, the lease. It clears the lease before
+the pages go to another request. The worker reads the lease after the rows: if it is unchanged, the rows
+were the request's.
 
-NIXL does not stop a transfer that has begun, even where it forgets it. So a decode worker's pages stay held
-until a transfer is over: it is done, or its stage has ended, which breaks the connection.
+NIXL does not stop a transfer, even a forgotten one. So a worker holds its pages until the transfer is
+done, or until its stage has ended, which breaks the connection.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 64 << 20
-"""1.3 ms of a link of 400 Gb/s, which is what the last message exposes."""
+"""1.3 ms of a 400 Gb/s link. Nothing hides the last message."""
 READS_AT_ONCE = 64
 _POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
 class RegisteredCache(ExportedCache):
-    """agent: the name of the stage's, which nothing else ever has. metadata: how to reach it. k, v: addresses
-    there."""
+    """agent: the stage's unique name. metadata: how to reach it. k, v: addresses there."""
 
     agent: str
     metadata: bytes = field(repr=False)
@@ -64,7 +63,7 @@ class RegisteredCache(ExportedCache):
 
 @dataclass(frozen=True)
 class RegisteredKV(ExportedKV):
-    """The payload. lease: where a word of the stage is `serial` for as long as the rows are the request's."""
+    """The payload. lease: a word at the stage that is `serial` as long as the rows are the request's."""
 
     cache: RegisteredCache
     lease: Span
@@ -72,7 +71,7 @@ class RegisteredKV(ExportedKV):
 
 
 class NixlExporter:
-    """A `stream.KVExporter`: a message says where K/V lies, and where its lease."""
+    """A `stream.KVExporter` whose messages say where K/V and its lease lie."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -99,7 +98,7 @@ class NixlExporter:
 
 
 class NixlExport(PageExport):
-    """The request's lease is the word of its first page, which no other request has meanwhile."""
+    """A request's lease is the word of its first page, which no other request has meanwhile."""
 
     def __init__(
         self,
@@ -128,19 +127,19 @@ T = TypeVar("T")
 
 
 class NixlReader:
-    """Reads from stages' caches. Its agent is used on `thread` only, which no transfer keeps busy."""
+    """Reads from stages' caches. Its agent is used on `thread` only, which transfers do not keep busy."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
         self._cache, self._thread = cache, thread
         self._agent, self._seen = thread.submit(self._start, new).result()
         self._slots: asyncio.Queue[int] = asyncio.Queue()
-        """The words of `_seen` to which no lease is being read."""
+        """Words of `_seen` into which no lease is being read."""
         for slot in range(READS_AT_ONCE):
             self._slots.put_nowait(slot)
         self._reading: Counter[str] = Counter()
         """By a stage's agent: announcements that are being read there."""
         self._lost: set[str] = set()
-        """Agents of stages whose connection failed. It is made anew once nobody uses it any more."""
+        """Agents of stages whose connection failed. It is made anew once nobody uses it."""
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         kv = checked(announcement, self._cache, RegisteredKV)
@@ -160,7 +159,7 @@ class NixlReader:
     async def _read(
         self, announcement: KVAnnouncement, kv: RegisteredKV, rows: list[tuple[int, int, int]], slot: int
     ) -> None:
-        """The rows, and then their lease. Raises HandoffError where NIXL fails."""
+        """Read the rows, then their lease. Raises HandoffError where NIXL fails."""
         stage, memory = kv.cache.agent, memory_of(self._cache.device)
         lease = [(kv.lease[0], *self._seen.span(slot))]
         self._reading[stage] += 1
@@ -181,7 +180,7 @@ class NixlReader:
                     await self._on_thread(self._disconnect, stage)
 
     def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
-        """(address at the stage, address here, bytes) of all rows."""
+        """Yield (address at the stage, address here, bytes) of all rows."""
         cache, theirs, size = self._cache, kv.cache, row_bytes(self._cache)
         runs = list(paired_runs(kv.rows, ours))
         for layer in layers:
@@ -219,7 +218,7 @@ class NixlReader:
         return handle
 
     def _ended(self, handle: Any) -> bool:
-        """Whether all has come. Raises what NIXL does if not all will."""
+        """Whether a transfer is done. Raises NIXL's error if it failed."""
         state = "ERR"
         try:
             state = self._agent.check_xfer_state(handle)

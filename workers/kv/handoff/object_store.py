@@ -1,10 +1,8 @@
-"""The hand-off through Ray's object store: shared memory on one node, a copy over the network between nodes.
+"""The hand-off through Ray's object store: shared memory on one node, the network between nodes. A stage puts
+host copies and sends the decode actor their reference.
 
-A stage makes host copies (`host_copies`), puts them and sends the decode actor the reference; the decode
-worker awaits it and copies from there into its pages.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension. bfloat16 travels as a uint16 view,
-since numpy has no such type.
+Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension. bfloat16 travels as uint16, since
+numpy has no such type.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class ObjectStoreOutbox(ActorOutbox):
 
 
 class ObjectStoreReader:
-    """Copies what lies in the object store into pages. Nothing outlives `read`."""
+    """Copies from the object store into pages. Nothing outlives `read`."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor) -> None:
         self._cache = cache
@@ -68,11 +66,12 @@ class ObjectStoreReader:
 async def pull(
     announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """k_TGD, v_TGD of each layer, on the host. They alias shared memory: copy them into pages, never write
-    to them. The payload: 2 · layers arrays, k then v of each layer, or something that is awaited for them.
+    """Return k_TGD, v_TGD of each layer on the host. They alias shared memory, so never write to them.
 
-    Raises HandoffError if the arrays are not [tokens, kv_heads, head_dim] of `dtype`, or if their owner
-    died.
+    Args:
+        payload: 2 · layers arrays, k then v of each layer, or an awaitable of them.
+    Raises: HandoffError if the arrays are not [tokens, kv_heads, head_dim] of `dtype`, or if their owner
+        died.
     """
     payload = announcement.payload
     if inspect.isawaitable(payload):
@@ -106,7 +105,7 @@ def _tensor(
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
-    """Sends from a thread of its own beside a GPU; on the CPU, whose cores all compute, from the stage's."""
+    """Beside a GPU a thread of its own sends. On a CPU, whose cores all compute, the stage's thread does."""
     outbox = ObjectStoreOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 

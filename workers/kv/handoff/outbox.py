@@ -1,7 +1,4 @@
-"""Messages from a stage to decode actors, and the answers that these still owe.
-
-Ray is needed only to find an actor and to wait for its answers; a test brings a stand-in.
-"""
+"""Messages from a stage to decode actors, and the answers that these owe. Tests replace Ray."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ class Delivery:
 
 
 class Outbox(Protocol):
-    """Delivers messages, those of one thread in order. Used from several threads. A message that is not
-    taken never raises here: its delivery remembers the failure."""
+    """Delivers the messages of one thread in order. A failure never raises here; its delivery remembers
+    it."""
 
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None: ...
 
@@ -43,12 +40,12 @@ class Outbox(Protocol):
         """Raises HandoffError if a message of this delivery is known to have failed."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """Whether the decode worker still owes an answer, and so may be reading what it was told of."""
+        """Whether the decode worker owes an answer, and so may still read."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Unanswered:
-    """A message that a decode worker has not answered, and until when it may."""
+    """A message without an answer, and until when it may be."""
 
     reply: Any
     delivery: Delivery
@@ -59,9 +56,9 @@ class _Unanswered:
 class ActorOutbox:
     """An `Outbox` to Ray actors.
 
-    Announcements are not waited for, but at most `max_bytes` of them are unanswered at a time: a slow decode
-    worker slows prefill down instead of filling a store. A worker that does not answer for `ack_timeout_s`
-    counts as failed. clock: seconds, of this host.
+    At most `max_bytes` of announcements are unanswered, so a slow decode worker slows prefill down instead
+    of filling a store. A worker fails that does not answer for `ack_timeout_s`. clock: seconds, of this
+    host.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class ActorOutbox:
     def _call(
         self, method: Callable[[KVReceiver, M], Awaitable[None]], delivery: Delivery, message: M, size: int
     ) -> None:
-        """Nothing more is sent of a delivery that has failed."""
+        """Send nothing more of a failed delivery."""
         if delivery.failure:
             return
         name = delivery.decode_worker
@@ -117,7 +114,7 @@ class ActorOutbox:
             self._settle_answered()
 
     def _over_limit(self) -> _Unanswered | None:
-        """The message whose answer must come before more may be sent."""
+        """Return the message whose answer must come first."""
         with self._lock:
             over = (
                 len(self._unanswered) > 1
@@ -126,7 +123,7 @@ class ActorOutbox:
             return self._unanswered[0] if over else None
 
     def _settle_answered(self) -> None:
-        """Drop the messages that were answered, and those whose time is over."""
+        """Drop the messages that were answered or are out of time."""
         with self._lock:
             replies = [message.reply for message in self._unanswered]
             answered: set[Any] = set()

@@ -1,7 +1,7 @@
-"""A stage's side of a hand-off by messages: each says which layers of a chunk can be read, and where.
+"""A stage's side of a hand-off by messages. Each says which layers of a chunk can be read, and where.
 
-A layer's chunk of a big model is a message of its own. Small ones share a message with the next layers,
-because every process that a message passes spends some hundred microseconds on it.
+A big model's layer is a message of its own. Small ones share a message, since each costs every process
+some hundred microseconds.
 
 Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
 """
@@ -31,17 +31,18 @@ class KVExport(Protocol):
         """
 
     def payload(self, layers: Sequence[Any]) -> Any:
-        """The payload of an announcement of these layers of one chunk, in order. layers: descriptions."""
+        """Return an announcement's payload from the descriptions of its layers, in order."""
 
     def revoke(self) -> None:
-        """The pages are about to be another request's: no reader may take anything described so far."""
+        """From now on no reader may take anything described so far, because another request gets the
+        pages."""
 
 
 class KVExporter(Protocol):
-    """Describes a stage's pages to decode workers, in the way of one transport."""
+    """Describes a stage's pages to decode workers, in one transport's way."""
 
     message_bytes: int
-    """A message is sent once it stands for this much K/V, at the latest when its chunk ends."""
+    """A message is sent once it stands for so much K/V, and when its chunk ends."""
     in_place: bool
     """Whether decode workers read the request's own pages."""
 
@@ -61,11 +62,8 @@ class _Layer:
 
 
 class MessageSender:
-    """A `KVSender` over an exporter and an outbox.
-
-    With `background`, a thread of its own waits until a message's layers are computed and sends it, so that
-    launching the next layers' kernels waits for neither. Otherwise the stage's thread does both.
-    """
+    """A `KVSender` over an exporter and an outbox. With `background` a thread of its own waits for the layers
+    and sends, so that the stage's launches wait for neither."""
 
     def __init__(self, exporter: KVExporter, outbox: Outbox, *, background: bool) -> None:
         self._exporter, self._outbox = exporter, outbox
@@ -76,8 +74,6 @@ class MessageSender:
 
 
 class MessageStream:
-    """A `KVStream` of a `MessageSender`."""
-
     def __init__(
         self,
         destination: Destination,

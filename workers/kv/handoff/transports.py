@@ -1,8 +1,5 @@
-"""The ways K/V can take from a stage to a decode worker: `HandoffConfig.transport` names one of these.
-
-A further one is one more file with a `KVSender` and a `KVReader` (`protocols` says what each promises), one
-more line here, and its name in `HandoffConfig`.
-"""
+"""The transports by name, as `HandoffConfig.transport` has it. Another one is a file with a `KVSender` and a
+`KVReader` (`protocols`), a line here, and its name in `HandoffConfig`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from .protocols import KVReader, KVSender
 
 @dataclass(frozen=True)
 class Transport:
-    """How to make the two ends."""
+    """Makes the two ends."""
 
     sender: Callable[[HandoffConfig, PagedKVCache], KVSender]
     reader: Callable[[HandoffConfig, PagedKVCache, Executor], KVReader]
@@ -42,7 +39,6 @@ def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> K
 
 
 def _named(name: str) -> Transport:
-    """Raises ValueError for an unknown one."""
     if name not in TRANSPORTS:
         raise ValueError(f"K/V transport {name!r} is unknown; known: {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name]

@@ -38,10 +38,10 @@ class Activations(Protocol):
     """One stage's ends of the links before and after it."""
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """Return hidden_TC of the next chunk from the stage before. On CUDA the stream waits, not the host."""
+        """Return the next chunk's hidden_TC. On CUDA the stream waits, not the host."""
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Return hidden_TC of the next chunk. On CUDA the stream waits for it, not the host."""
+        """Return before it has arrived. Nobody may write to hidden_TC afterwards."""
 
     def close(self) -> None: ...
 
