@@ -128,8 +128,8 @@ class Failure:
 def remote(role: Callable[..., Role], name: str, actor: Any, meaning: Callable[[Failure], Exception]) -> Role:
     """Call an actor that hosts `role` as if it were here. meaning: makes the exception of a failure.
 
-    Commands and notices are sent outside their caller's context. Ray would count them as its children, and
-    `ray.cancel` of one request's stream would remove commands from the actor's queue.
+    Commands are sent outside their caller's context, since `ray.cancel` of one request's stream would else
+    remove them from the actor's queue.
     """
     return stand_in(role, name, _Caller(actor, meaning).method)
 

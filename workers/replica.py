@@ -85,7 +85,6 @@ class Replica:
         return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
 
     def __del__(self) -> Any:
-        """Serve awaits the result when it takes the replica away."""
         return self._drain() if self._bundles is not None and self._drain_s > 0 else None
 
     async def _drain(self) -> None:

@@ -194,12 +194,10 @@ class DecodeEngine:
             request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
 
     def _expecting(self, message: KVAnnouncement | FirstLogits) -> DecodeRequest | None:
-        """Find the request that expects this message."""
         request = self._requests.live(message.request_id)
         return None if request is None or request.inbox.attempt != message.attempt else request
 
     def _kv_changed(self, request: DecodeRequest) -> None:
-        """The request's K/V is complete or lost, or its logits have come."""
         inbox = request.inbox
         if request.ended is not None:
             return
@@ -221,7 +219,6 @@ class DecodeEngine:
         return request.resume(points, attempt, self._clock())
 
     def _being_read(self, request_id: str) -> DecodeRequest:
-        """Raises DecodeFailed for a request that is not being read."""
         request = self._requests.live(request_id)
         if request is None or request.job is not None or request.reservation.session_id is not None:
             raise DecodeFailed(f"request {request_id} is not being read here")
@@ -294,7 +291,6 @@ class DecodeEngine:
             self._scheduler.submit(request)
 
     def _before_first(self, request: DecodeRequest) -> None:
-        """Keep the requested session, and report what the first token took."""
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
             owner = request.reservation.owner

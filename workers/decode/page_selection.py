@@ -1,12 +1,10 @@
 """Decides which layers attend to selected pages: DELTA's decode (Algorithm 2).
 
-Full layers attend to all pages. A Δ-layer does too, and scores every page: a token's score is its largest
-attention weight over heads, a page's the sum over its tokens. Sparse layers up to the next Δ-layer read
-the K best pages, the last L always among them. Layers before the first Δ-layer are dense. Each step
-selects anew, for each request by itself.
+A Δ-layer attends to all pages and scores them: a token's score is its largest attention weight over heads,
+a page's the sum over its tokens. Sparse layers up to the next Δ-layer read the K best pages, the last L
+among them. Other layers are dense. Each step selects anew, for each request by itself.
 
-Shape suffixes: R requests of a batch, P columns of the page table, K selected pages, H query heads, D head
-dimension, S slots of a page, G key/value heads.
+Shape suffixes: docs/glossary.md; K selected pages, P columns of the page table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans what a decode worker reads of a request before its first token. Pure.
 
-Appended text is read in chunks over the K/V before it. If that K/V comes from sparse prefill, the
-question's end names the blocks that it attends to most. Those are computed again, and then the question's
-end over them. Without appended text the prompt's last tokens count as the question.
+Appended text is read in chunks. After sparse prefill the question's end names the blocks that it attends
+to most; they are computed again, then the question's end over them. Without appended text the prompt's
+last tokens count as the question.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ def plan_reads(
 
     Args:
         kv_tokens: tokens whose K/V is in the pages.
-        known_ids: their ids; empty where no block is to be computed again.
-        append_ids: ids of the tokens after them. The last `answered` belong to the answer.
-        chunk: the most tokens of one read; a prompt's tail is one read.
+        known_ids: their ids; empty where no block is computed again.
+        append_ids: ids after them. The last `answered` belong to the answer.
+        chunk: the most tokens of one read.
         blocks: how many blocks to compute again; none where all appended text is kept.
-        keep: tokens of which a session is made. They are read once, so that no session depends on a
-            question.
+        keep: tokens of a session. They are read once, so that it depends on no question.
     """
     asked = len(append_ids) - answered
     answer = _chunks(kv_tokens + asked, append_ids[asked:], chunk)

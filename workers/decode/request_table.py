@@ -109,12 +109,11 @@ class DecodeRequests:
         return Reserved(held.count, held.session_tokens)
 
     def _pages_came_back(self) -> None:
-        """Later, since whoever gave the pages back is not done yet."""
         if self.queue:
             asyncio.get_running_loop().call_soon(self.queue.serve)
 
     def _expected_wait(self, pages: int, ahead: Sequence[int]) -> float | None:
-        """Seconds until so many pages are free behind those `ahead`; None until a request has ended here."""
+        """Seconds until so many pages are free; None until a request has ended here."""
         use = self._reservation_time.mean
         if use is None:
             return None
@@ -176,7 +175,6 @@ class DecodeRequests:
                 request.close(FinishReason.DEADLINE, "the deadline passed")
 
     def _abandon(self, request: DecodeRequest) -> None:
-        """End a request that no door waits for, and the session that its client has not heard of."""
         request.close(FinishReason.CANCELLED, "nobody renewed the request")
         if request.kept is not None:
             self.manager.sessions.release(request.kept.session_id, request.kept.owner, self._wall())

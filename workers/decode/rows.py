@@ -63,9 +63,8 @@ class Batch:
 class StepRows:
     """Rows that are written when requests come or go. Steps move ids and lengths on by themselves.
 
-    A batch has one of a few sizes (powers of two, and max_batch) and widths (the widest, and each a
-    quarter of the one before), so that a CUDA graph of every shape can be kept. Without page selection it
-    has the widest, since only ranking takes time for each column.
+    A batch has one of a few sizes and widths, so that a CUDA graph of every shape can be kept. Without
+    page selection it has the widest, since only ranking takes time for each column.
     """
 
     def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
@@ -141,7 +140,6 @@ class StepRows:
 
 
 def _widths(pages: int) -> list[int]:
-    """Columns of tables for up to so many pages, ascending."""
     widths = [max(16, 1 << (pages - 1).bit_length())]
     while widths[0] >= _FACTOR * _NARROWEST:
         widths.insert(0, widths[0] // _FACTOR)
@@ -155,7 +153,7 @@ def sampling_rows(rows: Sequence[Sampling], vocab: int, device: torch.device) ->
 
 
 def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vocab: int) -> None:
-    """Write row `first` and those after it in place. A greedy row's parameters change nothing."""
+    """A greedy row's parameters change nothing."""
     for target, values in (
         (made.drawn_R, [row.temperature > 0 for row in rows]),
         (made.temperature_R1, [[row.temperature if row.temperature > 0 else 1.0] for row in rows]),

@@ -1,11 +1,9 @@
-"""A decode worker's tensor work: append prefill, first tokens, batched decode steps.
+"""A decode worker's tensor work: append prefill, first tokens, batched decode steps, all on one thread.
 
-It runs on one compute thread. A step's inputs lie at fixed addresses and its launches depend on the
-batch's shape alone. So on a GPU a step's forward pass is a CUDA graph, with the sampling launched behind
-it.
+A step's inputs lie at fixed addresses and its launches depend on the batch's shape alone. So on a GPU a
+step's forward pass is a CUDA graph, with the sampling launched behind it.
 
-Shape suffixes: R rows of the batch, N pages of one sequence, T tokens of a chunk, H query heads, G
-key/value heads, D head dimension, S tokens so far, C hidden size, V vocabulary, B = 1.
+Shape suffixes: docs/glossary.md; R rows of the batch.
 """
 
 from __future__ import annotations
@@ -85,11 +83,11 @@ class LaunchedStep:
 
 
 class StepGraphs:
-    """One graph for each of `batches`, which must be all shapes that occur.
+    """One graph for each of `batches`, which must be all shapes that occur. forward: returns a batch's
+    logits_RV.
 
-    Call it where nothing else uses the GPU from this thread. Each shape is computed once before its
-    capture, so that kernels are loaded. The graphs share memory, since they never run at once. forward:
-    returns a batch's logits_RV. Raises RuntimeError where a capture fails.
+    Make it where nothing else uses the GPU from this thread. Each shape is computed once before its
+    capture, so that kernels are loaded. Raises RuntimeError where a capture fails.
     """
 
     def __init__(self, forward: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]) -> None:
@@ -212,7 +210,6 @@ class DecodeRunner:
         return ReadResult(blocks=blocks)
 
     def _wait(self) -> None:
-        """Afterwards the pages of what was computed may be given away."""
         if self.stack.device.type == "cuda":
             torch.cuda.current_stream(self.stack.device).synchronize()
 

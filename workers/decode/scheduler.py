@@ -1,8 +1,7 @@
 """Continuous batching: chooses what is computed next, and delivers the results.
 
-It runs on the event loop's thread; only tensor work goes to the compute thread. A turn admits requests,
-samples first tokens, reads one step of one request and decodes one step of all that run. Cancelling takes
-effect between these.
+A turn admits requests, samples first tokens, reads one step of one request and decodes one step of all
+that run. Cancelling takes effect between these. Only tensor work leaves the event loop's thread.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class DecodeScheduler:
             await self._decode()
 
     def _admit(self) -> list[DecodeRequest]:
-        """Move waiting requests to free places. Returns those whose first token can be sampled."""
+        """Returns requests whose first token can be sampled."""
         firsts: list[DecodeRequest] = []
         while self._waiting and self.running + len(firsts) < self._config.max_batch:
             request = self._waiting.popleft()
@@ -125,7 +124,7 @@ class DecodeScheduler:
         return firsts
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
-        """Sample first tokens. The same computation copies a kept session's partly filled page."""
+        """The same computation copies a kept session's partly filled page."""
         logits, rows = [request.logits for request in requests], [request.row for request in requests]
         copies = [request.pages.copy_out for request in requests if request.pages.copy_out is not None]
         chosen = await self._computed(
@@ -139,7 +138,7 @@ class DecodeScheduler:
                 self._deliver(request, choice)
 
     async def _read(self) -> None:
-        """Take one step of the next request's reads, and its first token if that was the last."""
+        """Also samples the first token after the last read."""
         request = self._appending.popleft()
         self._appending.append(request)
         step, last = request.reads[0], len(request.reads) == 1
@@ -173,8 +172,7 @@ class DecodeScheduler:
         return lambda: self._runner.append(pages, step, last, copy)
 
     async def _decode(self) -> None:
-        """Deliver one step's tokens. On a GPU the next step is launched first, so that the device has work
-        meanwhile."""
+        """On a GPU the next step is launched before this one's tokens are delivered."""
         flight, self._flight = self._flight, None
         requests = tuple(self._running) if flight is None else flight.requests
         rows = [request.row for request in requests]
@@ -201,8 +199,7 @@ class DecodeScheduler:
             self._deliver(request, choice)
 
     def _looks_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Whether the next step has the same rows as far as is known. An end token shows later, and its row
-        is dropped."""
+        """Whether the next step has the same rows as far as is known. An end token shows later."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._appending:
             return False
         if list(requests) != self._running:
@@ -212,7 +209,7 @@ class DecodeScheduler:
     async def _computed(
         self, what: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
     ) -> T | None:
-        """Run `work` on the compute thread with the requests' pages held; None if it raised."""
+        """Run `work` with the requests' pages held; None if it raised."""
         with _use_pages(requests):
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -231,7 +228,6 @@ class DecodeScheduler:
             request.close(FinishReason.FAILED, text)
 
     def _deliver(self, request: DecodeRequest, choice: SampledToken) -> None:
-        """Send a token, and end the request if it was the last one."""
         if not math.isfinite(choice.logprob):
             text = "the model's logits are not finite numbers (in float16 its activations may overflow)"
             request.close(FinishReason.FAILED, text)

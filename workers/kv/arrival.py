@@ -74,7 +74,6 @@ class KVArrival:
 
 
 def _ends(written: Mapping[int, int]) -> Iterator[int]:
-    """Where contiguous ranges from 0 on end."""
     end = 0
     while end in written:
         end = written[end]

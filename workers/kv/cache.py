@@ -1,10 +1,9 @@
 """Keys and values of a range of layers, in pages.
 
-Shape suffixes: L layers, P pages, S slots of a page (in a gathered copy: tokens), R all slots of all
-pages, G key/value heads, D head dimension, T tokens written, N pages of one sequence.
-
 A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout, which decode kernels
 read in place. `pages` says whose a page is.
+
+Shape suffixes: docs/glossary.md; R all slots of all pages, T tokens written, N pages of one sequence.
 """
 
 from __future__ import annotations
@@ -190,7 +189,6 @@ class PagedKVCache:
 
     @contextmanager
     def _arriving(self, after: Any) -> Iterator[None]:
-        """On a GPU, launch on the stream of arrivals and wait for it at the end."""
         if self._arrivals is None:
             yield
             return

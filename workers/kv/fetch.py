@@ -1,8 +1,7 @@
 """K/V on its way back, from a decode worker's pages to a stage that goes on where another died. All
 transports use host arrays, layer by layer, in pieces of bounded size.
 
-Shape suffixes: T tokens of a piece, G key/value heads, D head dimension. bfloat16 travels as uint16, since
-numpy has no such type.
+Shape suffixes: docs/glossary.md. bfloat16 travels as uint16, since numpy has no such type.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
 
-A stage announces a chunk's K/V once it is computed, so no process waits on another's events: a stream that
-does hangs for good if the other process dies. Copy engines fill contiguous pages, a kernel scattered ones.
-The stage gives pages away when the worker has answered, has died, or is out of time. Both read one clock,
-and the worker drops what it read later.
+A stage announces a chunk's K/V once it is computed, so that no stream waits on another process's events
+and hangs when that dies. The stage gives pages away when the worker has answered, has died, or is out of
+time. Both read one clock, and the worker drops what it read later.
 
-Shape suffixes: L layers of a stage, P pages, S slots of a page, T tokens of a chunk, G key/value heads, D
-head dimension.
+Shape suffixes: docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -136,7 +134,6 @@ class CudaIpcReader:
         return moved_bytes(announcement, layers, self._cache)
 
     def _checked(self, announcement: KVAnnouncement) -> MappedKV:
-        """Raises HandoffError for K/V that cannot be read from here."""
         kv = checked(announcement, self._cache, MappedKV)
         if kv.cache.home != self._peers.home:
             raise HandoffError(
@@ -156,7 +153,6 @@ class CudaIpcReader:
             raise HandoffError(f"{described(announcement)} cannot be reached: {plain(error)}") from error
 
     def _unmap(self, name: str) -> None:
-        """The process has ended, and the next one needs the memory."""
         self._mapped.pop(name, None)
 
     def _pull(
@@ -167,7 +163,7 @@ class CudaIpcReader:
         layers: Sequence[int],
         pages: Sequence[int],
     ) -> None:
-        """Copy into the pages. Raises HandoffError if the stage may have given its own away meanwhile."""
+        """Raises HandoffError if the stage may have given its pages away meanwhile."""
         start = announcement.start
         for first, count in kv.rows:
             parts = {}

@@ -1,8 +1,5 @@
 """A stage's exported pages, which a decode worker reads in place. `MessageStream.close` says when they go to
-another request; each transport tells the reader in its own way.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension.
-"""
+another request; each transport tells the reader in its own way. Shape suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 

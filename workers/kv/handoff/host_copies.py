@@ -1,7 +1,4 @@
-"""Copies K/V to host memory, from where an outbox takes it.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension.
-"""
+"""Copies K/V to host memory, from where an outbox takes it. Shape suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The hand-off inside one process. A stage's tensors are copied twice, since nobody tells the stage when they
-have arrived.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
-"""
+have arrived. Shape suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 

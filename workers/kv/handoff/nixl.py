@@ -1,14 +1,14 @@
 """The hand-off across hosts: a decode worker reads a stage's pages straight into its own, by NIXL.
 
-A stage registers its cache once and announces where a chunk's K/V lies. The decode worker posts READs,
-which cost the stage's process nothing over RDMA. Both caches may be on a GPU or on the host.
+A stage registers its cache and announces where a chunk's K/V lies. The decode worker posts READs; RDMA
+serves them without the stage's process.
 
 Two hosts have two clocks, so a stage exports a word with the pages, the lease. It clears the lease before
-the pages go to another request. The worker reads the lease after the rows: if it is unchanged, the rows
-were the request's.
+the pages go to another request. The worker reads the lease after the rows: if it is unchanged, so were
+they.
 
-NIXL does not stop a transfer, even a forgotten one. So a worker holds its pages until the transfer is
-done, or until its stage has ended, which breaks the connection.
+NIXL does not stop a transfer. So a worker holds its pages until the transfer is done, or until its stage
+has ended, which breaks the connection.
 """
 
 from __future__ import annotations
@@ -159,7 +159,6 @@ class NixlReader:
     async def _read(
         self, announcement: KVAnnouncement, kv: RegisteredKV, rows: list[tuple[int, int, int]], slot: int
     ) -> None:
-        """Read the rows, then their lease. Raises HandoffError where NIXL fails."""
         stage, memory = kv.cache.agent, memory_of(self._cache.device)
         lease = [(kv.lease[0], *self._seen.span(slot))]
         self._reading[stage] += 1
@@ -218,7 +217,6 @@ class NixlReader:
         return handle
 
     def _ended(self, handle: Any) -> bool:
-        """Whether a transfer is done. Raises NIXL's error if it failed."""
         state = "ERR"
         try:
             state = self._agent.check_xfer_state(handle)

@@ -1,8 +1,7 @@
 """The hand-off through Ray's object store: shared memory on one node, the network between nodes. A stage puts
 host copies and sends the decode actor their reference.
 
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension. bfloat16 travels as uint16, since
-numpy has no such type.
+Shape suffixes: docs/glossary.md. bfloat16 travels as uint16, since numpy has no such type.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ class ActorOutbox:
     def _call(
         self, method: Callable[[KVReceiver, M], Awaitable[None]], delivery: Delivery, message: M, size: int
     ) -> None:
-        """Send nothing more of a failed delivery."""
         if delivery.failure:
             return
         name = delivery.decode_worker
@@ -114,7 +113,6 @@ class ActorOutbox:
             self._settle_answered()
 
     def _over_limit(self) -> _Unanswered | None:
-        """Return the message whose answer must come first."""
         with self._lock:
             over = (
                 len(self._unanswered) > 1
@@ -123,7 +121,6 @@ class ActorOutbox:
             return self._unanswered[0] if over else None
 
     def _settle_answered(self) -> None:
-        """Drop the messages that were answered or are out of time."""
         with self._lock:
             replies = [message.reply for message in self._unanswered]
             answered: set[Any] = set()

@@ -1,8 +1,5 @@
 """The two sides of a hand-off: a stage puts tensors into a stream, a decode worker reads them into pages.
-Only a transport's two ends know its payload.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
-"""
+Only a transport's two ends know its payload. Shape suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -45,8 +42,8 @@ class KVStream(Protocol):
 
         Args:
             start: position of the chunk's first token in the prompt.
-            k_TGD, v_TGD: views of the stage's pages. Nobody writes to them before the last chunk's hand-
-                off has completed or the request is over.
+            k_TGD, v_TGD: views of the stage's pages. Nobody writes to them before the last chunk is
+                handed over.
         Returns: bytes of the two.
         Raises: HandoffError for tensors that are not K/V.
         """

@@ -1,9 +1,7 @@
-"""A stage's side of a hand-off by messages. Each says which layers of a chunk can be read, and where.
+"""A stage's side of a hand-off by messages. Each says which layers of a chunk can be read, and where. Small
+layers share a message, since each costs every process some hundred microseconds.
 
-A big model's layer is a message of its own. Small ones share a message, since each costs every process
-some hundred microseconds.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
+Shape suffixes: docs/glossary.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The pages of a decode worker's requests. A request takes all pages that it will ever need at once.
 
-Pure accounting on the event loop's thread. A request holds a reference on every page of its table and of
-its session. It shares only full pages and never writes to them. A session's partly filled last page is
-copied, and recomputed blocks get pages of their own.
+Pure accounting on the event loop's thread. A request shares only full pages and never writes to them. A
+session's partly filled last page is copied, and recomputed blocks get pages of their own.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ class RequestPages:
     """A request's page table, and a spare page for a kept session's partly filled last page.
 
     session_tokens: tokens whose K/V is there from the start. session_ids: their little-endian uint32 ids,
-    where needed. copy_in: the session's partly filled page and the table's, to copy before anything is
-    computed. copy_out: the table's page and the spare, to copy once the prompt is complete. own: pages for
-    `divert`. on_free: called once, when all is given back.
+    where needed. copy_in: the session's partly filled page and the table's, to copy first. copy_out: the
+    table's page and the spare, to copy once the prompt is complete. own: pages for `divert`. on_free:
+    called once, when all is given back.
 
-    A step or a copy may still touch pages of an ended request, and a page given away too early means wrong
-    output. So such work runs inside `hold`, and pages are given back by whichever comes last: `end`, or
-    the end of the last `hold`.
+    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and the last
+    of `end` and all uses gives the pages back.
     """
 
     pool: PagePool
@@ -103,7 +101,6 @@ class RequestPages:
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:
-        """Give the pages back. Only this function does."""
         if self._ended and self._users == 0 and not self.freed.is_set():
             self.pool.release(self.every_page)
             self.table, self.spare, self.own, self._aside = (), (), (), ()
@@ -148,7 +145,7 @@ class PageManager:
         return self._take(reservation, session, total, behind)
 
     def _before(self, reservation: Reservation, session: KeptSession | None) -> int:
-        """Tokens of the session that the request builds on. Raises ValueError for more than it has."""
+        """Raises ValueError for more tokens than the session has."""
         if session is None or not reservation.prefix_tokens:
             return 0 if session is None else session.tokens
         if reservation.prefix_tokens > session.tokens or reservation.prefix_tokens % self.pool.page_tokens:
@@ -238,7 +235,7 @@ class PageManager:
 
 
 def _check_counts(reservation: Reservation) -> None:
-    """Raises ValueError for counts that make no sense. `appended_ids` checks that text is appended."""
+    """Raises ValueError for counts that make no sense."""
     if reservation.append_tokens < 0 or (reservation.append_tokens and reservation.session_id is not None):
         raise ValueError(f"cannot reserve for {reservation.append_tokens} tokens behind the prompt")
     prompt = reservation.prompt_tokens

@@ -84,7 +84,7 @@ class Account:
 
 
 def _launch_bound(report: ChunkReport) -> float:
-    """The chunk's seconds on a GPU if that waited for the host's launches, else 0."""
+    """The chunk's seconds on a GPU if that waited for launches, else 0."""
     busy = sum(report.phases.values()) - report.phases.get("activation_wait", 0.0)
     return busy if report.lead is not None and report.lead < _LEAD * busy else 0.0
 
@@ -95,12 +95,9 @@ def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:
 
 
 class Pace:
-    """How long a chunk may take on a stage before the stage is asked whether it lives.
-
-    The limit is slack_s and twice the time a token of the request's last chunk, since attention grows. A
-    first chunk is compared with its method's last first chunk. Before there is one, slack_s alone is the
-    limit, because a stage also answers while it compiles.
-    """
+    """How long a chunk may take on a stage before the stage is asked whether it lives: slack_s and twice the
+    time a token of the request's last chunk, since attention grows. A first chunk is compared with its
+    method's last first chunk, if there was one."""
 
     def __init__(self, slack_s: float) -> None:
         self._slack_s = slack_s

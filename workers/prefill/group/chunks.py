@@ -1,13 +1,12 @@
 """Cuts a prompt into chunks: few enough that a chunk's fixed cost stays small, short enough that stages wait
 little for the first and the last. Pure.
 
-Equal stages (`ModelConfig.split`) form a proportionate flow shop. It takes the sum of the chunks' times
-and (stages - 1) times the longest. For a given number of chunks the best cut has the shortest longest one.
-Attention makes later tokens dearer, so later chunks have fewer.
+Equal stages (`ModelConfig.split`) form a proportionate flow shop: it takes the sum of the chunks' times
+and (stages - 1) times the longest, so chunks should take equally long. Attention makes later tokens
+dearer, so later chunks have fewer.
 
-Stages differ a little: one has more attention, another more matrix products. Where later stages are
-faster, chunks that grow shorter are best, because the last wait is then short. Where they are slower,
-chunks that grow longer are best, because the last stage begins sooner.
+Where later stages are faster, chunks that grow shorter are best, because the last wait is short. Where
+they are slower, chunks that grow longer are best, because the last stage begins sooner.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ def takes(sizes: Sequence[int], start: int, cost: ChunkCost) -> float:
 
 
 def _counts(start: int, tokens: int, fewest: int, cost: ChunkCost) -> list[int]:
-    """Numbers of chunks to try. They lie around the optimum of a prompt that could be cut anywhere; the time
-    is flat there."""
+    """Numbers of chunks around the optimum of a prompt that could be cut anywhere. The time is flat there."""
     bare = cost.of(start, tokens - start) - cost.mean.fixed
     middle = math.sqrt((len(cost.stages) - 1) * bare / max(cost.mean.fixed, 1e-9))
     most = -(-(tokens - start) // BLOCK)

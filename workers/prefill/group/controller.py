@@ -1,12 +1,11 @@
 """The head of a prefill group decides which chunk runs next and how a request ends. It needs neither Ray nor
 torch.
 
-It decides on the event loop between two awaits and tells all stages at once (`pipeline`). So stages get
+It decides on the event loop between two awaits and tells all stages at once (`pipeline`), so stages get
 the same commands in the same order. Cancelling is safe only because of that: tensors travel between stages
 without headers.
 
-A request holds nothing until its first turn (`schedule`). A deadline, a lost lease or a cancel ends it
-then as at any other time. Its chunks in flight end within a layer's time.
+A request holds nothing until its first turn (`schedule`). Its chunks in flight end within a layer's time.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: PrefillRequest) -> None:
-        """After the lease there is one more look, because a process that stood still hears renewals late."""
+        """One more look follows, because a process that stood still hears renewals late."""
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
         grace = _LEASE_GRACE * lease
@@ -181,8 +180,7 @@ class PrefillController:
     # --- the pipeline ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Send chunks while the first stage is free and a request may run. Called whenever either may have
-        changed."""
+        """Send chunks while the first stage is free and a request may run."""
         while not self.failure and self._pipeline.ready:
             request = self._requests.next(self._clock())
             if request is None:
@@ -279,7 +277,6 @@ class PrefillController:
         return asyncio.shield(request.closing)
 
     async def _close(self, request: PrefillRequest, closed: list[asyncio.Task[Any]]) -> None:
-        """Pages go to the next request only when every stage has answered."""
         try:
             while not all(await asyncio.gather(*closed)) and not self.failure:
                 await asyncio.sleep(_ASK_AGAIN_S)
@@ -293,7 +290,6 @@ class PrefillController:
         self._fail(RuntimeError(what), stage)
 
     def _fail(self, error: Exception, hanging: int | None = None) -> None:
-        """Lose the group: every request ends with the same message."""
         if self.failure:
             return
         text = str(error).strip().splitlines()

@@ -230,7 +230,6 @@ class PrefillGroup(Replica):
         self._build()
 
     def _build(self) -> None:
-        """Keep the stages that have left the lost group, and start the missing ones."""
         model, config, handoff, spans = self._what
         for number in self._lost():
             self._end(self._stages.pop(number))
@@ -249,8 +248,7 @@ class PrefillGroup(Replica):
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:
-        """Find the stages that are dead or do not leave in time. A peer's death frees a waiting stage at once
-        over gloo, but not always over NCCL."""
+        """Find the stages that are dead or do not leave in time, as may happen over NCCL."""
         leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)

@@ -131,14 +131,13 @@ class Pipeline:
         return done[-len(self._stages) :]
 
     def _entry_free(self, entry: asyncio.Future[Any]) -> None:
-        """The chunk's reports tell of a failure."""
         self._entering -= 1
         if not entry.cancelled() and entry.exception() is None:
             self._tell_entry_free()
 
 
 async def _outcome(answer: Coroutine[Any, Any, T]) -> T | RequestFailed:
-    """Turn one request's failure into a value. The group's failure stays an exception."""
+    """One request's failure is a value, the group's an exception."""
     try:
         return await answer
     except RequestFailed as error:

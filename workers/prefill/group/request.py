@@ -118,7 +118,6 @@ class PrefillRequest:
 
 
 def _rest(cut: Sequence[int], start: int) -> Sequence[int]:
-    """Return the chunks from token `start` on; none if no chunk begins there."""
     before = 0
     for number, tokens in enumerate(cut):
         if before == start:

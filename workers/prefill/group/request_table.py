@@ -130,7 +130,7 @@ class PrefillRequests:
         return sum(request.job.tokens - request.done for request in self._live())
 
     def _seconds_to_next_place(self) -> float | None:
-        """The mean time between two prompts that are read; None while the group's rate is unknown."""
+        """The mean time between two prompts that are read; None while the rate is unknown."""
         rate = self._throughput.tokens_per_second
         return self._unread / rate / len(self._live()) if rate > 0 else None
 

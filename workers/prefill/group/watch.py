@@ -1,9 +1,8 @@
 """Finds the stage that hangs: it owes an answer for too long and gives no sign of life.
 
-A stage works through its commands in order, so only the oldest one can be late. A chunk counts from when
-the stage before has passed it on. A late stage is asked for a sign of life, which it gives while it
-computes, compiles or waits. A silent one is named. One that answers is asked again and again, for
-`stall_s` at most.
+A stage works through its commands in order, so only the oldest one can be late. A late stage is asked for
+a sign of life, which it gives while it computes, compiles or waits. A silent one is named. One that
+answers is asked again, for `stall_s` at most.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Hidden states on their way from one stage to the next.
-
-Shape suffixes: T tokens of the chunk, C hidden size. Only the numbers travel: both sides know shape and
-order from the commands.
-"""
+"""Hidden states on their way from one stage to the next. Only the numbers travel: both sides know shape and
+order from the commands. Shape suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 

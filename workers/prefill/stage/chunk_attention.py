@@ -1,8 +1,5 @@
-"""A chunk's attention in each layer of a stage: K/V into the prompt's pages, hand-off, attention.
-
-Shape suffixes: T tokens of the chunk, H query heads, G key/value heads, D head dimension, S tokens of the
-prompt so far; B is 1 here.
-"""
+"""A chunk's attention in each layer of a stage: K/V into the prompt's pages, hand-off, attention. Shape
+suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -109,13 +106,12 @@ class ChunkAttention:
         return max(self._start, needed // step * step)
 
     def _rows(self, tokens: int) -> torch.Tensor:
-        """rows_T: where the chunk's K/V go in each layer's pages."""
         if self._prompt.first_page is None:
             return self._cache.rows_of(self._prompt.pages_N, self._start, tokens)
         return self._cache.rows_of_run(self._prompt.first_page, self._start, tokens)
 
     def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt's k_GSD and v_GSD so far, in place where its pages are contiguous."""
+        """In place where the prompt's pages are contiguous."""
         if self._prompt.first_page is None:
             return self._cache.gather(layer, self._prompt.pages_N, self._end)
         return self._cache.view_run(layer, self._prompt.first_page, self._end)

@@ -1,11 +1,11 @@
 """Hidden states between GPUs of one host. A stage keeps them in a ring of its own memory, and the stage after
-copies from there. Copy engines do that, where NCCL would take multiprocessors from the products.
+copies from there by copy engines. NCCL would take multiprocessors from the products.
 
-Processes only tell each other, over a socket, how many chunks are in the ring and how many were copied. A
-thread that waits for its own device sends these counts. So no stream waits for another process, and a
-neighbour's death shows at once.
+Processes only tell each other how many chunks are in the ring and how many were copied. A thread that
+waits for its own device sends these counts, so no stream waits for another process and a neighbour's death
+shows at once.
 
-Shape suffixes: T tokens of the chunk, C hidden size, N slots of a ring.
+Shape suffixes: docs/glossary.md; N slots of a ring.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class PeerActivations:
 
 
 def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
-    """Connect to a stage that knows the secret. Raises LinkClosed for a store that says anything else."""
+    """Raises LinkClosed unless a stage that knows the secret is where the store says."""
     try:
         return Client(json.loads(store.get(f"ring/{rank}")), "AF_UNIX", secret)
     except (ValueError, TypeError, OSError, EOFError, AuthenticationError) as error:

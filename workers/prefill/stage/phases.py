@@ -80,7 +80,6 @@ class CpuPhases:
         return _by_layer(self._seconds)
 
     def _credit(self) -> None:
-        """Give the time since the last mark to the innermost phase."""
         now = time.perf_counter()
         if self._stack:
             key = self._stack[-1]

@@ -1,12 +1,10 @@
 """One stage of a prefill group: its share of the layers, their K/V pages, and the chunks that pass through.
 
-Shape suffixes: T tokens of the chunk, C hidden size, H query heads, G key/value heads, D head dimension, S
-tokens of the prompt so far; B is 1 here.
+Stages must stay in step, so a stage receives once and sends once for every chunk. A request's failure (bad
+options, a lost decode worker) travels on as zeros and is reported at the chunk's end as `RequestFailed`.
+Any other exception ends the group.
 
-A stage runs its controller's commands one after the other. Stages must stay in step, so a stage receives
-once and sends once for every chunk. A request's failure (bad options, a lost decode worker) therefore
-travels on as zeros and is reported at the chunk's end as `RequestFailed`. Any other exception ends the
-group.
+Shape suffixes: docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -136,7 +134,6 @@ class PrefillStage:
             raise RequestFailed(str(error)) from error
 
     def _fetch_kv(self, request: OpenRequest) -> None:
-        """Copy the K/V that another group has computed from the decode worker into pages."""
         if not request.start:
             return
         if self.stack.device.type == "cuda":  # an abandoned chunk may still write to what were its pages
@@ -235,12 +232,10 @@ class PrefillStage:
         return x
 
     def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
-        """Launch the first logits and the rest of the hand-off.
+        """Launch the first logits and the rest of the hand-off. Returns what completes the hand-off.
 
         A number that overflowed in any layer stays in the residual stream, although sparse attention may
         never look at its token again. So it is looked for here.
-
-        Returns: a function that completes the hand-off once the chunk is computed.
         """
         command, phase = work.command, work.timer.phase
         with phase("projection"):
@@ -254,7 +249,6 @@ class PrefillStage:
         return sent
 
     def _report(self, work: ChunkWork, sent: Callable[[], None], stream: KVStream) -> ChunkReport:
-        """Report a chunk while the next is launched. Raises RequestFailed."""
         work.wait()
         after, self._through = self._through, work.through
         try:
@@ -273,7 +267,6 @@ class PrefillStage:
         return report
 
     def _failure(self, work: ChunkWork, error: Exception) -> RequestFailed:
-        """Turn one of `_REQUEST_ERRORS` into the error that the controller gets."""
         prompt, seconds = self._open.get(work.command.request_id), time.perf_counter() - work.began
         if prompt is not None and prompt.request.serial in self._abandoned:
             self._trace(work, seconds, {"finish": "cancelled"})

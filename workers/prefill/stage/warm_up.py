@@ -1,11 +1,9 @@
 """Compiles before a stage takes requests, so that none of them waits for a compiler.
 
-A GPU compiles each kernel at first use, tens of seconds for a method. The made-up prompts here run the
-same code as real ones. Kernels do not specialise on lengths, counts and positions, so a whole and a ragged
-chunk meet almost all forms. The rest depends on a prompt's length: widths that are powers of two, and the
-attention kernel's order of work. For those, a tile attends to keys of every class of length.
-
-Shape suffixes: as in `stage.py`.
+The made-up prompts here run the same code as real ones. Kernels do not specialise on lengths, counts and
+positions, so a whole and a ragged chunk meet almost all forms. The rest depends on a prompt's length:
+widths that are powers of two, and the attention kernel's order of work. For those, a tile attends to keys
+of every class of length.
 """
 
 from __future__ import annotations
@@ -75,8 +73,7 @@ def length_classes(longest: int) -> list[int]:
 def _compile_for_lengths(
     stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int
 ) -> None:
-    """Run the last tile of prompts of every class, and a chunk of the longest. A short prompt's keys occur as
-    a longer one's beginning."""
+    """A short prompt's keys occur as a longer one's beginning."""
     config = stack.config
 
     def zeros(heads: int, tokens: int) -> torch.Tensor:
