@@ -93,7 +93,6 @@ class Replica:
             await self.head.drain.remote(drain_s)
 
     def stop(self) -> None:
-        """End all actors at once, outside Serve."""
         for actor in list(self._actors):
             self._end(actor)
 

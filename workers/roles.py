@@ -67,8 +67,7 @@ class Stage(Protocol):
         Returns: whether its pages are free. If not, a decode worker still reads them: ask again.
         """
 
-    def pages_used(self) -> Answer[int]:
-        """Count the pages of open requests."""
+    def pages_used(self) -> Answer[int]: ...
 
     def abandon(self, serial: int) -> None:
         """Let this request's chunks fail with RequestFailed within a layer's time. It is closed all the
@@ -79,8 +78,7 @@ class Leased(Protocol):
     """A worker whose requests a door renews while it waits for them."""
 
     @property
-    def name(self) -> str:
-        """The actor's name."""
+    def name(self) -> str: ...
 
     async def cancel(self, request_id: str) -> None:
         """Return when the request's pages are free; unknown ids are fine."""
@@ -91,8 +89,6 @@ class Leased(Protocol):
 
 
 class Group(Leased, Protocol):
-    """A prefill group, as doors see it."""
-
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """Yield ChunkRead …, then one PrefillDone; or one Refused. Raises PrefillFailed."""
 
@@ -109,8 +105,7 @@ class Group(Leased, Protocol):
 class KVReceiver(Protocol):
     """A decode worker, as stages see it. Unknown requests are ignored."""
 
-    async def announce(self, announcement: KVAnnouncement) -> None:
-        """Return when the K/V has been taken."""
+    async def announce(self, announcement: KVAnnouncement) -> None: ...
 
     async def first_logits(self, message: FirstLogits) -> None: ...
 
@@ -194,10 +189,8 @@ def sent(actor: Any, method: Callable[[Any, T], Awaitable[Any]], argument: T) ->
 
 
 async def settled(answer: Answer[T]) -> T:
-    """Return a command's outcome, from near or afar."""
     return await answer if isinstance(answer, Awaitable) else answer
 
 
 async def finished(deferred: Deferred[T]) -> T:
-    """Return a two-part command's outcome, from near or afar."""
     return await deferred if isinstance(deferred, Awaitable) else deferred()

@@ -130,7 +130,6 @@ class PrefillConfig:
 
     @property
     def warmed_up(self) -> list[tuple[str, Mapping[str, float]]]:
-        """`warm_up` as names and options."""
         given = ({entry: {}} if isinstance(entry, str) else entry for entry in self.warm_up)
         return [pair for entry in given for pair in entry.items()]
 
@@ -190,7 +189,6 @@ class DecodeConfig:
     """As prefill's."""
 
     def contradictions(self) -> Iterator[str]:
-        """Values that contradict each other, key first."""
         if self.recency > self.page_budget:
             yield f"recency: {self.recency} exceeds page_budget ({self.page_budget})"
         if both := sorted({*self.full_layers} & {*self.delta_layers}):

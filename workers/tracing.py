@@ -63,7 +63,6 @@ class Span:
         return f"00-{known.trace_id:032x}-{known.span_id:016x}-{known.trace_flags:02x}"
 
     def begin(self, name: str, since: float, **attributes: Any) -> Span:
-        """Begin a span below it, which has to end."""
         if self._tracer is None:
             return NO_SPAN
         began, about = self._moment(since), _named(attributes)
@@ -89,7 +88,6 @@ class Span:
         return set_span_in_context(self._span)
 
     def _moment(self, seconds: float) -> int:
-        """Nanoseconds since the epoch."""
         return int(self._since_ns + round((seconds - self._since) * _NS))
 
 
@@ -103,7 +101,6 @@ class Tracer:
         self._tracer = None if provider is None else provider.get_tracer("deltafront")
 
     def begin(self, name: str, parent: str, clock: Clock, since: float, **attributes: Any) -> Span:
-        """Begin work under a `traceparent`."""
         context = self._context(parent)
         if self._tracer is None or context is None:
             return NO_SPAN
@@ -112,7 +109,6 @@ class Tracer:
         return Span(self._tracer, span, clock, since) if span.is_recording() else NO_SPAN
 
     def done(self, name: str, parent: str, seconds: float, error: str = "", **attributes: Any) -> None:
-        """Record work that has taken so long until now."""
         context = self._context(parent)
         if self._tracer is None or context is None:
             return

@@ -49,7 +49,6 @@ ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
 """Makes a decode worker's end of the hand-off, as `kv_reader` does."""
 
 _TICK_S = 0.1
-"""The pause between two looks at deadlines and leases."""
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
 
@@ -102,7 +101,6 @@ class DecodeEngine:
         self._unavailable = _STARTING
 
     async def start(self) -> None:
-        """Warm up if configured, then take requests."""
         if self._config.warm_up:
             tokens = min(self._model.positions, self._config.cache_tokens)
             await asyncio.get_running_loop().run_in_executor(

@@ -73,7 +73,6 @@ def plan_reads(
 
 
 def tail_start(tokens: int) -> int:
-    """Return where a prompt's question begins, at a block."""
     return max(0, tokens - TAIL_TOKENS) // BLOCK * BLOCK
 
 

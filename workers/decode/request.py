@@ -45,11 +45,9 @@ class DecodeRequest:
     job: GenerateJob | None = None
     deadline: float | None = None
     reads: deque[Step] = field(default_factory=deque)
-    """What is still to be read before its first token."""
     known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
     """Ids of all tokens before the answer, where blocks may be computed again."""
     blocks: Sequence[int] = ()
-    """The blocks that are."""
     selects_pages: bool = False
     logits: Any = None
     token: int = 0
@@ -100,7 +98,6 @@ class DecodeRequest:
 
     @property
     def ready(self) -> bool:
-        """Whether the scheduler can take it."""
         if self.job is None or self.ended is not None:
             return False
         if self.reservation.session_id is not None:
@@ -109,7 +106,6 @@ class DecodeRequest:
 
     @property
     def left(self) -> int:
-        """Tokens that its answer may still have."""
         assert self.job is not None  # a request without a job is never ready
         return self.job.sampling.max_tokens - self.produced
 
@@ -160,7 +156,6 @@ class DecodeRequest:
         self.span = NO_SPAN
 
     def tell_end(self) -> None:
-        """Queue the one terminal event."""
         assert self.ended is not None
         reason, message = self.ended
         self.events.put_nowait(

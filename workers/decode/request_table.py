@@ -69,7 +69,6 @@ class DecodeRequests:
         return self._requests.get(request_id)
 
     def live(self, request_id: str) -> DecodeRequest | None:
-        """Find a request that has not ended."""
         request = self._requests.get(request_id)
         return None if request is None or request.ended is not None else request
 
@@ -181,7 +180,6 @@ class DecodeRequests:
         self.forget(request)
 
     def clear(self, message: str) -> None:
-        """End every request, reservation and session."""
         self.queue.clear(message)
         for request in self:
             request.close(FinishReason.CANCELLED, message)

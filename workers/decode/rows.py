@@ -43,7 +43,6 @@ class BatchShape:
 
     @property
     def cells(self) -> int:
-        """Its memory grows with this."""
         return self.rows * self.columns * (1 + self.selects)
 
 

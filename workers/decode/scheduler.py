@@ -73,11 +73,9 @@ class DecodeScheduler:
 
     @property
     def submitted(self) -> int:
-        """Requests that run or wait for a place in the batch."""
         return self.running + len(self._waiting)
 
     def submit(self, request: DecodeRequest) -> None:
-        """Take a request that is ready."""
         request.times.ready = self._clock()
         self._waiting.append(request)
         self._wake.set()

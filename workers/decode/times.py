@@ -50,7 +50,6 @@ class RequestTimes:
                 self.handoff_seconds += clock() - self._since
 
     def stepped(self, pages_attended: int, pages_held: int, batch: int) -> None:
-        """Count a decode step that computed so many requests."""
         self.pages_attended += pages_attended
         self.pages_held += pages_held
         self.steps += 1
@@ -58,7 +57,6 @@ class RequestTimes:
 
     @property
     def parts(self) -> dict[str, tuple[float | None, float | None]]:
-        """When each part of TTFT began and ended here."""
         began = None if self.job is None else max(self.job, self.logits or self.job)
         return {
             "handoff_exposed": (began, self.complete),

@@ -53,7 +53,6 @@ class DecodeActor(Leaving):
         self._compilations.ready = True
 
     async def stats(self) -> DecodeStats:
-        """Add what only the actor knows to the engine's state."""
         return replace(
             await self.hosted.stats(),
             node=ray.get_runtime_context().get_node_id(),
@@ -63,7 +62,6 @@ class DecodeActor(Leaving):
         )
 
     async def check(self) -> str:
-        """Why the worker should be replaced; empty while it is well."""
         return self.hosted.fault
 
 

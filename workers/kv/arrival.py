@@ -51,7 +51,6 @@ class KVArrival:
         return True
 
     def written(self, layer: int, start: int, tokens: int) -> None:
-        """Complete a claimed range."""
         self._written[layer][start] = start + tokens
         self._count += tokens
 

@@ -72,7 +72,6 @@ class PagedKVCache:
         return 2 * self.k_LPSGD.numel() * self.k_LPSGD.element_size()
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views (k_PSGD, v_PSGD) of one layer's pages."""
         index = self._index(layer)
         return self.k_LPSGD[index], self.v_LPSGD[index]
 

@@ -23,7 +23,6 @@ from .handoff.protocols import HandoffError, plain
 
 PIECE_BYTES = 8 << 20
 _AHEAD = 3
-"""So many pieces are under way at once."""
 
 
 class KVSource(Protocol):
@@ -95,7 +94,5 @@ class RayKVSource:
 
 
 class NoKVSource:
-    """For groups in which no prompt is resumed."""
-
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
         raise HandoffError(f"{decode_worker} gives no K/V back to this group")

@@ -36,8 +36,6 @@ def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of a prompt has been read."""
-
     tokens_done: int
     tokens_total: int
 
@@ -172,8 +170,6 @@ class FirstTokenTimings:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The one terminal event of a request on a worker."""
-
     request_id: str
     reason: FinishReason
     completion_tokens: int

@@ -30,8 +30,6 @@ class Sampling:
 
 
 class PageSelection(StrEnum):
-    """The pages that sparse decode layers attend to."""
-
     DEFAULT = ""
     """The worker's configured selection."""
     FULL = "full"
@@ -86,7 +84,6 @@ class RefusalReason(StrEnum):
     POSITIONS = "positions"
     """Session and appended tokens exceed the model's positions."""
     SELECTION = "selection"
-    """The page selection is not available."""
     DEADLINE = "deadline"
     DUPLICATE = "duplicate"
     """The id is in use here."""
@@ -177,8 +174,7 @@ class PrefillFailed(Exception):
     """A prefill ended without a result; str() is one plain line. The group may live on."""
 
 
-class PrefillCancelled(PrefillFailed):
-    """The request was cancelled by id."""
+class PrefillCancelled(PrefillFailed): ...
 
 
 class DecodeFailed(Exception):

@@ -40,7 +40,6 @@ class KVInbox:
 
     @property
     def complete(self) -> bool:
-        """Whether all K/V is in the pages."""
         return self._arrival.complete
 
     async def receive(self, announcement: KVAnnouncement, reader: KVReader) -> int:
@@ -92,7 +91,6 @@ class KVInbox:
         return tokens, KVInbox(self._arrival.until(tokens), self._pages, self._changed, attempt)
 
     def close(self) -> None:
-        """Close; later messages write nothing."""
         self._closed, self.logits_V = True, None
         self._settled.set()
 

@@ -55,8 +55,6 @@ def new_agent() -> Agent:
 
 @dataclass(frozen=True)
 class Memory:
-    """A kind of memory of one process, as NIXL names it."""
-
     mem_type: str
     device: int
 
@@ -91,6 +89,5 @@ class RegisteredWords:
         self._words[index] = value
 
     def span(self, index: int) -> Span:
-        """Return where a word lies."""
         size = self._words.itemsize
         return self._words.ctypes.data + index * size, size

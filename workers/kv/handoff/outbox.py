@@ -45,8 +45,6 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Unanswered:
-    """A message without an answer, and until when it may be."""
-
     reply: Any
     delivery: Delivery
     bytes: int

@@ -97,7 +97,6 @@ def check_kv(k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:
 
 
 def described(announcement: KVAnnouncement) -> str:
-    """Name the announced K/V for messages."""
     last = announcement.layer + announcement.layers - 1
     layers = f"layer {last}" if announcement.layers == 1 else f"layers {announcement.layer} .. {last}"
     return f"K/V of {announcement.request_id}, {layers} at {announcement.start}"

@@ -49,8 +49,6 @@ class KVExporter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """A layer's chunk that was put and not sent yet."""
-
     layer: int
     start: int
     tokens: int

@@ -15,8 +15,6 @@ from .protocols import KVReader, KVSender
 
 @dataclass(frozen=True)
 class Transport:
-    """Makes the two ends."""
-
     sender: Callable[[HandoffConfig, PagedKVCache], KVSender]
     reader: Callable[[HandoffConfig, PagedKVCache, Executor], KVReader]
 
@@ -29,7 +27,6 @@ TRANSPORTS: dict[str, Transport] = {
 
 
 def kv_sender(config: HandoffConfig, cache: PagedKVCache) -> KVSender:
-    """Make a stage's end, for K/V that is in `cache`."""
     return _named(config.transport).sender(config, cache)
 
 

@@ -47,7 +47,6 @@ class RequestPages:
     _ended: bool = False
     _users: int = 0
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nobody holds it."""
 
     def __post_init__(self) -> None:
         self.taken = self.table
@@ -92,7 +91,6 @@ class RequestPages:
             self._free_if_idle()
 
     async def unused(self) -> None:
-        """Wait until nobody holds it."""
         while self._users:
             await self._unused.wait()
 

@@ -29,7 +29,6 @@ class KeptSession:
 
     @property
     def told(self) -> Session:
-        """The session as its owner sees it."""
         return Session(self.session_id, self.expires, self.tokens)
 
 

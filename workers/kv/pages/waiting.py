@@ -132,7 +132,6 @@ class ReservationQueue:
             self._leave(waiter)
 
     def serve(self) -> None:
-        """Serve those that wait, after pages may have come back."""
         while self._waiters:
             if self._waiters[0].answer.done():  # whoever asked has been cancelled, and is about to leave
                 self._waiters.popleft()

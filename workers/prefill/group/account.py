@@ -31,7 +31,6 @@ class Account:
     method: MethodSpec
     arrived: float
     began: float | None = None
-    """When its first chunk was sent."""
     _own: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _own_wall: float = 0.0
     _others: float = 0.0

@@ -134,11 +134,9 @@ class PrefillController:
         return self.failure
 
     async def stage_pages(self) -> list[int]:
-        """Count the pages of open requests, by stage."""
         return await self._pipeline.pages()
 
     async def stop(self) -> None:
-        """Fail all running requests and end the stages."""
         self._fail(RuntimeError("the group is being stopped"))
         await self._pipeline.idle()
 

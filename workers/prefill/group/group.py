@@ -54,8 +54,6 @@ def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
 
 @hosts(Stage)
 class StageActor:
-    """A `PrefillStage` in a process of its own."""
-
     def __init__(
         self, model: ModelSpec, config: PrefillConfig, handoff: HandoffConfig, spans: SpanSink, stage: int
     ) -> None:
@@ -170,7 +168,6 @@ class ControllerActor(Leaving):
         )
 
     async def stats(self) -> GroupStats:
-        """Add what only the actor knows to the controller's state."""
         return replace(
             await self.hosted.stats(),
             nodes=self._nodes,

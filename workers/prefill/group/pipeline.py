@@ -79,7 +79,6 @@ class Pipeline:
         return self._last
 
     def abandon(self, serial: int) -> None:
-        """End this request's chunks in flight within a layer's time."""
         for stage in self._stages:
             stage.abandon(serial)
 
@@ -91,7 +90,6 @@ class Pipeline:
         return self._all(f"closing {request_id}", [stage.close(request_id) for stage in self._stages])
 
     async def pages(self) -> list[int]:
-        """Count the pages of open requests, by stage."""
         asked = self._all("counting its pages", [stage.pages_used() for stage in self._stages])
         return list(await asyncio.gather(*asked))
 

@@ -37,7 +37,6 @@ class PrefillRequest:
         self.pace: float | None = None
         """Seconds a token of its last chunk, on the slowest stage."""
         self.in_flight = 0
-        """How many of its chunks are in the pipeline."""
         self.closing: asyncio.Task[None] | None = None
         self._next_sizes: deque[int] = deque()
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -48,12 +47,10 @@ class PrefillRequest:
 
     @property
     def opened(self) -> bool:
-        """Whether stages know the request."""
         return self.waiting.opened
 
     @property
     def unsent(self) -> bool:
-        """Whether a chunk is left to send."""
         return not self.ended and self.sent < self.job.tokens
 
     def open_request(self) -> OpenRequest:

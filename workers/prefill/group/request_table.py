@@ -101,7 +101,6 @@ class PrefillRequests:
         sent: float,
         now: float,
     ) -> None:
-        """Account for a chunk that all stages have finished."""
         self._throughput.chunk(command.tokens, sent, now)
         for other in self:
             if other is not request:

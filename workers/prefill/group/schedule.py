@@ -70,5 +70,4 @@ def chunk_sent(waiting: Waiting, tokens: int, now: float, ageing: float) -> Wait
 
 
 def became_idle(waiting: Waiting, now: float) -> Waiting:
-    """The request after its last running chunk has ended."""
     return replace(waiting, idle_since=now)

@@ -21,7 +21,6 @@ PULSE_S = 3.0
 """A stage has so long for a sign of life. Triton holds the interpreter's lock for up to 2.1 s while it
 compiles (docs/log/2026-11-22.md)."""
 ASK_AGAIN_S = 1.0
-"""The time from a sign of life to the next question."""
 
 
 @dataclass(eq=False)
@@ -77,7 +76,6 @@ class StageWatch:
         answer: asyncio.Future[Any],
         after: ExpectedAnswer | None = None,
     ) -> ExpectedAnswer:
-        """Watch a command until it is answered, well or badly."""
         expected = ExpectedAnswer(stage, what, allowed, after)
         self._expected[stage].append(expected)
         answer.add_done_callback(lambda _: self._answered(expected))

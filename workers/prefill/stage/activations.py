@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _MEET = timedelta(seconds=120)
-"""How long stages wait for one another at their rendezvous."""
 
 
 class Rendezvous(NamedTuple):
@@ -47,8 +46,6 @@ class Activations(Protocol):
 
 
 class NoActivations:
-    """For a group of one stage."""
-
     def receive(self, tokens: int) -> torch.Tensor:
         raise LinkClosed(f"a single stage has nobody to receive {tokens} rows from")
 

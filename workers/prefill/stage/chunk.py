@@ -28,7 +28,6 @@ class ChunkWork:
     coverage: list[tuple[int, Coverage]] = field(default_factory=list)
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
-    """Whether all results are finite numbers."""
     logits_V: torch.Tensor | None = None
     """Logits after the prompt's last token, float32; None where nobody wants them."""
     launched: float = 0.0
@@ -49,7 +48,6 @@ class ChunkWork:
         self.launched = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait until the device has computed the chunk."""
         if self._sealed is not None:
             self._sealed.synchronize()
         self.through = time.perf_counter()

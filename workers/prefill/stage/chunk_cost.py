@@ -54,7 +54,6 @@ class ChunkCost:
 
     @property
     def alike(self) -> bool:
-        """Whether all stages take equally long."""
         return len({*self.stages}) == 1
 
     def of(self, start: int, tokens: int) -> float:

@@ -136,7 +136,7 @@ class PeerActivations:
             raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
         number = link.connection.receive_count()
         if number != link.received + 1:
-            raise LinkClosed(f"stages out of step: chunk {number} came, {link.came + 1} was expected")
+            raise LinkClosed(f"stages out of step: chunk {number} came, {link.received + 1} was expected")
         slot_TC = link.ring_NTC[link.received % SLOTS, :tokens]
         hidden_TC = torch.empty_like(slot_TC).copy_(slot_TC)
         link.received = number

@@ -34,7 +34,6 @@ class PhaseTimer(Protocol):
 
 
 _Key = tuple[str, int | None]
-"""A phase, and the layer that it began in."""
 
 
 def _by_phase(seconds: Mapping[_Key, float]) -> dict[str, float]:
