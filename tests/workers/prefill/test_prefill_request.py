@@ -7,7 +7,7 @@ import pytest
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillJob
 from deltafront.workers.prefill.group.chunks import ChunkSizes
-from deltafront.workers.prefill.group.request import PrefillRequest
+from deltafront.workers.prefill.group.request import Request
 
 
 class Uneven(ChunkSizes):
@@ -23,7 +23,7 @@ class Uneven(ChunkSizes):
 def test_it_is_cut_as_from_its_beginning(start: int, cut: list[int]) -> None:
     """Where no chunk of that cut begins, as one of its own."""
     job = PrefillJob("a", bytes(4000), method_spec("dense"), "decode:x", start=start)
-    request = PrefillRequest(job, 2, 0.0, 1)
+    request = Request(job, 2, 0.0, 1)
     request.pages = (1, 2, 3)
     assert request.open_request().start == start
     assert request.waiting.remaining == 1000 - start

@@ -29,7 +29,7 @@ from ..stage.chunk_cost import ModelWork
 from . import schedule
 from .chunks import ChunkSizes
 from .pipeline import Pipeline
-from .request import PrefillRequest
+from .request import Request
 from .request_table import PrefillRequests
 from .watch import StageWatch
 
@@ -142,7 +142,7 @@ class PrefillController:
 
     # --- admission ------------------------------------------------------------------------------------
 
-    def _admit(self, job: PrefillJob) -> PrefillRequest | Refused:
+    def _admit(self, job: PrefillJob) -> Request | Refused:
         if self.failure:
             raise PrefillFailed(self.failure)
         if len(job.token_ids) % 4 or not job.tokens:
@@ -167,7 +167,7 @@ class PrefillController:
             request.after(job.deadline - time.time(), "deadline", lambda: self._end(request, late))
         return request
 
-    def _arm_lease(self, request: PrefillRequest) -> None:
+    def _arm_lease(self, request: Request) -> None:
         """One more look follows, because a process that stood still hears renewals late."""
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
@@ -188,7 +188,7 @@ class PrefillController:
             except Exception as error:
                 self._fail(error)
 
-    def _send_chunk(self, request: PrefillRequest) -> None:
+    def _send_chunk(self, request: Request) -> None:
         now, opening = self._clock(), None
         if not request.opened:
             request.account.began = now
@@ -210,7 +210,7 @@ class PrefillController:
 
     async def _watch(
         self,
-        request: PrefillRequest,
+        request: Request,
         command: ChunkCommand,
         sent: float,
         reports: asyncio.Task[list[ChunkReport]],
@@ -231,7 +231,7 @@ class PrefillController:
 
     def _chunk_done(
         self,
-        request: PrefillRequest,
+        request: Request,
         command: ChunkCommand,
         sent: float,
         reports: list[ChunkReport] | RequestFailed,
@@ -254,9 +254,7 @@ class PrefillController:
 
     # --- endings --------------------------------------------------------------------------------------
 
-    def _end(
-        self, request: PrefillRequest, event: PrefillEvent | PrefillFailed | None
-    ) -> asyncio.Future[None]:
+    def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
         """End a request once, with this event. The close command goes to all stages now, behind their chunks.
 
         Returns: a future that is done when the request's pages are free.
@@ -274,7 +272,7 @@ class PrefillController:
             request.closing = self._pipeline.spawn(self._close(request, closed))
         return asyncio.shield(request.closing)
 
-    async def _close(self, request: PrefillRequest, closed: list[asyncio.Task[Any]]) -> None:
+    async def _close(self, request: Request, closed: list[asyncio.Task[Any]]) -> None:
         try:
             while not all(await asyncio.gather(*closed)) and not self.failure:
                 await asyncio.sleep(_ASK_AGAIN_S)

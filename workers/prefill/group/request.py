@@ -17,7 +17,7 @@ from .account import Account
 from .chunks import ChunkSizes
 
 
-class PrefillRequest:
+class Request:
     """A request from admission until its pages are free. `arrived` is in the controller's seconds."""
 
     def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:

@@ -17,7 +17,7 @@ from ...messages.states import GroupStats
 from ...settings import PrefillConfig
 from . import schedule
 from .account import Pace, Throughput
-from .request import PrefillRequest
+from .request import Request
 
 
 class PrefillRequests:
@@ -31,33 +31,33 @@ class PrefillRequests:
         """The first serial is random, because stages outlive a controller and may still hear of a dead one's
         requests."""
         self._pool = PagePool(pages_for(config.cache_tokens))
-        self._requests: dict[str, PrefillRequest] = {}
+        self._requests: dict[str, Request] = {}
         self._throughput = Throughput()
         self._pace = Pace(config.chunk_slack_s)
 
-    def __iter__(self) -> Iterator[PrefillRequest]:
+    def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def find(self, request_id: str) -> PrefillRequest | None:
+    def find(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
-    def admit(self, job: PrefillJob, now: float) -> PrefillRequest | Refused:
+    def admit(self, job: PrefillJob, now: float) -> Request | Refused:
         refused = self._refusal(job) or self.queue_refusal(job.tokens)
         if refused is not None:
             return refused
-        request = PrefillRequest(job, self._stages, now, next(self._serials))
+        request = Request(job, self._stages, now, next(self._serials))
         self._requests[job.request_id] = request
         return request
 
-    def remove(self, request: PrefillRequest) -> None:
+    def remove(self, request: Request) -> None:
         """Free the pages of a request that no stage knows any more."""
         del self._requests[request.job.request_id]
         self._pool.release(request.pages)
 
-    def next(self, now: float) -> PrefillRequest | None:
+    def next(self, now: float) -> Request | None:
         """Choose the request whose chunk is sent next, and give it its pages."""
         unsent = [request.waiting for request in self if request.unsent]
         chosen = schedule.next_request(unsent, now, self._config.ageing_tokens_per_second, self._pool.free)
@@ -89,13 +89,13 @@ class PrefillRequests:
             RefusalReason.BUSY, message, pages_for(tokens), self._pool.free, self._seconds_to_next_place()
         )
 
-    def allowed(self, request: PrefillRequest, command: ChunkCommand) -> float:
+    def allowed(self, request: Request, command: ChunkCommand) -> float:
         """Seconds that a stage may take for a chunk before it is asked whether it lives."""
         return self._pace.allowed(request.job.method.name, request.pace, command.tokens)
 
     def chunk_through(
         self,
-        request: PrefillRequest,
+        request: Request,
         command: ChunkCommand,
         reports: Sequence[ChunkReport],
         sent: float,
@@ -133,5 +133,5 @@ class PrefillRequests:
         rate = self._throughput.tokens_per_second
         return self._unread / rate / len(self._live()) if rate > 0 else None
 
-    def _live(self) -> list[PrefillRequest]:
+    def _live(self) -> list[Request]:
         return [request for request in self if not request.ended]
