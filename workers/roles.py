@@ -55,14 +55,15 @@ class Stage(Protocol):
     """A stage, as its controller sees it. RequestFailed concerns one request; any other error of a command
     ends the group."""
 
-    def open(self, request: OpenRequest) -> Answer[None]: ...
+    def open(self, request: OpenRequest) -> Answer[None]:
+        """Prepare for a request's chunks. A resumed request gets back the K/V of its earlier chunks."""
 
     def run_chunk(self, command: ChunkCommand) -> Deferred[ChunkReport]:
         """The first part ends when everything is launched, so that the next chunk's launches need not
         wait."""
 
     def close(self, request_id: str) -> Answer[bool]:
-        """Forget a request.
+        """Forget a request. Nothing of it may run here afterwards; unknown ids are fine.
 
         Returns: whether its pages are free. If not, a decode worker still reads them: ask again.
         """
@@ -90,7 +91,11 @@ class Leased(Protocol):
 
 class Group(Leased, Protocol):
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """Yield ChunkRead …, then one PrefillDone; or one Refused. Raises PrefillFailed."""
+        """Read a prompt. The stream ends when every stage has freed its pages.
+
+        Returns: ChunkRead …, then one PrefillDone; or one Refused.
+        Raises: PrefillFailed, or PrefillCancelled.
+        """
 
     async def queue_refusal(self, tokens: int) -> Refused | None:
         """Say why the queue does not take a prompt of so many tokens now; None if it has a place. Takes none.
@@ -99,7 +104,7 @@ class Group(Leased, Protocol):
         """
 
     async def stats(self) -> GroupStats:
-        """Raises PrefillFailed once the group is lost."""
+        """Raises PrefillFailed once the group is lost, so that doors send it nothing more."""
 
 
 class KVReceiver(Protocol):
@@ -131,7 +136,11 @@ class DecodeWorker(Leased, KVReceiver, Protocol):
         """Yield FirstTokenTimings, Token …, one FinishEvent."""
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
-        """Answer once every page is here. Raises HandoffFailed when they cannot come."""
+        """Turn a prefilled request into a session once all its K/V is here.
+
+        Returns: Refused for an unknown or cancelled request and for a passed deadline.
+        Raises: HandoffFailed if K/V cannot come any more; ValueError for ids of another prompt.
+        """
 
     async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
         """Find the owner's session that holds most of a prompt with this chain; None: not a page."""

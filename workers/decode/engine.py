@@ -134,7 +134,6 @@ class DecodeEngine:
         return self._scheduler.fault
 
     async def stats(self) -> DecodeStats:
-        """Raises DecodeFailed while the worker takes no requests, so that doors do not count on it."""
         self._check_available()
         pool, running = self._manager.pool, self._scheduler.running
         waiting = max(0, self._requests.unended - running) + len(self._requests.queue)
@@ -210,8 +209,8 @@ class DecodeEngine:
         self._submit_if_ready(request)
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """Begin another attempt (`DecodeWorker.resume`). Writes under way end first and later ones are
-        dropped, so that none overwrites what is read again."""
+        """Writes under way end first and later ones are dropped, so that none overwrites what is read
+        again."""
         await self._being_read(request_id).pages.unused()
         request = self._being_read(request_id)  # unless it has ended meanwhile
         return request.resume(points, attempt, self._clock())
@@ -233,8 +232,6 @@ class DecodeEngine:
         raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
-        """Generate an answer: FirstTokenTimings and Tokens, then exactly one FinishEvent. A caller that stops
-        reading cancels the request."""
         request = self._requests.find(job.request_id)
         if request is None or request.job is not None:
             why = "is not reserved here, or was cancelled" if request is None else "is already generating"
@@ -305,11 +302,6 @@ class DecodeEngine:
         request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
-        """Turn a prefilled request into a session once all its K/V is here.
-
-        Returns: Refused for an unknown or cancelled request and for a passed deadline.
-        Raises: HandoffFailed if K/V cannot come any more; ValueError for ids of another prompt.
-        """
         request = self._requests.find(job.request_id)
         missing = Refused(RefusalReason.NO_SESSION, f"request {job.request_id} is not reserved here")
         if request is None or request.job is not None or request.reservation.session_id is not None:
@@ -341,7 +333,6 @@ class DecodeEngine:
         return SessionKept(job.request_id, session.told, report)
 
     async def cancel(self, request_id: str) -> None:
-        """End a request. Returns when its pages are free; a session made of it stays."""
         self._requests.queue.cancel(request_id)
         request = self._requests.find(request_id)
         if request is not None:
@@ -356,8 +347,6 @@ class DecodeEngine:
         return self._manager.sessions.release(session_id, owner, self._wall())
 
     async def renew(self, request_ids: Iterable[str]) -> None:
-        """Extend these requests' leases; unknown ids are fine. The door knows of the session of an ended
-        request."""
         self._requests.renew(request_ids)
 
     async def _watch(self) -> None:

@@ -32,13 +32,8 @@ from .request import DecodeRequest
 
 
 class DecodeRequests:
-    """The requests by id, from reservation until their callers have heard how they ended.
-
-    Args:
-        kv_changed: called with the request whose inbox has changed.
-        wall: seconds since the epoch.
-        clock: seconds.
-    """
+    """The requests by id, from reservation until their callers have heard how they ended. `kv_changed` is
+    called with the request whose inbox has changed."""
 
     def __init__(
         self,
@@ -78,10 +73,6 @@ class DecodeRequests:
             del self._requests[request.request_id]
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
-        """Take pages, or wait for them if the reservation says so.
-
-        Raises: ValueError for counts that make no sense; DecodeFailed when it is cancelled while it waits.
-        """
         if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
             return Refused(RefusalReason.DUPLICATE, f"a request {reservation.request_id} is already here")
         return await self.queue.reserve(reservation)
@@ -150,7 +141,6 @@ class DecodeRequests:
             yield OwnerUse(owner, door, requests[owner, door], held)
 
     def renew(self, request_ids: Iterable[str]) -> None:
-        """Extend leases; unknown ids are fine. The door knows of the session of an ended request."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:

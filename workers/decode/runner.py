@@ -160,8 +160,8 @@ class DecodeRunner:
     def append(
         self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None
     ) -> ReadResult:
-        """Read the step's tokens over the K/V before them. Returns the last one's logits if `last`. copy:
-        pages to copy first."""
+        """Read the step's tokens over the K/V before them. Returns the last logits if `last`. copy: pages to
+        copy first."""
         cache, device, start, tokens = self.cache, self.stack.device, step.start, len(step.ids)
         if copy is not None:
             self.cache.copy_page(*copy)

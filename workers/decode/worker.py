@@ -66,11 +66,10 @@ class DecodeActor(Leaving):
 
 
 class DecodeReplica(Replica):
-    """The Serve deployment that owns one decode actor, its `head`.
+    """The Serve deployment that owns one decode actor, its `head`. Deploy it with `placement(config)` and
+    `ray_actor_options={"num_cpus": REPLICA_CPUS}`.
 
-    Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The constructor
-    returns once the model is loaded. It raises what loading raises (`ModelError`, `PageSelectionError`),
-    inside Ray's error.
+    The constructor returns once the model is loaded. It raises what loading raises, inside Ray's error.
     """
 
     def __init__(

@@ -58,8 +58,8 @@ K = TypeVar("K", bound=ExportedKV)
 
 
 def checked(announcement: KVAnnouncement, cache: PagedKVCache, kind: type[K]) -> K:
-    """Check an announcement against `cache` and return its payload. Raises HandoffError if it is not K/V of
-    this model, or not what the stage holds."""
+    """Return a checked announcement's payload. Raises HandoffError if it is not K/V of this model, or not
+    what the stage holds."""
     kv, what = announcement.payload, described(announcement)
     if not isinstance(kv, kind):
         raise HandoffError(f"{what} is {type(kv).__name__}, not pages of a stage's cache")

@@ -77,12 +77,6 @@ class PrefillController:
         """Why the group is lost; empty while it lives."""
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[PrefillEvent, None]:
-        """Read a prompt. Closing the stream cancels the request.
-
-        Returns: ChunkRead after each chunk, then one PrefillDone; or one Refused. The stream ends when every
-            stage has freed the request's pages.
-        Raises: PrefillFailed, or PrefillCancelled.
-        """
         admitted = self._admit(job)
         if isinstance(admitted, Refused):
             yield admitted
@@ -105,20 +99,17 @@ class PrefillController:
         return self._requests.queue_refusal(tokens)
 
     async def cancel(self, request_id: str) -> None:
-        """End a request. Returns when its pages are free; unknown ids are fine."""
         request = self._requests.find(request_id)
         if request is not None:
             await self._end(request, PrefillCancelled(f"prefill of {request_id} was cancelled"))
 
     async def renew(self, request_ids: Iterable[str]) -> None:
-        """Extend the leases of these requests; unknown ids are fine."""
         for request_id in request_ids:
             request = self._requests.find(request_id)
             if request is not None and not request.ended:
                 self._arm_lease(request)
 
     async def stats(self) -> GroupStats:
-        """Raises PrefillFailed once the group is lost, so that doors send it nothing more."""
         if self.failure:
             raise PrefillFailed(self.failure)
         return self._requests.stats(self.name, self._clock())

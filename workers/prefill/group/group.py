@@ -207,10 +207,10 @@ def _stage_error(number: int, failure: Failure) -> Exception:
 
 
 class PrefillGroup(Replica):
-    """The Serve deployment that owns one group's actors. `head` is the controller.
+    """The Serve deployment that owns one group's actors. `head` is the controller. Deploy it with
+    `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`.
 
-    Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. The constructor
-    returns once every stage has loaded the model. It raises what loading raises (`ModelError`), inside
+    The constructor returns once every stage has loaded the model. It raises what loading raises, inside
     Ray's error.
     """
 

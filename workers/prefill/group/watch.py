@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LOOK_S = 0.25
-"""The time between two looks. A look counts at most twice that, so that stages are not blamed where this
-process itself was stopped."""
+"""The time between two looks. A look counts at most twice that, in case this process was stopped."""
 PULSE_S = 3.0
 """A stage has so long for a sign of life. Triton holds the interpreter's lock for up to 2.1 s while it
 compiles (docs/log/2026-11-22.md)."""

@@ -102,10 +102,6 @@ class PrefillStage:
     # --- the role ----------------------------------------------------------------------------------------
 
     def open(self, request: OpenRequest) -> None:
-        """Prepare for a request's chunks. A resumed request gets back the K/V of its earlier chunks.
-
-        Raises: RequestFailed if its method cannot run here or its K/V does not come.
-        """
         stack, config = self.stack, self.stack.config
         heads = config.q_heads, config.kv_heads, config.head_dim
         spec = StateSpec(1, *heads, request.prompt_tokens, stack.device, stack.dtype)
@@ -147,11 +143,6 @@ class PrefillStage:
 
     @torch.inference_mode()
     def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
-        """Launch one chunk through this stage's layers.
-
-        Returns: a function that waits for the chunk and reports it.
-        Raises: RequestFailed, as does the function. The stage has kept in step.
-        """
         work = ChunkWork(command, phase_timer(self.stack.device))
         received_TC = self._receive(work)
         try:
@@ -171,10 +162,6 @@ class PrefillStage:
         return partial(self._report, work, sent, stream)
 
     def close(self, request_id: str) -> bool:
-        """Forget a request. Nothing of it may run here afterwards; unknown ids are fine.
-
-        Returns: whether its pages are free.
-        """
         self._drop(request_id)
         stream = self._streams.get(request_id)
         if stream is not None and not stream.close():
