@@ -77,7 +77,7 @@ class ModelSpec:
         return {key: value for key, value in pairs.items() if value is not None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
     """A prefill group. cache_tokens: each stage's room for K/V, in tokens. chunk_tokens: of the longest
     chunk; `prefill/group/chunks.py` plans shorter ones for several GPU stages."""
@@ -139,7 +139,7 @@ class PrefillConfig:
         return method_spec(name, {**self.method_options.get(base, {}), **(options or {})})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """A decode worker and its page selection (DELTA, Algorithm 2).
 
@@ -202,7 +202,7 @@ class DecodeConfig:
                     yield f"{key} names layer {layer}, but the model has layers 0 .. {layers - 1}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HandoffConfig:
     """How K/V gets from prefill stages to decode workers.
 

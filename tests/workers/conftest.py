@@ -138,11 +138,11 @@ class Bench:
         total = len(prompt.kv[0][0])
         return [
             KVAnnouncement(
-                request_id,
-                layer,
-                start,
-                min(chunk, total - start),
-                tuple(np.ascontiguousarray(x[start : start + chunk]) for x in prompt.kv[layer]),
+                request_id=request_id,
+                layer=layer,
+                start=start,
+                tokens=min(chunk, total - start),
+                payload=tuple(np.ascontiguousarray(x[start : start + chunk]) for x in prompt.kv[layer]),
                 attempt=attempt,
             )
             for start in range(0, total, chunk)

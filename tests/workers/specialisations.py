@@ -67,14 +67,26 @@ def read(stage: PrefillStage, config: PrefillConfig, case: Case, tokens: int, sc
     What the host read of the GPU before a chunk was launched."""
     pages = range(pages_for(tokens))
     method = config.method(case.method, case.options)
-    stage.open(OpenRequest("r", tuple(reversed(pages) if scattered else pages), tokens, method, "d"))
+    stage.open(
+        OpenRequest(
+            request_id="r",
+            pages=tuple(reversed(pages) if scattered else pages),
+            prompt_tokens=tokens,
+            method=method,
+            decode_worker="d",
+        )
+    )
     waits = set[str]()
     for start in range(0, tokens, CHUNK):
         count = min(CHUNK, tokens - start)
         ids = np.zeros(count, dtype="<u4").tobytes()
         last = start + count == tokens
         FakeGpu.reads.clear()
-        end = stage.run_chunk(ChunkCommand("r", start, count, last=last, wants_logits=last, token_ids=ids))
+        end = stage.run_chunk(
+            ChunkCommand(
+                request_id="r", start=start, tokens=count, last=last, wants_logits=last, token_ids=ids
+            )
+        )
         waits |= {*FakeGpu.reads}
         end()
     stage.close("r")

@@ -40,7 +40,7 @@ class Progress:
     tokens_total: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefillReport:
     """Time and density of one prompt's prefill.
 
@@ -134,7 +134,7 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeReport:
     """Decode's share of TTFT and its page use.
 

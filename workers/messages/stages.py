@@ -18,7 +18,7 @@ class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed):
     """A prompt's K/V did not get from a stage to its decode worker."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenRequest:
     """A request's first command on every stage.
 
@@ -36,7 +36,7 @@ class OpenRequest:
     attempt: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkCommand:
     """Run tokens start .. start+tokens-1. token_ids: uint32, for the first stage only."""
 
@@ -49,7 +49,7 @@ class ChunkCommand:
     trace: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkReport:
     """One stage's work on one chunk. phases: seconds within wall, by name (projection, anchors, scoring,
     selection, attention, correction, kv_gather, handoff, activation_wait, activation_send). lead: seconds
@@ -66,7 +66,7 @@ class ChunkReport:
     lead: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KVAnnouncement:
     """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be read. payload:
     known to the transport's two ends only."""

@@ -85,7 +85,9 @@ class ToyStream(InProcessStream):
     def put(self, layer: int, start: int, k_TGD: Any, v_TGD: Any) -> int:
         request_id = self._to.request_id
         handle = self.memory.export(request_id, k_TGD, v_TGD)
-        self._receiver.announce(KVAnnouncement(request_id, layer, start, len(k_TGD), handle))
+        self._receiver.announce(
+            KVAnnouncement(request_id=request_id, layer=layer, start=start, tokens=len(k_TGD), payload=handle)
+        )
         return int(k_TGD.nbytes + v_TGD.nbytes)
 
     def close(self) -> bool:
@@ -259,7 +261,9 @@ async def test_what_is_not_as_announced_fails_the_request(bench: Any, payload: A
     run = await bench(reader=InProcessReader)
     await run.reserve("a", 70, 8)
     with pytest.raises(HandoffError, match="K/V of a, layer 0 at 0 is not two tensors as expected"):
-        await run.engine.announce(KVAnnouncement("a", 0, 0, 32, payload))
+        await run.engine.announce(
+            KVAnnouncement(request_id="a", layer=0, start=0, tokens=32, payload=payload)
+        )
     assert run.used == 5, "its door may have another group go on"
     answer = await run.collect(GenerateJob("a", SHORT))
     assert answer.finish.reason is FinishReason.NO_KV

@@ -103,7 +103,14 @@ class FakeStage:
         density = (LayerDensity(self.stage, 1.0, 2.0, 0.5, 0.25),)
         phases = {"projection": 0.0004, "activation_wait": 0.0001}
         return ChunkReport(
-            command.request_id, self.stage, command.start, 0.0006, phases, density, 0.25, command.tokens
+            request_id=command.request_id,
+            stage=self.stage,
+            start=command.start,
+            wall=0.0006,
+            phases=phases,
+            density=density,
+            sampled_share=0.25,
+            handoff_bytes=command.tokens,
         )
 
 

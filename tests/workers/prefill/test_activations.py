@@ -182,7 +182,7 @@ def neighbours(*memory: OneProcess) -> list[PeerActivations]:
     stages = len(memory)
     with ThreadPoolExecutor(stages) as pool:
         ends = [
-            pool.submit(PeerActivations, store, rank, stages, 8, like, one, SECRET, 20.0)  # type: ignore[arg-type]
+            pool.submit(PeerActivations, store, rank, stages, 8, like, one, secret=SECRET, timeout_s=20.0)  # type: ignore[arg-type]
             for rank, one in enumerate(memory)
         ]
         return [end.result(60) for end in ends]

@@ -53,7 +53,12 @@ class InProcessStream:
         check_kv(k_TGD, v_TGD)
         payload = DeviceKV(k_TGD.clone(), v_TGD.clone(), _now(k_TGD.device))
         announcement = KVAnnouncement(
-            self._to.request_id, layer, start, k_TGD.shape[0], payload, attempt=self._to.attempt
+            request_id=self._to.request_id,
+            layer=layer,
+            start=start,
+            tokens=k_TGD.shape[0],
+            payload=payload,
+            attempt=self._to.attempt,
         )
         with self._noting("K/V"):
             self._receiver.announce(announcement)

@@ -144,12 +144,12 @@ class MessageStream:
         if last.ready is not None:  # and with it those before: a stage launches in order
             last.ready.synchronize()
         announcement = KVAnnouncement(
-            self._to.request_id,
-            first.layer,
-            first.start,
-            first.tokens,
-            self._export.payload([entry.description for entry in layers]),
-            len(layers),
-            self._to.attempt,
+            request_id=self._to.request_id,
+            layer=first.layer,
+            start=first.start,
+            tokens=first.tokens,
+            payload=self._export.payload([entry.description for entry in layers]),
+            layers=len(layers),
+            attempt=self._to.attempt,
         )
         self._outbox.send_kv(self._delivery, announcement)

@@ -56,14 +56,14 @@ class Request:
     def open_request(self) -> OpenRequest:
         job = self.job
         return OpenRequest(
-            job.request_id,
-            self.pages,
-            job.tokens,
-            job.method,
-            job.decode_worker,
-            self.serial,
-            job.start,
-            job.attempt,
+            request_id=job.request_id,
+            pages=self.pages,
+            prompt_tokens=job.tokens,
+            method=job.method,
+            decode_worker=job.decode_worker,
+            serial=self.serial,
+            start=job.start,
+            attempt=job.attempt,
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
