@@ -31,7 +31,7 @@ def test_a_method_travels_as_its_form_says() -> None:
     commands = dict.fromkeys(("open", "close", "pages_used"), Form.COMMAND)
     assert forms(Stage) == {**commands, "run_chunk": Form.DEFERRED, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
-    assert forms(Group) == {**calls, "full": Form.CALL, "prefill": Form.STREAM}
+    assert forms(Group) == {**calls, "queue_refusal": Form.CALL, "prefill": Form.STREAM}
     names = ("announce", "first_logits", "reserve", "keep", "kv", "resume", "find_prefix", "release_session")
     more = dict.fromkeys(names, Form.CALL)
     assert forms(DecodeWorker) == {**calls, **more, "generate": Form.STREAM}
