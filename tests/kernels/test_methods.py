@@ -26,7 +26,7 @@ from deltafront.kernels.methods import (
 )
 from deltafront.kernels.options import Option, StreamingOptions, option
 from deltafront.kernels.selectors.streaming import StreamingSelector
-from deltafront.workers.prefill.in_process import run_in_process
+from deltafront.workers.prefill.group.local_group import run_in_process
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..workers.tiny_model import LAYERS, make_tiny_model, random_ids, whole_prompt

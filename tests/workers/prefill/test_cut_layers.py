@@ -14,7 +14,7 @@ from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.model.config import ModelConfig
 from deltafront.workers.model.decoder import DecoderLayer, Residual, load_model
 from deltafront.workers.model.shares import LayerShare
-from deltafront.workers.prefill.warm_up import warm_up
+from deltafront.workers.prefill.stage.warm_up import warm_up
 from deltafront.workers.settings import ModelSpec
 
 from ..tiny_model import LAYERS, make_tiny_model, random_ids

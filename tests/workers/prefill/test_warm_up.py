@@ -13,9 +13,9 @@ from deltafront.kernels.interface import AttentionInput
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.model.config import read_config
 from deltafront.workers.model.decoder import load_stack
-from deltafront.workers.prefill import warm_up
-from deltafront.workers.prefill.in_process import run_in_process
-from deltafront.workers.prefill.warm_up import length_classes, prompt_lengths
+from deltafront.workers.prefill.group.local_group import run_in_process
+from deltafront.workers.prefill.stage import warm_up
+from deltafront.workers.prefill.stage.warm_up import length_classes, prompt_lengths
 from deltafront.workers.settings import PrefillConfig
 
 from ..tiny_model import make_tiny_model, random_ids
