@@ -18,8 +18,8 @@ from ..messages.stages import HostKV, KVRange
 from ..messages.states import NAMESPACE
 from ..roles import KVReceiver, sent
 from .cache import PagedKVCache
-from .handoff.host_copies import NUMPY_TYPES, as_numpy
 from .handoff.protocols import HandoffError, plain
+from .host_copies import NUMPY_TYPES, as_numpy
 
 PIECE_BYTES = 8 << 20
 _AHEAD = 3

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from deltafront.workers.kv.handoff.host_copies import HostCopies
 from deltafront.workers.kv.handoff.object_store import ObjectStoreOutbox, pull
 from deltafront.workers.kv.handoff.outbox import Delivery
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError
 from deltafront.workers.kv.handoff.stream import MessageSender, MessageStream
+from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.handoff.host_copies import HostCopies
 from deltafront.workers.kv.handoff.in_process import (
     DeviceKV,
     InProcessReader,
@@ -24,6 +23,7 @@ from deltafront.workers.kv.handoff.outbox import Delivery
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, UsePages
 from deltafront.workers.kv.handoff.stream import MessageSender
 from deltafront.workers.kv.handoff.transports import TRANSPORTS, Transport, kv_reader, kv_sender
+from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement

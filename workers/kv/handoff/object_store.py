@@ -21,7 +21,7 @@ from ...messages.stages import KVAnnouncement
 from ...roles import KVReceiver
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from .host_copies import NUMPY_TYPES, HostCopies
+from ..host_copies import NUMPY_TYPES, HostCopies
 from .outbox import ActorOutbox, Delivery
 from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
