@@ -258,6 +258,8 @@ TORCH_FREE = [
     "workers.kv.pages.request_pages",
     "workers.prefill.group.schedule",
     "workers.prefill.group.controller",
+    "workers.prefill.group.group",
+    "workers.decode.worker",
     "workers.prefill.stage.chunk_cost",
 ]
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .events import LayerDensity
 from .methods import MethodSpec
 from .requests import DecodeFailed, PrefillFailed
+
+
+class Rendezvous(NamedTuple):
+    """Where a group's stages meet. Whoever reaches the store can use it, so the secret travels by Ray."""
+
+    address: str
+    port: int
+    secret: bytes
 
 
 class RequestFailed(Exception):

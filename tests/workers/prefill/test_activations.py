@@ -29,7 +29,8 @@ from ...strangers import Opened, listeners
 
 RANK = """
 import sys, torch
-from deltafront.workers.prefill.stage.activations import GroupActivations, Rendezvous, join_store
+from deltafront.workers.messages.stages import Rendezvous
+from deltafront.workers.prefill.stage.activations import GroupActivations, join_store
 from deltafront.workers.prefill.stage.peer_activations import PeerActivations
 
 rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

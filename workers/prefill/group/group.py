@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from ....kernels.compilations import Compilations, Phases, added_up, watch
 from ...leaving import Leaving
-from ...messages.stages import HandoffFailed, RequestFailed
+from ...messages.stages import HandoffFailed, Rendezvous, RequestFailed
 from ...messages.states import PREFILL_PREFIX, GroupStats
 from ...progress import progress
 from ...remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
@@ -31,7 +31,7 @@ from ...settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
 from ...tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
-    from ..stage.activations import Activations, Rendezvous
+    from ..stage.activations import Activations
     from ..stage.chunk_cost import ModelWork
     from ..stage.stage import PrefillStage
     from .controller import PrefillController

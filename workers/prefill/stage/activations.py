@@ -8,22 +8,16 @@ import secrets
 import socket
 from collections import deque
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from ...messages.stages import Rendezvous
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _MEET = timedelta(seconds=120)
-
-
-class Rendezvous(NamedTuple):
-    """Where a group's stages meet. Whoever reaches the store can use it, so the secret travels by Ray."""
-
-    address: str
-    port: int
-    secret: bytes
 
 
 class LinkClosed(Exception):
