@@ -148,9 +148,9 @@ def capture(
     """(q_BHTD, k_BGSD) of the layers asked for, after RoPE, from one dense pass over the text."""
     from tokenizers import Tokenizer
 
-    from ..workers.model.config import read_config
-    from ..workers.model.decoder import load_stack
-    from ..workers.model.store import adapter_directory, model_directory
+    from ..workers.model.decoder.load import load_stack
+    from ..workers.model.directory.model_config import read_config
+    from ..workers.model.directory.store import adapter_directory, model_directory
 
     directory = model_directory(choice.model)
     config = read_config(directory, choice.overrides)

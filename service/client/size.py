@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from ...workers.model.config import ModelConfig, ModelError, RopeConfig, read_config
+from ...workers.model.directory.json_files import ModelError
+from ...workers.model.directory.model_config import ModelConfig, RopeConfig, read_config
 from ...workers.settings import Dtype, Quantisation
 from .terminal import fail
 

@@ -29,8 +29,8 @@ from deltafront.service.config import load
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.page_selection import plan_layers
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.directory.model_config import read_config
 
 from ..workers.profiles import make_profile
 from ..workers.tiny_model import make_tiny_model

@@ -23,9 +23,9 @@ from deltafront.benchmarks.accuracy.report import Outcome, parse_gate, rows
 from deltafront.benchmarks.reader import Reader
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.probes import Question
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
-from deltafront.workers.model.recompute import QUESTION_ROWS, BlockAttention
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.recompute import QUESTION_ROWS, BlockAttention
+from deltafront.workers.model.directory.model_config import read_config
 
 from ..workers.tiny_model import make_tiny_model
 

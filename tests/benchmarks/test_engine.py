@@ -21,8 +21,8 @@ from deltafront.kernels.selectors.rules import cpu
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.testing import assert_rows_close, random_input
 from deltafront.service.config import ConfigError, parse
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.directory.model_config import read_config
 
 SHAPE = replace(SHAPES["tiny"], layers=3, positions=2048)
 

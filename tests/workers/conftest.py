@@ -18,8 +18,9 @@ from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
 from deltafront.workers.messages.requests import GenerateJob, Reserve, Reserved, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.settings import DecodeConfig, HandoffConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, StateSpec, Thresholds
 from deltafront.kernels.methods import MethodSpec
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
-from deltafront.workers.model.headers import expected_shapes
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.directory.headers import expected_shapes
+from deltafront.workers.model.directory.model_config import read_config
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199
 

@@ -19,7 +19,7 @@ from ...kernels.constants import BLOCK
 from ...kernels.interface import AttentionInput, no_phase
 from ...kernels.selectors.rules.rule import Rule
 from ...kernels.selectors.scored import ScoredSelector
-from ..model.decoder import LayerStack
+from ..model.decoder.stack import LayerStack
 from .dense_pass import embedded, read_densely, state_spec
 from .probes import Document
 

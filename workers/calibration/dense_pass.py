@@ -1,6 +1,6 @@
 """A text read densely in one piece, with a look at the attention of every layer on the way.
 
-Shape suffixes as in `workers.model.decoder` and `kernels.interface`.
+Shape suffixes as in `workers.model.decoder.stack` and `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.methods import method_spec
-from ..model.decoder import LayerStack
+from ..model.decoder.stack import LayerStack
 
 Look = Callable[[int, AttentionInput], torch.Tensor | None]
 """look(layer, x) -> out_BHTD in the place of dense attention's, or None."""

@@ -18,7 +18,7 @@ from ...kernels.build import build
 from ...kernels.constants import BLOCK
 from ...kernels.interface import Attention, AttentionInput
 from ...kernels.methods import method_spec
-from ..model.decoder import LayerStack
+from ..model.decoder.stack import LayerStack
 from .dense_pass import attended, embedded, read_densely
 from .probes import Document, with_answers
 

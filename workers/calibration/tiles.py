@@ -21,9 +21,10 @@ from ...kernels.constants import BLOCK
 from ...kernels.correction import Correction
 from ...kernels.interface import Attention, AttentionInput, Phase, Selector, StateSpec, Thresholds, TileMask
 from ...kernels.methods import MethodSpec
-from ..model.decoder import LayerStack, load_model
-from ..model.levels import thresholds_for
-from ..model.profile import load_profile
+from ..model.calibrated.levels import thresholds_for
+from ..model.calibrated.profile import load_profile
+from ..model.decoder.load import load_model
+from ..model.decoder.stack import LayerStack
 from ..settings import ModelSpec
 
 

@@ -31,8 +31,9 @@ from ..messages.requests import (
 )
 from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
 from ..messages.states import DecodeStats
-from ..model.computing import computes
-from ..model.decoder import LayerStack, load_model
+from ..model.decoder.compute_thread import computes
+from ..model.decoder.load import load_model
+from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
 from ..settings import DecodeConfig, HandoffConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer

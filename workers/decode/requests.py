@@ -31,7 +31,7 @@ from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Toke
 from ..messages.methods import BLOCK
 from ..messages.requests import GenerateJob, RefusalReason, Refused, Reserve, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
-from ..model.config import ModelConfig
+from ..model.directory.model_config import ModelConfig
 from ..settings import DecodeConfig
 from ..tracing import NO_SPAN, Span
 from .reads import Recompute, Step, plan_reads

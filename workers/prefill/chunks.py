@@ -22,7 +22,7 @@ from statistics import fmean
 
 from ...kernels.constants import BLOCK
 from ..messages.methods import MethodSpec
-from ..model.config import ModelConfig
+from ..model.directory.model_config import ModelConfig
 
 _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
 """Multiply-adds count as two. What products of 8B shapes reach on an H200, with all that is around them."""

@@ -77,7 +77,7 @@ class StageActor:
             return node, self._stage.work
         from ..kv.fetch import RayKVSource
         from ..kv.handoff.transports import kv_sender
-        from ..model.computing import computes
+        from ..model.decoder.compute_thread import computes
         from .loading import load_stage
 
         computes(self._config.threads, self._config.device)  # on this thread

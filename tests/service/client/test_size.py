@@ -13,8 +13,9 @@ import torch
 
 from deltafront.service.client import size
 from deltafront.service.client.size import GIB, SHAPES, sizing
-from deltafront.workers.model.config import ModelError, read_config
-from deltafront.workers.model.weights import read_stack
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import read_stack
 from deltafront.workers.settings import Dtype, Quantisation
 
 from ...workers.tiny_model import HIDDEN, make_tiny_model

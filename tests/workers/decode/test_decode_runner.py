@@ -18,8 +18,9 @@ from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.rows import BatchShape, Row, StepRows
 from deltafront.workers.decode.runner import DecodeRunner, SampledToken
 from deltafront.workers.messages.requests import Sampling
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.settings import DecodeConfig
 
 from ..tiny_model import make_tiny_model

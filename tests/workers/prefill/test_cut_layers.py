@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from deltafront.workers.messages.methods import MethodSpec, method_spec
-from deltafront.workers.model.config import ModelConfig
-from deltafront.workers.model.decoder import DecoderLayer, Residual, load_model
-from deltafront.workers.model.shares import LayerShare
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import DecoderLayer, Residual
+from deltafront.workers.model.directory.layer_shares import LayerShare
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.prefill.warm_up import warm_up
 from deltafront.workers.settings import ModelSpec
 

@@ -30,7 +30,7 @@ from deltafront.workers.messages.stages import (
     OpenRequest,
     RequestFailed,
 )
-from deltafront.workers.model.decoder import torch_dtype
+from deltafront.workers.model.decoder.load import torch_dtype
 from deltafront.workers.prefill import chunk_attention
 from deltafront.workers.prefill import stage as prefill_stage
 from deltafront.workers.prefill.chunk import ChunkWork

@@ -11,8 +11,8 @@ import torch
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers.messages.methods import method_spec
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.prefill import warm_up
 from deltafront.workers.prefill.in_process import run_in_process
 from deltafront.workers.prefill.warm_up import length_classes, prompt_lengths

@@ -1,0 +1,83 @@
+"""A linear layer. Every matrix product with weights in the decoder is one of these, the head included.
+
+So another way to hold and multiply weights (fewer bits, a fused kernel) is a change to this file, and to
+what `stack_weights.py` makes of what it reads.
+
+Shape suffixes: T tokens, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ....kernels.layers.fp8 import Fp8Rows, product, quantise_rows
+from ....kernels.layers.linear import compile_products, linear, swiglu_linear
+from ....kernels.layers.norm import LinearInput
+from ....kernels.layers.swiglu import swiglu
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x_TI -> x · weightᵀ + bias, in the weight's dtype."""
+
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None = None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it multiplies in 8 bits, and so is best given rows of e4m3."""
+        return False
+
+    def __call__(self, x_TI: LinearInput) -> torch.Tensor:
+        return linear(_plain(x_TI), self.weight_OI, self.bias_O)
+
+    def gated(self, x_TI: LinearInput) -> LinearInput:
+        """SiLU(gate) · up of a layer that gives both, side by side, as the next layer takes it."""
+        return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
+
+    def meet(self) -> None:
+        """Compile what products of many rows take."""
+        compile_products(self.weight_OI)
+
+
+@dataclass(frozen=True)
+class Fp8Linear:
+    """The same with weights in e4m3, a factor for each output channel; what comes out is in `dtype`. x is
+    quantised token by token, unless it is already."""
+
+    weight: Fp8Rows
+    bias_O: torch.Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, linear: Linear) -> Fp8Linear:
+        return cls(quantise_rows(linear.weight_OI), linear.bias_O, linear.weight_OI.dtype)
+
+    @property
+    def weight_OI(self) -> torch.Tensor:
+        """What the weights stand for, made anew."""
+        return self.weight.dequantised(self.dtype)
+
+    @property
+    def quantised(self) -> bool:
+        """See `Linear.quantised`."""
+        return True
+
+    def __call__(self, x_TI: LinearInput) -> torch.Tensor:
+        rows_TI = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)
+        return product(rows_TI, self.weight, self.bias_O, self.dtype)
+
+    def gated(self, x_TI: LinearInput) -> LinearInput:
+        """See `Linear.gated`."""
+        return swiglu(self(x_TI), fp8=True)
+
+    def meet(self) -> None:
+        """See `Linear.meet`: many rows take what few do."""
+
+
+def _plain(x_TI: LinearInput) -> torch.Tensor:
+    if isinstance(x_TI, Fp8Rows):
+        raise TypeError("a linear layer with plain weights takes no quantised rows")
+    return x_TI
