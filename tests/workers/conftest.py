@@ -21,6 +21,7 @@ from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig, HandoffConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
@@ -81,7 +82,15 @@ def tiny_stack(tiny_llama: Path) -> LayerStack:
     config = read_config(tiny_llama)
     everything = range(config.layers)
     return load_stack(
-        tiny_llama, config, everything, embedding=True, head=True, dtype=torch.float32, device="cpu"
+        tiny_llama,
+        StackSpec(
+            config=config,
+            layers=everything,
+            embedding=True,
+            head=True,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        ),
     )
 
 

@@ -98,7 +98,7 @@ class ChunkCost:
 @dataclass(frozen=True)
 class StageWork:
     """A stage's share of a model on GPUs, as far as chunks go. linear, pair: multiply-adds for each token,
-    and for each pair of query and key. halves: of layers, attention and feed-forward networks."""
+    and for each pair of query and key. halves: of layers, attention and MLP."""
 
     linear: int
     pair: int
@@ -118,10 +118,10 @@ class ModelWork:
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]
-            attentions, feeds = len(share.layers) - last, len(share.feeds) - last
-            linear = attentions * model.attention_matrices + feeds * model.feed_forward_matrices
+            attentions, mlps = len(share.layers) - last, len(share.mlps) - last
+            linear = attentions * model.attention_matrices + mlps * model.mlp_matrices
             linear += last * model.qkv_matrices
-            works.append(StageWork(linear, attentions * model.pair, attentions + feeds + last))
+            works.append(StageWork(linear, attentions * model.pair, attentions + mlps + last))
         return cls(tuple(works), quantised)
 
     def chunk_cost(self, method: MethodSpec) -> ChunkCost:

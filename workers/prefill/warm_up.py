@@ -38,7 +38,7 @@ def warm_up(
     tell: Tell = silent,
 ) -> None:
     """Read a few prompts with each method, in chunks as requests are; on a GPU also meet all lengths up to
-    `longest` (0: only those prompts). Only by the first layer, and the feed-forward network before it where
+    `longest` (0: only those prompts). Only by the first layer, and the MLP before it where
     the stage begins with one, since all run the same kernels. tell: of progress. Raises MethodError for a
     density that the profile does not have."""
     on_gpu = stack.device.type == "cuda"

@@ -13,7 +13,7 @@ _YIELD = 5
 _LOWEST = 19
 
 
-def computes(threads: int, device: str) -> None:
+def set_up_compute_thread(threads: int, device: str) -> None:
     """Call it on a thread that computes: torch takes so many of this thread's own. On a CPU they yield to
     what answers on the same cores, doors and controllers and the event loop of this process, or a refusal
     of a millisecond waits until a chunk's time slices are over."""

@@ -1,12 +1,11 @@
-"""One thin decoder for the Llama family, for any contiguous part of its layers. A part may begin and end
-between a layer's attention and its MLP.
+"""The decoder of the Llama family, for any contiguous part of its layers.
+
+The caller attends (`LayerAttention`): it knows where K/V live and which tokens belong to which prompt. So one
+loop (`LayerStack.run`) computes prefill chunks and batched decode steps. Each step between the matrix products
+is one kernel (`kernels/layers`). Nothing waits for the device.
 
 Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, X = H + 2 G, D head dimension,
 V vocabulary.
-
-The caller attends (`LayerAttention`): it knows where K/V live and which tokens belong to which prompt. So the
-same loop (`LayerStack.run`) computes prefill chunks and batched decode steps. Everything between the matrix
-products is one kernel each (`kernels/layers`), and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -24,27 +23,29 @@ from ....kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
 from ..directory.json_files import ModelError
 from ..directory.model_config import ModelConfig
 from ..weights.projections import Fp8Linear, Linear
-from ..weights.stack_weights import AttentionWeights, FeedForwardWeights, StackWeights
+from ..weights.stack_weights import AttentionWeights, MlpWeights, StackSpec, StackWeights
 from .rope_angles import Rope
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for a text whose K and V nobody keeps. q and k are rotated,
-and normalised where the model does so."""
+"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for a text whose K/V nobody keeps. q and k are rotated."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of positions, as `rope_angles.py` lays them out."""
+"""Cosines and sines of positions (`Rope.angles`)."""
 
 
 class LayerAttention(Protocol):
-    """The caller's part of every layer: where K and V live, and how the queries attend to them. Layers go by
-    their number in the model."""
+    """The caller's part of each layer. A layer goes by its number in the model."""
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Where the rows' K and V are written to. Called before anything of the layer is launched."""
+        """Return where the rows' K and V are to be written. Nothing of the layer is launched before."""
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
-        """out_THD of the rotated queries, whose K and V are in `kv_rows` by now. Fewer rows than q_THD has
-        mean: nothing after this layer needs the rows before them. None: nothing needs any row."""
+        """Attend with the rotated queries, whose K and V are in `kv_rows`.
+
+        Returns:
+            out_THD. If it has fewer rows than q_THD, later layers need only these last rows. None if they
+            need no row.
+        """
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,15 @@ class AttentionCalls:
 
 @dataclass
 class Residual:
-    """The residual stream between two products: hidden_TC, and what is still to be added to it. The next
-    norm does that on its way."""
+    """The residual stream between two products. The next norm adds `update_TC` to it on its way."""
 
     hidden_TC: torch.Tensor
     update_TC: torch.Tensor | None = None
 
     def total(self) -> torch.Tensor:
-        """hidden_TC with everything added."""
         return self.hidden_TC if self.update_TC is None else self.hidden_TC + self.update_TC
 
     def keep_last(self, rows: int) -> None:
-        """Drop all but the last `rows` rows."""
         first = len(self.hidden_TC) - rows
         if first:
             self.hidden_TC = self.hidden_TC[first:]
@@ -77,16 +75,15 @@ class Residual:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer, or the half of it that this stack computes. attention, mlp_weights: None for a half that
-    another stack computes."""
+    """A layer. The weights of a half that another stack computes are None."""
 
     number: int
     config: ModelConfig
     attention: AttentionWeights | None
-    mlp_weights: FeedForwardWeights | None
+    mlp_weights: MlpWeights | None
 
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
-        """q_THD at its positions, normed where the model does so. K and V are written to `kv`."""
+        """Return the rotated q_THD, normed if the model does so, and write K and V to `kv`."""
         weights, config = self._attention, self.config
         qkv_TO = weights.qkv(self._norm(residual, weights.input_norm_C, weights.qkv))
         qkv_TXD = qkv_TO.view(-1, config.q_heads + 2 * config.kv_heads, config.head_dim)
@@ -94,12 +91,12 @@ class DecoderLayer:
         return rotate_and_store(qkv_TXD, *angles, norm, kv)
 
     def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
-        """Add the output projection of what attention found."""
+        """Add the output projection of attention's output to the residual stream."""
         residual.hidden_TC = residual.total()
         residual.update_TC = self._attention.output(out_THD.flatten(1))
 
     def mlp(self, residual: Residual) -> None:
-        """Add the MLP of the residual stream to it; nothing where another stack does that."""
+        """Add the MLP's output to the residual stream, unless another stack does that."""
         weights = self.mlp_weights
         if weights is not None:
             normed = self._norm(residual, weights.post_norm_C, weights.gate_up)
@@ -107,7 +104,6 @@ class DecoderLayer:
 
     @property
     def output_weight_CO(self) -> torch.Tensor:
-        """The output projection, heads side by side."""
         return self._attention.output.weight_OI
 
     @property
@@ -121,52 +117,43 @@ class DecoderLayer:
 
 
 def norm_of(residual: Residual, weight_C: torch.Tensor, eps: float, taker: Linear | Fp8Linear) -> LinearInput:
-    """The norm of the whole residual stream, in the form that `taker` takes. The stream has nothing left to
-    be added then."""
+    """Add up the residual stream and return its norm, in the form that the layer `taker` takes."""
     sum_TC, normed = add_norm(residual.hidden_TC, residual.update_TC, weight_C, eps, taker.quantised)
     residual.hidden_TC, residual.update_TC = sum_TC, None
     return normed
 
 
 class LayerStack:
-    """The attention of layers `layers` of a model, the feed-forward networks of layers `feeds`, and the
-    embedding or the head where it has those ends.
+    """A contiguous part of a model's layers, with the embedding or the head where it has those ends.
 
-    feeds: the same layers, unless told otherwise. It may begin with the layer before the first, whose
-    attention another stack computes, and may leave out the last one.
+    Its first MLP may be that of the layer before `layers`, and its last layer may lack its MLP: other stacks
+    compute those layers' other halves.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers: range,
-        weights: StackWeights,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        feeds: range | None = None,
-    ) -> None:
-        feeds = layers if feeds is None else feeds
-        if layers.step != 1 or not layers or layers.start < 0 or layers.stop > config.layers:
-            raise ModelError(f"layers {layers} are not a contiguous part of the model's {config.layers}")
-        before, after = layers.start - feeds.start, layers.stop - feeds.stop
-        if feeds.step != 1 or feeds.start < 0 or before not in (0, 1) or after not in (0, 1):
-            raise ModelError(f"feed-forward networks {feeds} do not go with the attention of layers {layers}")
-        self.config = config
+    def __init__(self, spec: StackSpec, weights: StackWeights) -> None:
+        """Raises ModelError for layers and MLPs that do not follow one another in the model."""
+        layers, mlps = spec.layers, spec.share.mlps
+        if layers.step != 1 or not layers or layers.start < 0 or layers.stop > spec.config.layers:
+            raise ModelError(f"layers {layers} are not a contiguous part of the model's {spec.config.layers}")
+        before, after = layers.start - mlps.start, layers.stop - mlps.stop
+        if mlps.step != 1 or mlps.start < 0 or before not in (0, 1) or after not in (0, 1):
+            raise ModelError(f"MLPs of layers {mlps} do not go with the attention of layers {layers}")
+        self.config = spec.config
         self.layers = layers
-        self.feeds = feeds
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.mlps = mlps
+        self.dtype = spec.dtype
+        self.device = spec.device
         self._weights = weights
         self._layers = [
             DecoderLayer(
                 number,
-                config,
+                spec.config,
                 weights.attentions[number - layers.start] if number in layers else None,
-                weights.feeds[number - feeds.start] if number in feeds else None,
+                weights.mlps[number - mlps.start] if number in mlps else None,
             )
-            for number in range(feeds.start if feeds else layers.start, layers.stop)
+            for number in range(mlps.start if mlps else layers.start, layers.stop)
         ]
-        self._rope = Rope(config.rope, config.head_dim, self.device)
+        self._rope = Rope(spec.config.rope, spec.config.head_dim, self.device)
 
     def layer(self, number: int) -> DecoderLayer:
         return self._layers[number - self._layers[0].number]
@@ -177,11 +164,10 @@ class LayerStack:
 
     @property
     def quantised(self) -> bool:
-        """Whether its layers multiply in 8 bits."""
         return self._weights.attentions[0].qkv.quantised
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """hidden_TC of token ids (any integer dtype). Ids must be in range: CUDA cannot report it here."""
+        """Return hidden_TC of token ids in any integer dtype. Ids must be in range: CUDA cannot report it."""
         if self._weights.embedding_VC is None:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
         return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
@@ -193,7 +179,7 @@ class LayerStack:
         attend: Attend,
         layers: range | None = None,
     ) -> torch.Tensor:
-        """`run` with K and V of each layer in fresh memory, which `attend` is given."""
+        """Call `run` with K and V of each layer in fresh memory, which `attend` is given."""
         return self.run(hidden_TC, positions_T, _FreshKV(self, len(hidden_TC), attend), layers=layers)
 
     def run(
@@ -205,20 +191,22 @@ class LayerStack:
         layers: range | None = None,
         phase: Phase = no_phase,
     ) -> torch.Tensor:
-        """The one loop over layers, of prefill stages, decode steps, recomputed blocks and calibration.
+        """Run the layers: the one loop of prefill stages, decode steps, recomputed blocks and calibration.
 
         Args:
-            positions_T: absolute position of each row, in any order.
-            attention: the caller's part of every layer.
-            layers: some of the stack's layers; by default all.
-            phase: times everything here as "projection". `attention` times itself.
-        Returns: hidden_TC after the layers, of the rows that are still needed.
+            positions_T: The absolute position of each row, in any order.
+            attention: The caller's part of each layer.
+            layers: Some of the stack's layers; by default all.
+            phase: It times everything here as "projection". `attention` times itself.
+
+        Returns:
+            hidden_TC after the layers, of the rows that are still needed.
         """
         layers = self.layers if layers is None else layers
         with phase("projection"):
             angles, residual = self.angles(positions_T), Residual(hidden_TC)
             if layers.start == self.layers.start and self._layers[0].attention is None:
-                self._layers[0].mlp(residual)  # its attention was computed by the stack before
+                self._layers[0].mlp(residual)  # the stack before computed its attention
         for layer in map(self.layer, layers):
             kv = attention.kv_rows(layer.number)
             with phase("projection"):
@@ -234,20 +222,19 @@ class LayerStack:
             return residual.total()
 
     def angles(self, positions_T: torch.Tensor) -> Angles:
-        """The rotations of these positions, the same in all layers."""
         return self._rope.angles(positions_T.to(self.device))
 
     def compile_products(self) -> None:
-        """Compile what products of many rows take, whichever numbers of rows it is that take it."""
+        """Compile the kernels that products of many rows use."""
         attention = self._weights.attentions[0]
         products = [attention.qkv, attention.output]
-        if self._weights.feeds:
-            products += [self._weights.feeds[0].gate_up, self._weights.feeds[0].down]
+        if self._weights.mlps:
+            products += [self._weights.mlps[0].gate_up, self._weights.mlps[0].down]
         for product in products:
-            product.meet()
+            product.compile()
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
-        """Next-token logits_TV, float32: pass only the rows that are sampled from."""
+        """Return next-token logits_TV in float32. Pass only the rows that are sampled from."""
         if self._weights.head is None or self._weights.final_norm_C is None:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
         head = self._weights.head
@@ -256,8 +243,6 @@ class LayerStack:
 
 
 class _FreshKV:
-    """A `LayerAttention` whose K and V are in fresh memory for each layer."""
-
     def __init__(self, stack: LayerStack, rows: int, attend: Attend) -> None:
         self._stack, self._attend = stack, attend
         self._rows_T = torch.arange(rows, device=stack.device)

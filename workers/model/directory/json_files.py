@@ -38,6 +38,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_json_if_there(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path) -> dict[str, Any]:
     """Empty without the file. Raises ModelError naming the file."""
     return read_json(path) if path.is_file() else {}

@@ -21,7 +21,7 @@ class LayerShare:
     networks of `feeds`. Each end of `feeds` is that of `layers` or one less."""
 
     layers: range
-    feeds: range
+    mlps: range
 
 
 @lru_cache(_REMEMBERED)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .end_tokens import end_tokens
-from .json_files import ModelError, read_json, read_json_if_there
+from .json_files import ModelError, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
 
 __all__ = ["ARCHITECTURES", "OVERRIDES", "ModelConfig", "ModelError", "RopeConfig", "read_config"]
@@ -96,7 +96,7 @@ class ModelConfig:
                 f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}"
             )
         attention = self.attention_matrices + self.pair * _SPLIT_KEYS
-        costs = [attention, self.feed_forward_matrices] * self.layers
+        costs = [attention, self.mlp_matrices] * self.layers
         costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
         return balanced(tuple(costs), stages)
 
@@ -116,12 +116,12 @@ class ModelConfig:
         return self.hidden * self.head_dim * (self.q_heads + 2 * self.kv_heads)
 
     @property
-    def feed_forward_matrices(self) -> int:
+    def mlp_matrices(self) -> int:
         """Numbers in the matrices of a layer's feed-forward network: its multiplications per token."""
         return 3 * self.hidden * self.intermediate
 
     def weights(
-        self, layers: int, feeds: int | None = None, *, embedding: bool = True, head: bool = True
+        self, layers: int, mlps: int | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
         """Numbers in the attention of `layers` layers, in `feeds` feed-forward networks (as many, unless told
         otherwise), and in the ends asked for; tied embeddings once where both are."""
@@ -129,9 +129,9 @@ class ModelConfig:
         attention = self.attention_matrices + self.hidden
         attention += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
         attention += heads * self.head_dim if self.qk_norm else 0
-        feed_forward = (self.feed_forward_matrices + self.hidden) * (layers if feeds is None else feeds)
+        mlp = (self.mlp_matrices + self.hidden) * (layers if mlps is None else mlps)
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
-        return layers * attention + feed_forward + (tables * self.vocab + head) * self.hidden
+        return layers * attention + mlp + (tables * self.vocab + head) * self.hidden
 
     def kv_values(self, layers: int) -> int:
         """Numbers in the keys and values of one token in `layers` layers."""
@@ -346,7 +346,7 @@ def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
 
 def _eos_ids(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Of generation_config.json, config.json, the tokenizer and the chat template."""
-    generation = read_json_if_there(directory / "generation_config.json")
+    generation = read_json_or_empty(directory / "generation_config.json")
     found: list[int] = []
     for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
         found += value if isinstance(value, list) else [] if value is None else [value]

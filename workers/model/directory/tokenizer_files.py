@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from .chat_template import ChatTemplate
-from .json_files import ModelError, read_json_if_there, refuse_pointer
+from .json_files import ModelError, read_json_or_empty, refuse_pointer
 
 _CONFIG, _ADDED, _TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
 
@@ -42,8 +42,8 @@ class TokenizerFiles:
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
         """Raises ModelError for a file that cannot be used. A file that is not there is empty."""
-        config = read_json_if_there(directory / _CONFIG)
-        named = read_json_if_there(directory / "special_tokens_map.json")
+        config = read_json_or_empty(directory / _CONFIG)
+        named = read_json_or_empty(directory / "special_tokens_map.json")
         special = _named(config if "added_tokens_decoder" in config else {**config, **named})
         special = {**_named(named), **special}
         return cls(special, _template(directory, config), _added(directory, config, special))
@@ -106,7 +106,7 @@ def _added(
     found: dict[int, AddedToken] = {}
     named = {*special.values(), *_listed(config)}
     try:
-        for content, number in read_json_if_there(directory / _ADDED).items():
+        for content, number in read_json_or_empty(directory / _ADDED).items():
             found[int(number)] = AddedToken(
                 content, special=content in named, normalized=content not in named
             )

@@ -37,7 +37,7 @@ class Linear:
         """SiLU(gate) · up of a layer that gives both, side by side, as the next layer takes it."""
         return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
-    def meet(self) -> None:
+    def compile(self) -> None:
         """Compile what products of many rows take."""
         compile_products(self.weight_OI)
 
@@ -73,7 +73,7 @@ class Fp8Linear:
         """See `Linear.gated`."""
         return swiglu(self(x_TI), fp8=True)
 
-    def meet(self) -> None:
+    def compile(self) -> None:
         """See `Linear.meet`: many rows take what few do."""
 
 

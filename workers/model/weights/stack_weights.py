@@ -1,4 +1,4 @@
-"""The weights of one stage's share of the layers, read from safetensors or GGUF, fused for few matmuls.
+"""The weights of one stage's share of the layers, fused so that few matrix products are needed.
 
 Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimension.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,11 +28,39 @@ from .uploads import THREADS, Uploads, in_threads
 log = logging.getLogger(__name__)
 
 _TOLD_LAYERS = 8
-"""Progress is told after so many layers."""
+"""Progress is told after every so many layers."""
 
 _ATTENTION = ("input_layernorm.", "self_attn.")
-_FEED_FORWARD = ("post_attention_layernorm.", "mlp.")
-"""How names of the tensors of a layer's halves begin."""
+_MLP = ("post_attention_layernorm.", "mlp.")
+"""How tensors of a layer's two halves are named behind the layer's prefix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSpec:
+    """The part of a model that one stage holds, and how it holds it.
+
+    Args:
+        layers: The layers whose attention it computes.
+        mlps: The layers whose MLP it computes; None for `layers`.
+        embedding, head: Whether it has these ends.
+        dtype: It computes in this dtype.
+        adapter: The directory of a LoRA adapter that is merged into the weights.
+        quantisation: The form of the layers' matrices; None for `dtype`.
+    """
+
+    config: ModelConfig
+    layers: range
+    mlps: range | None = None
+    embedding: bool
+    head: bool
+    dtype: torch.dtype
+    device: torch.device
+    adapter: str | Path | None = None
+    quantisation: Quantisation | None = None
+
+    @property
+    def share(self) -> LayerShare:
+        return LayerShare(self.layers, self.layers if self.mlps is None else self.mlps)
 
 
 @dataclass(frozen=True)
@@ -46,8 +74,8 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
-class FeedForwardWeights:
-    """The feed-forward network of a decoder layer. gate and up are one matrix."""
+class MlpWeights:
+    """The MLP of a decoder layer. gate and up are one matrix."""
 
     post_norm_C: torch.Tensor
     gate_up: Linear | Fp8Linear
@@ -56,185 +84,168 @@ class FeedForwardWeights:
 
 @dataclass(frozen=True)
 class StackWeights:
-    """What one stage holds. attentions, feeds: of the layers whose attention and of those whose feed-forward
-    network it computes. Tied embeddings are one tensor, shared if a stage has both ends."""
+    """A stage's weights. A stage with both ends shares one tensor between tied embeddings."""
 
     attentions: tuple[AttentionWeights, ...]
-    feeds: tuple[FeedForwardWeights, ...]
+    mlps: tuple[MlpWeights, ...]
     embedding_VC: torch.Tensor | None
     final_norm_C: torch.Tensor | None
     head: Linear | None
 
 
-Half = TypeVar("Half", AttentionWeights, FeedForwardWeights)
+Half = TypeVar("Half", AttentionWeights, MlpWeights)
 
 
-@dataclass(frozen=True)
 class _Reader:
-    """Used from several threads at once."""
+    """Reads tensors to the device, from several threads at once."""
 
-    source: WeightSource
-    adapter: LoraAdapter | None
-    dtype: torch.dtype
-    device: torch.device
-    quantisation: Quantisation | None
-    uploads: Uploads
-    taken: set[str] = field(default_factory=set)
+    def __init__(self, source: WeightSource, spec: StackSpec) -> None:
+        self.source, self.spec = source, spec
+        self._adapter = None if spec.adapter is None else LoraAdapter(spec.adapter, spec.config.layers)
+        self._uploads = Uploads(spec.device)
+        self._taken: set[str] = set()
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """On the device. On a CPU that is the file's own memory, where its dtype is ours."""
+        """On a CPU the tensor is the file's own memory if its dtype fits."""
         tensor = self._read(name, shape)
-        if self.device.type == "cpu":
-            return tensor.to(self.dtype)
+        if self.spec.device.type == "cpu":
+            return tensor.to(self.spec.dtype)
         target = self._empty(shape)
-        self.uploads.copy(tensor, target)
+        self._uploads.copy(tensor, target)
         return target
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
-        """Several below one another, each read to its place."""
-        whole = self._empty((sum(rows), *columns))
+        """Read several tensors into one, each below the one before."""
+        target = self._empty((sum(rows), *columns))
         start = 0
         for name, count in zip(names, rows, strict=True):
-            self.uploads.copy(self._read(name, (count, *columns)), whole[start : start + count])
+            self._uploads.copy(self._read(name, (count, *columns)), target[start : start + count])
             start += count
-        return whole
+        return target
 
     def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """On the host, as the file has it, the adapter merged."""
+        """Read a tensor on the host, in the file's dtype, and merge the adapter."""
         if name not in self.source.names():
             raise ModelError(f"the weights have no tensor {name!r}: they do not belong to this config.json")
-        self.taken.add(name)
+        self._taken.add(name)
         tensor = self.source.read(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, config.json says {shape}")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise ModelError(f"tensor {name!r} is {tensor.dtype}: quantised safetensors are not supported")
-        return tensor if self.adapter is None else self.adapter.merge(name, tensor)
+        return tensor if self._adapter is None else self._adapter.merge(name, tensor)
 
-    def in_its_bits(self, half: Half) -> Half:
-        """Half a layer with its matrices in as many bits as the model is to have. Not from several threads:
-        it launches kernels."""
-        if self.quantisation is None:
+    def quantised(self, half: Half) -> Half:
+        """Quantise half a layer if the spec says so. Call it on one thread, because it launches kernels."""
+        if self.spec.quantisation is None:
             return half
-        fewer: dict[str, Any] = {
-            name: Fp8Linear.of(one) for name, one in vars(half).items() if isinstance(one, Linear)
+        matrices: dict[str, Any] = {
+            name: Fp8Linear.of(weight) for name, weight in vars(half).items() if isinstance(weight, Linear)
         }
-        return replace(half, **fewer)
+        return replace(half, **matrices)
 
     def require_all_taken(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
-        """A tensor left over (a bias, say) would be a model computed wrongly without a word. elsewhere: how
-        the names go on that another stage reads, and finds what is left of them."""
-        left = {name for name in self.source.names() if name.startswith(prefix)} - self.taken
+        """Refuse tensors of a layer that are left over: without a bias, say, the model would be another.
+
+        elsewhere: behind the prefix, how names begin that another stage reads and checks.
+        """
+        left = {name for name in self.source.names() if name.startswith(prefix)} - self._taken
         left = {name for name in left if not name.removeprefix(prefix).startswith(elsewhere)}
-        left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # old checkpoints: derived from the config
+        left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # in old checkpoints; the config implies it
         if left:
             raise ModelError(f"the decoder has no place for tensors {', '.join(sorted(left))}")
 
     def require_no_more_than(self, layers: int) -> None:
-        """Layers that config.json does not count would be left out of the model, likewise."""
-        found = (re.match(r"model\.layers\.(\d+)\.", name) for name in self.source.names())
-        last = max((int(match[1]) for match in found if match), default=0)
+        """Refuse layers that config.json does not count."""
+        matches = (re.match(r"model\.layers\.(\d+)\.", name) for name in self.source.names())
+        last = max((int(match[1]) for match in matches if match), default=0)
         if last >= layers:
             raise ModelError(f"the weights have a layer {last}, but config.json says {layers} layers")
 
 
-def read_stack(
-    directory: str | Path,
-    config: ModelConfig,
-    layers: range,
-    *,
-    feeds: range | None = None,
-    embedding: bool,
-    head: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    adapter: str | Path | None = None,
-    quantisation: Quantisation | None = None,
-    tell: Tell = silent,
-) -> StackWeights:
-    """Read the attention of layers `layers`, the feed-forward networks of layers `feeds` (the same ones,
-    unless told otherwise) and the ends asked for, merge the adapter in float32, cast, move, and quantise the
-    layers' matrices if so asked. tell: of progress.
+def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:
+    """Read a stack's tensors, merge the adapter in float32, cast, move to the device and quantise.
 
-    Raises ModelError if weights are missing, left over, misshapen or quantised, or the adapter does not fit.
+    Args:
+        directory: A model directory, as `store.model_directory` returns it.
+        tell: It is told how many layers are loaded.
+
+    Raises:
+        ModelError: Weights are missing, left over, misshapen or quantised, or the adapter does not fit.
     """
-    lora = None if adapter is None else LoraAdapter(adapter, config.layers)
-    read = _Reader(open_weights(directory), lora, dtype, device, quantisation, Uploads(device))
-    read.require_no_more_than(config.layers)
-    embedding_VC, head_VC = _read_ends(read, config, embedding, head)
-    share = LayerShare(layers, layers if feeds is None else feeds)
-    attentions, feed_forwards = _read_layers(read, config, share, tell)
+    read = _Reader(open_weights(directory), spec)
+    read.require_no_more_than(spec.config.layers)
+    embedding_VC, head_VC = _read_ends(read)
+    attentions, mlps = _read_layers(read, tell)
     return StackWeights(
         attentions=attentions,
-        feeds=feed_forwards,
+        mlps=mlps,
         embedding_VC=embedding_VC,
-        final_norm_C=read.get("model.norm.weight", config.hidden) if head else None,
+        final_norm_C=read.get("model.norm.weight", spec.config.hidden) if spec.head else None,
         head=None if head_VC is None else Linear(head_VC),
     )
 
 
-def _read_ends(
-    read: _Reader, config: ModelConfig, embedding: bool, head: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """As transformers 5 does: of tables that should be tied one may be missing, and both stay apart where
-    they differ."""
-    table, there = (config.vocab, config.hidden), read.source.names()
-    tied = config.tied_embeddings and (not {EMBEDDING, HEAD} <= there or _equal(read.source, embedding, head))
-    names = [EMBEDDING, HEAD]
+def _read_ends(read: _Reader) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Read the embedding and the head as transformers 5 does.
+
+    One of two tied tables may be missing. If they differ, both stay apart.
+    """
+    spec, names = read.spec, read.source.names()
+    table = spec.config.vocab, spec.config.hidden
+    tied = spec.config.tied_embeddings and (not {EMBEDDING, HEAD} <= names or _tables_are_equal(read))
+    embedding, head = EMBEDDING, HEAD
     if tied:
-        names = [EMBEDDING if EMBEDDING in there else HEAD] * 2
-    embedding_VC = read.get(names[0], *table) if embedding else None
+        embedding = head = EMBEDDING if EMBEDDING in names else HEAD
+    embedding_VC = read.get(embedding, *table) if spec.embedding else None
     if tied and embedding_VC is not None:
-        return embedding_VC, embedding_VC if head else None
-    return embedding_VC, read.get(names[1], *table) if head else None
+        return embedding_VC, embedding_VC if spec.head else None
+    return embedding_VC, read.get(head, *table) if spec.head else None
 
 
-def _equal(source: WeightSource, embedding: bool, head: bool) -> bool:
-    """Who holds one of them reads that one, whether they are equal or not."""
-    if not (embedding and head):
+def _tables_are_equal(read: _Reader) -> bool:
+    """A stage with one of the tables reads that one, whether they are equal or not."""
+    if not (read.spec.embedding and read.spec.head):
         return False
-    equal = torch.equal(source.read(EMBEDDING), source.read(HEAD))
+    equal = torch.equal(read.source.read(EMBEDDING), read.source.read(HEAD))
     if not equal:
         log.warning("tie_word_embeddings is set, but %s differs from the embedding: it is used", HEAD)
     return equal
 
 
-def _read_layers(
-    read: _Reader, config: ModelConfig, share: LayerShare, tell: Tell
-) -> tuple[tuple[AttentionWeights, ...], tuple[FeedForwardWeights, ...]]:
-    """For a GPU several layers at a time; a CPU mostly uses the files' own memory."""
-    threads = 1 if read.device.type == "cpu" else THREADS
+def _read_layers(read: _Reader, tell: Tell) -> tuple[tuple[AttentionWeights, ...], tuple[MlpWeights, ...]]:
+    """A GPU takes several layers at a time. A CPU mostly uses the files' own memory."""
+    share, threads = read.spec.share, 1 if read.spec.device.type == "cpu" else THREADS
     attentions: list[AttentionWeights] = []
-    feeds: list[FeedForwardWeights] = []
-    numbers = range(min(share.layers.start, share.feeds.start), share.layers.stop)
-    made = in_threads(lambda number: _read_layer(read, config, share, number), numbers, threads)
-    for done, (attention, feed_forward) in enumerate(made, start=1):
+    mlps: list[MlpWeights] = []
+    numbers = range(min(share.layers.start, share.mlps.start), share.layers.stop)
+    layers = in_threads(lambda number: _read_layer(read, share, number), numbers, threads)
+    for done, (attention, mlp) in enumerate(layers, start=1):
         if attention is not None:
-            attentions.append(read.in_its_bits(attention))
-        if feed_forward is not None:
-            feeds.append(read.in_its_bits(feed_forward))
+            attentions.append(read.quantised(attention))
+        if mlp is not None:
+            mlps.append(read.quantised(mlp))
         if done % _TOLD_LAYERS == 0 or done == len(numbers):
             tell(f"loaded {done} of {len(numbers)} layers")
-    return tuple(attentions), tuple(feeds)
+    return tuple(attentions), tuple(mlps)
 
 
 def _read_layer(
-    read: _Reader, config: ModelConfig, share: LayerShare, layer: int
-) -> tuple[AttentionWeights | None, FeedForwardWeights | None]:
-    """The halves of a layer that are in the share."""
+    read: _Reader, share: LayerShare, layer: int
+) -> tuple[AttentionWeights | None, MlpWeights | None]:
     prefix = f"model.layers.{layer}."
-    attention = _read_attention(read, config, prefix) if layer in share.layers else None
-    feed_forward = _read_feed_forward(read, config, prefix) if layer in share.feeds else None
+    attention = _read_attention(read, prefix) if layer in share.layers else None
+    mlp = _read_mlp(read, prefix) if layer in share.mlps else None
     elsewhere = () if attention else _ATTENTION
-    read.require_all_taken(prefix, elsewhere if feed_forward else (*elsewhere, *_FEED_FORWARD))
-    return attention, feed_forward
+    read.require_all_taken(prefix, elsewhere if mlp else (*elsewhere, *_MLP))
+    return attention, mlp
 
 
-def _read_attention(read: _Reader, config: ModelConfig, prefix: str) -> AttentionWeights:
-    hidden = config.hidden
+def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
+    config = read.spec.config
     heads = {"q": config.q_heads, "k": config.kv_heads, "v": config.kv_heads}
     rows = {name: count * config.head_dim for name, count in heads.items()}
 
@@ -247,17 +258,17 @@ def _read_attention(read: _Reader, config: ModelConfig, prefix: str) -> Attentio
         norms = [read.get(f"{prefix}self_attn.{n}_norm.weight", config.head_dim) for n in "qk"]
         qk_norm_JD = torch.cat([norm.expand(heads[n], -1) for n, norm in zip("qk", norms, strict=True)])
     return AttentionWeights(
-        input_norm_C=read.get(f"{prefix}input_layernorm.weight", hidden),
-        qkv=Linear(projections("weight", hidden), projections("bias") if config.qkv_bias else None),
+        input_norm_C=read.get(f"{prefix}input_layernorm.weight", config.hidden),
+        qkv=Linear(projections("weight", config.hidden), projections("bias") if config.qkv_bias else None),
         qk_norm_JD=qk_norm_JD,
-        output=Linear(read.get(f"{prefix}self_attn.o_proj.weight", hidden, rows["q"])),
+        output=Linear(read.get(f"{prefix}self_attn.o_proj.weight", config.hidden, rows["q"])),
     )
 
 
-def _read_feed_forward(read: _Reader, config: ModelConfig, prefix: str) -> FeedForwardWeights:
-    hidden, inner = config.hidden, config.intermediate
+def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
+    hidden, inner = read.spec.config.hidden, read.spec.config.intermediate
     gate_up = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
-    return FeedForwardWeights(
+    return MlpWeights(
         post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight", hidden),
         gate_up=Linear(read.fused(gate_up, [inner, inner], hidden)),
         down=Linear(read.get(f"{prefix}mlp.down_proj.weight", hidden, inner)),

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from deltafront.workers.model.decoder.compute_thread import computes
+from deltafront.workers.model.decoder.compute_thread import set_up_compute_thread
 
 
 def niceness() -> int:
@@ -22,7 +22,7 @@ def niceness() -> int:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_the_thread_that_computes_on_a_cpu_yields(device: str) -> None:
     before = niceness()
-    with ThreadPoolExecutor(1, initializer=computes, initargs=(1, device)) as pool:
+    with ThreadPoolExecutor(1, initializer=set_up_compute_thread, initargs=(1, device)) as pool:
         yields = pool.submit(niceness).result() > before
         assert pool.submit(torch.get_num_threads).result() == 1
     assert yields == (device == "cpu")
@@ -34,6 +34,6 @@ def test_whoever_has_the_lowest_priority_stays_there(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "getpriority", lambda _which, _who: 17)
     monkeypatch.setattr(os, "setpriority", lambda _which, _who, nice: given.append(nice))
     monkeypatch.setattr(sys, "platform", "linux")
-    with ThreadPoolExecutor(1, initializer=computes, initargs=(1, "cpu")) as pool:
+    with ThreadPoolExecutor(1, initializer=set_up_compute_thread, initargs=(1, "cpu")) as pool:
         pool.submit(niceness).result()
     assert given == [19]

@@ -26,6 +26,7 @@ from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.layer_shares import LayerShare
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.model.directory.store import DEFAULT_MODEL, embedded_gguf, model_directory
+from deltafront.workers.model.weights.stack_weights import StackSpec
 
 LIMIT = 1e-4
 TOKENS = 150
@@ -160,13 +161,15 @@ def load_shares(
     return [
         load_stack(
             case.directory,
-            case.config,
-            share.layers,
-            feeds=share.feeds,
-            embedding=share is shares[0],
-            head=share is shares[-1],
-            dtype=dtype,
-            device=device,
+            StackSpec(
+                config=case.config,
+                layers=share.layers,
+                mlps=share.mlps,
+                embedding=share is shares[0],
+                head=share is shares[-1],
+                dtype=dtype,
+                device=torch.device(device),
+            ),
         )
         for share in shares
     ]
@@ -218,11 +221,11 @@ def test_a_cut_within_a_layer_changes_no_bit(case: Case, halves: tuple[int, ...]
     assert torch.equal(found_TV, wanted_TV)
     for side in ("k_LPSGD", "v_LPSGD"):
         assert torch.equal(*(getattr(one.cache, side) for one in pages))
-    assert sum(len(stack.layers) for stack in cut) == sum(len(stack.feeds) for stack in cut) == 6
+    assert sum(len(stack.layers) for stack in cut) == sum(len(stack.mlps) for stack in cut) == 6
 
 
 @pytest.mark.parametrize(
-    ("layers", "feeds"),
+    ("layers", "mlps"),
     [
         (range(2, 4), range(4)),
         (range(2, 4), range(2, 5)),
@@ -232,10 +235,21 @@ def test_a_cut_within_a_layer_changes_no_bit(case: Case, halves: tuple[int, ...]
         (range(2, 2), range(1, 2)),
     ],
 )
-def test_feed_forward_networks_of_other_layers_are_refused(case: Case, layers: range, feeds: range) -> None:
+def test_mlps_of_other_layers_are_refused(case: Case, layers: range, mlps: range) -> None:
     weights: Any = None
     with pytest.raises(ModelError, match="layers range"):
-        LayerStack(case.config, layers, weights, torch.float32, "cpu", feeds)
+        LayerStack(
+            StackSpec(
+                config=case.config,
+                layers=layers,
+                mlps=mlps,
+                embedding=True,
+                head=True,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+            ),
+            weights,
+        )
 
 
 def test_decode_steps_of_a_batch_equal_prefill(case: Case) -> None:
@@ -268,7 +282,7 @@ def test_weights_and_kv_are_counted_as_they_are_loaded(case: Case, stages: int) 
     for stage, stack in enumerate(load_stages(case, stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
         assert sum(held(stack._weights).values()) == config.weights(
-            len(stack.layers), len(stack.feeds), **ends
+            len(stack.layers), len(stack.mlps), **ends
         )
         cache = PagedKVCache(stack.layers, config.kv_heads, config.head_dim, 3, torch.float16, "cpu")
         assert cache.bytes == 3 * cache.page_tokens * config.kv_values(len(stack.layers)) * 2

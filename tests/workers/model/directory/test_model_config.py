@@ -257,9 +257,9 @@ def costs_of(config: ModelConfig) -> list[int]:
     qkv = config.hidden * config.head_dim * (config.q_heads + 2 * config.kv_heads)
     attention = qkv + config.hidden * config.q_heads * config.head_dim
     attention += 5_700 * 2 * config.q_heads * config.head_dim
-    feed_forward = 3 * config.hidden * config.intermediate
+    mlp = 3 * config.hidden * config.intermediate
     head = config.vocab * config.hidden // 512
-    return [attention, feed_forward] * (config.layers - 1) + [qkv + head, 0]
+    return [attention, mlp] * (config.layers - 1) + [qkv + head, 0]
 
 
 def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -274,9 +274,9 @@ def cuts_of(parts: tuple[LayerShare, ...]) -> tuple[int, ...]:
     """Such bounds, of parts that must follow one another without gaps."""
     bounds = [0]
     for part in parts:
-        halves = sorted([2 * layer for layer in part.layers] + [2 * layer + 1 for layer in part.feeds])
+        halves = sorted([2 * layer for layer in part.layers] + [2 * layer + 1 for layer in part.mlps])
         assert len(part.layers) > 0 and halves == list(range(bounds[-1], halves[-1] + 1))
-        assert part.layers.start - part.feeds.start in (0, 1) and part.layers.stop - part.feeds.stop in (0, 1)
+        assert part.layers.start - part.mlps.start in (0, 1) and part.layers.stop - part.mlps.stop in (0, 1)
         bounds.append(halves[-1] + 1)
     return tuple(bounds)
 
@@ -337,7 +337,7 @@ def test_layers_stay_whole_where_a_cut_gains_nothing() -> None:
         parts = SHAPES[name].split(stages)
         each = SHAPES[name].layers // stages
         assert [len(part.layers) for part in parts] == [each] * stages
-        assert all(part.layers == part.feeds for part in parts)
+        assert all(part.layers == part.mlps for part in parts)
 
 
 def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:

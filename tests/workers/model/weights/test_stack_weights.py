@@ -27,7 +27,8 @@ from deltafront.workers.model.weights import stack_weights as weights_module
 from deltafront.workers.model.weights.gguf_source import GgufSource
 from deltafront.workers.model.weights.projections import Fp8Linear
 from deltafront.workers.model.weights.sources import WeightSource, open_weights
-from deltafront.workers.model.weights.stack_weights import StackWeights, read_stack
+from deltafront.workers.model.weights.stack_weights import StackSpec, StackWeights, read_stack
+from deltafront.workers.progress import Tell, silent
 from deltafront.workers.settings import ModelSpec
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 4, 64, 4, 2, 16, 96, 128
@@ -65,10 +66,14 @@ def copy_of(tiny: Path, target: Path, change: dict[str, torch.Tensor | None] | N
     return target
 
 
-def read(directory: Path, layers: range = range(LAYERS), **more: Any) -> StackWeights:
+def stack_spec(directory: Path, layers: range = range(LAYERS), **more: Any) -> StackSpec:
     ends: dict[str, Any] = {"embedding": True, "head": True} | more
-    config = read_config(directory)
-    return read_stack(directory, config, layers, dtype=torch.float32, device=torch.device("cpu"), **ends)
+    cpu, config = torch.device("cpu"), read_config(directory)
+    return StackSpec(config=config, layers=layers, dtype=torch.float32, device=cpu, **ends)
+
+
+def read(directory: Path, layers: range = range(LAYERS), tell: Tell = silent, **more: Any) -> StackWeights:
+    return read_stack(directory, stack_spec(directory, layers, **more), tell)
 
 
 def test_fused_matrices_hold_the_right_rows(tiny: Path) -> None:
@@ -76,7 +81,7 @@ def test_fused_matrices_hold_the_right_rows(tiny: Path) -> None:
     parts = weights.attentions[2].qkv.weight_OI.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])
     for name, part in zip("qkv", parts, strict=True):
         assert torch.equal(part, raw[f"model.layers.2.self_attn.{name}_proj.weight"])
-    for name, part in zip(("gate", "up"), weights.feeds[2].gate_up.weight_OI.split(INNER), strict=True):
+    for name, part in zip(("gate", "up"), weights.mlps[2].gate_up.weight_OI.split(INNER), strict=True):
         assert torch.equal(part, raw[f"model.layers.2.mlp.{name}_proj.weight"])
 
 
@@ -99,8 +104,8 @@ def test_a_layer_range_reads_only_its_shards(tiny: Path, tmp_path: Path) -> None
     whole = read(tiny)
     for attention, wanted in zip(middle.attentions, whole.attentions[1:3], strict=True):
         assert torch.equal(attention.qkv.weight_OI, wanted.qkv.weight_OI)
-    for feed_forward, wanted in zip(middle.feeds, whole.feeds[1:3], strict=True):
-        assert torch.equal(feed_forward.down.weight_OI, wanted.down.weight_OI)
+    for mlp, wanted in zip(middle.mlps, whole.mlps[1:3], strict=True):
+        assert torch.equal(mlp.down.weight_OI, wanted.down.weight_OI)
     assert middle.embedding_VC is middle.head is middle.final_norm_C is None
     with pytest.raises(ModelError, match=r"part-0\.safetensors"):
         read(tmp_path, range(2), embedding=False, head=False)
@@ -123,8 +128,8 @@ class Noting:
 
 def halved(tiny: Path, cut: int, **more: Any) -> tuple[StackWeights, StackWeights]:
     """The weights of two stages, cut between the halves of layer `cut`."""
-    first = read(tiny, range(cut + 1), feeds=range(cut), head=False, **more)
-    return first, read(tiny, range(cut + 1, LAYERS), feeds=range(cut, LAYERS), embedding=False, **more)
+    first = read(tiny, range(cut + 1), mlps=range(cut), head=False, **more)
+    return first, read(tiny, range(cut + 1, LAYERS), mlps=range(cut, LAYERS), embedding=False, **more)
 
 
 @pytest.mark.parametrize("cut", [0, 1, LAYERS - 2])
@@ -153,11 +158,11 @@ def test_of_a_cut_layer_each_stage_reads_its_half(
         f"loaded {cut + 1} of {cut + 1} layers",
         f"loaded {LAYERS - cut} of {LAYERS - cut} layers",
     ]
-    assert (len(first.attentions), len(first.feeds)) == (cut + 1, cut)
+    assert (len(first.attentions), len(first.mlps)) == (cut + 1, cut)
     for found, wanted in zip(first.attentions + last.attentions, whole.attentions, strict=True):
         assert torch.equal(found.qkv.weight_OI, wanted.qkv.weight_OI)
         assert torch.equal(found.output.weight_OI, wanted.output.weight_OI)
-    for found, wanted in zip(first.feeds + last.feeds, whole.feeds, strict=True):
+    for found, wanted in zip(first.mlps + last.mlps, whole.mlps, strict=True):
         assert torch.equal(found.gate_up.weight_OI, wanted.gate_up.weight_OI)
         assert torch.equal(found.down.weight_OI, wanted.down.weight_OI)
 
@@ -171,12 +176,12 @@ def test_what_has_no_place_in_a_cut_layer_is_refused_by_whose_half_it_is(
 ) -> None:
     copy_of(tiny, tmp_path, {f"model.layers.1.{unknown}": torch.zeros(HIDDEN)})
     parts = (range(2), range(1)), (range(2, LAYERS), range(1, LAYERS))
-    for stage, (layers, feeds) in enumerate(parts):
+    for stage, (layers, mlps) in enumerate(parts):
         if stage in stages:
             with pytest.raises(ModelError, match=f"no place for tensors .*{unknown}"):
-                read(tmp_path, layers, feeds=feeds)
+                read(tmp_path, layers, mlps=mlps)
         else:
-            read(tmp_path, layers, feeds=feeds)
+            read(tmp_path, layers, mlps=mlps)
 
 
 def test_an_index_that_names_what_its_shard_lacks_is_refused(tiny: Path, tmp_path: Path) -> None:
@@ -284,7 +289,7 @@ def test_layers_are_quantised_after_the_adapter_is_merged(tiny: Path, tmp_path: 
         ),
         *(
             (plain, quantised, ("gate_up", "down"))
-            for plain, quantised in zip(merged.feeds, fp8.feeds, strict=True)
+            for plain, quantised in zip(merged.mlps, fp8.mlps, strict=True)
         ),
     ]
     assert len(halves) == 2 * LAYERS
@@ -303,11 +308,10 @@ def test_layers_are_quantised_after_the_adapter_is_merged(tiny: Path, tmp_path: 
 
 
 def test_a_quantised_model_stays_near_the_plain_one(tiny: Path) -> None:
-    config, logits = read_config(tiny), []
+    logits = []
     ids_T = torch.randint(0, VOCAB, (40,))
     for kind in (None, "fp8"):
-        ends: Any = {"embedding": True, "head": True, "dtype": torch.float32, "device": "cpu"}
-        stack = load_stack(tiny, config, range(LAYERS), **ends, quantisation=kind)
+        stack = load_stack(tiny, stack_spec(tiny, quantisation=kind))
         hidden_TC = stack.forward(stack.embed(ids_T), torch.arange(40), causal)
         logits.append(stack.logits(hidden_TC))
     errors_T = row_errors(logits[1], logits[0])
@@ -337,7 +341,7 @@ def test_an_adapter_adds_its_product(tiny: Path, tmp_path: Path, rslora: bool) -
     wanted_OC[rows] += updates[0].float()
     assert float(row_errors(merged.attentions[1].qkv.weight_OI, wanted_OC).max()) < 1e-6
     assert (
-        float(row_errors(merged.feeds[1].down.weight_OI, plain.feeds[1].down.weight_OI + updates[1]).max())
+        float(row_errors(merged.mlps[1].down.weight_OI, plain.mlps[1].down.weight_OI + updates[1]).max())
         < 1e-6
     )
     for layer in (0, 2, 3):
@@ -450,9 +454,7 @@ def test_gguf_gives_the_logits_of_transformers_dequantised(gguf_dir: Path) -> No
     model.load_state_dict(theirs["tensors"])
     with torch.no_grad():
         wanted_TV = model(ids_T[None]).logits[0]
-    stack = load_stack(
-        gguf_dir, config, range(LAYERS), embedding=True, head=True, dtype=torch.float32, device="cpu"
-    )
+    stack = load_stack(gguf_dir, stack_spec(gguf_dir))
     hidden_TC = stack.forward(stack.embed(ids_T), torch.arange(40), causal)
     assert float(row_errors(stack.logits(hidden_TC), wanted_TV).max()) < 1e-4
 
