@@ -135,7 +135,16 @@ def calibrate_command(
             )
         if density and whole is not None:
             how = cast("Allocation", allocation)  # checked above
-            levels = method_levels(stack, probes, asked, density, _tell, how, answers, whole)
+            levels = method_levels(
+                stack,
+                probes,
+                asked,
+                density,
+                told=_tell,
+                allocation=how,
+                answer_weight=answers,
+                profile=whole,
+            )
             whole = whole.plus(levels, texts)
         if profile is not None and whole is not None:
             whole.write(profile)

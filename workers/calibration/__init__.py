@@ -1,5 +1,5 @@
-"""Measures a model once, on texts with facts hidden in them, for its profile.
+"""Measures a model once, on texts with facts hidden in them (`probes.py`), for its profile.
 
-Prefill begins at `method_levels.py`: thresholds of each head, from `curves.py`, `sensitivity.py` and
-`allocation.py`. Decode begins at `delta_layers.py`, and `delta_layer_search.py` goes on.
+Prefill: `method_levels.py` makes thresholds for each head. Decode: `delta_layers.py`, then
+`delta_layer_search.py`. `tiles.py` shows what a method reads.
 """

@@ -1,13 +1,11 @@
-"""Δ-layers by what page selection does to answers: a search that reads the answers' rows with every choice.
+"""Searches Δ-layers by what page selection does to answers.
 
-`delta_layers.py` adds up the attention that each sparse layer misses. That sum tells no good choices apart:
-layers of equal losses cost answers very differently. So its choices are where a search begins. The document
-is read densely once and its K/V kept; then the rows that give answers go through the layers again, with the
-pages that a choice of Δ-layers selects for them, and their predictions are compared with dense ones. Only
-rows that a decode step computes count: the first token of an answer comes from the question, which is read
-densely.
+`delta_layers.py` adds up the attention that sparse layers miss, but layers of equal losses cost answers very
+differently. So its choices only begin a search. Each document is read densely once and its K/V kept. Then the
+rows that a decode step computes for answers go through the layers again, with the pages that a choice of
+Δ-layers selects, and their predictions are compared with dense ones.
 
-Shape suffixes as in `delta_layers.py`; R rows looked at, C hidden size, V vocabulary.
+Shape suffixes as in `delta_layers.py`; R rows, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from .probes import Document, with_answers
 from .sensitivity import divergence
 
 ROWS = 96
-"""Rows of a text that are read with every choice."""
+"""Rows of a text that are read with each choice."""
 
 Layers = tuple[int, ...]
 
 
 class DecodedRows:
-    """A text read densely, and the rows of it that a decode step would compute to give its answers."""
+    """A densely read text, and the rows that a decode step would compute for its answers."""
 
     @torch.inference_mode()
     def __init__(self, stack: LayerStack, text: Document) -> None:
@@ -61,9 +59,14 @@ class DecodedRows:
 
     @torch.inference_mode()
     def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
-        """Mean KL(dense | Δ-layers select pages) of the rows' next-token distributions. dense: layers behind
-        the first Δ-layer that attend to everything all the same. K/V of tokens before a row's own are those
-        of dense reading."""
+        """Return the rows' mean KL(dense | selected pages) of next-token distributions.
+
+        K/V of earlier tokens are those of dense reading.
+
+        Args:
+            dense: Layers behind the first Δ-layer that attend to everything too.
+            budget, recency: In pages.
+        """
         first = delta_layers[0]
         kept_RS: torch.Tensor | None = None
 
@@ -88,7 +91,7 @@ class DecodedRows:
         v_RGD: torch.Tensor,
         kept_RS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out_RHD and weights_GJRS of the rows over the text's keys, each row's own K/V in its place."""
+        """Return out_RHD and weights_GJRS over the text's keys, with each row's own K/V in its place."""
         k_GSD, v_GSD = self._kv[layer]
         rows, heads, dim = q_RHD.shape
         groups = k_GSD.shape[0]
@@ -107,7 +110,7 @@ class DecodedRows:
         return out_GJRD.flatten(0, 1).transpose(0, 1).to(q_RHD.dtype), weights_GJRS
 
     def _kept(self, weights_GJRS: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
-        """bool_RS: the keys on the pages that each row selects."""
+        """Return bool_RS: keys on selected pages."""
         kept_RP = kept_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
         return kept_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
 
@@ -115,7 +118,7 @@ class DecodedRows:
 def refine(
     stack: LayerStack,
     texts: Sequence[Document],
-    found: Calibration,
+    calibration: Calibration,
     dense_layers: int,
     *,
     budget: int,
@@ -123,13 +126,13 @@ def refine(
     full_layers: Collection[int],
     told: Callable[[str], None] = lambda _what: None,
 ) -> Calibration:
-    """`found` with the Δ-layers of a `search` over these texts. Keeps the K/V of all texts on the device."""
+    """Replace Δ-layers by those of a `search`. It keeps the K/V of all texts on the device."""
     read = [DecodedRows(stack, text) for text in texts]
-    loss_LL = torch.tensor(found.losses, dtype=torch.float64)
+    loss_LL = torch.tensor(calibration.losses, dtype=torch.float64)
     delta_layers, cost = search(
         read, loss_LL, dense_layers, budget=budget, recency=recency, full_layers=full_layers, told=told
     )
-    return replace(found, delta_layers=delta_layers, divergence=cost)
+    return replace(calibration, delta_layers=delta_layers, divergence=cost)
 
 
 def search(
@@ -142,12 +145,17 @@ def search(
     full_layers: Collection[int],
     told: Callable[[str], None] = lambda _what: None,
 ) -> tuple[Layers, float]:
-    """Δ-layers, and the mean divergence of texts decoded with them, where `dense_layers` layers in all attend
-    to everything: those before the first Δ-layer, the Δ-layers, and `full_layers` behind the first.
+    """Search Δ-layers that leave `dense_layers` layers dense.
 
-    The fewer layers lie before the first Δ-layer, the more there can be of them. Every number has a start:
-    the choice of least loss (`choose`). From the best of these, one Δ-layer after the other is moved to where
-    the divergence is least, until no move helps. Raises ValueError where no choice has so many dense layers.
+    Dense are the layers before the first Δ-layer, the Δ-layers, and `full_layers` behind it. Each first
+    Δ-layer has a start (`choose`). From the best, one Δ-layer at a time moves to the least divergence, until
+    no move helps.
+
+    Returns:
+        Δ-layers, and the mean divergence of texts.
+
+    Raises:
+        ValueError: No choice has so many dense layers.
     """
     layers = loss_LL.shape[0]
 
@@ -175,7 +183,7 @@ def search(
 
 
 def _starts(loss_LL: torch.Tensor, dense_layers: int, full_layers: Collection[int]) -> Iterator[Layers]:
-    """For every first Δ-layer, the choice of least loss that has so many dense layers in all."""
+    """Yield the choice of least loss for each first Δ-layer."""
     layers = loss_LL.shape[0]
     for first in range(layers - 1):
         if first in full_layers:
@@ -188,7 +196,7 @@ def _starts(loss_LL: torch.Tensor, dense_layers: int, full_layers: Collection[in
 
 
 def _moves(delta_layers: Layers, layers: int, full_layers: Collection[int]) -> Iterator[Layers]:
-    """Every choice in which one Δ-layer but the first is another."""
+    """Yield each choice in which one Δ-layer but the first is another."""
     first, taken = delta_layers[0], set(delta_layers) | set(full_layers)
     for left in delta_layers[1:]:
         for layer in range(first + 1, layers - 1):

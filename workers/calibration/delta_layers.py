@@ -1,15 +1,13 @@
-"""Which layers should be Δ-layers: those whose page selection serves the layers after them best.
+"""Chooses Δ-layers: layers whose page selection serves the layers behind them best.
 
-A sparse layer reads the pages that the Δ-layer before it chose, so what counts is the attention that falls
-outside them. One dense pass over a text gives every layer's page scores; from these, what each layer loses
-when any earlier one chooses for it; and from that, by dynamic programming, the Δ-layers with the least
-loss in all. Looked at are the queries that give the tokens of answers, where a text has questions: layers
-chosen on prose do not see what is retrieved, and lose it. DELTA itself takes the layers whose attention map
-differs most from the one before (largest 1 - cos). On SmolLM2 that picks layers that do not see retrieved
-text at all, and answers get lost.
+A sparse layer reads the pages that the Δ-layer before it chose, and loses the attention outside them. One
+dense pass gives all layers' page scores, these give each layer's loss for each layer that may choose, and
+dynamic programming finds the least sum. If a text has questions, only queries that give answers count: layers
+chosen on prose miss what is retrieved, and so do DELTA's, those of the largest 1 - cos between attention
+maps, on SmolLM2.
 
-Shape suffixes: L layers (two L: choosing layer, reading layer), Q queries looked at, P pages, S keys, T
-tokens, H query heads, G key/value heads, D head dimension, J = H / G.
+Shape suffixes: L layers (two L: choosing layer, reading layer), Q queries, P pages, S keys, T tokens, H query
+heads, G key/value heads, D head dimension, J = H / G.
 """
 
 from __future__ import annotations
@@ -31,9 +29,13 @@ QUERIES = 64
 
 @dataclass(frozen=True)
 class Calibration:
-    """delta_layers: the choice. losses[a][b]: page score that layer b loses, against its own best pages, if
-    layer a chooses for it; a mean over queries and texts. tokens: of each text. divergence: of answers
-    decoded with these layers from dense ones, where it was measured (`delta_layer_search.py`)."""
+    """Chosen Δ-layers.
+
+    Args:
+        losses: [a][b]: mean page score that layer b loses, against its best pages, if layer a chooses.
+        tokens: Of each text.
+        divergence: Of answers decoded with these layers, if measured.
+    """
 
     delta_layers: tuple[int, ...]
     losses: tuple[tuple[float, ...], ...]
@@ -50,11 +52,13 @@ def calibrate(
     recency: int = 8,
     full_layers: Collection[int] = (0, 1),
 ) -> Calibration:
-    """`count` Δ-layers for a model, from one dense pass over each text and its questions with their answers.
+    """Choose `count` Δ-layers from a dense pass over each text, with questions and answers.
 
-    budget, recency: K and L of the selection, in pages; texts of four times the budget are a good choice.
-    Raises ValueError for a text that the budget covers or that the model has no positions for, and for
-    numbers that do not fit together.
+    Args:
+        budget, recency: K and L of the selection, in pages. Good texts have four times the budget.
+
+    Raises:
+        ValueError: A text is too short or too long, or numbers do not fit together.
     """
     if not 0 < recency < budget:
         raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
@@ -74,13 +78,13 @@ def calibrate(
 
 
 def shortest_text(budget: int) -> int:
-    """Tokens that a text must have for a budget of so many pages."""
+    """Return the tokens that a budget, in pages, needs."""
     return max(2 * QUERIES, 2 * (budget * PAGE_TOKENS + 1))
 
 
 def looked_at(tokens: int, answers: Sequence[int]) -> list[int]:
-    """At most QUERIES positions of a text, evenly spaced: of its answers, or of its second half where it has
-    none. Raises ValueError for a text too short for that."""
+    """Pick at most QUERIES positions, evenly, of the answers or else the second half. Raises ValueError for a
+    short text."""
     if not answers and tokens < 2 * QUERIES:
         raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * QUERIES}")
     among = answers or range(tokens // 2, tokens)
@@ -89,8 +93,7 @@ def looked_at(tokens: int, answers: Sequence[int]) -> list[int]:
 
 
 def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """maps_LQS (fp32), on the CPU: the weight of each key for the query at each position, the largest over
-    the heads, which is DELTA's token score."""
+    """Return maps_LQS (float32, CPU): the largest weight of each key over heads, DELTA's token score."""
     maps: list[torch.Tensor] = []
 
     def look(_layer: int, x: AttentionInput) -> None:
@@ -101,7 +104,7 @@ def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[in
 
 
 def _largest_weights(x: AttentionInput, positions_Q: torch.Tensor) -> torch.Tensor:
-    """map_QS of one layer."""
+    """Return map_QS of one layer."""
     tokens, dim = x.k_BGSD.shape[2:]
     q_GJQD = x.q_BHTD[0, :, positions_Q].float().view(-1, x.group, len(positions_Q), dim)
     logits_GJQS = q_GJQD @ x.k_BGSD[0].float().transpose(1, 2)[:, None] * x.scale
@@ -112,10 +115,7 @@ def _largest_weights(x: AttentionInput, positions_Q: torch.Tensor) -> torch.Tens
 
 
 def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recency: int) -> torch.Tensor:
-    """loss_LL[a, b]: page score that layer b loses, against its own best pages, if layer a chooses them.
-
-    Mean over queries. Raises ValueError if every page would be chosen.
-    """
+    """Return loss_LL[a, b] (see `Calibration`). Raises ValueError if all pages would be chosen."""
     positions_Q = torch.tensor(positions)
     tokens = maps_LQS.shape[2]
     if tokens // 2 <= budget * PAGE_TOKENS:
@@ -129,8 +129,8 @@ def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recenc
 
 
 def kept_pages(map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
-    """bool_XQP: the pages that a map of token scores chooses for each query: the last `recency` up to the
-    query's own and the best others, `budget` in all (DELTA, Algorithm 2). X: any dimensions, or none."""
+    """Return bool_XQP: the last `recency` pages up to the query's own and the best others, `budget` in all
+    (DELTA, Algorithm 2). X: any dimensions."""
     score_XQP = _page_scores(map_XQS)
     page_P = torch.arange(score_XQP.shape[-1], device=map_XQS.device)
     last_Q1 = positions_Q[:, None] // PAGE_TOKENS
@@ -141,7 +141,7 @@ def kept_pages(map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, re
 
 
 def _page_scores(map_XQS: torch.Tensor) -> torch.Tensor:
-    """score_XQP, float64: the sum over each page's tokens."""
+    """Return score_XQP, float64: sums over pages."""
     padded_XQS = torch.nn.functional.pad(map_XQS, (0, -map_XQS.shape[-1] % PAGE_TOKENS))
     return padded_XQS.view(*padded_XQS.shape[:-1], -1, PAGE_TOKENS).sum(-1).double()
 
@@ -149,10 +149,10 @@ def _page_scores(map_XQS: torch.Tensor) -> torch.Tensor:
 def choose(
     loss_LL: torch.Tensor, count: int, full_layers: Collection[int], first: int | None = None
 ) -> tuple[int, ...]:
-    """The `count` layers that lose least in all when each chooses for the sparse layers up to the next.
+    """Return the `count` layers that lose least if each chooses for sparse layers up to the next.
 
-    Layers before the first of them have to be dense: it is `first`, or lies in the first quarter of those
-    that can be chosen. The last layer is left out: nothing after it would use its selection.
+    Layers before the first are dense, so it is `first`, or in the first quarter of the candidates. The last
+    layer is none: nothing behind it would use its selection.
     """
     layers = loss_LL.shape[0]
     candidates = [layer for layer in range(layers - 1) if layer not in full_layers]

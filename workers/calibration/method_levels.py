@@ -1,4 +1,4 @@
-"""Thresholds of a profile's levels: curves and costs of some documents, allocated to a mean density.
+"""Makes the levels of a profile: curves and costs of documents, allocated to mean densities.
 
 Shape suffixes as in `curves.py`.
 """
@@ -26,14 +26,14 @@ from .sensitivity import LayerCosts, layer_costs
 from .thresholds import adjusted_quotas, least_adjusted
 
 Allocation = Literal["marginal", "threshold"]
-"""How heads get their quotas: by marginal gain (`allocation.py`) or as XAttention does (`thresholds.py`)."""
+"""By marginal gain (`allocation.py`), or as XAttention does (`thresholds.py`)."""
 
 COSTED_AT = 0.5
-"""The quota at which a layer's cost is measured: about that of a mean density of 8% at 128K."""
+"""The quota at which layers' costs are measured: about a mean density of 8% at 128K."""
 
 GROWTH = 0.4
-"""Shorter prompts get a larger share of their tiles: a level of density d, made for the longest documents,
-means d (longest / tokens)^GROWTH for others, so the tiles of a row still grow with its length."""
+"""A level of density d, made for the longest documents, means d (longest / tokens)^GROWTH for others: a row's
+tiles grow."""
 
 Told = Callable[[str], None]
 
@@ -43,54 +43,59 @@ def method_levels(
     probes: Mapping[int, Sequence[Document]],
     method: MethodSpec,
     densities: Sequence[float],
+    *,
     told: Told = lambda _what: None,
     allocation: Allocation = "marginal",
     answer_weight: float = ANSWER_WEIGHT,
     profile: Profile | None = None,
 ) -> MethodLevels:
-    """Levels of these densities for each length of document. Every document is read densely once for each of
-    the model's layers, and once more; `told` is called with what is being done.
+    """Make levels of these densities for each length of document.
 
-    probes: length in tokens → documents of that length. answer_weight: what the divergence at the tokens of
-    answers counts beside that of the tail. profile: what they are to be added to; a density
-    means itself at the longest prompts of its old and new levels. Raises ValueError for a method that ranks
-    no tiles by a score, and for a density that sink and window alone, or the least thresholds, exceed.
+    Each document is read densely once for each layer, and once more.
+
+    Args:
+        probes: Length in tokens → documents.
+        told: It hears of progress.
+        answer_weight: Weight of answers' divergence beside that of the tail.
+        profile: A density means itself at the longest prompts of its levels and the new ones.
+
+    Raises:
+        ValueError: The method ranks no tiles by a score, or the least possible density is above a density.
     """
     require_thresholds(method)
     shaping = shaping_options(method)
     costed = method_spec(method.name, {**shaping, "outside": True, "tau": COSTED_AT, "min_tokens": 0})
-    had = [] if profile is None else levels_of(profile, method)
+    old = [] if profile is None else levels_of(profile, method)
     levels = []
     for tokens, documents in sorted(probes.items()):
-        found, costs = [], []
+        measured, costs = [], []
         for number, document in enumerate(documents):
             told(f"{tokens} tokens, document {number + 1} of {len(documents)}: errors of heads")
-            found.append(curves(stack, document, selector_of(costed)))
+            measured.append(curves(stack, document, selector_of(costed)))
             told(f"{tokens} tokens, document {number + 1} of {len(documents)}: costs of layers")
             costs.append(layer_costs(stack, document, build(costed)))
         for density in densities:
-            longest = max([*probes, *(one.tokens for one in had if one.density == density)])
+            longest = max([*probes, *(level.tokens for level in old if level.density == density)])
             share = min(1.0, density * (longest / tokens) ** GROWTH)
             told(f"{tokens} tokens: thresholds for a density of {share:.3f}")
-            thresholds = head_thresholds(found, costs, share, allocation, answer_weight)
+            thresholds = head_thresholds(measured, costs, share, allocation, answer_weight)
             really = realised(stack, documents, costed, thresholds)
-            aimed = max(share * min(1.0, share / really), least_density(found, allocation))
-            thresholds = head_thresholds(found, costs, min(share, aimed), allocation, answer_weight)
+            aimed = max(share * min(1.0, share / really), least_density(measured, allocation))
+            thresholds = head_thresholds(measured, costs, min(share, aimed), allocation, answer_weight)
             levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=thresholds))
     return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
 
 
 def require_thresholds(method: MethodSpec) -> None:
-    """Raises ValueError for a method that ranks no tiles by a score."""
     if not issubclass(registered(method).form, ScoredOptions) or method.correction:
         raise ValueError(f"{method.name} has no thresholds to calibrate: it ranks no tiles by a score")
 
 
-def least_density(found: Sequence[Curves], allocation: Allocation) -> float:
-    """What sink and window alone take, or the least thresholds; a mean over heads and documents."""
-    density_LHI = torch.stack([one.density_LHI for one in found]).mean(0)
+def least_density(measured: Sequence[Curves], allocation: Allocation) -> float:
+    """Return what sink and window, or the least thresholds, take on average."""
+    density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
     if allocation == "threshold":
-        least = least_adjusted(density_LHI.flatten(0, 1), found[0].quotas)
+        least = least_adjusted(density_LHI.flatten(0, 1), measured[0].quotas)
     else:
         least = float(density_LHI.amin(-1).double().mean())
     return least * (1 + 1e-6)
@@ -102,8 +107,8 @@ def realised(
     method: MethodSpec,
     thresholds: Sequence[Sequence[float]],
 ) -> float:
-    """The density over documents that are read with these thresholds. It is more than on dense activations,
-    from which the thresholds come."""
+    """Return the density over documents read with these thresholds. It exceeds that of dense activations,
+    which gave them."""
     sparse = build(
         method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: thresholds[layer]
     )
@@ -120,7 +125,6 @@ def realised(
 
 
 def selector_of(method: MethodSpec) -> ScoredSelector:
-    """The selector of a method that ranks tiles by a score."""
     preset = registered(method)
     assert preset.selector is not None
     selector = part_of(preset.selector)(options_for(method))
@@ -129,32 +133,36 @@ def selector_of(method: MethodSpec) -> ScoredSelector:
 
 
 def head_thresholds(
-    found: Sequence[Curves],
+    measured: Sequence[Curves],
     costs: Sequence[LayerCosts],
     share: float,
     allocation: Allocation = "marginal",
     answer_weight: float = ANSWER_WEIGHT,
 ) -> tuple[tuple[float, ...], ...]:
-    """The quota of each layer and head so that the mean density over documents is at most `share` and the
-    predictions change least: a head's error counts as much as its layer's errors together cost, in the tail
-    where the text is looked at anywhere, in answers where it holds what is asked for."""
-    density_LHI = torch.stack([one.density_LHI for one in found]).mean(0)
-    quotas = found[0].quotas
+    """Return each head's quota for a mean density of at most `share` and the least change of predictions.
+
+    A head's error counts as much as its layer's errors cost: in the tail for the text, in answers for its
+    facts.
+    """
+    density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
+    quotas = measured[0].quotas
 
     def loss(errors: list[torch.Tensor], costs: list[torch.Tensor]) -> torch.Tensor:
         error_LHI = torch.stack(errors).mean(0)
         error_L = error_LHI[..., quotas.index(COSTED_AT)].sum(1)
-        # Where that quota drops nothing, a layer costs nothing, and no quota has an error.
+        # A layer in which that quota drops nothing costs nothing and has no error.
         weight_L = torch.stack(costs).mean(0) / torch.where(error_L > 0, error_L, 1.0)
         return error_LHI * weight_L[:, None, None]
 
-    loss_LHI = loss([one.error_LHI for one in found], [one.tail_L for one in costs])
-    loss_LHI += answer_weight * loss([one.fact_error_LHI for one in found], [one.answer_L for one in costs])
+    loss_LHI = loss([curve.error_LHI for curve in measured], [cost.tail_L for cost in costs])
+    loss_LHI += answer_weight * loss(
+        [curve.fact_error_LHI for curve in measured], [cost.answer_L for cost in costs]
+    )
     layers, heads, _ = loss_LHI.shape
     density_HI, loss_HI = density_LHI.flatten(0, 1), loss_LHI.flatten(0, 1)
     if allocation == "threshold":
         chosen = adjusted_quotas(density_HI, loss_HI, quotas, share)
     else:
-        curves_of = zip(density_HI.tolist(), loss_HI.tolist(), strict=True)
-        chosen = allocate([list(zip(*curve, quotas, strict=True)) for curve in curves_of], share)
+        points = zip(density_HI.tolist(), loss_HI.tolist(), strict=True)
+        chosen = allocate([list(zip(*curve, quotas, strict=True)) for curve in points], share)
     return tuple(tuple(chosen[heads * layer : heads * (layer + 1)]) for layer in range(layers))

@@ -1,5 +1,5 @@
 """A model, from the directory that a user names to layers that compute.
 
-Walk it in this order: `directory` (files to a configuration, without torch), `weights` (files to tensors),
-`decoder` (tensors to layers, and the loop over them). `calibrated` is the model's profile, without torch.
+Walk `directory` (files to a configuration), `weights` (files to matrices), `decoder` (layers and their loop).
+`calibrated` has the profile. The first and the last are free of torch.
 """

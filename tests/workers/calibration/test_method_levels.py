@@ -36,7 +36,7 @@ def test_levels_are_there_for_each_length_and_density(tiny_stack: LayerStack) ->
         {640: [made(1, 640), made(2, 640)], 400: [made(3, 400)]},
         POOLED,
         [0.75, 0.9],
-        steps.append,
+        told=steps.append,
     )
     assert found.method == "block_pool" and found.options == shaping_options(POOLED)
     assert [(level.density, level.tokens) for level in found.levels] == [

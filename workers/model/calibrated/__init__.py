@@ -1,5 +1,4 @@
-"""What was calibrated for a model, free of torch.
+"""A model's profile, without torch: `workers/calibration` makes it.
 
-`profile.py` is the file and its checks. `levels.py` chooses a request's thresholds from it.
-`workers/calibration` makes it.
+`profile.py` is the file and its checks. `levels.py` chooses a request's thresholds.
 """

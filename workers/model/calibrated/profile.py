@@ -1,9 +1,8 @@
-"""A model's profile: what was calibrated for it on texts, in a JSON file, strictly checked.
+"""A model's profile: what was calibrated for it, in a JSON file, without torch.
 
-`prefill` holds, for a method and the options that shape its scores, levels: thresholds of the selection rule
-for each layer and query head, made to meet a mean density at a length of prompt. Levels of one density are a
-family over lengths. `decode` holds the Δ-layers and the page budget. `figures` says what was reached on
-texts held out, for people to read. Free of torch, because the front door checks requests against it.
+`prefill` has levels for a method and the options that shape its scores: thresholds for each layer and query
+head that reach a mean density at a length of prompt. `decode` has the Δ-layers and the page budget. `figures`
+says what held-out texts reached, for people.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from ..directory.model_config import ModelConfig, read_config
 from ..directory.store import model_directory, profile_file
 
 _OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
-"""Options that a level stands for, or that decide whether the method is used at all; others shape scores."""
+"""Levels stand for these, or they decide whether the method is used. Other options shape scores."""
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ProfileError(ModelError):
-    """A profile that cannot be used; the message names the key in it."""
+    """The message names the key."""
 
 
 class _Section(BaseModel):
@@ -42,14 +41,14 @@ class _Section(BaseModel):
 
 
 class ProfiledModel(_Section):
-    """Whose profile it is. digest: `digest.model_digest`; name: for people."""
+    """digest: `model_digest`. name: for people."""
 
     name: str
     digest: Sha256
 
 
 class ProfiledText(_Section):
-    """A text that was calibrated on: of its bytes, and how many tokens of it were read."""
+    """The digest of a text's bytes, and how many of its tokens were read."""
 
     sha256: Sha256
     tokens: Count
@@ -60,9 +59,12 @@ class ProfiledText(_Section):
 
 
 class Level(_Section):
-    """thresholds, `amounts` in the file: what the rule aims at, [layer][query head]. density: what a request
-    asks for, the mean share of causal tiles at the longest prompts of the family; share: the same at prompts
-    of `tokens`."""
+    """A rule's thresholds, [layer][query head], called `amounts` in the file.
+
+    Args:
+        density: A request asks for it: the mean share of causal tiles at the longest prompts.
+        share: The same at prompts of `tokens`.
+    """
 
     density: Annotated[float, Field(gt=0, le=1)]
     tokens: Count
@@ -71,7 +73,7 @@ class Level(_Section):
 
 
 class MethodLevels(_Section):
-    """The levels of a method under these options: all that shape its scores (`shaping_options`)."""
+    """options: all that shape scores (`shaping_options`)."""
 
     method: str
     options: dict[str, Any]
@@ -79,7 +81,7 @@ class MethodLevels(_Section):
 
 
 class DecodePages(_Section):
-    """As the keys of the configuration's `decode` section, which says what they mean."""
+    """Keys of the configuration's `decode`."""
 
     full_layers: tuple[Layer, ...]
     delta_layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
@@ -88,8 +90,6 @@ class DecodePages(_Section):
 
 
 class Profile(_Section):
-    """All of it. `read` and `write` are its file, `check` holds it against a model."""
-
     format: Literal[1]
     model: ProfiledModel
     texts: tuple[ProfiledText, ...]
@@ -116,12 +116,12 @@ class Profile(_Section):
             raise ProfileError(f"{path}: {problem}") from None
 
     def write(self, path: Path) -> None:
-        """A row of numbers a line. What was there stays until all is written. Raises ProfileError if that
-        cannot be."""
+        """Rows of numbers share a line. The old file stays until the new one is complete. Raises
+        ProfileError."""
         text = json.dumps(
             self.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False, allow_nan=False
         )
-        rows = re.sub(r"\[\n[\d\s.,e+-]*\]", lambda found: " ".join(found[0].split()), text)
+        rows = re.sub(r"\[\n[\d\s.,e+-]*\]", lambda match: " ".join(match[0].split()), text)
         new = path.with_name(f".{path.name}.new")
         try:
             new.write_text(rows + "\n", encoding="utf-8")
@@ -131,28 +131,26 @@ class Profile(_Section):
             raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
 
     def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
-        """With these levels too, in place of those of the same method, options, density and length; texts:
-        what they were made on."""
-        families = {(one.method, *sorted(one.options.items())): one for one in self.prefill}
-        key = (made.method, *sorted(made.options.items()))
-        had = families[key].levels if key in families else ()
-        of = {(level.tokens, level.density): level for level in (*had, *made.levels)}
-        families[key] = made.model_copy(update={"levels": tuple(of[at] for at in sorted(of))})
+        """Add levels made on `texts`, in place of those of the same method, options, density and length."""
+        families = {_key(levels): levels for levels in self.prefill}
+        key = _key(made)
+        old = families[key].levels if key in families else ()
+        levels = {(level.tokens, level.density): level for level in (*old, *made.levels)}
+        families[key] = made.model_copy(update={"levels": tuple(levels[at] for at in sorted(levels))})
         new = tuple(text for text in texts if text not in self.texts)
         return self.model_copy(update={"prefill": tuple(families.values()), "texts": (*self.texts, *new)})
 
     def check(self, config: ModelConfig, digest: str) -> None:
-        """Raises ProfileError, naming the key, unless it was made for the model of this shape and digest, and
-        for methods as they are here."""
+        """Raises ProfileError, naming the key, unless it fits this model and the methods as they are."""
         for problem in self._misfits(config, digest):
             raise ProfileError(problem)
 
     def _repeated(self) -> Iterator[str]:
-        for place in _seconds([(one.method, one.options) for one in self.prefill]):
+        for place in _seconds([(levels.method, levels.options) for levels in self.prefill]):
             yield f"prefill[{place}]: {self.prefill[place].method} with these options is there already"
-        for place, one in enumerate(self.prefill):
-            for number in _seconds([(level.density, level.tokens) for level in one.levels]):
-                where, level = f"prefill[{place}].levels[{number}]", one.levels[number]
+        for place, method in enumerate(self.prefill):
+            for number in _seconds([(level.density, level.tokens) for level in method.levels]):
+                where, level = f"prefill[{place}].levels[{number}]", method.levels[number]
                 yield f"{where}: density {level.density} at {level.tokens} tokens is there already"
 
     def _decode_problems(self) -> Iterator[str]:
@@ -167,9 +165,9 @@ class Profile(_Section):
                 f"model.digest: it was made for {self.model.name}, {self.model.digest[:12]}…; this model "
                 f"with its adapter and overrides is {digest[:12]}…: calibrate it"
             )
-        for place, one in enumerate(self.prefill):
-            yield from _method_problems(f"prefill[{place}]", one)
-            for number, level in enumerate(one.levels):
+        for place, method in enumerate(self.prefill):
+            yield from _method_problems(f"prefill[{place}]", method)
+            for number, level in enumerate(method.levels):
                 yield from _shape_problems(f"prefill[{place}].levels[{number}].amounts", level, config)
         decode = self.decode
         for key in ("full_layers", "delta_layers") if decode is not None else ():
@@ -179,10 +177,7 @@ class Profile(_Section):
 
 
 def load_profile(model: ModelSpec) -> Profile | None:
-    """The profile that a model's spec names, once it is known to be this model's; None without one.
-
-    Raises ProfileError that names the key of the configuration, the file and the key in it.
-    """
+    """Load and check the profile that a spec names. Raises ProfileError that names the key and the file."""
     if model.profile is None:
         return None
     try:
@@ -198,31 +193,34 @@ def load_profile(model: ModelSpec) -> Profile | None:
 
 
 def shaping_options(spec: MethodSpec) -> dict[str, Value]:
-    """Of a method that ranks tiles by a score, the options that its scores and its forced tiles depend on:
-    thresholds hold for them alone."""
+    """Return the options that scores and forced tiles depend on. Thresholds hold for them alone."""
     return {key: spec.values[key] for key in registered(spec).options if key not in _OF_THE_RULE}
 
 
+def _key(levels: MethodLevels) -> tuple[Any, ...]:
+    return levels.method, *sorted(levels.options.items())
+
+
 def _seconds(keys: Sequence[Any]) -> Iterator[int]:
-    """Places of what has been there before."""
+    """Return places of keys that occurred before."""
     return (place for place, key in enumerate(keys) if key in keys[:place])
 
 
-def _method_problems(where: str, one: MethodLevels) -> Iterator[str]:
-    preset = PRESETS.get(one.method)
+def _method_problems(where: str, method: MethodLevels) -> Iterator[str]:
+    preset = PRESETS.get(method.method)
     if preset is None or not issubclass(preset.form, ScoredOptions):
-        yield f"{where}.method = {one.method!r}: no method that ranks tiles by a score"
+        yield f"{where}.method = {method.method!r}: no method that ranks tiles by a score"
         return
-    known = shaping_options(method_spec(one.method))
-    for key, value in one.options.items():
+    known = shaping_options(method_spec(method.method))
+    for key, value in method.options.items():
         if key not in known:
             yield f"{where}.options.{key}: no option that shapes scores; these do: {', '.join(known)}"
         elif not isinstance(value, int | float):
             yield f"{where}.options.{key} = {reprlib.repr(value)}: must be a number"
-    if missing := known.keys() - one.options.keys():
+    if missing := known.keys() - method.options.keys():
         yield f"{where}.options: lacks {', '.join(sorted(missing))}"
     try:
-        method_spec(one.method, one.options)
+        method_spec(method.method, method.options)
     except MethodError as error:
         yield f"{where}.{error.field.removeprefix('method_')}: {error}"
 
@@ -236,7 +234,7 @@ def _shape_problems(where: str, level: Level, config: ModelConfig) -> Iterator[s
 
 
 def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
-    """One of pydantic's errors in a line that names the key. loc: where it is; empty for the whole."""
+    """Say one of pydantic's errors in a line. loc: empty for the whole file."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
     if kind == "missing":
         return f"key {where!r} is missing"

@@ -1,4 +1,4 @@
-"""Loads a model, or one stage's share of it, into a `LayerStack`."""
+"""Loads a model, or one stage's share, into a `LayerStack`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from .stack import LayerStack
 
 
 def load_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> LayerStack:
-    """Load a part of a model directory. Raises ModelError as `read_stack` does."""
+    """Raises ModelError as `read_stack` does."""
     return LayerStack(spec, read_stack(directory, spec, tell))
 
 
 def load_model(
     model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1, tell: Tell = silent
 ) -> LayerStack:
-    """Load a stage's share of a model; by default all of it.
-
-    Args:
-        stage: Its number among `stages`.
-        tell: It is told how far loading has come.
+    """Load one of `stages` shares of a model; by default all of it.
 
     Raises:
         ModelError: The model cannot be loaded, split or quantised like that.

@@ -1,14 +1,11 @@
-"""Blocks of a document whose keys and values are computed again because a question looks at them.
+"""Computes a document's blocks again, densely, because a question looks at them.
 
-Sparse prefill loses answers where the facts stand: the tokens of a fact lacked something when they were read,
-and a question that finds them reads keys and values that are a little off. Which of a document's facts are
-asked for is not known before the question is; then it is a handful of blocks. So these are read once more,
-with dense attention over what stands before them. Selective recomputation as in CacheBlend (Yao et al. 2024,
-section 4), of what a dense reading rectifies in Rectified Sparse Attention (Sun et al. 2025, section 2.3);
-chosen by the question's attention.
+Sparse prefill loses answers at the facts: their tokens lacked something when they were read. Only the
+question tells which few blocks it asks for. Sources: selective recomputation (CacheBlend, Yao et al. 2024,
+section 4) of what a dense reading rectifies (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
 
 Shape suffixes: T tokens of the question, H query heads, G key/value heads, D head dimension, S keys, M blocks
-of BLOCK keys, J = H / G, X = J x T, P rows computed again (B blocks of BLOCK).
+of BLOCK keys, J = H / G, X = J x T, P recomputed rows (B blocks of BLOCK).
 """
 
 from __future__ import annotations
@@ -25,40 +22,40 @@ from ....kernels.layers.rope import KVRows
 from .stack import AttentionCalls, LayerStack
 
 QUESTION_ROWS = 64
-"""Of a question so many rows are looked at, the last ones."""
+"""Last rows of a question that select blocks."""
 KEYS_AT_ONCE = 1 << 17
-"""Of a longer document so many keys are looked at after each other: it takes memory."""
+"""Keys scored at once, to save memory."""
 
 
 class BlockAttention:
-    """How much of its attention a question gives to each block of the `tokens` tokens before it: the most
-    that any of its last rows gives, in any head of any layer, of what it gives to those tokens."""
+    """The largest share of attention that a question's last rows give each block, in any head of any layer."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._mass_M: torch.Tensor | None = None
 
     def add(self, q_THD: torch.Tensor, k_GSD: torch.Tensor) -> None:
-        """One layer's queries (rotated), and keys, of which the first `tokens` count. Waits for nothing."""
+        """Add a layer's rotated queries and its keys, of which the first `tokens` count."""
         mass_M = attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens])
         self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
 
     def most(self, count: int) -> list[int]:
-        """The `count` whole blocks with the most, ascending; fewer where there are not so many. Never the
-        first one, of which every row saw all that there is. The last one only with all others: heads that
-        look at what is near give it most of what they have, whatever is asked."""
-        whole = self._tokens // BLOCK
-        if self._mass_M is None or whole < 2:
+        """Return the complete blocks with the most attention, at most `count`, ascending.
+
+        Block 0 is never among them, because its rows saw everything. The last block comes last, because heads
+        that look nearby give it most.
+        """
+        complete = self._tokens // BLOCK
+        if self._mass_M is None or complete < 2:
             return []
-        mass_M = self._mass_M[1:whole].clone()
+        mass_M = self._mass_M[1:complete].clone()
         mass_M[-1] = -1.0
-        best = mass_M.topk(min(count, whole - 1)).indices
+        best = mass_M.topk(min(count, complete - 1)).indices
         return sorted(1 + block for block in best.tolist())
 
 
 def attention_by_block(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
-    """mass_M (float32): the largest share of a row's attention in one head that lies on each block of keys,
-    all of which every row sees."""
+    """Return mass_M (float32): the largest share of a row in one head on each block. Rows see all keys."""
     groups, _, dim = k_GSD.shape
     q_TGJD = (q_THD * dim**-0.5).reshape(len(q_THD), groups, -1, dim)
     q_GXD = q_TGJD.transpose(0, 1).flatten(1, 2)
@@ -76,7 +73,7 @@ def _lse_by_block(q_XD: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_blocks(blocks: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """positions_P of the blocks' tokens, in the order of the blocks."""
+    """Return positions_P."""
     first_B1 = torch.tensor(blocks, device=device)[:, None] * BLOCK
     return (first_B1 + torch.arange(BLOCK, device=device)).flatten()
 
@@ -88,11 +85,14 @@ def recompute(
     kv_rows: Callable[[int], KVRows],
     seen: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Compute the blocks' keys and values in every layer with dense attention over all that stands before.
+    """Compute the blocks' K and V in all layers, with dense attention over everything before.
 
-    ids_P: the blocks' tokens. blocks: ascending, whole ones. kv_rows(layer): where their K and V go.
-    seen(layer), asked after that: k_GSD and v_GSD of all tokens before the last block, the blocks' new ones
-    among them, and behind these once more those of the blocks (S = (last block + B) x BLOCK).
+    Args:
+        ids_P: The blocks' tokens.
+        blocks: Complete blocks, ascending.
+        kv_rows: Where a layer's new K and V go.
+        seen: Called next, returns k_GSD and v_GSD of all tokens before the last block, then the blocks' new
+            ones again.
     """
     config, device = stack.config, stack.device
     mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseExecutor()
@@ -109,8 +109,7 @@ def recompute(
 
 
 def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:
-    """For the n-th of the blocks, whose keys are the n-th behind the last block's start: all blocks before it
-    where they stand, and its own there."""
+    """The n-th block reads all blocks before it, and its own keys n blocks behind the last block's start."""
     behind = blocks[-1]
     index_BM = torch.arange(behind + len(blocks), dtype=torch.int16).repeat(len(blocks), 1)
     for n, block in enumerate(blocks):

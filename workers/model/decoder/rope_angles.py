@@ -16,20 +16,20 @@ from ..directory.model_config import RopeConfig
 
 
 class Rope:
-    """By how much queries and keys are rotated (`kernels/layers/rope.py` does it)."""
+    """`kernels/layers/rope.py` rotates by these angles."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str) -> None:
         frequencies_F, self._magnitude = inverse_frequencies(config, head_dim)
         self._frequencies_F = frequencies_F.to(device)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [T, 1, F], for absolute positions; made once per chunk for all layers."""
+        """Return cos and sin, float32 [T, 1, F], which all layers share."""
         angle_T1F = positions_T.to(torch.float32)[:, None, None] * self._frequencies_F
         return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians per token of each channel pair, float32 [F], and the factor on cos and sin (yarn; else 1)."""
+    """Return radians per token, float32 [F], and a factor on cos and sin, which YaRN has."""
     exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base_F = 1.0 / config.theta**exponent_F
     scaling = config.scaling
@@ -54,7 +54,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
 def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Llama 3.1: slow channels are slowed by `factor`, fast ones kept, those between interpolated.
 
-    "Slow" is measured in turns over the length of the original training context.
+    Speed counts as turns over the original context.
     """
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
@@ -64,10 +64,10 @@ def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(base_F: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023), section 3.2 (interpolation by parts) and 3.4 (attention temperature).
+    """YaRN (Peng et al. 2023), sections 3.2 (interpolation by parts) and 3.4 (attention temperature).
 
-    The ramp runs over the channel index between those that turn beta_fast and beta_slow times, as in the
-    authors' code, rather than over the number of turns as in the paper's equation 20.
+    The ramp runs over channels between those that turn beta_fast and beta_slow times, as in the authors'
+    code; equation 20 has it over turns.
     """
     factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
     last = 2 * base_F.numel() - 1

@@ -1,11 +1,11 @@
 """The decoder of the Llama family, for any contiguous part of its layers.
 
-The caller attends (`LayerAttention`): it knows where K/V live and which tokens belong to which prompt. So one
-loop (`LayerStack.run`) computes prefill chunks and batched decode steps. Each step between the matrix products
-is one kernel (`kernels/layers`). Nothing waits for the device.
+The caller attends (`LayerAttention`), because it knows where K/V live. So one loop (`LayerStack.run`)
+computes prefill chunks and batched decode steps. Each step between matrix products is one kernel
+(`kernels/layers`), and nothing waits for the device.
 
-Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, X = H + 2 G, D head dimension,
-V vocabulary.
+Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, X = H + 2 G, D head dimension, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -30,35 +30,31 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for a text whose K/V nobody keeps. q and k are rotated."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of positions (`Rope.angles`)."""
 
 
 class LayerAttention(Protocol):
-    """The caller's part of each layer. A layer goes by its number in the model."""
+    """The caller's part of each layer, which goes by its number in the model."""
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Return where the rows' K and V are to be written. Nothing of the layer is launched before."""
+        """Say where K and V go. Nothing of the layer is launched before."""
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
-        """Attend with the rotated queries, whose K and V are in `kv_rows`.
+        """Attend with rotated queries, whose K and V are in `kv_rows`.
 
         Returns:
-            out_THD. If it has fewer rows than q_THD, later layers need only these last rows. None if they
-            need no row.
+            out_THD of the rows that later layers need, the last ones; None if they need none.
         """
 
 
 @dataclass(frozen=True)
 class AttentionCalls:
-    """A `LayerAttention` of two functions."""
-
     kv_rows: Callable[[int], KVRows]
     attend: Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass
 class Residual:
-    """The residual stream between two products. The next norm adds `update_TC` to it on its way."""
+    """The residual stream. The next norm adds `update_TC` on its way."""
 
     hidden_TC: torch.Tensor
     update_TC: torch.Tensor | None = None
@@ -75,7 +71,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A layer. The weights of a half that another stack computes are None."""
+    """The weights of a half that another stack computes are None."""
 
     number: int
     config: ModelConfig
@@ -83,7 +79,7 @@ class DecoderLayer:
     mlp_weights: MlpWeights | None
 
     def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
-        """Return the rotated q_THD, normed if the model does so, and write K and V to `kv`."""
+        """Return rotated q_THD, normed if the model does so. K and V go to `kv`."""
         weights, config = self._attention, self.config
         qkv_TO = weights.qkv(self._norm(residual, weights.input_norm_C, weights.qkv))
         qkv_TXD = qkv_TO.view(-1, config.q_heads + 2 * config.kv_heads, config.head_dim)
@@ -91,12 +87,12 @@ class DecoderLayer:
         return rotate_and_store(qkv_TXD, *angles, norm, kv)
 
     def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
-        """Add the output projection of attention's output to the residual stream."""
+        """Add the output projection of attention."""
         residual.hidden_TC = residual.total()
         residual.update_TC = self._attention.output(out_THD.flatten(1))
 
     def mlp(self, residual: Residual) -> None:
-        """Add the MLP's output to the residual stream, unless another stack does that."""
+        """Add the MLP, unless another stack does."""
         weights = self.mlp_weights
         if weights is not None:
             normed = self._norm(residual, weights.post_norm_C, weights.gate_up)
@@ -117,21 +113,20 @@ class DecoderLayer:
 
 
 def norm_of(residual: Residual, weight_C: torch.Tensor, eps: float, taker: Linear | Fp8Linear) -> LinearInput:
-    """Add up the residual stream and return its norm, in the form that the layer `taker` takes."""
+    """Add up the stream and return its norm, in the form that `taker` takes."""
     sum_TC, normed = add_norm(residual.hidden_TC, residual.update_TC, weight_C, eps, taker.quantised)
     residual.hidden_TC, residual.update_TC = sum_TC, None
     return normed
 
 
 class LayerStack:
-    """A contiguous part of a model's layers, with the embedding or the head where it has those ends.
+    """Some layers of a model, with the embedding or the head if it has these ends.
 
-    Its first MLP may be that of the layer before `layers`, and its last layer may lack its MLP: other stacks
-    compute those layers' other halves.
+    It may begin with the MLP of the layer before `layers`, and end without its last MLP: other stacks compute
+    these.
     """
 
     def __init__(self, spec: StackSpec, weights: StackWeights) -> None:
-        """Raises ModelError for layers and MLPs that do not follow one another in the model."""
         layers, mlps = spec.layers, spec.share.mlps
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > spec.config.layers:
             raise ModelError(f"layers {layers} are not a contiguous part of the model's {spec.config.layers}")
@@ -167,7 +162,7 @@ class LayerStack:
         return self._weights.attentions[0].qkv.quantised
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return hidden_TC of token ids in any integer dtype. Ids must be in range: CUDA cannot report it."""
+        """Ids, of any integer dtype, must be in range: CUDA cannot report it."""
         if self._weights.embedding_VC is None:
             raise ModelError("this stack has no embedding: only the first stage embeds tokens")
         return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
@@ -179,7 +174,7 @@ class LayerStack:
         attend: Attend,
         layers: range | None = None,
     ) -> torch.Tensor:
-        """Call `run` with K and V of each layer in fresh memory, which `attend` is given."""
+        """`run` with K and V of each layer in fresh memory."""
         return self.run(hidden_TC, positions_T, _FreshKV(self, len(hidden_TC), attend), layers=layers)
 
     def run(
@@ -191,16 +186,16 @@ class LayerStack:
         layers: range | None = None,
         phase: Phase = no_phase,
     ) -> torch.Tensor:
-        """Run the layers: the one loop of prefill stages, decode steps, recomputed blocks and calibration.
+        """Run the layers, for prefill, decode, recomputed blocks and calibration alike.
 
         Args:
-            positions_T: The absolute position of each row, in any order.
+            positions_T: Each row's absolute position, in any order.
             attention: The caller's part of each layer.
             layers: Some of the stack's layers; by default all.
-            phase: It times everything here as "projection". `attention` times itself.
+            phase: Times everything here as "projection". `attention` times itself.
 
         Returns:
-            hidden_TC after the layers, of the rows that are still needed.
+            hidden_TC of the rows that are still needed.
         """
         layers = self.layers if layers is None else layers
         with phase("projection"):
@@ -225,7 +220,7 @@ class LayerStack:
         return self._rope.angles(positions_T.to(self.device))
 
     def compile_products(self) -> None:
-        """Compile the kernels that products of many rows use."""
+        """Compile kernels for products of many rows."""
         attention = self._weights.attentions[0]
         products = [attention.qkv, attention.output]
         if self._weights.mlps:
@@ -234,7 +229,7 @@ class LayerStack:
             product.compile()
 
     def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
-        """Return next-token logits_TV in float32. Pass only the rows that are sampled from."""
+        """Return float32 logits_TV. Pass only the rows that are sampled from."""
         if self._weights.head is None or self._weights.final_norm_C is None:
             raise ModelError("this stack has no LM head: only the last stage gives logits")
         head = self._weights.head

@@ -1,5 +1,5 @@
-"""What a model's directory says, read and checked without torch, because the front door reads it too.
+"""Reads and checks a model's directory, without torch, because the front door reads it too.
 
-Begin at `store.py`: it turns the name of a model into a directory. `model_config.py` reads the decoder's
-shape, `tokenizer_files.py` the tokenizer's, `headers.py` checks the weights, `digest.py` names the model.
+Begin at `store.py` (name to directory) and `model_config.py` (the decoder's shape). `headers.py` checks
+weights, `digest.py` identifies the model.
 """

@@ -1,4 +1,4 @@
-"""A model's chat template: the dialect of Jinja that such templates are written in, and its variables."""
+"""A model's chat template, in the dialect of Jinja that such templates are written in."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import jinja2.parser
 import jinja2.sandbox
 
 OURS = ("messages", "add_generation_prompt")
-"""Variables of a template that only a rendering itself sets."""
+"""Only a rendering itself sets these variables."""
 
 _FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""Expressions in a template may raise these, for messages that its author did not think of."""
+"""Templates raise these for messages that their authors did not foresee."""
 
 
 class ChatTemplate:
-    """Raises jinja2.TemplateSyntaxError."""
+    """A parsed template. Raises jinja2.TemplateSyntaxError."""
 
     def __init__(self, source: str) -> None:
         self._template = _environment().from_string(source)
@@ -29,8 +29,12 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], answer: bool, variables: Mapping[str, Any]
     ) -> str:
-        """answer: end with the assistant's opening. variables: such as `bos_token`; tools and documents are
-        None without them. Raises jinja2.TemplateError."""
+        """Render messages. Raises jinja2.TemplateError.
+
+        Args:
+            answer: End with the opening of the assistant's answer.
+            variables: Such as `bos_token`. `tools` and `documents` are None by default.
+        """
         try:
             return self._template.render(
                 {"tools": None, "documents": None, **variables},
@@ -42,7 +46,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what to train on; for serving it means nothing."""
+    """`{% generation %}…{% endgeneration %}` marks what to train on. Serving ignores it."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -52,7 +56,6 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.Environment:
-    """The dialect that chat templates are written in, without access to anything outside."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

@@ -1,9 +1,8 @@
-"""Which model it is: a digest that equal models share and that whatever changes a model's numbers alters.
+"""A digest of a model: equal models share it, and whatever changes a model's numbers changes it.
 
-It is taken over the decoder's shape with its overrides, over every tensor's name, type, shape and first
-values, and over the same of an adapter. So it costs some reads of 4 KiB a layer, however large the model.
-Where tensors lie (shards, their order) and what bounds a prompt or ends an answer do not count; nor does the
-dtype that is computed in. Free of torch, because the front door takes it too.
+It covers the decoder's shape with overrides, and each tensor's name, type, shape and first values, an
+adapter's too. That costs a few reads of 4 KiB a layer. File layout, the bounds of a prompt and the dtype of
+computation do not count.
 """
 
 from __future__ import annotations
@@ -22,23 +21,19 @@ from .model_config import read_config
 from .store import adapter_directory, model_directory, weight_file, weight_index
 
 SAMPLE_BYTES = 4096
-"""Of each tensor. Training and merging change all of a matrix, so its first rows are told apart."""
+"""Training and merging change a whole matrix, so its first rows tell."""
 
 _NO_NUMBERS = ("positions", "eos_ids")
-"""Fields of ModelConfig that no activation depends on."""
 
 _ADAPTER_SCALE = ("lora_alpha", "use_rslora")
-"""What of adapter_config.json enters the merged weights; the rank is in the tensors' shapes."""
+"""The rank is in the tensors' shapes."""
 
 Tensor = tuple[str, str, list[int], bytes]
 """Name, type, shape and first bytes."""
 
 
 def model_digest(model: ModelSpec) -> str:
-    """sha256 in hexadecimal of the model with its adapter and overrides.
-
-    Raises ModelError for files that are missing or cannot be read.
-    """
+    """Return a sha256 in hexadecimal. Raises ModelError for files that are missing or cannot be read."""
     directory = model_directory(model.path)
     shape = dataclasses.asdict(read_config(directory, model.overrides))
     digest = hashlib.sha256()
@@ -59,7 +54,6 @@ def _add(digest: Any, about: dict[str, Any], tensors: Iterable[Tensor]) -> None:
 
 
 def _weights(directory: Path) -> Iterator[Tensor]:
-    """Of the file or files that `sources.open_weights` would read."""
     index = weight_index(directory)
     for path in [weight_file(directory)] if index is None else set(index.values()):
         yield from _gguf(path) if path.suffix == ".gguf" else _safetensors(path)
@@ -68,9 +62,10 @@ def _weights(directory: Path) -> Iterator[Tensor]:
 def _safetensors(path: Path) -> Iterator[Tensor]:
     stored = read_header(path)
     with path.open("rb") as file:
-        for name, one in stored.items():
-            file.seek(one.begin)
-            yield name, one.dtype, list(one.shape), file.read(min(one.end - one.begin, SAMPLE_BYTES))
+        for name, tensor in stored.items():
+            file.seek(tensor.begin)
+            sample = file.read(min(tensor.end - tensor.begin, SAMPLE_BYTES))
+            yield name, tensor.dtype, list(tensor.shape), sample
 
 
 def _gguf(path: Path) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
-"""Tokens that end an answer, as a model's tokenizer tells them.
+"""The tokens that end an answer, as a model's tokenizer names them.
 
-Fine-tuned models often end with another token than the one that their config.json kept of the base model:
-ChatML's `<|im_end|>` stands in the tokenizer's configuration, or in the chat template alone.
+Fine-tuned models often end with another token than config.json says. ChatML's `<|im_end|>` may be in the chat
+template alone.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ _SAID = "\N{ASTERISM}said\N{ASTERISM}"
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Ids of the tokenizer's `eos_token`, and of the token that the chat template puts after an assistant's
-    message. None without tokenizer.json. Raises ModelError for a file that cannot be used."""
+    """Return the ids of `eos_token` and of the token behind an assistant's message in the chat template.
+
+    Without tokenizer.json there are none. Raises ModelError for a file that cannot be used.
+    """
     path = directory / "tokenizer.json"
     if not path.is_file():
         return ()
     files, state = TokenizerFiles.read(directory), read_json(path)
     try:
         added = {token["content"]: int(token["id"]) for token in state.get("added_tokens") or []}
-        ids = {**_vocabulary(state), **{one.content: id for id, one in files.added.items()}, **added}
+        ids = {**_vocabulary(state), **{token.content: id_ for id_, token in files.added.items()}, **added}
     except (TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path} is not a tokenizer: {error!r}") from None
     eos = files.special.get("eos_token", "")
-    markers = {*added, *(one.content for one in files.added.values()), eos} - {""}
+    markers = {*added, *(token.content for token in files.added.values()), eos} - {""}
     ends = (eos, _marker(files, markers))
     return tuple(dict.fromkeys(ids[end] for end in ends if end in ids))
 
 
 def _vocabulary(state: Mapping[str, Any]) -> dict[str, int]:
-    """Of a Unigram model it is a list of pairs, in the order of ids."""
+    """A Unigram model lists pairs in the order of ids."""
     vocabulary = (state.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):
         return {piece: number for number, (piece, _score) in enumerate(vocabulary)}
@@ -45,8 +47,7 @@ def _vocabulary(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _marker(files: TokenizerFiles, tokens: set[str]) -> str:
-    """The token that follows an assistant's message, which the template must put there even where nothing
-    else follows. Empty if there is none."""
+    """Return the token that the template puts behind an assistant's message."""
     messages = ({"role": "user", "content": "\N{ASTERISM}"}, {"role": "assistant", "content": _SAID})
     if files.template is None:
         return ""
@@ -54,6 +55,6 @@ def _marker(files: TokenizerFiles, tokens: set[str]) -> str:
         rendered = files.template.render(messages, False, files.special)
     except jinja2.TemplateError:
         return ""
-    _before, found, after = rendered.rpartition(_SAID)
-    after = after.lstrip() if found else ""
+    _before, separator, after = rendered.rpartition(_SAID)
+    after = after.lstrip() if separator else ""
     return max((token for token in tokens if after.startswith(token)), key=len, default="")

@@ -1,7 +1,4 @@
-"""Weights held against a configuration by the headers of their files alone: milliseconds for any model.
-
-Free of torch, because it is done before any process starts that could load them.
-"""
+"""Compares weights with a configuration by their files' headers alone, in milliseconds and without torch."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ _SCALES = (
     "_packed",
     ".absmax",
 )
-"""How names of tensors end that quantised checkpoints have beside, or in place of, weights."""
+"""Tensors of quantised checkpoints have such suffixes."""
 _DERIVED = ".rotary_emb.inv_freq"
-"""Old checkpoints have it; it follows from the configuration."""
+"""Old checkpoints have it. The configuration implies it."""
 _OF_ANOTHER = "take weights and config.json of one model"
 
 Shape = tuple[int, ...]
@@ -38,7 +35,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file. begin, end: its bytes there."""
+    """A tensor in bytes begin .. end - 1 of a file."""
 
     dtype: str
     shape: Shape
@@ -47,23 +44,26 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name. It begins with the length of its JSON header (uint64), whose
-    offsets count from its end. Raises ModelError for a file that is none, or ends too early."""
+    """Return the tensors of a safetensors file by name.
+
+    The file begins with the length of its JSON header (uint64), whose offsets count from its end. Raises
+    ModelError for another or truncated file.
+    """
     try:
         refuse_pointer(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             content = json.loads(file.read(min(start, size) - 8))
-        found = dict(_tensors(content, start))
+        tensors = dict(_tensors(content, start))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
-    whole = max((one.end for one in found.values()), default=start)
-    if size != whole:
-        raise ModelError(f"{path} has {size} bytes of {whole}: download it again")
-    return found
+    end = max((tensor.end for tensor in tensors.values()), default=start)
+    if size != end:
+        raise ModelError(f"{path} has {size} bytes of {end}: download it again")
+    return tensors
 
 
 def _tensors(content: Mapping[str, dict[str, list[int]]], start: int) -> Iterator[tuple[str, Stored]]:
@@ -74,24 +74,24 @@ def _tensors(content: Mapping[str, dict[str, list[int]]], start: int) -> Iterato
 
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
-    """Every tensor that the decoder reads is there, whole, in its shape and in 16 bits or more; and none that
-    it would leave out. Weights in a GGUF file are checked when they are read.
+    """Check that each tensor of the decoder is complete, in its shape and in 16 bits or more, and that none
+    is left.
 
-    Raises ModelError that says in a line which are not, and what to do.
+    GGUF weights are checked when they are read. Raises ModelError that says what to do.
     """
-    found = _stored(directory)
-    if found is None:
+    stored = _stored(directory)
+    if stored is None:
         return
     expected = expected_shapes(config)
-    if config.tied_embeddings and HEAD in found:  # loading compares it with the embedding, if that is there
-        table = expected[EMBEDDING] if EMBEDDING in found else expected.pop(EMBEDDING)
+    if config.tied_embeddings and HEAD in stored:  # loading compares it with the embedding
+        table = expected[EMBEDDING] if EMBEDDING in stored else expected.pop(EMBEDDING)
         expected[HEAD] = table
-    for problem in _problems(found, expected, config):
+    for problem in _problems(stored, expected, config):
         raise ModelError(f"{directory}: {problem}")
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Shapes by the names that Hugging Face checkpoints use, without a head where it is the embedding."""
+    """Return shapes by Hugging Face's names. A head that is the embedding has none."""
     hidden, inner = config.hidden, config.intermediate
     table = {EMBEDDING: (config.vocab, hidden), "model.norm.weight": (hidden,)}
     head = {} if config.tied_embeddings else {HEAD: (config.vocab, hidden)}
@@ -115,7 +115,6 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _stored(directory: Path) -> dict[str, Stored] | None:
-    """Of all files that hold the model; None for GGUF."""
     index = weight_index(directory)
     if index is None:
         single = weight_file(directory)
@@ -134,46 +133,45 @@ def _stored(directory: Path) -> dict[str, Stored] | None:
 
 
 def _problems(
-    found: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
+    stored: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
 ) -> Iterator[str]:
-    """The likeliest cause first: a quantised model also lacks tensors."""
-    yield from _quantised(found)
-    missing = [name for name in expected if name not in found]
-    if missing and (prefix := _prefix(found)) is not None:
+    """The likeliest cause comes first: a quantised model also lacks tensors."""
+    yield from _quantised(stored)
+    missing = [name for name in expected if name not in stored]
+    if missing and (prefix := _prefix(stored)) is not None:
         yield (
             f"tensors are called {prefix}… where model.… is expected ({_several(missing)}): save the "
             "language model by itself"
         )
     if missing:
         yield f"the weights lack {_several(missing)}, which config.json asks for: {_OF_ANOTHER}"
-    yield from _left_over(found, expected, config)
+    yield from _left_over(stored, expected, config)
     for name, shape in expected.items():
-        if found[name].shape != shape:
-            yield f"tensor {name} is {found[name].shape}, config.json says {shape}: {_OF_ANOTHER}"
+        if stored[name].shape != shape:
+            yield f"tensor {name} is {stored[name].shape}, config.json says {shape}: {_OF_ANOTHER}"
 
 
-def _quantised(found: Mapping[str, Stored]) -> Iterator[str]:
+def _quantised(stored: Mapping[str, Stored]) -> Iterator[str]:
     advice = "quantised weights are not supported: take the model in 16 bits"
-    if scales := [name for name in found if name.endswith(_SCALES)]:
+    if scales := [name for name in stored if name.endswith(_SCALES)]:
         yield f"the weights hold scales, {_several(scales)}; {advice}"
-    if odd := [name for name, one in found.items() if one.dtype not in _DTYPES]:
-        yield f"the weights hold {found[odd[0]].dtype}, {_several(odd)}; {advice}"
+    if odd := [name for name, tensor in stored.items() if tensor.dtype not in _DTYPES]:
+        yield f"the weights hold {stored[odd[0]].dtype}, {_several(odd)}; {advice}"
 
 
-def _prefix(found: Iterable[str]) -> str | None:
-    """What stands where `model.` should, if the rest of a name is as expected."""
+def _prefix(stored: Iterable[str]) -> str | None:
     for end in ("embed_tokens.weight", "layers.0.mlp.down_proj.weight"):
-        for name in found:
+        for name in stored:
             if name.endswith(end) and name != f"model.{end}":
                 return name.removesuffix(end)
     return None
 
 
 def _left_over(
-    found: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
+    stored: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
 ) -> Iterator[str]:
-    """Whatever of a decoder would be left out: layers too many, a bias. Heads for other uses are not it."""
-    left = [name for name in found if name.startswith(("model.", "lm_head.")) and name not in expected]
+    """Heads for other uses are not left over."""
+    left = [name for name in stored if name.startswith(("model.", "lm_head.")) and name not in expected]
     left = [name for name in left if not name.endswith(_DERIVED)]
     beyond = f"model.layers.{config.layers}."
     if any(name.startswith(beyond) for name in left):

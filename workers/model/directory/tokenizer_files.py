@@ -1,8 +1,4 @@
-"""What stands beside tokenizer.json: named special tokens, the chat template, tokens that were added later.
-
-Read from tokenizer_config.json, special_tokens_map.json, added_tokens.json and chat_template.jinja, as
-transformers reads them. Free of torch and tokenizers, because everybody reads it.
-"""
+"""Reads the files beside tokenizer.json as transformers does, without torch and tokenizers."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ _CONFIG, _ADDED, _TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that a text is searched for before it is split. The fields are those of `tokenizers`."""
+    """Fields are those of `tokenizers`."""
 
     content: str
     special: bool = False
@@ -33,7 +29,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """special: named tokens, such as `bos_token`. added: by id; tokenizer.json may have them too."""
+    """special: by name, such as `bos_token`. added: by id; tokenizer.json may have them too."""
 
     special: dict[str, str]
     template: ChatTemplate | None
@@ -41,7 +37,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
-        """Raises ModelError for a file that cannot be used. A file that is not there is empty."""
+        """A missing file is empty. Raises ModelError for a file that cannot be used."""
         config = read_json_or_empty(directory / _CONFIG)
         named = read_json_or_empty(directory / "special_tokens_map.json")
         special = _named(config if "added_tokens_decoder" in config else {**config, **named})
@@ -50,16 +46,15 @@ class TokenizerFiles:
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every key `…_token` that holds a token, and those that a model names itself."""
-    found = {key: value for key, value in config.items() if key.endswith("_token")}
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
     for key in ("model_specific_special_tokens", "extra_special_tokens"):
         if isinstance(config.get(key), dict):
-            found |= config[key]
-    return {key: text for key, value in found.items() if (text := _text(value))}
+            tokens |= config[key]
+    return {key: text for key, value in tokens.items() if (text := _text(value))}
 
 
 def _text(token: Any) -> str:
-    """Of a token as text or as an object; empty for anything else (`add_bos_token: true`)."""
+    """A token is text or an object; `add_bos_token: true` is neither."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
@@ -69,7 +64,7 @@ def _template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None
     if (directory / _TEMPLATE).is_file():
         path = directory / _TEMPLATE
         source = _read_text(path)
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):
         source = _default(path, source)
     if source is None:
         return None
@@ -92,9 +87,9 @@ def _read_text(path: Path) -> str:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _default(path: Path, several: list[Any]) -> str | None:
+def _default(path: Path, templates: list[Any]) -> str | None:
     try:
-        return {entry["name"]: str(entry["template"]) for entry in several}.get("default")
+        return {entry["name"]: str(entry["template"]) for entry in templates}.get("default")
     except (TypeError, KeyError):
         raise ModelError(f"{path}: chat_template must be text, or objects of name and template") from None
 
@@ -102,20 +97,20 @@ def _default(path: Path, several: list[Any]) -> str | None:
 def _added(
     directory: Path, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> Mapping[int, AddedToken]:
-    """By id, in order. added_tokens.json has no flags: a token in it that has a name is special."""
-    found: dict[int, AddedToken] = {}
+    """added_tokens.json has no flags: a token with a name is special."""
+    added: dict[int, AddedToken] = {}
     named = {*special.values(), *_listed(config)}
     try:
         for content, number in read_json_or_empty(directory / _ADDED).items():
-            found[int(number)] = AddedToken(
+            added[int(number)] = AddedToken(
                 content, special=content in named, normalized=content not in named
             )
         for number, about in (config.get("added_tokens_decoder") or {}).items():
             flags = {key: about[key] for key in vars(AddedToken("")) if key in about}
-            found[int(number)] = AddedToken(**flags)
+            added[int(number)] = AddedToken(**flags)
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{directory}: {_ADDED} or added_tokens_decoder is malformed: {error}") from None
-    return dict(sorted(found.items()))
+    return dict(sorted(added.items()))
 
 
 def _listed(config: Mapping[str, Any]) -> set[str]:

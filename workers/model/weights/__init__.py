@@ -1,5 +1,5 @@
-"""Weights, from files to matrices on the device.
+"""From weight files to matrices on the device.
 
-`sources.py` opens safetensors or GGUF. `stack_weights.py` reads one stage's share, merges an adapter
-(`lora.py`) and fuses matrices (`projections.py`). `gguf_*.py` read GGUF files and convert them once.
+`stack_weights.py` reads a stage's share from `sources.py` and fuses it into `projections.py`. `gguf_*.py`
+read and convert GGUF.
 """

@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a safetensors directory in Hugging Face layout."""
+"""Converts a GGUF file to a safetensors directory in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _SHARD_BYTES = 2 << 30
 
 
 def convert_gguf(path: Path, work: Path) -> None:
+    """Fill the folder `work`. Raises ModelError for a model that cannot be served."""
     source = GgufSource(path)
     config = source.config()
     _write_json(work / "config.json", config)
     ids: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(source, work)
-    read_config(work)  # what cannot be served is refused before the weights are converted
+    read_config(work)  # refuse a model before the long part
     _write_weights(source, work)
 
 
@@ -41,7 +42,7 @@ def _write_tokenizer(source: GgufSource, work: Path) -> None:
 
 
 def _write_weights(source: GgufSource, work: Path) -> None:
-    """Shards of a bounded size, so that a model larger than memory can be converted."""
+    """Shards are bounded, so that a model larger than memory can be converted."""
     shard: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
     size = shards = 0

@@ -1,4 +1,4 @@
-"""Weights and configuration out of a GGUF file, under the names that Hugging Face checkpoints use."""
+"""Reads configuration and weights from a GGUF file, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _READ = frozenset(
     rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
     rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
 )
-"""The architecture's keys that are read, or that say nothing about what is computed."""
+"""Keys that are read, or say nothing about what is computed."""
 
 
 class GgufSource:
-    """A memory-mapped GGUF file; tensors are dequantised one by one, when they are asked for."""
+    """A memory-mapped file. It dequantises a tensor when that is read."""
 
     def __init__(self, path: str | Path) -> None:
         from gguf import GGUFReader
@@ -70,7 +70,7 @@ class GgufSource:
         return frozenset(self._names)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in Hugging Face layout: float32, or the file's own dtype where it is not quantised."""
+        """Return Hugging Face's layout, in float32 or the file's own dtype if that is not quantised."""
         tensor = self._tensors[self._names[name]]
         data = _to_torch(tensor)
         if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -79,13 +79,13 @@ class GgufSource:
         return data
 
     def read_compact(self, name: str) -> torch.Tensor:
-        """`read`, with tensors that the file has quantised rounded to bf16: the form to store."""
+        """Round what the file has quantised to bf16: the form to store."""
         data = self.read(name)
         kind = self._tensors[self._names[name]].tensor_type.name
         return data if kind in ("F32", "F16") else data.to(torch.bfloat16)
 
     def field(self, key: str, default: Any = None) -> Any:
-        """A metadata value. Raises ModelError if there is neither a value nor a default."""
+        """Raises ModelError without a value and a default."""
         entry = self._reader.get_field(key)
         if entry is None and default is None:
             raise ModelError(f"{self.path}: GGUF metadata has no {key!r}")
@@ -98,7 +98,7 @@ class GgufSource:
         return self._reader.get_field(key) is not None
 
     def config(self) -> dict[str, Any]:
-        """The config.json that this file's metadata amounts to, as `read_config` reads it."""
+        """Return the config.json that this metadata stands for."""
         heads, hidden = self.model_field("attention.head_count"), self.model_field("embedding_length")
         head_dim = self.model_field("attention.key_length", hidden // heads)
         if self.model_field("rope.dimension_count", head_dim) != head_dim:
@@ -126,7 +126,7 @@ class GgufSource:
         return config
 
     def _vocab(self) -> int:
-        """Rows of the embedding: as many as there are tokens, or more."""
+        """The embedding may have more rows than there are tokens."""
         if "token_embd.weight" not in self._tensors:
             raise ModelError(f"{self.path} has no tensor token_embd.weight: it is not a whole model")
         rows = int(self._tensors["token_embd.weight"].shape[1])
@@ -135,7 +135,7 @@ class GgufSource:
         return rows
 
     def _refuse_unread(self, head_dim: int) -> None:
-        """Raises ModelError for a key that is not read, unless it says what is computed anyway."""
+        """Refuse keys that are not read, unless their values change nothing."""
         inert = {
             "attention.causal": True,
             "attention.value_length": head_dim,
@@ -181,9 +181,9 @@ class GgufSource:
         return rope | (self._yarn(factor, attention) if kind == "yarn" else {})
 
     def _yarn(self, factor: float, attention: float) -> dict[str, float]:
-        """llama.cpp multiplies YaRN's own temperature by attn_factor; Hugging Face stores the product.
+        """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product.
 
-        yarn_attn_factor is Hugging Face's product, and llama.cpp does not read it: both must agree.
+        llama.cpp ignores yarn_attn_factor, which is that product: both must agree.
         """
         temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         said = self._rope_number("yarn_attn_factor", temperature)
@@ -204,7 +204,7 @@ class GgufSource:
 
 
 def _is_inert(value: Any, wanted: Any) -> bool:
-    """Whether a value changes nothing. Zero does: no scale, or an unknown key that is not used."""
+    """Zero changes nothing: no scale, or an unknown key that is not used."""
     if isinstance(wanted, float):
         return isinstance(value, int | float) and (value == 0 or math.isclose(value, wanted, rel_tol=1e-6))
     return bool(value == wanted) if wanted else not value
@@ -237,11 +237,11 @@ def _to_torch(tensor: Any) -> torch.Tensor:
 
 
 def _unpermute(rows_OI: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp interleaves the two halves of each rotary head for this architecture; put them back."""
+    """Undo llama.cpp's interleaving of each rotary head's halves."""
     pairs = rows_OI.view(heads, rows_OI.shape[0] // heads // 2, 2, -1)
     return pairs.transpose(1, 2).reshape(rows_OI.shape)
 
 
 def _shortest_float(value: float) -> float:
-    """1e-5 went through float32 on its way into the file: take the shortest decimal that reads the same."""
+    """1e-5 went through float32 into the file: return the shortest decimal that reads the same."""
     return float(str(np.float32(value)))

@@ -1,8 +1,8 @@
-"""tokenizer.json and end tokens from a GGUF file's metadata, as llama.cpp reads that metadata.
+"""Makes tokenizer.json and end tokens from a GGUF file's metadata, as llama.cpp reads it.
 
-Two kinds of vocabulary occur in the Llama family. `gpt2` is byte-level BPE: the file names the rule that cuts
-text into words (`tokenizer.ggml.pre`) and lists the merges. `llama` is sentencepiece's BPE: the file has a
-score for each piece, and what becomes the best piece merges first.
+`gpt2` is byte-level BPE: the file names the rule that cuts text into words (`tokenizer.ggml.pre`) and lists
+merges. `llama` is sentencepiece's BPE: the file scores pieces, and the pair that makes the best one merges
+first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gguf import TokenType
 from ..directory.json_files import ModelError
 
 _SPACE = "▁"
-"""How sentencepiece writes a space."""
+"""sentencepiece's space."""
 
 
 class Metadata(Protocol):
-    """The key-value pairs of a GGUF file. `field` raises ModelError without a value and a default."""
+    """`field` raises ModelError without a value and a default."""
 
     def field(self, key: str, default: Any = None) -> Any: ...
 
@@ -29,9 +29,11 @@ class Metadata(Protocol):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text becomes words. Each regex in turn cuts what the ones before it left.
+    """How text becomes words. Each regex cuts what the ones before it left.
 
-    ignore_merges: a word that is a token is one, whatever its merges. add_bos: where the file does not say.
+    Args:
+        ignore_merges: A word that is a token stays one.
+        add_bos: Used if the file does not say.
     """
 
     splits: tuple[str, ...]
@@ -95,21 +97,20 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     )
     for name in names.split()
 }
-"""`tokenizer.ggml.pre` → how llama.cpp cuts text for it (its src/llama-vocab.cpp): the names that files of
-the served architectures have. Regexes are the models' own, which llama.cpp spells otherwise; so is `nfc`,
-which it leaves out."""
+"""`tokenizer.ggml.pre` → how llama.cpp cuts text (its src/llama-vocab.cpp). Regexes are the models' own,
+which llama.cpp spells differently. It leaves out `nfc`."""
 
 _ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|end_of_turn|> <end_of_turn> <|endoftext|> <|end_of_text|> "
     "<EOT> [EOT] <｜end▁of▁sentence｜>".split()
 )
-"""Tokens that end a turn or a text by their names: few files have a key for more than one of theirs."""
+"""Names of tokens that end a turn or a text. Few files have keys for more than one."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {}}
 
 
 def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
-    """The content of tokenizer.json. Raises ModelError for a vocabulary that cannot be rebuilt exactly."""
+    """Raises ModelError if the vocabulary cannot be rebuilt exactly."""
     kind = _kind(metadata)
     tokens = _tokens(metadata)
     parts = _PARTS[kind](metadata, tokens)
@@ -124,7 +125,6 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """The content of tokenizer_config.json: special tokens by their roles, and the chat template."""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -139,7 +139,7 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def end_ids(metadata: Metadata) -> list[int]:
-    """Every token that ends an answer: by its key (text, turn, message), or by its name."""
+    """Return all tokens that end an answer, by key or by name."""
     keyed = [_special_id(metadata, key) for key in ("eos", "eot", "eom")]
     tokens = metadata.field("tokenizer.ggml.tokens", [])
     named = [token for token, text in enumerate(tokens) if text in _ENDS]
@@ -172,7 +172,7 @@ def _types(metadata: Metadata, tokens: Sequence[str]) -> list[int]:
 
 
 def _special_id(metadata: Metadata, key: str) -> int | None:
-    """The token that a key names, or the one that llama.cpp takes without it."""
+    """llama.cpp has defaults."""
     name = f"tokenizer.ggml.{key}_token_id"
     if not metadata.has_field(name):
         return _DEFAULTS.get(str(metadata.field("tokenizer.ggml.model", "")), {}).get(key)
@@ -183,7 +183,7 @@ def _special_id(metadata: Metadata, key: str) -> int | None:
 
 
 def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, Any]]:
-    """Tokens that are found in text before it is cut; the special ones are left out of answers."""
+    """They are found before text is cut. Answers leave the special ones out."""
     special = {
         id_
         for id_, kind in enumerate(_types(metadata, tokens))
@@ -202,7 +202,6 @@ def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, A
 
 
 def _post_processor(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any] | None:
-    """BOS before a text and EOS after it, where the file asks for them."""
     add_bos = _pre_tokenizer(metadata).add_bos if _kind(metadata) == "gpt2" else True
     around = {
         key: _required_id(metadata, key)
@@ -309,7 +308,7 @@ def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **options: Any)
 
 
 def _merges(scores: Mapping[str, float]) -> list[list[str]]:
-    """Every pair of pieces that makes a piece: the best score first, and of one piece's the longest left."""
+    """List all pairs that make a piece: the best score first, then the longest left part."""
     if len(scores) > 1 and len(set(scores.values())) == 1:
         raise ModelError(
             "GGUF tokenizer.ggml.scores are all equal, so which pieces merge first is not known: "

@@ -1,4 +1,4 @@
-"""A PEFT LoRA adapter, merged into the weights while they are loaded.
+"""Merges a PEFT LoRA adapter into weights while they are loaded.
 
 Source: LoRA (Hu et al. 2021), section 4.1: W + B·A·alpha/r; rsLoRA (Kalajdzievski 2023): alpha/sqrt(r).
 """
@@ -34,16 +34,11 @@ _REFUSED = (
 )
 
 _CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq")
-"""How values of init_lora_weights begin that take what the adapter begins with out of the base weights."""
+"""With these the adapter's start is taken out of the base weights."""
 
 
 class LoraAdapter:
-    """Reads adapter_config.json and adapter_model.safetensors of a directory.
-
-    Raises ModelError for a missing or broken file, for an option whose effect we do not compute, and for a
-    tensor that does not belong to a linear layer of the decoder: nothing of an adapter is left out in
-    silence.
-    """
+    """Raises ModelError for a missing or broken file, and for options and tensors without effect here."""
 
     def __init__(self, directory: str | Path, model_layers: int) -> None:
         self._path = Path(directory) / "adapter_model.safetensors"
@@ -58,10 +53,7 @@ class LoraAdapter:
         self._tensors = _sorted_names(self._path, names, model_layers)
 
     def merge(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor:
-        """The weight `name` ("model.layers.0.mlp.up_proj.weight") with its update, in float32.
-
-        Returned as it is if the adapter has nothing for it.
-        """
+        """Return W + B·A·scale in float32, or the weight as it is if the adapter has none for `name`."""
         module = name.removesuffix(".weight")
         if not name.endswith(".weight") or module not in self._tensors:
             return weight_OI
@@ -101,7 +93,6 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _sorted_names(path: Path, names: list[str], model_layers: int) -> dict[str, dict[str, str]]:
-    """{module: {"A": tensor name, "B": tensor name}}"""
     modules: dict[str, dict[str, str]] = {}
     for name in names:
         match = _NAME.fullmatch(name)

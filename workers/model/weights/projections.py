@@ -1,9 +1,7 @@
-"""A linear layer. Every matrix product with weights in the decoder is one of these, the head included.
+"""Linear layers: each matrix product with weights in the decoder, the head included.
 
-So another way to hold and multiply weights (fewer bits, a fused kernel) is a change to this file, and to
-what `stack_weights.py` makes of what it reads.
-
-Shape suffixes: T tokens, I input width, O output width.
+Another form of weights changes this file and `stack_weights.py`. Shape suffixes: T tokens, I input width, O
+output width.
 """
 
 from __future__ import annotations
@@ -27,25 +25,24 @@ class Linear:
 
     @property
     def quantised(self) -> bool:
-        """Whether it multiplies in 8 bits, and so is best given rows of e4m3."""
+        """It multiplies in 8 bits and is best given rows of e4m3."""
         return False
 
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
         return linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def gated(self, x_TI: LinearInput) -> LinearInput:
-        """SiLU(gate) · up of a layer that gives both, side by side, as the next layer takes it."""
+        """Return SiLU(gate) · up, side by side in this layer, in the form that the next one takes."""
         return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
 
     def compile(self) -> None:
-        """Compile what products of many rows take."""
+        """Compile kernels for products of many rows."""
         compile_products(self.weight_OI)
 
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """The same with weights in e4m3, a factor for each output channel; what comes out is in `dtype`. x is
-    quantised token by token, unless it is already."""
+    """Weights in e4m3 with a factor for each output channel. It quantises plain rows, and returns `dtype`."""
 
     weight: Fp8Rows
     bias_O: torch.Tensor | None
@@ -57,12 +54,10 @@ class Fp8Linear:
 
     @property
     def weight_OI(self) -> torch.Tensor:
-        """What the weights stand for, made anew."""
         return self.weight.dequantised(self.dtype)
 
     @property
     def quantised(self) -> bool:
-        """See `Linear.quantised`."""
         return True
 
     def __call__(self, x_TI: LinearInput) -> torch.Tensor:
@@ -70,11 +65,10 @@ class Fp8Linear:
         return product(rows_TI, self.weight, self.bias_O, self.dtype)
 
     def gated(self, x_TI: LinearInput) -> LinearInput:
-        """See `Linear.gated`."""
         return swiglu(self(x_TI), fp8=True)
 
     def compile(self) -> None:
-        """See `Linear.meet`: many rows take what few do."""
+        """Many rows use the kernels of few."""
 
 
 def _plain(x_TI: LinearInput) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors files or a GGUF file, under the names of Hugging Face checkpoints."""
+"""Opens safetensors or GGUF weights under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from .gguf_source import GgufSource
 
 
 class WeightSource(Protocol):
-    """Tensors by their Hugging Face names; only what is asked for is read."""
-
     def names(self) -> frozenset[str]: ...
 
     def read(self, name: str) -> torch.Tensor: ...
 
 
 class SafetensorsSource:
-    """One safetensors file, or shards with an index. A shard that no asked-for tensor is in stays shut."""
+    """A shard stays shut until one of its tensors is read."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
@@ -37,13 +35,13 @@ class SafetensorsSource:
             self._open[path] = _open_safetensors(path)
         try:
             tensor: torch.Tensor = self._open[path].get_tensor(name)
-        except SafetensorError as error:  # an index may name what its file does not hold
+        except SafetensorError as error:  # an index may name a tensor that its file lacks
             raise ModelError(f"{path}: {error}") from None
         return tensor
 
 
 def open_weights(directory: str | Path) -> WeightSource:
-    """Find a directory's weights. Raises ModelError naming what was looked for."""
+    """Raises ModelError that says what was looked for."""
     root = Path(directory)
     index = weight_index(root)
     if index is not None:

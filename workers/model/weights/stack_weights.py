@@ -1,4 +1,4 @@
-"""The weights of one stage's share of the layers, fused so that few matrix products are needed.
+"""A stage's share of the weights, fused into few matrices.
 
 Shape suffixes: V vocabulary, C hidden size, J = q plus key heads, D head dimension.
 """
@@ -28,23 +28,21 @@ from .uploads import THREADS, Uploads, in_threads
 log = logging.getLogger(__name__)
 
 _TOLD_LAYERS = 8
-"""Progress is told after every so many layers."""
 
 _ATTENTION = ("input_layernorm.", "self_attn.")
 _MLP = ("post_attention_layernorm.", "mlp.")
-"""How tensors of a layer's two halves are named behind the layer's prefix."""
+"""Prefixes of the tensors of a layer's halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
-    """The part of a model that one stage holds, and how it holds it.
+    """The part of a model that a stage holds.
 
     Args:
-        layers: The layers whose attention it computes.
-        mlps: The layers whose MLP it computes; None for `layers`.
+        layers: The attention of these layers.
+        mlps: The MLP of these; None for `layers`.
         embedding, head: Whether it has these ends.
-        dtype: It computes in this dtype.
-        adapter: The directory of a LoRA adapter that is merged into the weights.
+        adapter: The directory of a LoRA adapter to merge.
         quantisation: The form of the layers' matrices; None for `dtype`.
     """
 
@@ -65,8 +63,6 @@ class StackSpec:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The attention of a decoder layer. q, k and v are one matrix."""
-
     input_norm_C: torch.Tensor
     qkv: Linear | Fp8Linear
     qk_norm_JD: torch.Tensor | None
@@ -75,8 +71,6 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """The MLP of a decoder layer. gate and up are one matrix."""
-
     post_norm_C: torch.Tensor
     gate_up: Linear | Fp8Linear
     down: Linear | Fp8Linear
@@ -84,7 +78,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class StackWeights:
-    """A stage's weights. A stage with both ends shares one tensor between tied embeddings."""
+    """Tied embeddings are one tensor if a stage has both ends."""
 
     attentions: tuple[AttentionWeights, ...]
     mlps: tuple[MlpWeights, ...]
@@ -97,7 +91,7 @@ Half = TypeVar("Half", AttentionWeights, MlpWeights)
 
 
 class _Reader:
-    """Reads tensors to the device, from several threads at once."""
+    """Several threads use it at once."""
 
     def __init__(self, source: WeightSource, spec: StackSpec) -> None:
         self.source, self.spec = source, spec
@@ -106,7 +100,7 @@ class _Reader:
         self._taken: set[str] = set()
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """On a CPU the tensor is the file's own memory if its dtype fits."""
+        """On a CPU this is the file's own memory if its dtype fits."""
         tensor = self._read(name, shape)
         if self.spec.device.type == "cpu":
             return tensor.to(self.spec.dtype)
@@ -115,7 +109,7 @@ class _Reader:
         return target
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
-        """Read several tensors into one, each below the one before."""
+        """Read tensors below one another."""
         target = self._empty((sum(rows), *columns))
         start = 0
         for name, count in zip(names, rows, strict=True):
@@ -127,7 +121,6 @@ class _Reader:
         return torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read a tensor on the host, in the file's dtype, and merge the adapter."""
         if name not in self.source.names():
             raise ModelError(f"the weights have no tensor {name!r}: they do not belong to this config.json")
         self._taken.add(name)
@@ -139,7 +132,7 @@ class _Reader:
         return tensor if self._adapter is None else self._adapter.merge(name, tensor)
 
     def quantised(self, half: Half) -> Half:
-        """Quantise half a layer if the spec says so. Call it on one thread, because it launches kernels."""
+        """Use one thread, because it launches kernels."""
         if self.spec.quantisation is None:
             return half
         matrices: dict[str, Any] = {
@@ -148,10 +141,7 @@ class _Reader:
         return replace(half, **matrices)
 
     def require_all_taken(self, prefix: str, elsewhere: tuple[str, ...]) -> None:
-        """Refuse tensors of a layer that are left over: without a bias, say, the model would be another.
-
-        elsewhere: behind the prefix, how names begin that another stage reads and checks.
-        """
+        """Without a bias, say, the model would be another. elsewhere: another stage checks these."""
         left = {name for name in self.source.names() if name.startswith(prefix)} - self._taken
         left = {name for name in left if not name.removeprefix(prefix).startswith(elsewhere)}
         left -= {f"{prefix}self_attn.rotary_emb.inv_freq"}  # in old checkpoints; the config implies it
@@ -159,7 +149,6 @@ class _Reader:
             raise ModelError(f"the decoder has no place for tensors {', '.join(sorted(left))}")
 
     def require_no_more_than(self, layers: int) -> None:
-        """Refuse layers that config.json does not count."""
         matches = (re.match(r"model\.layers\.(\d+)\.", name) for name in self.source.names())
         last = max((int(match[1]) for match in matches if match), default=0)
         if last >= layers:
@@ -167,11 +156,11 @@ class _Reader:
 
 
 def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> StackWeights:
-    """Read a stack's tensors, merge the adapter in float32, cast, move to the device and quantise.
+    """Read tensors, merge the adapter in float32, cast, upload and quantise.
 
     Args:
-        directory: A model directory, as `store.model_directory` returns it.
-        tell: It is told how many layers are loaded.
+        directory: From `store.model_directory`.
+        tell: It hears of progress.
 
     Raises:
         ModelError: Weights are missing, left over, misshapen or quantised, or the adapter does not fit.
@@ -190,10 +179,7 @@ def read_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> S
 
 
 def _read_ends(read: _Reader) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Read the embedding and the head as transformers 5 does.
-
-    One of two tied tables may be missing. If they differ, both stay apart.
-    """
+    """As in transformers 5, one of two tied tables may be missing, and tables that differ stay apart."""
     spec, names = read.spec, read.source.names()
     table = spec.config.vocab, spec.config.hidden
     tied = spec.config.tied_embeddings and (not {EMBEDDING, HEAD} <= names or _tables_are_equal(read))
@@ -207,7 +193,7 @@ def _read_ends(read: _Reader) -> tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _tables_are_equal(read: _Reader) -> bool:
-    """A stage with one of the tables reads that one, whether they are equal or not."""
+    """A stage with one table reads that one anyway."""
     if not (read.spec.embedding and read.spec.head):
         return False
     equal = torch.equal(read.source.read(EMBEDDING), read.source.read(HEAD))
@@ -217,7 +203,7 @@ def _tables_are_equal(read: _Reader) -> bool:
 
 
 def _read_layers(read: _Reader, tell: Tell) -> tuple[tuple[AttentionWeights, ...], tuple[MlpWeights, ...]]:
-    """A GPU takes several layers at a time. A CPU mostly uses the files' own memory."""
+    """A CPU mostly uses the files' own memory."""
     share, threads = read.spec.share, 1 if read.spec.device.type == "cpu" else THREADS
     attentions: list[AttentionWeights] = []
     mlps: list[MlpWeights] = []

@@ -1,7 +1,7 @@
-"""Weights on their way from files to a GPU: several tensors at a time, each by way of pinned memory.
+"""Copies weights from files to a GPU, several tensors at a time, through pinned memory.
 
-A file's tensor is a view of mapped memory, which one thread reads far slower than storage or bus could. So
-each reading thread fills two pinned buffers in turn, and what is full goes to the GPU meanwhile.
+One thread reads mapped memory far slower than storage or bus could. So each thread fills two pinned buffers
+in turn, and a full one goes to the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ Buffer = tuple[torch.Tensor, Any]
 
 
 class Uploads:
-    """`copy` may be called from any number of threads, which share the device's current stream: whatever is
-    launched on it later finds the copies done."""
+    """Any number of threads may call `copy`. Copies go to the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own = threading.local()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """target, contiguous on the device, from source, of the same shape on the host. The source may go
-        when this returns."""
+        """Copy from the host to a contiguous tensor on the device. The source may go afterwards."""
         if self._device.type != "cuda" or source.dtype != target.dtype:
             target.copy_(source)
             return
@@ -49,7 +47,6 @@ class Uploads:
             left.record(torch.cuda.current_stream(self._device))
 
     def _next_buffer(self) -> Buffer:
-        """This thread's two in turn."""
         if not hasattr(self._own, "turn"):
             self._own.turn = deque(_pinned() for _ in range(2))
         self._own.turn.rotate()
@@ -63,8 +60,7 @@ def _pinned() -> Buffer:
 
 
 def in_threads(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[Made]:
-    """make(item) of each, in order, made by threads that run at most one more than `threads` ahead of who
-    takes them. Raises what `make` raises."""
+    """Yield make(item) in order. Threads run at most one more than `threads` ahead of the caller."""
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[Made]] = deque()
         try:
