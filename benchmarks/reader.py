@@ -26,8 +26,8 @@ from deltafront.workers.model.calibrated.profile import Profile
 from deltafront.workers.model.decoder.recompute import recompute, rows_of_blocks
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory import store as model_store
-from deltafront.workers.prefill import warm_up as prefill_warm_up
-from deltafront.workers.prefill.phases import phase_timer
+from deltafront.workers.prefill.stage import warm_up as prefill_warm_up
+from deltafront.workers.prefill.stage.phases import phase_timer
 from deltafront.workers.settings import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,7 +3,7 @@
     python -m deltafront.benchmarks.service_overhead [--config deploy/config/demo.yaml] [--repeats 3]
 
 The prompt, chunks, method and number of threads are the same. "One process" is
-`workers.prefill.in_process` twice: as one stage that uses all the threads (no pipeline at all), and with the
+`local_group` twice: as one stage that uses all the threads (no pipeline at all), and with the
 service's own stages (as threads of one process, activations by queue). Neither has Ray, gRPC or a hand-off.
 The ratio of medians says what the service costs; resident memory of all its processes is read while it
 serves. Prints a table and writes benchmarks/results/service_overhead.json.
@@ -32,7 +32,7 @@ from deltafront.service.client.server_process import LocalService
 from deltafront.service.config import ServiceConfig, load
 from deltafront.service.request.answers import GenerateFinished
 from deltafront.workers.messages.methods import method_spec
-from deltafront.workers.prefill.in_process import run_in_process
+from deltafront.workers.prefill.group.local_group import run_in_process
 from deltafront.workers.settings import PrefillConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,7 +24,7 @@ from .interface import (
     Thresholds,
     no_phase,
 )
-from .methods import MethodSpec, registered
+from .methods import MethodError, MethodSpec, registered
 from .options import ScoredOptions
 from .selectors.scored import ScoredSelector
 
@@ -59,17 +59,20 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
 
 
 def options_for(spec: MethodSpec) -> Any:
-    """The method's options, as an object of its dataclass."""
+    """The method's options, in its dataclass."""
     preset, values = registered(spec), spec.values
     return preset.form(**{name: values[name] for name in preset.options})
 
 
 def part_of(registered: Callable[[Any], Any] | str) -> Callable[[Any], Any]:
-    """The callable behind a registered part. A path is imported."""
+    """The callable behind a registered part. A path is imported. Raises MethodError."""
     if not isinstance(registered, str):
         return registered
     module, _, name = registered.partition(":")
-    made: Callable[[Any], Any] = getattr(import_module(module), name)
+    try:
+        made: Callable[[Any], Any] = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise MethodError("method", f"{registered} cannot be imported: {error}") from error
     return made
 
 

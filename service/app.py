@@ -171,7 +171,7 @@ def build(config: ServiceConfig | Mapping[str, Any]) -> serve.Application:
 def application(settings: ServiceConfig, scratch: Path) -> serve.Application:
     """`build` for a model that is a directory already. scratch: where each node's metrics are kept."""
     from ..workers.decode import worker as decode_worker
-    from ..workers.prefill import group as prefill_group
+    from ..workers.prefill.group import group as prefill_group
 
     prefill, decode = settings.prefill, settings.decode
     groups = _replicas(prefill.groups, prefill.max_groups, GroupsByBacklog, backlog_s=prefill.backlog_s)

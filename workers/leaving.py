@@ -1,4 +1,4 @@
-"""What a worker does when it is taken away: it says so, ends what it has, and waits for who replaces it."""
+"""How a worker drains: it says so, ends its work, and waits for its replacement."""
 
 from __future__ import annotations
 
@@ -10,35 +10,29 @@ from typing import Any
 
 
 class Leaving(ABC):
-    """A part of the actors that doors speak to. `draining` goes into their state, so that doors send new
-    prompts to others; what is under way, sessions included, is served as before. Doors that know of nobody
-    else go on as they did, and say so by renewing, with no request if they have none here."""
+    """A part of the actors that doors speak to. Doors see `draining` and send new prompts to others, but what
+    is under way is served. Doors that know nobody else go on, and say so by renewing."""
 
     hosted: Any
 
     settled_s = 2.5
-    """How long nothing must have been there: doors look at workers once a second, so a request may still
-    come."""
+    """So long must nothing have been here. Doors look once a second, so a request may still come."""
     draining = False
     _renewed = False
 
     async def renew(self, request_ids: Sequence[str]) -> None:
-        """`Leased.renew`."""
         self._renewed = True
         await self.hosted.renew(request_ids)
 
     @abstractmethod
-    async def stats(self) -> Any:
-        """GroupStats or DecodeStats."""
+    async def stats(self) -> Any: ...
 
     @abstractmethod
-    async def check(self) -> str:
-        """Why it is broken; empty while it is well."""
+    async def check(self) -> str: ...
 
     async def drain(self, within_s: float) -> None:
-        """Returns when nothing runs, waits or is kept any more, its pages are free, and no door wants it to
-        stay; after within_s seconds at the latest, and at once if it is broken, since then nothing will end
-        well."""
+        """Return when nothing runs, waits or is kept, pages are free, and no door wants it to stay; after
+        within_s seconds at the latest, and at once if it is broken."""
         self.draining = True
         clock = asyncio.get_running_loop().time
         idle_since: float | None = None

@@ -1,8 +1,5 @@
-"""Roles as Ray actors: how a plain class is hosted in one, and how an actor is called from afar.
-
-Both ends are made from the role's protocol (`roles.py`). No exception of Ray leaves a proxy: its caller
-says what a `Failure` means to it.
-"""
+"""Roles as Ray actors: hosts a plain class in one, and calls an actor from afar. Both ends are made from the
+role's protocol. A proxy raises what its caller makes of a `Failure`, never Ray's exceptions."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from .roles import Form, Role, forms, stand_in
 
 COMMANDS, ENDS, NOTICES = "commands", "ends", "notices"
-"""Concurrency groups of an actor that takes commands: what commands begin and how it ends, one thread each,
-and notices. Every call names its group: one without would block all."""
+"""Concurrency groups of an actor that takes commands: commands' first parts and their ends, one thread each,
+and notices. Every call names its group; one without would block all."""
 _THREADS = {COMMANDS: 1, ENDS: 1, NOTICES: 1}
 _CALLS = 1000
-"""Calls that may be under way at once on any other actor: every stream is one."""
+"""So many calls may be under way on any other actor; every stream is one."""
 REPLICA_CPUS = 0.1
-"""What a replica asks for; its actors do the work."""
+"""A replica asks for so much; its actors do the work."""
 
 Role_co = TypeVar("Role_co", covariant=True)
 
@@ -37,14 +34,14 @@ Role_co = TypeVar("Role_co", covariant=True)
 
 
 class Host(Protocol[Role_co]):
-    """An actor's class: makes the plain object that plays the role, in the actor's process."""
+    """An actor's class. It makes the object that plays the role, in the actor's process."""
 
     @property
     def hosted(self) -> Role_co: ...
 
 
 def hosts(role: Callable[..., Role]) -> Callable[[type[Host[Role]]], Any]:
-    """Gives an actor's class the role's methods that it does not have, each forwarded to `hosted`."""
+    """Give an actor's class the role's missing methods, each forwarded to `hosted`."""
 
     def complete(actor_class: Any) -> Any:
         for name, form in forms(role).items():
@@ -82,8 +79,7 @@ def _forwarding(name: str, form: Form) -> Callable[..., Any]:
 
 
 class DeferredWork:
-    """What two-part commands have begun in an actor, by key: whose end is asked for before it has begun
-    waits until it has."""
+    """What two-part commands have begun in an actor, by key. An end that is asked for early waits."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -96,7 +92,6 @@ class DeferredWork:
         self._of(key).set_exception(error)
 
     def end(self, key: str) -> Any:
-        """What the work gives, or raises, once it has ended."""
         work = self._of(key)
         try:
             return work.result()()
@@ -110,13 +105,11 @@ class DeferredWork:
 
 
 def _deferred_of(actor: Any) -> DeferredWork:
-    """An actor's own."""
     begun: DeferredWork = vars(actor).setdefault("_begun_work", DeferredWork())
     return begun
 
 
 def _finish_deferred(self: Any, key: str) -> Any:
-    """The second part of any two-part command of an actor."""
     return _deferred_of(self).end(key)
 
 
@@ -125,19 +118,18 @@ def _finish_deferred(self: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an actor gave no answer. cause: what the method raised; None if the actor itself is gone or out of
-    reach, which `what` puts in words that follow its name."""
+    """Why an actor gave no answer. cause: what the method raised; None if the actor is gone or out of reach.
+    what: words that follow its name."""
 
     what: str
     cause: BaseException | None = None
 
 
 def remote(role: Callable[..., Role], name: str, actor: Any, meaning: Callable[[Failure], Exception]) -> Role:
-    """An actor that hosts `role`, called as if it were here. meaning: what to raise for a failure.
+    """Call an actor that hosts `role` as if it were here. meaning: makes the exception of a failure.
 
-    Commands and notices are sent outside the context of whichever call causes them. Ray would count them as
-    that call's children, and `ray.cancel` of one request's stream would take commands out of the actor's
-    queue.
+    Commands are sent outside their caller's context, since `ray.cancel` of one request's stream would else
+    remove them from the actor's queue.
     """
     return stand_in(role, name, _Caller(actor, meaning).method)
 
@@ -213,7 +205,7 @@ def failure_of(error: RayError) -> Failure:
 
 
 def start_actor(actor_class: Any, cpus: float, gpus: float, options: dict[str, Any], *arguments: Any) -> Any:
-    """An actor of a class that `hosts` has completed. It is never restarted by itself."""
+    """Start an actor of a class that `hosts` has completed. Ray never restarts it."""
     commanded = Form.COMMAND in actor_class.forms.values()
     lanes = {"concurrency_groups": _THREADS} if commanded else {"max_concurrency": _CALLS}
     made = ray.remote(max_restarts=0, **lanes)(actor_class)
@@ -221,7 +213,7 @@ def start_actor(actor_class: Any, cpus: float, gpus: float, options: dict[str, A
 
 
 def placement_of(cpus: float, gpus: float, actors: int) -> tuple[list[dict[str, float]], str]:
-    """Placement group of one replica: bundles (0: the replica itself, then `actors`) and strategy. PACK, not
-    STRICT_PACK: stages may need several one-GPU nodes."""
+    """Describe a replica's placement group: bundles (0: the replica, then `actors`) and strategy. PACK, since
+    stages may need several one-GPU nodes."""
     bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus > 0 else {})
     return [{"CPU": REPLICA_CPUS}, *(dict(bundle) for _ in range(actors))], "PACK"

@@ -1,4 +1,4 @@
-"""Serve deployments that own actors, look after them, and replace those that are lost."""
+"""Serve deployments that own actors and replace lost ones."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .remote import failure_of, start_actor
 log = logging.getLogger(__name__)
 
 HEAD_PATIENCE_S = 10.0
-"""A head that takes longer to say how it is counts as lost."""
+"""A head counts as lost when it says nothing for so long."""
 REBUILD_PATIENCE_S = 600.0
-"""For replacing what was lost; then Serve builds a new replica."""
+"""Replacing lost actors may take so long; then Serve builds a new replica."""
 
 
 class Replica:
-    """Base of the Serve deployments that own actors. Nothing is served through them but health: the door
-    calls the actors, which it finds by name. They die with their replica.
+    """Base of the Serve deployments that own actors, which die with it. Only health is served through them:
+    doors find the actors by name.
 
-    When `head` is lost, the health check replaces in place what died (`_build`), which keeps what the others
-    have loaded; only if that fails does the check fail, so that Serve builds a new replica. Outside Serve it
-    works the same, without a placement group; `stop()` it then.
+    When `head` is lost, the health check replaces dead actors in place (`_build`), and the others keep
+    what they have loaded. Only if that fails does the check fail, and Serve builds a new replica. Outside
+    Serve there is no placement group; `stop()` it then.
     """
 
     head: Any
-    """The actor under the replica's name; its `check()` says why it is lost, if it is."""
+    """The actor under the replica's name. Its `check()` says why it is lost."""
 
     def __init__(self, prefix: str, drain_s: float = 0.0) -> None:
         self._prefix = prefix
@@ -47,13 +47,13 @@ class Replica:
         self._began = 0.0
 
     def _build(self) -> None:
-        """Bring every actor that is missing to life, `head` last. Runs on a thread of its own; raises what
-        loading raises, inside Ray's error."""
+        """Start every missing actor, `head` last, on a thread of its own. Raises what loading raises, inside
+        Ray's error."""
         raise NotImplementedError
 
     async def check_health(self) -> None:
-        """Serve calls this every second. Raises from when what was lost could not be replaced. Returns while
-        it is being replaced: a model takes longer to load than Serve waits for an answer."""
+        """Serve calls this every second. Raises once lost actors could not be replaced. Returns while they
+        are replaced, since loading takes longer than Serve waits."""
         if self._rebuilding is not None and not self._rebuilding.done():
             if time.monotonic() - self._began > REBUILD_PATIENCE_S:
                 raise RuntimeError(f"{self.name} could not be replaced in {REBUILD_PATIENCE_S:g} s")
@@ -67,7 +67,6 @@ class Replica:
             self._rebuilding = asyncio.ensure_future(asyncio.to_thread(self._rebuild))
 
     async def _fault(self) -> str:
-        """Why the head is lost; empty while it is well."""
         try:
             async with asyncio.timeout(HEAD_PATIENCE_S):
                 return str(await self.head.check.remote())
@@ -81,12 +80,11 @@ class Replica:
         self._build()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve calls this where it decides how many replicas there are: the worker's state, by name."""
+        """Serve asks for the worker's state by name when it chooses the number of replicas."""
         state = vars(await self.head.stats.remote())
         return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
 
     def __del__(self) -> Any:
-        """Serve awaits what this gives when it takes the replica away. Outside Serve there is nothing."""
         return self._drain() if self._bundles is not None and self._drain_s > 0 else None
 
     async def _drain(self) -> None:
@@ -95,7 +93,6 @@ class Replica:
             await self.head.drain.remote(drain_s)
 
     def stop(self) -> None:
-        """End all actors at once (outside Serve; a replica's actors die with it)."""
         for actor in list(self._actors):
             self._end(actor)
 
@@ -104,12 +101,11 @@ class Replica:
         ray.kill(actor)
 
     def _start(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> Any:
-        """An actor in a bundle of the replica's placement group."""
         self._actors.append(start_actor(actor_class, cpus, gpus, self._where(bundle), *arguments))
         return self._actors[-1]
 
     def _start_head(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> None:
-        """The actor that the door finds: under a new name each time, as Ray may still know the old one."""
+        """Start the actor that doors find. Its name is new each time, as Ray may still know the old one."""
         self.name = self._prefix + secrets.token_hex(4)
         options = {"name": self.name, "namespace": NAMESPACE, **self._where(bundle)}
         self.head = start_actor(actor_class, cpus, gpus, options, self.name, *arguments)

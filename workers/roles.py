@@ -1,15 +1,13 @@
-"""What can be asked of a stage, a prefill group and a decode worker: one protocol each, for whoever calls it
-and for whoever plays it. Free of torch and Ray.
+"""One protocol for each role: stage, prefill group, decode worker. Free of torch and Ray.
 
-The plain classes play them (`PrefillStage`, `PrefillController`, `DecodeEngine`); `remote` makes one that
-is an actor far away, `prefill/in_process.py` a stage on a thread. How a method travels is told by its form:
+Plain classes play them (`PrefillStage`, `PrefillController`, `DecodeEngine`). `remote` makes one that is
+an actor, `local_group` a stage on a thread. A method's form tells how it travels:
 
 - `async def`: a call; calls run side by side.
-- `def … -> AsyncIterator`: a stream; closing it early ends the work behind it.
-- `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in the
-  order sent.
-- `def … -> Deferred`: a command of two parts. The first runs as other commands do and returns a function.
-  Calling that function, beside the commands that follow, waits for the result.
+- `def … -> AsyncIterator`: a stream; closing it early ends its work.
+- `def … -> Answer`: a command. It is sent before the method returns; commands run one by one, in order.
+- `def … -> Deferred`: a command of two parts. The first runs as other commands do and returns a function,
+    which waits for the result beside the commands that follow.
 - `def … -> None`: a notice. It overtakes commands, and nobody hears how it ended.
 """
 
@@ -29,7 +27,7 @@ from .messages.events import (
     SessionKept,
     Token,
 )
-from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reserve, Reserved, Wish
+from .messages.requests import GenerateJob, KeepSession, PrefillJob, Refused, Reservation, Reserved
 from .messages.stages import (
     ChunkCommand,
     ChunkReport,
@@ -45,101 +43,110 @@ T = TypeVar("T")
 Role = TypeVar("Role")
 
 Answer: TypeAlias = T | Awaitable[T]
-"""A command's: at once from the plain class, to be awaited from afar. `settled` takes either."""
+"""A command's: a value from the plain class, awaitable from afar. `settled` takes either."""
 Deferred: TypeAlias = Annotated[Callable[[], T] | Awaitable[T], "deferred"]
-"""A two-part command's: to be called, for the plain class, or awaited, from afar."""
+"""A two-part command's: callable from the plain class, awaitable from afar."""
 
 PrefillEvent = ChunkRead | PrefillDone | Refused
 GenerateEvent = FirstTokenTimings | Token | FinishEvent
 
 
 class Stage(Protocol):
-    """A stage of a prefill group, as the group's controller sees it. RequestFailed concerns one request,
-    anything else that a command raises is the end of the group."""
+    """A stage, as its controller sees it. RequestFailed concerns one request; any other error of a command
+    ends the group."""
 
-    def open(self, request: OpenRequest) -> Answer[None]: ...
+    def open(self, request: OpenRequest) -> Answer[None]:
+        """Prepare for a request's chunks. A resumed request gets back the K/V of its earlier chunks."""
 
     def run_chunk(self, command: ChunkCommand) -> Deferred[ChunkReport]:
-        """Begun when everything is launched, so that the next chunk's launches need not wait for it."""
+        """The first part ends when everything is launched, so that the next chunk's launches need not
+        wait."""
 
     def close(self, request_id: str) -> Answer[bool]:
-        """Forget a request. Whether its pages are free: if not, a decode worker still reads them, and this
-        is to be asked again, which takes nothing but time."""
+        """Forget a request. Nothing of it may run here afterwards; unknown ids are fine.
 
-    def pages_used(self) -> Answer[int]:
-        """Pages of the requests that are open."""
+        Returns: whether its pages are free. If not, a decode worker still reads them: ask again.
+        """
+
+    def pages_used(self) -> Answer[int]: ...
 
     def abandon(self, serial: int) -> None:
-        """Stop computing this request's chunks: they fail with RequestFailed, within a layer's time. The
-        request is closed all the same."""
+        """Let this request's chunks fail with RequestFailed within a layer's time. It is closed all the
+        same."""
 
 
 class Leased(Protocol):
-    """What the door does with prefill groups and decode workers alike: it renews what it waits for."""
+    """A worker whose requests a door renews while it waits for them."""
 
     @property
-    def name(self) -> str:
-        """The actor's name."""
+    def name(self) -> str: ...
 
     async def cancel(self, request_id: str) -> None:
-        """Returns when the request's pages are free; unknown ids are fine."""
+        """Return when the request's pages are free; unknown ids are fine."""
 
     async def renew(self, request_ids: Sequence[str]) -> None:
-        """The door is still there; unknown ids are fine. Said of a request that has ended: the door knows of
-        the session that was kept on the way, which until then lives no longer than an unheard request."""
+        """Extend leases; unknown ids are fine. For an ended request it says that the door knows of the
+        session made of it."""
 
 
 class Group(Leased, Protocol):
-    """A prefill group, as the door sees it."""
-
     def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
-        """ChunkRead …, then one PrefillDone; or one Refused. Raises PrefillFailed with a plain message."""
+        """Read a prompt. The stream ends when every stage has freed its pages.
 
-    async def full(self, wish: Wish) -> Refused | None:
-        """What `prefill` would answer now because of its full queue; None: there is a place. Takes nothing.
-        Raises PrefillFailed once the group is lost."""
+        Returns: ChunkRead …, then one PrefillDone; or one Refused.
+        Raises: PrefillFailed, or PrefillCancelled.
+        """
+
+    async def queue_refusal(self, tokens: int) -> Refused | None:
+        """Say why the queue does not take a prompt of so many tokens now; None if it has a place. Takes none.
+
+        Raises: PrefillFailed once the group is lost.
+        """
 
     async def stats(self) -> GroupStats:
-        """Raises PrefillFailed once the group is lost."""
+        """Raises PrefillFailed once the group is lost, so that doors send it nothing more."""
 
 
 class KVReceiver(Protocol):
-    """A decode worker, as stages see it. Requests that are not there are ignored."""
+    """A decode worker, as stages see it. Unknown requests are ignored."""
 
-    async def announce(self, announcement: KVAnnouncement) -> None:
-        """Returns when the K/V has been taken."""
+    async def announce(self, announcement: KVAnnouncement) -> None: ...
 
     async def first_logits(self, message: FirstLogits) -> None: ...
 
     async def kv(self, wanted: KVRange) -> HostKV:
-        """K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed for a
-        request that is not there."""
+        """Return K/V that has arrived, for a stage that goes on where another died. Raises DecodeFailed for
+        an unknown request."""
 
 
 class DecodeWorker(Leased, KVReceiver, Protocol):
-    """A decode worker, as door and stages see it."""
+    """A decode worker, as doors and stages see it."""
 
-    async def reserve(self, order: Reserve) -> Reserved | Refused: ...
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused: ...
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """The group that read this prompt is gone, and another attempt begins.
+        """Begin another attempt to read a prompt whose group is gone. K/V after the returned point is
+        forgotten, and only the new attempt's messages are taken.
 
-        Returns: the last of these points, in tokens, before which all K/V is here; 0 if none is. K/V of later
-        tokens is forgotten, its pages stay reserved, and only messages of this attempt are taken from now on.
-        Raises: DecodeFailed for a request that is not there, or whose prompt is no longer being read.
+        Returns: the last of these points, in tokens, before which all K/V is here; 0 if none is.
+        Raises: DecodeFailed for a request whose prompt is not being read.
         """
 
     def generate(self, job: GenerateJob) -> AsyncIterator[GenerateEvent]:
-        """FirstTokenTimings, Token …, one FinishEvent."""
+        """Yield FirstTokenTimings, Token …, one FinishEvent."""
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
-        """Answers once every page is there. Raises HandoffFailed when they cannot come."""
+        """Turn a prefilled request into a session once all its K/V is here.
+
+        Returns: Refused for an unknown or cancelled request and for a passed deadline.
+        Raises: HandoffFailed if K/V cannot come any more; ValueError for ids of another prompt.
+        """
 
     async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
-        """The most that one of the owner's sessions holds of a prompt with this chain; None: not a page."""
+        """Find the owner's session that holds most of a prompt with this chain; None: not a page."""
 
     async def release_session(self, session_id: str, owner: str) -> bool:
-        """False if there is none for this owner."""
+        """False if the owner has no such session."""
 
     async def stats(self) -> DecodeStats: ...
 
@@ -156,7 +163,7 @@ class Form(Enum):
 
 
 def forms(role: Callable[..., object]) -> Mapping[str, Form]:
-    """The methods of a role's protocol and their forms (a protocol passes as what it would construct)."""
+    """Map a protocol's methods to their forms. A protocol passes as what it would construct."""
     methods = inspect.getmembers(role, inspect.isfunction)
     return {name: _form(method) for name, method in methods if not name.startswith("_")}
 
@@ -179,24 +186,20 @@ class _StandIn:
 
 
 def stand_in(role: Callable[..., Role], name: str, method: Callable[[str, Form], Callable[..., Any]]) -> Role:
-    """Something that can be called as `role`; `method` makes each of its methods from name and form.
-
-    The only place where that is taken on trust: callers are checked against the protocol.
-    """
-    return cast(Role, _StandIn(name, {one: method(one, form) for one, form in forms(role).items()}))
+    """Make an object that plays `role`; `method` makes each method from name and form. Only here is that
+    taken on trust."""
+    return cast(Role, _StandIn(name, {each: method(each, form) for each, form in forms(role).items()}))
 
 
 def sent(actor: Any, method: Callable[[Any, T], Awaitable[Any]], argument: T) -> Any:
-    """Ray's reference to an actor's answer, for who waits on a thread for many of them. method: of the role
-    that the actor plays, so that the type checker sees what it takes."""
+    """Return Ray's reference to an actor's answer, for threads that wait for many. method: of the actor's
+    role, for the type checker."""
     return getattr(actor, method.__name__).remote(argument)
 
 
 async def settled(answer: Answer[T]) -> T:
-    """A command's outcome, from near or afar."""
     return await answer if isinstance(answer, Awaitable) else answer
 
 
 async def finished(deferred: Deferred[T]) -> T:
-    """A two-part command's outcome, from near or afar."""
     return await deferred if isinstance(deferred, Awaitable) else deferred()

@@ -1,7 +1,7 @@
-"""What workers are configured with: built once by the service, passed on by constructor.
+"""The workers' configuration, frozen and free of torch.
 
-Frozen and free of torch. The classes also are sections of the configuration file (`service/config.py`), which
-checks the bounds on their fields when it reads one; a class made in code is taken as it is.
+The classes are sections of the configuration file (`service/config.py`), which checks their fields'
+bounds. A class made in code is not checked.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Blocks = Annotated[int, Field(ge=0, le=MAX_RECOMPUTE_BLOCKS)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Layer = Annotated[int, Field(ge=0)]
 Directory = Annotated[str, Field(pattern="^/")]
-"""On every node: so an absolute path."""
+"""An absolute path on every node."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantisation = Literal["fp8"]
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 Labels = Mapping[
     Annotated[str, Field(pattern=rf"^([a-z0-9.-]+/)?{_NAME}$")], Annotated[str, Field(pattern=rf"^{_NAME}$")]
 ]
-"""Labels that a Ray node must have, key to value, written as Kubernetes writes labels."""
+"""Labels that a Ray node must have, as Kubernetes writes them."""
 
 MethodOptions = Mapping[str, Mapping[str, float]]
 """Methods' names, and options of each."""
@@ -52,13 +52,13 @@ WarmedUp = Annotated[
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, and what to change about it.
+    """A model, and changes to it.
 
     path: a model directory, the embedded default's name, a .gguf file or a hub id. adapter: a PEFT LoRA
-    directory merged at load. rope_theta, max_position_embeddings: replace the model's own values. profile:
-    what was calibrated for it (`model/profile.py`), a file. quantisation: `fp8` holds and multiplies the
-    layers' matrices in 8 bits, each output channel and each token with a factor of its own; the head,
-    attention and K/V stay in `dtype`. It needs GPUs.
+    directory merged at load. rope_theta, max_position_embeddings: replace the model's. profile: its
+    calibration file (`model/profile.py`). quantisation: `fp8` holds and multiplies the layers' matrices in
+    8 bits on GPUs, with a factor for each output channel and token; head, attention and K/V stay in
+    `dtype`.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -77,29 +77,28 @@ class ModelSpec:
         return {key: value for key, value in pairs.items() if value is not None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    """A prefill group. cache_tokens: K/V room of each stage, in tokens, shared by its requests.
-    chunk_tokens: of the longest chunk; several stages on GPUs cut prompts into shorter ones, as
-    `prefill/chunks.py` plans."""
+    """A prefill group. cache_tokens: each stage's room for K/V, in tokens. chunk_tokens: of the longest
+    chunk; `prefill/group/chunks.py` plans shorter ones for several GPU stages."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     groups: Count = 1
     max_groups: Count | None = None
-    """On a cluster, between `groups` and so many are kept, as the backlog asks for. None: always `groups`."""
+    """On a cluster, most groups; the backlog asks for them. None: always `groups`."""
     backlog_s: Positive = 30.0
-    """With max_groups: seconds in which the groups should be able to read what waits."""
+    """With max_groups: seconds in which the groups should read what waits."""
     drain_s: Amount = 0.0
-    """How long a group that is taken away may take to end what it reads; 0: it ends at once."""
+    """Seconds for a group that is taken away to end what it reads; 0: none."""
     surge: bool = False
-    """On a cluster, whether a new configuration's groups start before old ones are taken away, one after the
-    other. It takes room for one group more; without that room the new configuration waits for it."""
+    """On a cluster, whether new groups start before old ones go, one after the other. It needs room for one
+    more group."""
     stages: Count = 2
     chunk_tokens: Chunk = 512
     activations: Literal["copied", "distributed"] = "copied"
-    """How they get to the next stage. `copied`: from its neighbour's memory, where all stages have GPUs of
-    one host; elsewhere, and with `distributed` always, by torch.distributed."""
+    """`copied`: the next stage copies from its neighbour's memory where all stages have GPUs of one host.
+    Elsewhere, and with `distributed` always, torch.distributed sends."""
     cache_tokens: Room = 32_768
     device: Device = "cpu"
     threads: Count = 1
@@ -108,34 +107,31 @@ class PrefillConfig:
     node_labels: Labels = field(default_factory=dict)
     """Where stages may run; none: anywhere."""
     max_waiting: Count = 64
-    """Prompts that may wait in a group for their turn and their pages before more are refused."""
+    """Prompts that may wait in a group; more are refused."""
     ageing_tokens_per_second: Amount = 256.0
     """A waiting request counts as this many tokens shorter for each second it has waited."""
     stream_lease_s: Positive = 5.0
-    """A request whose door has not renewed it for this long is cancelled: the door is dead."""
+    """A request is cancelled when its door has not renewed it for so long."""
     chunk_slack_s: Positive = 1.0
-    """A stage whose chunk takes so much longer than twice the request's chunk before (a first chunk: than
-    nothing) is asked for a sign of life every second, and replaced if it gives none in 3 s."""
+    """A stage whose chunk takes so much longer than twice the request's last one is asked for a sign of life
+    every second. It is replaced if it gives none in 3 s."""
     stall_s: Positive = 300.0
-    """A stage that lives is replaced once a chunk has taken this long, compiling its kernels included."""
+    """A stage that lives is replaced once a chunk has taken so long, compilation included."""
     method_modules: tuple[str, ...] = ()
-    """Modules outside the package that register attention methods when they are imported."""
+    """Modules outside the package that register attention methods."""
     method_options: MethodOptions = field(default_factory=dict)
-    """Defaults of a method's options for this service, where they are not to be the method's own:
-    `{dpxa: {density: 0.08}}`."""
+    """This service's defaults of methods' options: `{dpxa: {density: 0.08}}`."""
     warm_up: tuple[WarmedUp, ...] = ()
-    """Methods that every stage runs once before it takes requests: a GPU compiles at first use. Some options
-    are compiled in: who asks for `{q_anchors: 32}` waits for no compiler where `{dpxa: {q_anchors: 32}}` is
-    among these."""
+    """Methods that every stage runs before it takes requests, because a GPU compiles at first use. Name
+    options here that requests will use: some are compiled in, such as `{dpxa: {q_anchors: 32}}`."""
     kernel_cache: Directory | None = None
-    """Where what was compiled is kept for the next start. None: where Triton keeps it (TRITON_CACHE_DIR, else
-    the user's home)."""
+    """Where compiled kernels are kept for the next start. None: where Triton keeps them (TRITON_CACHE_DIR,
+    else the user's home)."""
 
     @property
     def warmed_up(self) -> list[tuple[str, Mapping[str, float]]]:
-        """`warm_up` as names and options."""
-        given = ({one: {}} if isinstance(one, str) else one for one in self.warm_up)
-        return [pair for one in given for pair in one.items()]
+        given = ({entry: {}} if isinstance(entry, str) else entry for entry in self.warm_up)
+        return [pair for entry in given for pair in entry.items()]
 
     def method(self, name: str, options: Mapping[str, Value] | None = None) -> MethodSpec:
         """A method with these options and this service's defaults. Raises MethodError naming the field."""
@@ -143,37 +139,35 @@ class PrefillConfig:
         return method_spec(name, {**self.method_options.get(base, {}), **(options or {})})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """A decode worker and its DELTA page selection (DELTA, Algorithm 2).
+    """A decode worker and its page selection (DELTA, Algorithm 2).
 
-    page_selection: `delta` or `full`, the default of requests that name none. page_budget: K, pages attended
-    per sparse layer. recency: L, last pages always among them. full_layers: dense, unscored. delta_layers:
-    dense and scoring; empty means none are calibrated and `delta` is refused.
+    page_selection: the default of requests: `delta` or `full`. page_budget: K, pages that a sparse layer
+    reads. recency: L, last pages always among them. full_layers: dense, without scoring. delta_layers:
+    dense and scoring; without any, `delta` is refused.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     workers: Count = 1
     max_workers: Count | None = None
-    """On a cluster, between `workers` and so many are kept, as pages and requests ask for. None: always
-    `workers`."""
+    """On a cluster, most workers; pages and requests ask for them. None: always `workers`."""
     usage: Share = 0.8
-    """With max_workers: how much of their pages workers should have in use at most."""
+    """With max_workers: the share of pages that should be in use at most."""
     drain_s: Amount = 0.0
-    """How long a worker that is taken away may take to end its requests and sessions; 0: it ends at once."""
+    """Seconds for a worker that is taken away to end its requests and sessions; 0: none."""
     surge: bool = False
     """As prefill's."""
     cache_tokens: Room = 65_536
     max_batch: Count = 16
     max_wait_s: Amount = 10.0
-    """How long a reservation may wait for pages before it is refused. One that is expected to wait longer is
-    refused at once."""
+    """A reservation waits so long for pages at most. One that is expected to wait longer is refused at
+    once."""
     append_chunk_tokens: Count = 256
     recompute_blocks: Blocks = 0
-    """Of a prompt that was read with a sparse method: how many blocks of 128 tokens are computed again with
-    dense attention before the first token, those that the question looks at most. 0: none. For requests that
-    do not say."""
+    """Before the first token, so many blocks of 128 tokens are computed again with dense attention: those of
+    a sparsely read prompt that the question looks at most. The default of requests."""
     page_selection: Literal["delta", "full"] = "delta"
     page_budget: Count = 64
     recency: Count = 8
@@ -181,7 +175,7 @@ class DecodeConfig:
     delta_layers: tuple[Layer, ...] = ()
     max_session_ttl_s: Positive = 3600.0
     stream_lease_s: Positive = 5.0
-    """A request whose door has not renewed it for this long is cancelled: the door is dead."""
+    """A request is cancelled when its door has not renewed it for so long."""
     device: Device = "cpu"
     threads: Count = 1
     cpus: Amount = 0.5
@@ -189,46 +183,43 @@ class DecodeConfig:
     node_labels: Labels = field(default_factory=dict)
     """Where the worker may run; none: anywhere."""
     warm_up: bool = False
-    """Whether a worker decodes made-up requests before it takes real ones: a GPU compiles at first use, and
-    only then are decode steps CUDA graphs."""
+    """Whether to decode made-up requests first: a GPU compiles at first use, and only then are decode steps
+    CUDA graphs."""
     kernel_cache: Directory | None = None
     """As prefill's."""
 
     def contradictions(self) -> Iterator[str]:
-        """What relates several values, key first."""
         if self.recency > self.page_budget:
             yield f"recency: {self.recency} exceeds page_budget ({self.page_budget})"
         if both := sorted({*self.full_layers} & {*self.delta_layers}):
             yield f"full_layers and delta_layers share {both}"
 
     def layer_problems(self, layers: int) -> Iterator[str]:
-        """What is wrong with the layer lists for a model of `layers` layers, key first."""
+        """Problems of the layer lists for a model of `layers` layers, key first."""
         for key, named in (("full_layers", self.full_layers), ("delta_layers", self.delta_layers)):
             for layer in named:
                 if not 0 <= layer < layers:
                     yield f"{key} names layer {layer}, but the model has layers 0 .. {layers - 1}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HandoffConfig:
-    """How K/V gets from prefill stages to decode workers. transport: `object_store`, through Ray's shared
-    memory; `cuda_ipc`, copied from GPU to GPU, for stages and decode workers in one container of one host;
-    `nixl`, read from GPU to GPU, or from host to host, across hosts (RDMA where there is some), with its
-    package installed; or `in_process`, for stages and decode worker in one process.
+    """How K/V gets from prefill stages to decode workers.
 
-    max_unanswered_bytes: a stage waits once so much of what it copied for decode workers is not taken.
-    ack_timeout_s: a decode worker that takes longer than this to take what it was handed has failed.
+    transport: `object_store`: Ray's shared memory. `cuda_ipc`: from GPU to GPU, in one container of one
+    host. `nixl`: across hosts, from GPU to GPU or host to host, by RDMA where there is some; needs its
+    package. max_unanswered_bytes: of copies for decode workers; a stage waits at so much. ack_timeout_s: a
+    decode worker that takes K/V slower has failed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
-    transport: Literal["object_store", "cuda_ipc", "nixl", "in_process"] = "object_store"
+    transport: Literal["object_store", "cuda_ipc", "nixl"] = "object_store"
     max_unanswered_bytes: Count = 256 << 20
     ack_timeout_s: Positive = 60.0
 
 
 def pairing(model: ModelSpec, handoff: HandoffConfig) -> str:
-    """Equal for groups and decode workers that can serve a prompt together: the K/V of one is what the other
-    would have computed, and comes by a way that both know. While one configuration replaces another, workers
-    of both are there."""
+    """A name for the K/V and its way. Groups and decode workers of equal names can serve a prompt together
+    while one configuration replaces another."""
     return repr((replace(model, profile=None), handoff.transport))

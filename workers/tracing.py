@@ -1,11 +1,8 @@
 """OpenTelemetry spans, in whichever process works on a request.
 
-Their context comes with the message that asks for the work, as a W3C `traceparent`; an empty one says that
-nobody records the request. Then, or without a provider, nothing is recorded, and nothing of OpenTelemetry is
-imported.
-
-A span begins by the wall clock of its host, and what happens in it is placed by the process's own clock from
-there on. So within a span times are right, and between hosts as right as their wall clocks.
+Their context comes with the message, as a W3C `traceparent`. If that is empty, or without a provider,
+nothing is recorded and OpenTelemetry is not imported. A span begins by its host's wall clock and is timed
+by the process's own clock, so times between hosts are as right as their wall clocks.
 """
 
 from __future__ import annotations
@@ -25,24 +22,24 @@ if TYPE_CHECKING:
 CONSOLE = "console"
 _NS = 1_000_000_000
 _DELAY_MS = 1000.0
-"""Until spans are sent. A process that is killed takes with it what it has not sent."""
+"""Spans are sent after so long. A killed process loses what it has not sent."""
 
 Clock = Callable[[], float]
-"""Seconds, of a clock that never goes back."""
+"""Seconds of a clock that never goes back."""
 
 
 @dataclass(frozen=True)
 class SpanSink:
-    """Where spans go. target: the URL of a collector's OTLP over HTTP, CONSOLE, or empty for nowhere. model:
-    the name that they tell."""
+    """Where spans go. target: a collector's OTLP URL over HTTP, CONSOLE, or empty. model: the name that they
+    tell."""
 
     target: str = ""
     model: str = ""
 
 
 class Span:
-    """A piece of a request's work. Made without arguments it is none, and does nothing. clock: of all moments
-    that it is told. since: when it began."""
+    """A piece of a request's work. Without arguments it does nothing. clock: of all its moments. since: when
+    it began."""
 
     def __init__(
         self,
@@ -59,14 +56,13 @@ class Span:
 
     @property
     def context(self) -> str:
-        """The `traceparent` of what is asked of others below it; empty if nobody records it."""
+        """The `traceparent` for work below it; empty if nobody records it."""
         if self._span is None:
             return ""
         known = self._span.get_span_context()
         return f"00-{known.trace_id:032x}-{known.span_id:016x}-{known.trace_flags:02x}"
 
     def begin(self, name: str, since: float, **attributes: Any) -> Span:
-        """A span below it, which has to end."""
         if self._tracer is None:
             return NO_SPAN
         began, about = self._moment(since), _named(attributes)
@@ -74,13 +70,13 @@ class Span:
         return Span(self._tracer, span, self._clock, since)
 
     def part(self, name: str, begin: float | None, end: float | None) -> None:
-        """What happened below it between two moments of its clock; nothing if one never came."""
+        """Record a part between two moments of its clock; nothing if one never came."""
         if self._tracer is not None and begin is not None and end is not None and end > begin:
             span = self._tracer.start_span(name, self._below(), start_time=self._moment(begin))
             span.end(self._moment(end))
 
     def end(self, finish: str, error: str = "", **attributes: Any) -> None:
-        """Once. finish: how it ended, in a word. error: what failed of the service, in a line."""
+        """End it once. finish: how, in a word. error: what the service failed in, in a line."""
         if self._span is not None:
             self._span.set_attributes(_named({"finish": finish, **attributes}))
             _fail(self._span, error)
@@ -92,7 +88,6 @@ class Span:
         return set_span_in_context(self._span)
 
     def _moment(self, seconds: float) -> int:
-        """Nanoseconds since the epoch."""
         return int(self._since_ns + round((seconds - self._since) * _NS))
 
 
@@ -100,13 +95,12 @@ NO_SPAN = Span()
 
 
 class Tracer:
-    """A process's. provider: makes the spans, and sends them; None: there are none."""
+    """One process's spans. provider: makes and sends them; None: there are none."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._tracer = None if provider is None else provider.get_tracer("deltafront")
 
     def begin(self, name: str, parent: str, clock: Clock, since: float, **attributes: Any) -> Span:
-        """Work under a `traceparent`. clock, since: as in `Span`."""
         context = self._context(parent)
         if self._tracer is None or context is None:
             return NO_SPAN
@@ -115,7 +109,6 @@ class Tracer:
         return Span(self._tracer, span, clock, since) if span.is_recording() else NO_SPAN
 
     def done(self, name: str, parent: str, seconds: float, error: str = "", **attributes: Any) -> None:
-        """Work that has taken so long until now."""
         context = self._context(parent)
         if self._tracer is None or context is None:
             return
@@ -125,7 +118,6 @@ class Tracer:
         span.end(began + round(seconds * _NS))
 
     def _context(self, parent: str) -> Any:
-        """None where nothing is recorded."""
         if self._tracer is None or not parent:
             return None
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -137,13 +129,13 @@ NO_TRACER = Tracer()
 
 
 def wall_ns(ago: float) -> int:
-    """Nanoseconds since the epoch at a moment so many seconds ago."""
+    """Nanoseconds since the epoch, so many seconds ago."""
     return time.time_ns() - round(ago * _NS)
 
 
 def provider(sink: SpanSink, instance: str) -> TracerProvider | None:
-    """What sends this process's spans; None: there are none. instance: its name among the service's
-    processes. Raises ImportError for what is missing."""
+    """Make what sends this process's spans; None: there are none. instance: the process's name. Raises
+    ImportError for what is missing."""
     if not sink.target:
         return None
     from opentelemetry.sdk.resources import Resource

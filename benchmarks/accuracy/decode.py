@@ -23,7 +23,7 @@ from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.page_selection import BatchRows, LayerPlan, StepAttention, plan_layers
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from deltafront.workers.prefill.phases import PhaseTimer, phase_timer
+from deltafront.workers.prefill.stage.phases import PhaseTimer, phase_timer
 from deltafront.workers.settings import DecodeConfig
 
 

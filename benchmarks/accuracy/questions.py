@@ -24,7 +24,7 @@ from deltafront.benchmarks.reader import Reader, parse_method
 from deltafront.kernels.methods import resume_step
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.model.decoder.recompute import BlockAttention
-from deltafront.workers.prefill.phases import phase_timer
+from deltafront.workers.prefill.stage.phases import phase_timer
 
 READ_AGAIN = 512
 """Tokens of a document that are read again, at least, for each question that ends its prompt: what a method

@@ -24,7 +24,7 @@ from ...workers.messages.requests import (
     GenerateJob,
     RefusalReason,
     Refused,
-    Reserve,
+    Reservation,
     Reserved,
 )
 from ...workers.roles import DecodeWorker
@@ -131,8 +131,8 @@ class Generation:
         self._cached = 0
         await self._share.take(plan.read_tokens + plan.answer_tokens)
         with Attempt(self._resources.fleet, self._share) as attempt:
-            wish = self._reservation(attempt, plan)
-            placed = await place(self._resources, attempt, plan, wish, self._replays.mark)
+            reservation = self._reservation(attempt, plan)
+            placed = await place(self._resources, attempt, plan, reservation, self._replays.mark)
             reading = Reading(self._resources, attempt, placed, plan, call, self._progress, self._replays)
             report = await reading.run()
             if not self._streamed.ids:
@@ -150,8 +150,8 @@ class Generation:
         plan = replace(plan, recompute_blocks=call.recompute_blocks)  # its worker knows how it was read
         await self._share.take(plan.read_tokens - found.tokens + plan.answer_tokens)
         with Attempt(resources.fleet, self._share) as attempt:
-            wish = found.reservation(self._reservation(attempt, plan))
-            if isinstance(await reserve(attempt, found.worker, wish), Refused):
+            reservation = found.reservation(self._reservation(attempt, plan))
+            if isinstance(await reserve(attempt, found.worker, reservation), Refused):
                 return False
             self._cached = found.tokens
             self._replays.mark("admission")
@@ -196,15 +196,15 @@ class Generation:
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
                     attempt.add(worker)
                     request_id, door = attempt.request_id, self._resources.door
-                    nothing = Reserve(request_id, call.owner, 0, 0, call.session_id, door=door)
+                    nothing = Reservation(request_id, call.owner, 0, 0, call.session_id, door=door)
                     answer = await worker.reserve(nothing)
         except (TimeoutError, NotFound, WorkerError):
             return 0
         return answer.session_tokens if isinstance(answer, Reserved) else 0
 
-    def _reservation(self, attempt: Attempt, plan: Plan) -> Reserve:
+    def _reservation(self, attempt: Attempt, plan: Plan) -> Reservation:
         call = self._call
-        return Reserve(
+        return Reservation(
             attempt.request_id,
             call.owner,
             plan.read_tokens,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...workers.messages.requests import RefusalReason, Refused, Reserve, Reserved, Wish
+from ...workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
 from ...workers.roles import DecodeWorker
 from ..errors import (
     DeadlineExceeded,
@@ -44,7 +44,9 @@ class Placed:
     deadline: float | None
 
 
-async def place(resources: Resources, attempt: Attempt, plan: Plan, wish: Reserve, mark: Mark) -> Placed:
+async def place(
+    resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation, mark: Mark
+) -> Placed:
     """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
 
     mark: told when the parts `worker_wait` (none was running) and `admission` of TTFT end.
@@ -52,12 +54,12 @@ async def place(resources: Resources, attempt: Attempt, plan: Plan, wish: Reserv
     fleet = resources.fleet
     await fleet.ready(resources.settings.worker_wait_s)
     mark("worker_wait")
-    decision = await admitted(resources, plan, wish.deadline)
+    decision = await admitted(resources, plan, reservation.deadline)
     groups = await _with_a_place(resources, decision.groups, plan)
-    worker, pages = await _reserve_somewhere(resources, attempt, decision.workers, wish)
+    worker, pages = await _reserve_somewhere(resources, attempt, decision.workers, reservation)
     fleet.charge(Charge(groups[0], plan.read_tokens, worker.name, pages))
     mark("admission")
-    return Placed(groups, worker, wish.deadline)
+    return Placed(groups, worker, reservation.deadline)
 
 
 async def admitted(resources: Resources, plan: Plan, deadline: float | None) -> admission.Admitted:
@@ -82,11 +84,11 @@ async def _judged(resources: Resources, plan: Plan, deadline: float | None) -> a
 async def _with_a_place(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """From the first group on that has a place in its queue. Those whose queue looks full are asked before
     pages are reserved anywhere, so that a refusal takes one question. Raises Overloaded if all are full."""
-    wish, refused, view = Wish.of(plan.read_ids), list[Refused](), resources.fleet.view
+    refused, view = list[Refused](), resources.fleet.view
     for number, name in enumerate(groups):
         if not view.groups[name].full:
             return tuple(groups[number:])
-        answer = await resources.fleet.group(name).full(wish)
+        answer = await resources.fleet.group(name).queue_refusal(plan.read_tokens)
         if answer is None:
             return tuple(groups[number:])
         refused.append(answer)
@@ -94,21 +96,21 @@ async def _with_a_place(resources: Resources, groups: Sequence[str], plan: Plan)
 
 
 async def _reserve_somewhere(
-    resources: Resources, attempt: Attempt, names: Sequence[str], wish: Reserve
+    resources: Resources, attempt: Attempt, names: Sequence[str], reservation: Reservation
 ) -> tuple[DecodeWorker, int]:
     """The first worker that has the pages, and how many; only their answers count, since what the door knows
     of them is up to a second old. If all are full, waits at the one that expects to have them first."""
     soonest, best = resources.fleet.worker(names[0]), (True, math.inf)
     for name in names if len(names) > 1 else ():
         worker = resources.fleet.worker(name)
-        answer = await reserve(attempt, worker, replace(wish, wait=False))
+        answer = await reserve(attempt, worker, replace(reservation, wait=False))
         if isinstance(answer, Reserved):
             return worker, answer.pages
         if answer.reason not in ASK_ANOTHER:
             raise refusal(answer)
         if comes_back(answer) < best:
             soonest, best = worker, comes_back(answer)
-    answer = await reserve(attempt, soonest, replace(wish, wait=True))
+    answer = await reserve(attempt, soonest, replace(reservation, wait=True))
     if isinstance(answer, Refused):
         raise refusal(answer)
     return soonest, answer.pages
@@ -120,13 +122,13 @@ def comes_back(refused: Refused) -> tuple[bool, float]:
     return never, math.inf if refused.retry_after_s is None else refused.retry_after_s
 
 
-async def reserve(attempt: Attempt, worker: DecodeWorker, wish: Reserve) -> Reserved | Refused:
+async def reserve(attempt: Attempt, worker: DecodeWorker, reservation: Reservation) -> Reserved | Refused:
     """Take pages, or be told why not. Raises Overloaded where the caller has more than it may with them: they
     are given back, and taken again a moment later in case that others were."""
     for longest_pause in _PAUSES_S:
         await asyncio.sleep(random.uniform(0.0, longest_pause))
         attempt.add(worker)
-        answer = await worker.reserve(wish)
+        answer = await worker.reserve(reservation)
         if isinstance(answer, Refused):
             attempt.settle(worker)
             return answer

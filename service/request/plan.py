@@ -95,7 +95,4 @@ def plan_session(prompt: bytes, positions: int) -> Plan:
 
 def packed(ids: Sequence[int]) -> bytes:
     """Ids as little-endian uint32 (array's I is 4 bytes on every platform that Ray runs on)."""
-    numbers = array("I", ids)
-    if not array("I", [1]).tobytes()[0]:
-        numbers.byteswap()
-    return numbers.tobytes()
+    return array("I", ids).tobytes()

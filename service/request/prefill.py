@@ -15,7 +15,14 @@ from ...workers.messages.events import (
     SessionKept,
     Usage,
 )
-from ...workers.messages.requests import GenerateJob, KeepSession, RefusalReason, Refused, Reserve, Sampling
+from ...workers.messages.requests import (
+    GenerateJob,
+    KeepSession,
+    RefusalReason,
+    Refused,
+    Reservation,
+    Sampling,
+)
 from ...workers.roles import DecodeWorker
 from ..errors import DeadlineExceeded, WorkerError, WorkerFailed
 from .answers import PrefillFinished, density_of, timings_of
@@ -73,7 +80,7 @@ class Prefilling:
             return
         await self._share.take(plan.read_tokens)
         with Attempt(self._resources.fleet, self._share) as attempt:
-            wish = Reserve(
+            reservation = Reservation(
                 attempt.request_id,
                 call.owner,
                 plan.read_tokens,
@@ -81,7 +88,7 @@ class Prefilling:
                 door=self._resources.door,
                 deadline=call.deadline,
             )
-            placed = await place(self._resources, attempt, plan, wish, clock.lap)
+            placed = await place(self._resources, attempt, plan, reservation, clock.lap)
             reading = Reading(self._resources, attempt, placed, plan, call, self._progress, self._replays)
             report, worker = await reading.run(), placed.worker
             kept = await self._keep(worker, self._order(attempt, plan))
@@ -112,7 +119,7 @@ class Prefilling:
         await self._share.take(plan.read_tokens - found.tokens + 1)
         with Attempt(resources.fleet, self._share) as attempt:
             tokens, one = plan.read_tokens, Sampling(max_tokens=1)
-            whole = Reserve(
+            whole = Reservation(
                 attempt.request_id,
                 call.owner,
                 tokens,
@@ -165,9 +172,9 @@ class Prefilling:
                 fleet.release(worker, session.session_id, self._call.owner)
             raise
 
-    async def _keep(self, worker: DecodeWorker, order: KeepSession) -> SessionKept | Refused:
+    async def _keep(self, worker: DecodeWorker, job: KeepSession) -> SessionKept | Refused:
         """A session that comes into being while its client leaves is released again."""
-        keeping = asyncio.ensure_future(worker.keep(order))
+        keeping = asyncio.ensure_future(worker.keep(job))
         try:
             return await asyncio.shield(keeping)
         except asyncio.CancelledError:

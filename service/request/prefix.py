@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ...workers.messages.events import LINK_BYTES, Prefix
 from ...workers.messages.methods import PAGE_TOKENS, MethodSpec
-from ...workers.messages.requests import ID_BYTES, GenerateJob, Reserve
+from ...workers.messages.requests import ID_BYTES, GenerateJob, Reservation
 from ...workers.roles import DecodeWorker
 from ..config import DoorConfig
 from ..errors import WorkerError, WorkerLost
@@ -36,7 +36,7 @@ class FoundPrefix:
     session_id: str
     tokens: int
 
-    def reservation(self, whole: Reserve) -> Reserve:
+    def reservation(self, whole: Reservation) -> Reservation:
         """For what is left of a prompt. Where there is no room for that, the whole is read elsewhere."""
         rest = replace(whole, prompt_tokens=whole.prompt_tokens + whole.append_tokens - self.tokens)
         return replace(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ...workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, added_up
+from ...workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, summed_by_layer
 from ...workers.messages.methods import resume_step
 from ...workers.messages.requests import PrefillJob, RefusalReason, Refused
 from ...workers.roles import Group
@@ -164,7 +164,7 @@ def together(before: PrefillReport, after: PrefillReport) -> PrefillReport:
         wall=before.wall + after.wall,
         critical=_sums(before.critical, after.critical),
         stages=tuple(_sums(one, other) for one, other in by_stage),
-        density=added_up((*before.density, *after.density)),
+        density=summed_by_layer((*before.density, *after.density)),
         method=after.method,
         sampled_share=sampled / sum(weights) if sum(weights) else 0.0,
         handoff_bytes=before.handoff_bytes + after.handoff_bytes,

@@ -16,9 +16,8 @@ from deltafront.service.config import ServiceConfig, parse
 from deltafront.service.metrics import Metrics
 from deltafront.workers.decode.engine import DecodeEngine, load_engine
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
-from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.prefill.in_process import local_controller
-from deltafront.workers.settings import HandoffConfig
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.group.local_group import local_controller
 
 from ..service.inprocess import HANG_S, Cut, House, Loop, open_house
 from .running import MODEL, Audits, Service, configuration, merge, whole_of, write_model
@@ -75,7 +74,7 @@ class _Audit(logging.Handler):
 
 async def _workers(config: ServiceConfig) -> tuple[list[PrefillController], list[DecodeEngine]]:
     names = [f"decode:d{number}" for number in range(config.decode.workers)]
-    engines = [load_engine(name, config.model, config.decode, config.handoff) for name in names]
+    engines = [load_engine(name, config.model, config.decode) for name in names]
     for engine in engines:
         await engine.start()
     sink = ToEngines(engines, asyncio.get_running_loop())
@@ -90,7 +89,6 @@ def running_inside(folder: Path, **sections: dict[str, Any]) -> Iterator[Service
     """Like `running`."""
     content = merge(configuration(write_model(folder / MODEL)), sections)
     config, loop, audit = parse(content), Loop(), _Audit()
-    config = config.model_copy(update={"handoff": HandoffConfig(transport="in_process")})
     logger = logging.getLogger("deltafront.audit")
     logger.addHandler(audit)
     logger.setLevel(logging.INFO)

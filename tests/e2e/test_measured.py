@@ -180,3 +180,12 @@ def test_resident_memory_of_all_processes(service: LocalService, wire: Wire, tab
     resident = sum(p.memory_info().rss for p in session.values())
     table.add("resident memory of all processes, GiB", round(resident / 2**30, 2))
     assert 0.5 * 2**30 < resident < 6 * 2**30
+
+
+def test_torch_is_in_no_process_that_does_not_compute(service: LocalService) -> None:
+    """It takes 180 MiB of each: neither doors nor the replicas that own workers load it."""
+    with_torch = set()
+    for process in psutil.Process(service.pid).children(recursive=True):
+        if any("libtorch" in mapped.path for mapped in process.memory_maps()):
+            with_torch.add(" ".join(process.cmdline()))
+    assert all("StageActor" in name or "DecodeActor" in name for name in with_torch) and with_torch

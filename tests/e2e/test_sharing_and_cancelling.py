@@ -49,7 +49,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one(
     for _ in range(3):
         with ThreadPoolExecutor(1) as thread:
             reading = threading.Event()
-            reads = thread.submit(wire.generate, one_token(long), attempt=reading)
+            reads = thread.submit(wire.generate, one_token(long), reading=reading)
             assert reading.wait(PATIENCE_S), "nothing of the long prompt was read"
             beside = wire.generate(one_token(short))
             behind = reads.result()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deltafront.kernels import methods
-from deltafront.kernels.build import build
+from deltafront.kernels.build import build, part_of
 from deltafront.kernels.interface import KernelInputError
 from deltafront.kernels.methods import (
     PRESETS,
@@ -26,7 +26,7 @@ from deltafront.kernels.methods import (
 )
 from deltafront.kernels.options import Option, StreamingOptions, option
 from deltafront.kernels.selectors.streaming import StreamingSelector
-from deltafront.workers.prefill.in_process import run_in_process
+from deltafront.workers.prefill.group.local_group import run_in_process
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..workers.tiny_model import LAYERS, make_tiny_model, random_ids, whole_prompt
@@ -156,6 +156,14 @@ def test_another_process_imports_what_a_spec_names(outside: str, tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", ["deltafront.nowhere:Executor", "deltafront.kernels.executors.dense:Nobody"])
+def test_a_part_that_cannot_be_imported_is_a_methods_error(path: str) -> None:
+    with pytest.raises(MethodError, match=f"{path} cannot be imported"):
+        part_of(path)
+    dense = part_of("deltafront.kernels.executors.dense:DenseExecutor")
+    assert part_of(dense) is dense and dense.__name__ == "DenseExecutor"
 
 
 def test_modules_that_bring_no_method_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

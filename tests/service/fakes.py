@@ -39,9 +39,8 @@ from deltafront.workers.messages.requests import (
     PrefillJob,
     RefusalReason,
     Refused,
-    Reserve,
+    Reservation,
     Reserved,
-    Wish,
     recompute_pages,
 )
 from deltafront.workers.messages.states import NAMESPACE, DecodeStats, GroupStats, OwnerUse
@@ -60,11 +59,11 @@ def pages(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def needed(order: Reserve, before: int = 0) -> int:
+def needed(reservation: Reservation, before: int = 0) -> int:
     """Pages. before: tokens of an inexact session that it builds on."""
-    again = before if order.session_id is not None else order.prompt_tokens
-    own = recompute_pages(order.recompute_blocks, again, appended=order.session_id is not None)
-    return pages(order.prompt_tokens + order.append_tokens + order.max_tokens) + own
+    again = before if reservation.session_id is not None else reservation.prompt_tokens
+    own = recompute_pages(reservation.recompute_blocks, again, appended=reservation.session_id is not None)
+    return pages(reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens) + own
 
 
 def batched(chain: bytes) -> list[bytes]:
@@ -173,7 +172,7 @@ class FakeGroup(Pausing):
             handoff_bytes=read * 100,
         )
 
-    async def full(self, wish: Wish) -> Refused | None:
+    async def queue_refusal(self, tokens: int) -> Refused | None:
         return self.full_with
 
     async def cancel(self, request_id: str) -> None:
@@ -200,7 +199,7 @@ class FakeGroup(Pausing):
 class _Request:
     """inexact: its prompt was read with a method that is not exact."""
 
-    order: Reserve
+    reservation: Reservation
     pages: int
     ids: bytes = b""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -229,7 +228,7 @@ class FakeDecode(Pausing):
         self.jobs: list[GenerateJob] = []
         self.kept: list[KeepSession] = []
         self.busy: list[Refused] = []
-        self.orders: list[Reserve] = []
+        self.reservations: list[Reservation] = []
         self.arrived: int | None = None
         """Tokens of a prompt that are here when its group dies; None: all that it has read."""
         self.resumed: list[int] = []
@@ -251,24 +250,24 @@ class FakeDecode(Pausing):
         running = sum(one.pages for one in self._requests.values())
         return running + sum(pages(len(ids) // 4) for _owner, ids, _expires in self._sessions.values())
 
-    async def reserve(self, reserve: Reserve) -> Reserved | Refused:
-        self.orders.append(reserve)
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused:
+        self.reservations.append(reservation)
         if self.busy:
             return self.busy.pop(0)
         free, before, inexact = self.total - self.used(), 0, False
-        if reserve.session_id is not None:
-            session = self._sessions.get(reserve.session_id)
-            if session is None or session[0] != reserve.owner:
+        if reservation.session_id is not None:
+            session = self._sessions.get(reservation.session_id)
+            if session is None or session[0] != reservation.owner:
                 return Refused(RefusalReason.NO_SESSION, "no such session")
-            before = reserve.prefix_tokens or len(session[1]) // 4
-            inexact = reserve.session_id in self._inexact
-        need = needed(reserve, before * inexact)
+            before = reservation.prefix_tokens or len(session[1]) // 4
+            inexact = reservation.session_id in self._inexact
+        need = needed(reservation, before * inexact)
         if need > self.total:  # also where a door has not heard yet how many there are
             message = f"{need} pages needed, {self.total} in all"
             return Refused(RefusalReason.TOO_LARGE, message, need, free)
         if need > free:
             return Refused(RefusalReason.PAGES, f"{need} pages needed, {free} free", need, free)
-        self._requests[reserve.request_id] = _Request(reserve, need, inexact=inexact)
+        self._requests[reservation.request_id] = _Request(reservation, need, inexact=inexact)
         return Reserved(need, before)
 
     async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
@@ -279,16 +278,16 @@ class FakeDecode(Pausing):
             return
         if job.session_id is None:
             await request.arrived.wait()
-            assert len(job.append_ids) == 4 * request.order.append_tokens
+            assert len(job.append_ids) == 4 * request.reservation.append_tokens
             ids = request.ids + job.append_ids
             self._read(request, job.prompt_ids)
         else:
             assert not job.prompt_ids, "the session has its own"
             held = self._sessions[job.session_id][1]
-            prefix = request.order.prefix_tokens
+            prefix = request.reservation.prefix_tokens
             ids = (held[: 4 * prefix] if prefix else held) + job.append_ids
             request.ids = ids
-        assert job.recompute_blocks == request.order.recompute_blocks
+        assert job.recompute_blocks == request.reservation.recompute_blocks
         asked = len(job.append_ids) // 4 - job.answered_tokens
         assert asked >= (job.session_id is not None), "of what follows a session a token is to be read"
         failing = self.fail_after.pop(0) if self.fail_after else None
@@ -348,7 +347,7 @@ class FakeDecode(Pausing):
         self._serial += 1
         session_id = f"{self.name.removeprefix('decode:')}.s{self._serial}"
         expires = time.time() + ttl_s
-        self._sessions[session_id] = (request.order.owner, request.ids[: 4 * tokens], expires)
+        self._sessions[session_id] = (request.reservation.owner, request.ids[: 4 * tokens], expires)
         self._chains[session_id] = chain[: tokens // PAGE * LINK_BYTES]
         if request.inexact:
             self._inexact.add(session_id)
@@ -405,10 +404,14 @@ class FakeDecode(Pausing):
         )
 
     def _uses(self) -> Iterator[OwnerUse]:
-        orders = [request.order for request in self._requests.values()]
-        for owner, door in {(order.owner, order.door) for order in orders}:
-            mine = [order for order in orders if (order.owner, order.door) == (owner, door)]
-            tokens = sum(order.prompt_tokens + order.max_tokens for order in mine)
+        reservations = [request.reservation for request in self._requests.values()]
+        for owner, door in {(reservation.owner, reservation.door) for reservation in reservations}:
+            mine = [
+                reservation
+                for reservation in reservations
+                if (reservation.owner, reservation.door) == (owner, door)
+            ]
+            tokens = sum(reservation.prompt_tokens + reservation.max_tokens for reservation in mine)
             yield OwnerUse(owner, door, len(mine), tokens)
         for owner, ids, _expires in self._sessions.values():
             yield OwnerUse(owner, "", 0, len(ids) // 4)

@@ -11,7 +11,7 @@ import pytest
 from deltafront.service.app import _owner, assemble
 from deltafront.service.config import parse
 from deltafront.workers.decode import worker
-from deltafront.workers.prefill import group
+from deltafront.workers.prefill.group import group
 from deltafront.workers.settings import DecodeConfig, PrefillConfig
 
 

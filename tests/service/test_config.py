@@ -112,7 +112,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         (
             "handoff",
             {"transport": "rdma"},
-            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc', 'nixl' or 'in_process'",
+            "handoff.transport = 'rdma': must be 'object_store', 'cuda_ipc' or 'nixl'",
         ),
         (
             "handoff",
@@ -122,7 +122,7 @@ def content(section: str = "", **values: Any) -> dict[str, Any]:
         (
             "handoff",
             {"transport": "in_process"},
-            "handoff.transport: stages and decode workers are processes",
+            "handoff.transport = 'in_process': must be 'object_store', 'cuda_ipc' or 'nixl'",
         ),
         (
             "prefill",

@@ -269,7 +269,7 @@ def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: D
     text, *_ = collect(client.generate(PROMPT, max_tokens=4))
     assert text == expected(ids(PROMPT), 4)
     assert [len(group.jobs) for group in (first, second)] == [1, 1]
-    assert first.jobs[0] == second.jobs[0] and len(house.decode.orders) == 1
+    assert first.jobs[0] == second.jobs[0] and len(house.decode.reservations) == 1
     nothing_left(house)
     first.busy, second.busy = [busy(7.0)], [busy(3.0)]
     with pytest.raises(Overloaded, match="64 prompts wait already") as caught:
@@ -293,7 +293,7 @@ def test_a_queue_that_looks_full_is_asked_before_pages_are_taken(
     with pytest.raises(Overloaded, match="64 prompts wait already") as caught:
         list(client.generate(PROMPT))
     assert caught.value.retry_after_s == 3.0
-    assert not house.decode.orders and not first.jobs and not second.jobs
+    assert not house.decode.reservations and not first.jobs and not second.jobs
     second.full_with = None  # and the door does not know yet
     text, *_ = collect(client.generate(PROMPT, max_tokens=4))
     assert text == expected(ids(PROMPT), 4)
@@ -333,9 +333,9 @@ def test_where_all_are_full_it_waits_at_the_worker_that_has_room_first(
     first.busy, second.busy = [full(9.0)], [full(2.0)]
     text, *_ = collect(client.generate(PROMPT, max_tokens=4, timeout_s=HANG_S))
     assert text == expected(ids(PROMPT), 4)
-    assert [order.wait for order in first.orders] == [False]
-    assert [order.wait for order in second.orders] == [False, True]
-    assert all(order.deadline is not None for order in first.orders + second.orders)
+    assert [reservation.wait for reservation in first.reservations] == [False]
+    assert [reservation.wait for reservation in second.reservations] == [False, True]
+    assert all(reservation.deadline is not None for reservation in first.reservations + second.reservations)
     first.busy, second.busy = [full(9.0)], [full(4.0), full(4.0)]
     with pytest.raises(Overloaded, match="no room now: just taken") as caught:
         list(client.generate(PROMPT))

@@ -97,8 +97,8 @@ def test_leaving_while_reserving_gives_the_pages_back(
 ) -> None:
     reserve, gate = house.decode.reserve, Gate()
 
-    async def slow(order: Any) -> object:
-        answer = await reserve(order)
+    async def slow(reservation: Any) -> object:
+        answer = await reserve(reservation)
         await gate.wait_async()
         return answer
 
@@ -114,8 +114,8 @@ def test_leaving_while_a_session_is_kept_leaves_none(
 ) -> None:
     keep, gate, kept = house.decode.keep, Gate(), []
 
-    async def slow(order: Any) -> object:
-        answer = await keep(order)
+    async def slow(job: Any) -> object:
+        answer = await keep(job)
         kept.append(answer)
         await gate.wait_async()
         return answer

@@ -138,7 +138,7 @@ def fill_the_positions(house: House, client: DeltafrontClient) -> None:
     house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much")]
     _, _, finish, _ = collect([*events, *stream])
     assert (finish.reason, finish.usage.completion_tokens) == ("length", 4)
-    assert [order.max_tokens for order in house.decode.orders[-3:]] == [9, 4, 5]
+    assert [reservation.max_tokens for reservation in house.decode.reservations[-3:]] == [9, 4, 5]
     client.release(made.session.session_id)
     nothing_left(house)
 

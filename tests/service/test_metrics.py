@@ -109,7 +109,19 @@ def test_hand_offs_that_fail_are_counted(
 def test_how_much_longer_choosing_took_than_attention_shows(tmp_path: Path) -> None:
     """Panels say what to do where it did; without buckets above 1, no quantile would be above 1."""
     metrics, stage = Metrics(tmp_path), {"attention": 1.0, "scoring": 2.5}
-    metrics.prefilled(PrefillReport(0.0, 3.5, stage, (stage,), (), "dpxa", 0.0, 0), 1000)
+    metrics.prefilled(
+        PrefillReport(
+            queue=0.0,
+            wall=3.5,
+            critical=stage,
+            stages=(stage,),
+            density=(),
+            method="dpxa",
+            sampled_share=0.0,
+            handoff_bytes=0,
+        ),
+        1000,
+    )
     samples = [s for m in metrics.registry().collect() for s in m.samples]
     name = "deltafront_scoring_overhead_ratio_bucket"
     buckets = {s.labels["le"]: s.value for s in samples if s.name == name}
@@ -118,7 +130,17 @@ def test_how_much_longer_choosing_took_than_attention_shows(tmp_path: Path) -> N
 
 def test_launch_bound_time_is_told_by_stage_and_method(tmp_path: Path) -> None:
     metrics, stage = Metrics(tmp_path), {"attention": 1.0}
-    report = PrefillReport(0.0, 3.5, stage, (stage, stage), (), "dpxa", 0.0, 0, (0.5, 0.25))
+    report = PrefillReport(
+        queue=0.0,
+        wall=3.5,
+        critical=stage,
+        stages=(stage, stage),
+        density=(),
+        method="dpxa",
+        sampled_share=0.0,
+        handoff_bytes=0,
+        launch_bound=(0.5, 0.25),
+    )
     for _ in range(2):
         metrics.prefilled(report, 1000)
     samples = [s for m in metrics.registry().collect() for s in m.samples]
@@ -143,7 +165,17 @@ def test_promtool_has_nothing_to_say_of_what_a_door_exports(house: House, client
     collect(client.generate(session_id=made.session.session_id, append="Who?", max_tokens=3))
     collect(client.generate(PROMPT, max_tokens=3, method="dense"))
     ended(house, 3)
-    on_a_gpu = PrefillReport(0.0, 3.5, {}, ({"attention": 1.0},), (), "dpxa", 0.0, 0, (0.5,))
+    on_a_gpu = PrefillReport(
+        queue=0.0,
+        wall=3.5,
+        critical={},
+        stages=({"attention": 1.0},),
+        density=(),
+        method="dpxa",
+        sampled_share=0.0,
+        handoff_bytes=0,
+        launch_bound=(0.5,),
+    )
     house.metrics.prefilled(on_a_gpu, 1000)
     house.metrics.workers.tell({"decode:x": WorkerState(usage=0.5, up=1)})
     house.metrics.workers.compiled("decode:x", (("warm_up", 40),))

@@ -38,8 +38,8 @@ def test_a_sparse_prompts_ids_go_with_its_job(house: House, client: DeltafrontCl
     asked = client.generate(PROMPT, append="why?", max_tokens=5, recompute_blocks=3, **SPARSE)
     text, _, finish, _ = collect(asked)
     assert text == expected(ids(PROMPT + "why?"), 5)
-    (order,), (job,) = house.decode.orders, house.decode.jobs
-    assert order.recompute_blocks == job.recompute_blocks == 3
+    (reservation,), (job,) = house.decode.reservations, house.decode.jobs
+    assert reservation.recompute_blocks == job.recompute_blocks == 3
     assert (job.prompt_ids, job.answered_tokens) == (ids(PROMPT + "why?"), 0)
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 3 * 128
     assert finish.timings.parts["recompute"] == pytest.approx(3 * 128e-6)
@@ -51,8 +51,8 @@ def test_of_a_prompt_that_is_read_exactly_nothing_is_computed_again(
     house: House, client: DeltafrontClient, kind: str
 ) -> None:
     _, _, finish, _ = collect(client.generate(PROMPT, max_tokens=5, recompute_blocks=3, **EXACT[kind]))
-    (order,), (job,) = house.decode.orders, house.decode.jobs
-    assert (order.recompute_blocks, job.recompute_blocks, job.prompt_ids) == (0, 0, b"")
+    (reservation,), (job,) = house.decode.reservations, house.decode.jobs
+    assert (reservation.recompute_blocks, job.recompute_blocks, job.prompt_ids) == (0, 0, b"")
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 0
 
 
@@ -69,7 +69,7 @@ def test_a_request_that_does_not_say_gets_the_default(
         kept = client.generate(PROMPT, max_tokens=2, recompute_blocks=0, session_ttl_s=9, **SPARSE)
         client.release(collect(kept)[2].session.session_id)
         assert client.info().recompute_blocks == 2
-    assert [order.recompute_blocks for order in house.decode.orders] == [blocks, 0]
+    assert [reservation.recompute_blocks for reservation in house.decode.reservations] == [blocks, 0]
     said = [(job.recompute_blocks, job.prompt_ids) for job in house.decode.jobs]
     assert said == [(blocks, ids(PROMPT) if blocks else b""), (0, ids(PROMPT))]
 
@@ -92,7 +92,7 @@ def test_a_session_gets_the_ids_of_a_sparse_prompt(house: House, client: Deltafr
     text, _, finish, _ = collect(asked)
     assert text == expected(ids(PROMPT + "q"), 3)
     (job,) = house.decode.jobs
-    assert house.decode.orders[-1].recompute_blocks == job.recompute_blocks == 2
+    assert house.decode.reservations[-1].recompute_blocks == job.recompute_blocks == 2
     assert job.prompt_ids == b""
     assert finish.recomputed_tokens == (256 if kind == "sparse" else 0)
     client.release(made.session.session_id)
@@ -113,7 +113,7 @@ def test_a_prompt_that_continues_from_a_session_is_like_a_question_to_it(
         text, _, finish, _ = collect(asked)
         assert text == expected(ids(document[:900] + "why?"), 8)
         assert finish.usage.cached_tokens > 0 and len(house.group.jobs) == 1
-        assert [order.recompute_blocks for order in house.decode.orders[1:]] == [2, 2]
+        assert [reservation.recompute_blocks for reservation in house.decode.reservations[1:]] == [2, 2]
         said = [(job.recompute_blocks, job.prompt_ids, job.answered_tokens) for job in house.decode.jobs]
         assert said == [(2, b"", 0), (2, b"", 3)]
         client.release(made.session.session_id)  # type: ignore[union-attr]
@@ -139,7 +139,7 @@ def test_what_was_answered_is_told_apart_when_a_worker_fails(house: House, clien
     assert text == expected(ids(PROMPT), 9)
     assert [job.answered_tokens for job in house.decode.jobs] == [0, 4]
     assert [job.prompt_ids for job in house.decode.jobs] == [ids(PROMPT)] * 2
-    assert [order.recompute_blocks for order in house.decode.orders] == [1, 1]
+    assert [reservation.recompute_blocks for reservation in house.decode.reservations] == [1, 1]
     assert finish.recomputed_tokens == counter(house, "deltafront_recomputed_tokens_total") == 2 * 128
 
 
@@ -171,8 +171,8 @@ def test_what_is_computed_again_takes_room(house: House, client: DeltafrontClien
     if missing:
         with pytest.raises(Overloaded, match=r"4 of answer, with \d+ computed again, are more"):
             list(asked)
-        assert not house.decode.orders and not house.group.jobs
+        assert not house.decode.reservations and not house.group.jobs
     else:
         assert collect(asked)[0] == expected(ids(PROMPT), 4)
-        assert needed(house.decode.orders[-1]) == house.decode.total
+        assert needed(house.decode.reservations[-1]) == house.decode.total
     nothing_left(house)

@@ -134,7 +134,10 @@ def cut_to_what_a_session_leaves(house: House, client: DeltafrontClient) -> None
     house.decode.busy = [no(tokens_left=2)]
     text, _, finish, _ = collect(client.generate(session_id=session, append="what?"))
     assert text == expected(ids("some document") + ids("what?", bos=False), 2)
-    assert (finish.reason, [order.max_tokens for order in house.decode.orders[-2:]]) == ("length", [8, 2])
+    assert (finish.reason, [reservation.max_tokens for reservation in house.decode.reservations[-2:]]) == (
+        "length",
+        [8, 2],
+    )
     house.decode.busy = [no()]
     with pytest.raises(InvalidArgument, match="too much"):
         list(client.generate(session_id=session, append="what?"))

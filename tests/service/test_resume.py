@@ -45,7 +45,7 @@ def test_the_next_group_goes_on_in_the_same_reservation(
     (job,) = spare.jobs
     assert job.start == 128 * chunks
     assert (job.request_id, job.token_ids) == (first.jobs[0].request_id, ids(PROMPT))
-    assert len(house.decode.orders) == 1, "one reservation"
+    assert len(house.decode.reservations) == 1, "one reservation"
     assert furthest(progress) == [128, 256, 384, 512, 640, TOTAL], "each once, in order"
     assert finish.timings.parts["replay"] > 0
     assert sum(finish.timings.parts.values()) == pytest.approx(finish.timings.ttft_seconds)
@@ -160,7 +160,7 @@ def test_a_method_that_cannot_go_on_starts_over_in_its_reservation(
     _, spare = dying_and_spare(house, 4)
     text, _, finish, progress = collect(client.generate(PROMPT, max_tokens=5))
     assert text == expected(ids(PROMPT), 5)
-    assert spare.jobs[0].start == 0 and len(house.decode.orders) == 1
+    assert spare.jobs[0].start == 0 and len(house.decode.reservations) == 1
     assert furthest(progress) == [128, 256, 384, 512, 640, TOTAL]
     assert finish.density.mean == pytest.approx(0.75)
     assert counter(house, "deltafront_handoff_bytes_total") == 100 * TOTAL

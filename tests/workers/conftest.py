@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from deltafront.workers.decode.engine import DecodeEngine
+from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
-from deltafront.workers.messages.requests import GenerateJob, Reserve, Reserved, Sampling
+from deltafront.workers.messages.requests import GenerateJob, Reservation, Reserved, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
-from deltafront.workers.settings import DecodeConfig, HandoffConfig
+from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
 LAYERS = 6
@@ -147,11 +148,11 @@ class Bench:
         total = len(prompt.kv[0][0])
         return [
             KVAnnouncement(
-                request_id,
-                layer,
-                start,
-                min(chunk, total - start),
-                tuple(np.ascontiguousarray(x[start : start + chunk]) for x in prompt.kv[layer]),
+                request_id=request_id,
+                layer=layer,
+                start=start,
+                tokens=min(chunk, total - start),
+                payload=tuple(np.ascontiguousarray(x[start : start + chunk]) for x in prompt.kv[layer]),
                 attempt=attempt,
             )
             for start in range(0, total, chunk)
@@ -168,7 +169,9 @@ class Bench:
 
     async def reserve(self, request_id: str, prompt: int, new: int, **more: Any) -> Reserved:
         given = {"owner": "me", **more}
-        answer = await self.engine.reserve(Reserve(request_id, prompt_tokens=prompt, max_tokens=new, **given))
+        answer = await self.engine.reserve(
+            Reservation(request_id, prompt_tokens=prompt, max_tokens=new, **given)
+        )
         assert isinstance(answer, Reserved), answer
         return answer
 
@@ -191,7 +194,7 @@ class Bench:
     async def ask(
         self, request_id: str, ids: list[int], sampling: Sampling, keep_tokens: int = 0, **more: Any
     ) -> Answer:
-        """Reserve, prefill and generate."""
+        """Reservation, prefill and generate."""
         await self.reserve(request_id, len(ids), sampling.max_tokens, keep_tokens=keep_tokens)
         await self.deliver(request_id, ids)
         return await self.collect(GenerateJob(request_id, sampling, keep_tokens=keep_tokens, **more))
@@ -214,7 +217,7 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
     async def start(
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
-        transport: str = "object_store",
+        reader: Callable[..., Any] = ObjectStoreReader,
         looks_ahead: bool = False,
         tracer: Tracer = NO_TRACER,
         **config: Any,
@@ -225,9 +228,9 @@ async def bench(tiny_stack: LayerStack) -> AsyncIterator[Callable[..., Any]]:
             "append_chunk_tokens": 48,
             "stream_lease_s": 600.0,
         }
-        chosen, handoff = DecodeConfig(**(defaults | config)), HandoffConfig(transport=transport)
+        chosen = DecodeConfig(**(defaults | config))
         engine = DecodeEngine(
-            "decode:test", tiny_stack, chosen, handoff, wall=wall, clock=clock, tracer=tracer
+            "decode:test", tiny_stack, chosen, reader=reader, wall=wall, clock=clock, tracer=tracer
         )
         engine._runner.asynchronous = looks_ahead
         await engine.start()

@@ -37,9 +37,9 @@ from deltafront.workers.model.calibrated.profile import (
 )
 from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.directory.model_config import ModelConfig, read_config
-from deltafront.workers.prefill.activations import Activations
-from deltafront.workers.prefill.loading import load_stage
-from deltafront.workers.prefill.stage import PrefillStage
+from deltafront.workers.prefill.stage.activations import Activations
+from deltafront.workers.prefill.stage.loading import load_stage
+from deltafront.workers.prefill.stage.stage import PrefillStage
 from deltafront.workers.settings import DecodeConfig, ModelSpec, PrefillConfig
 
 CHUNK, ROOM = 16_384, 262_144
@@ -73,14 +73,26 @@ def read(stage: PrefillStage, config: PrefillConfig, case: Case, tokens: int, sc
     What the host read of the GPU before a chunk was launched."""
     pages = range(pages_for(tokens))
     method = config.method(case.method, case.options)
-    stage.open(OpenRequest("r", tuple(reversed(pages) if scattered else pages), tokens, method, "d"))
+    stage.open(
+        OpenRequest(
+            request_id="r",
+            pages=tuple(reversed(pages) if scattered else pages),
+            prompt_tokens=tokens,
+            method=method,
+            decode_worker="d",
+        )
+    )
     waits = set[str]()
     for start in range(0, tokens, CHUNK):
         count = min(CHUNK, tokens - start)
         ids = np.zeros(count, dtype="<u4").tobytes()
         last = start + count == tokens
         FakeGpu.reads.clear()
-        end = stage.run_chunk(ChunkCommand("r", start, count, last=last, wants_logits=last, token_ids=ids))
+        end = stage.run_chunk(
+            ChunkCommand(
+                request_id="r", start=start, tokens=count, last=last, wants_logits=last, token_ids=ids
+            )
+        )
         waits |= {*FakeGpu.reads}
         end()
     stage.close("r")
@@ -127,7 +139,7 @@ def stage_after_warm_up(
     sender = mock.MagicMock()
     sender.open.return_value.put.return_value = 0
     sender.open.return_value.close.return_value = True
-    with mock.patch("deltafront.workers.prefill.loading.load_profile", return_value=profile_of(model)):
+    with mock.patch("deltafront.workers.prefill.stage.loading.load_profile", return_value=profile_of(model)):
         stage = load_stage(spec, config, case.stage, neighbours, lambda _cache: sender)
     warm, waits = set(seen), set[str]()
     randomly = random.Random(5)

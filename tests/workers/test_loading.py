@@ -15,7 +15,7 @@ import pytest
 
 from deltafront.kernels.compilations import Compilations
 from deltafront.workers.decode import worker
-from deltafront.workers.prefill import group
+from deltafront.workers.prefill.group import group
 from deltafront.workers.progress import progress
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, PrefillConfig
 from deltafront.workers.tracing import SpanSink

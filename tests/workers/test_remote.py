@@ -20,7 +20,7 @@ from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerL
 from deltafront.service.fleet.dispatch import worker_error
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.messages.stages import HandoffFailed, RequestFailed
-from deltafront.workers.prefill.group import remote_stage
+from deltafront.workers.prefill.group.group import remote_stage
 from deltafront.workers.remote import COMMANDS, ENDS, NOTICES, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Form, Group, Stage, forms
 
@@ -31,7 +31,7 @@ def test_a_method_travels_as_its_form_says() -> None:
     commands = dict.fromkeys(("open", "close", "pages_used"), Form.COMMAND)
     assert forms(Stage) == {**commands, "run_chunk": Form.DEFERRED, "abandon": Form.NOTICE}
     calls = dict.fromkeys(("cancel", "renew", "stats"), Form.CALL)
-    assert forms(Group) == {**calls, "full": Form.CALL, "prefill": Form.STREAM}
+    assert forms(Group) == {**calls, "queue_refusal": Form.CALL, "prefill": Form.STREAM}
     names = ("announce", "first_logits", "reserve", "keep", "kv", "resume", "find_prefix", "release_session")
     more = dict.fromkeys(names, Form.CALL)
     assert forms(DecodeWorker) == {**calls, **more, "generate": Form.STREAM}
@@ -236,22 +236,22 @@ async def test_a_workers_failures_as_the_door_raises_them(
 # --- types -----------------------------------------------------------------------------------------------
 
 CALLS = """
-from deltafront.workers.messages.requests import Reserve
+from deltafront.workers.messages.requests import Reservation
 from deltafront.workers.messages.stages import ChunkCommand
 from deltafront.workers.remote import Failure, hosts, remote
 from deltafront.workers.roles import DecodeWorker, Group, Stage
 
 def meaning(failure: Failure) -> Exception: return RuntimeError(failure.what)
 
-async def call(actor: object, command: ChunkCommand, order: Reserve) -> None:
+async def call(actor: object, command: ChunkCommand, reservation: Reservation) -> None:
     stage = remote(Stage, "stage 0", actor, meaning)
     worker = remote(DecodeWorker, "decode:a", actor, meaning)
     stage.run_chunk(command)
-    await worker.reserve(order)
+    await worker.reserve(reservation)
     stage.run_chunk("a")  # wrong: [arg-type]
     stage.prefill(command)  # wrong: [attr-defined]
-    await worker.reserve(order, 1)  # wrong: [call-arg]
-    answer: int = await worker.reserve(order)  # wrong: [assignment]
+    await worker.reserve(reservation, 1)  # wrong: [call-arg]
+    answer: int = await worker.reserve(reservation)  # wrong: [assignment]
 
 class Half:
     def open(self, request: str) -> None: ...

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from deltafront.workers.decode.engine import DecodeEngine
+from deltafront.workers.kv.handoff.in_process import InProcessReader
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import GenerateJob, PrefillFailed, PrefillJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits, HostKV, KVAnnouncement, KVRange
-from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.prefill.in_process import local_controller
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.group.local_group import local_controller
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from .conftest import LAYERS
@@ -98,7 +99,7 @@ async def held(engine: DecodeEngine, name: str) -> list[np.ndarray]:
 async def test_a_resumed_prompt_is_the_same_to_the_bit(
     bench: Callable[..., Any], tiny_llama: Path, method: MethodSpec
 ) -> None:
-    run = await bench(transport="in_process")
+    run = await bench(reader=InProcessReader)
     line = Line(run.engine)
     for name in ("whole", "resumed"):
         await run.reserve(name, TOKENS, SAMPLING.max_tokens)
@@ -122,7 +123,7 @@ async def test_a_resumed_prompt_is_the_same_to_the_bit(
 async def test_the_report_of_what_is_left_counts_only_that(
     bench: Callable[..., Any], tiny_llama: Path
 ) -> None:
-    run = await bench(transport="in_process")
+    run = await bench(reader=InProcessReader)
     line = Line(run.engine)
     await run.reserve("a", TOKENS, 1)
     async with group(tiny_llama, line) as controller:
@@ -140,7 +141,7 @@ async def test_the_report_of_what_is_left_counts_only_that(
 async def test_where_no_kv_comes_back_the_request_fails_and_the_group_lives(
     bench: Callable[..., Any], tiny_llama: Path
 ) -> None:
-    run = await bench(transport="in_process")
+    run = await bench(reader=InProcessReader)
     line = Line(run.engine)
     await run.reserve("a", TOKENS, SAMPLING.max_tokens)
     async with group(tiny_llama, line) as controller:
@@ -161,7 +162,7 @@ async def test_where_no_kv_comes_back_the_request_fails_and_the_group_lives(
 async def test_a_start_that_makes_no_sense_is_refused(
     bench: Callable[..., Any], tiny_llama: Path, start: int
 ) -> None:
-    run = await bench(transport="in_process")
+    run = await bench(reader=InProcessReader)
     async with group(tiny_llama, Line(run.engine), stages=1) as controller:
         with pytest.raises(PrefillFailed, match=f"cannot be resumed at token {start}"):
             await read(controller, replace(job_of("a", METHODS[0]), start=start))

@@ -13,7 +13,8 @@ from .spans import PARENT, Recorder
 UNTRACED = """
 import sys
 from deltafront.workers.decode import engine
-from deltafront.workers.prefill import controller, stage
+from deltafront.workers.prefill.group import controller
+from deltafront.workers.prefill.stage import stage
 from deltafront.workers.tracing import NO_SPAN, SpanSink, Tracer, provider
 
 tracer = Tracer(provider(SpanSink(), "me"))

@@ -1,8 +1,7 @@
 """A decode worker without Ray: receives K/V, keeps sessions, decodes with continuous batching.
 
-The asyncio methods below run on the event loop's thread, which owns all bookkeeping. Tensors are computed on
-a compute thread (`scheduler`, `runner`) and received K/V is written on a hand-off thread (`kv.handoff`),
-so that renewing and cancelling never wait for either.
+The event loop's thread owns all bookkeeping. A compute thread runs `scheduler`'s and `runner`'s tensor
+work, and a hand-off thread writes received K/V. So renewing and cancelling wait for neither.
 """
 
 from __future__ import annotations
@@ -10,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
+from ..kv.cache import PagedKVCache
 from ..kv.fetch import to_host
+from ..kv.handoff.in_process import InProcessReader
 from ..kv.handoff.inbox import KVInbox
-from ..kv.handoff.transports import kv_reader
+from ..kv.handoff.protocols import KVReader
 from ..kv.pages.pool import OutOfPages, pages_for
 from ..messages.events import DecodeReport, FinishEvent, FinishReason, FirstTokenTimings, Prefix, SessionKept
 from ..messages.requests import (
@@ -26,7 +27,7 @@ from ..messages.requests import (
     KeepSession,
     RefusalReason,
     Refused,
-    Reserve,
+    Reservation,
     Reserved,
 )
 from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
@@ -35,17 +36,20 @@ from ..model.decoder.compute_thread import set_up_compute_thread
 from ..model.decoder.load import load_model
 from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
-from ..settings import DecodeConfig, HandoffConfig, ModelSpec
+from ..settings import DecodeConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
 from .page_selection import PageSelectionError, plan_layers
 from .reads import appended_ids, prompt_ids
-from .requests import DecodeEvent, DecodeRequest, DecodeRequests
+from .request import DecodeEvent, DecodeRequest
+from .request_table import DecodeRequests
 from .runner import DecodeRunner, warm_up
 from .scheduler import DecodeScheduler
-from .times import Times
+from .times import RequestTimes
+
+ReaderMaker = Callable[[PagedKVCache, Executor], KVReader]
+"""Makes a decode worker's end of the hand-off, as `kv_reader` does."""
 
 _TICK_S = 0.1
-"""How often deadlines and leases are looked at."""
 _STARTING = "the decode worker is still starting"
 _CLOSING = "the decode worker is shutting down"
 
@@ -53,9 +57,11 @@ _CLOSING = "the decode worker is shutting down"
 class DecodeEngine:
     """One worker: construct it, `await start()`, and `await close()` at the end.
 
-    name: the actor's name (`decode:<id>`); session ids begin with its id. wall: seconds since the epoch.
-    clock: seconds, for reports and leases. tracer: makes the spans of requests. Raises PageSelectionError or
-    ValueError for a configuration that does not fit the model.
+    Args:
+        name: the actor's name (`decode:<id>`); session ids begin with its id.
+        wall: seconds since the epoch.
+        clock: seconds, for reports and leases.
+    Raises: PageSelectionError or ValueError for a configuration that does not fit the model.
     """
 
     def __init__(
@@ -63,8 +69,8 @@ class DecodeEngine:
         name: str,
         stack: LayerStack,
         config: DecodeConfig,
-        handoff: HandoffConfig = HandoffConfig(),  # noqa: B008
         *,
+        reader: ReaderMaker = InProcessReader,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         tracer: Tracer = NO_TRACER,
@@ -87,7 +93,7 @@ class DecodeEngine:
             ThreadPoolExecutor(1, f"decode-{work}", set_up_compute_thread, (config.threads, config.device))
             for work in ("compute", "handoff")
         ]
-        self._reader = kv_reader(handoff, self._runner.cache, self._threads[1])
+        self._reader = reader(self._runner.cache, self._threads[1])
         self._receiving: set[asyncio.Task[None]] = set()
         self._scheduler = DecodeScheduler(
             self._runner, self._threads[0], self._before_first, config, model.eos_ids, clock
@@ -96,7 +102,6 @@ class DecodeEngine:
         self._unavailable = _STARTING
 
     async def start(self) -> None:
-        """Take requests from now on, after the warm-up that the configuration asks for."""
         if self._config.warm_up:
             tokens = min(self._model.positions, self._config.cache_tokens)
             await asyncio.get_running_loop().run_in_executor(
@@ -107,7 +112,7 @@ class DecodeEngine:
             self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
-        """End every request and session, wait for what is being computed, and stop."""
+        """End every request and session, and wait for what is being computed."""
         self._unavailable = _CLOSING
         self._requests.clear(_CLOSING)
         self._scheduler.stop()
@@ -130,7 +135,6 @@ class DecodeEngine:
         return self._scheduler.fault
 
     async def stats(self) -> DecodeStats:
-        """Raises DecodeFailed while the worker takes no requests, so that no door counts on it."""
         self._check_available()
         pool, running = self._manager.pool, self._scheduler.running
         waiting = max(0, self._requests.unended - running) + len(self._requests.queue)
@@ -145,25 +149,27 @@ class DecodeEngine:
             uses=tuple(self._requests.uses()),
         )
 
-    async def reserve(self, order: Reserve) -> Reserved | Refused:
-        """Take pages for a request, or wait for them if it asks for that. ValueError for counts that make no
-        sense (the door checks them), and DecodeFailed while the worker takes no requests or when it is
-        cancelled while it waits."""
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused:
+        """Take pages for a request, or wait for them if it asks for that.
+
+        Raises: ValueError for counts that make no sense; DecodeFailed while the worker takes no requests, or
+            when the request is cancelled while it waits.
+        """
         self._check_available()
-        if order.page_selection:
+        if reservation.page_selection:
             try:
-                self._plan.selects_pages(order.page_selection, self._config.page_selection)
+                self._plan.selects_pages(reservation.page_selection, self._config.page_selection)
             except PageSelectionError as error:
                 return Refused(RefusalReason.SELECTION, str(error))
-        return await self._requests.reserve(order)
+        return await self._requests.reserve(reservation)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
-        """Receive K/V into pages. Ignored for requests and attempts that are not here, and for exact
-        repetitions.
+        """Receive K/V into pages. Unknown requests, other attempts and exact repetitions are ignored.
 
-        A failed or contradictory announcement is raised, so that the sending stage stops as well:
-        HandoffError, and ArrivalError for K/V that the request does not have. No answer is ever computed from
-        incomplete K/V: the request fails, unless it is resumed before anybody waits for its K/V.
+        A failed or contradictory announcement also stops the sending stage. The request fails, unless it
+        is resumed before anybody waits for its K/V: no answer comes from incomplete K/V.
+
+        Raises: HandoffError; ArrivalError for K/V that the request does not have.
         """
         request = self._expecting(announcement)
         if request is None:
@@ -173,26 +179,23 @@ class DecodeEngine:
         receiving.add_done_callback(self._receiving.discard)
         await asyncio.shield(receiving)  # a caller that gives up must not stop a write half way
 
-    async def _receive(self, inbox: KVInbox, times: Times, announcement: KVAnnouncement) -> None:
+    async def _receive(self, inbox: KVInbox, times: RequestTimes, announcement: KVAnnouncement) -> None:
         with times.handing_over(self._clock):
             moved = await inbox.receive(announcement, self._reader)
         times.handoff_bytes += moved
 
     async def first_logits(self, message: FirstLogits) -> None:
-        """Ignored for requests and attempts that are not here, and for repetitions. Raises ArrivalError for
-        logits that the request cannot use."""
+        """Receive logits; ignores what `announce` ignores. Raises ArrivalError for unusable logits."""
         request = self._expecting(message)
         if request is not None:
-            vocab = self._model.vocab if request.order.session_id is None else 0
+            vocab = self._model.vocab if request.reservation.session_id is None else 0
             request.inbox.put_logits(np.asarray(message.logits, dtype=np.float32), vocab)
 
     def _expecting(self, message: KVAnnouncement | FirstLogits) -> DecodeRequest | None:
-        """The request that this message is for; None where no request expects it any more."""
         request = self._requests.live(message.request_id)
         return None if request is None or request.inbox.attempt != message.attempt else request
 
     def _kv_changed(self, request: DecodeRequest) -> None:
-        """The request's K/V is complete or lost, or its logits have come."""
         inbox = request.inbox
         if request.ended is not None:
             return
@@ -207,21 +210,19 @@ class DecodeEngine:
         self._submit_if_ready(request)
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
-        """See `DecodeWorker.resume`. What is being written ends first, and what is still on its way then is
-        not written: neither may come after, and in place of, what is read again."""
+        """Writes under way end first and later ones are dropped, so that none overwrites what is read
+        again."""
         await self._being_read(request_id).pages.unused()
         request = self._being_read(request_id)  # unless it has ended meanwhile
         return request.resume(points, attempt, self._clock())
 
     def _being_read(self, request_id: str) -> DecodeRequest:
-        """Raises DecodeFailed for any other."""
         request = self._requests.live(request_id)
-        if request is None or request.job is not None or request.order.session_id is not None:
+        if request is None or request.job is not None or request.reservation.session_id is not None:
             raise DecodeFailed(f"request {request_id} is not being read here")
         return request
 
     async def kv(self, wanted: KVRange) -> HostKV:
-        """See `KVReceiver.kv`."""
         request = self._requests.live(wanted.request_id)
         if request is not None:
             with request.pages.use() as pages:
@@ -232,10 +233,6 @@ class DecodeEngine:
         raise DecodeFailed(f"request {wanted.request_id} is not being read here")
 
     async def generate(self, job: GenerateJob) -> AsyncGenerator[DecodeEvent, None]:
-        """FirstTokenTimings and Tokens, then exactly one FinishEvent, whatever happens.
-
-        A caller that stops reading cancels the request.
-        """
         request = self._requests.find(job.request_id)
         if request is None or request.job is not None:
             why = "is not reserved here, or was cancelled" if request is None else "is already generating"
@@ -268,11 +265,11 @@ class DecodeEngine:
             request.close(FinishReason.NO_KV, request.inbox.lost)
             return
         try:
-            append_ids = appended_ids(request.order, job, self._model.vocab)
-            if not 0 <= job.recompute_blocks <= request.order.recompute_blocks:
-                reserved = request.order.recompute_blocks
+            append_ids = appended_ids(request.reservation, job, self._model.vocab)
+            if not 0 <= job.recompute_blocks <= request.reservation.recompute_blocks:
+                reserved = request.reservation.recompute_blocks
                 raise ValueError(f"recompute_blocks {job.recompute_blocks}, but {reserved} were reserved")
-            known = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
+            known = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
             request.known_ids.frombytes(known or request.pages.session_ids)
             request.plan_reads(append_ids, self._config.append_chunk_tokens)
             request.selects_pages = self._plan.selects_pages(job.page_selection, self._config.page_selection)
@@ -290,33 +287,27 @@ class DecodeEngine:
             self._scheduler.submit(request)
 
     def _before_first(self, request: DecodeRequest) -> None:
-        """Keep the session that was asked for, and report what the first token took."""
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
-            owner = request.order.owner
+            owner = request.reservation.owner
             kept = self._manager.keep(
                 request.pages,
                 job.keep_tokens,
                 owner,
                 job.keep_ttl_s,
                 self._wall(),
-                job.chain,
-                request.known_ids.tobytes(),
+                chain=job.chain,
+                ids=request.known_ids.tobytes(),
             )
             request.kept, session = kept, kept.told
         request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
-        """Turn a prefilled request into a session once all its K/V is here.
-
-        Raises HandoffFailed if it cannot come any more, and ValueError for ids that are not the prompt's;
-        Refused for an unknown or cancelled request and for a passed deadline.
-        """
         request = self._requests.find(job.request_id)
         missing = Refused(RefusalReason.NO_SESSION, f"request {job.request_id} is not reserved here")
-        if request is None or request.job is not None or request.order.session_id is not None:
+        if request is None or request.job is not None or request.reservation.session_id is not None:
             return missing
-        ids = prompt_ids(request.order, job.prompt_ids, self._model.vocab)
+        ids = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
         request.renewed, request.deadline = self._clock(), job.deadline
         request.times.job = self._clock()
         request.span = self._tracer.begin("keep", job.trace, self._clock, request.times.job)
@@ -334,16 +325,15 @@ class DecodeEngine:
                 raise DecodeFailed(message)
             expired = reason is FinishReason.DEADLINE
             return Refused(RefusalReason.DEADLINE, message) if expired else missing
-        tokens, owner = request.order.prompt_tokens, request.order.owner
+        tokens, owner = request.reservation.prompt_tokens, request.reservation.owner
         session = self._manager.hand_over(
-            request.pages, tokens, owner, job.ttl_s, self._wall(), job.chain, ids
+            request.pages, tokens, owner, job.ttl_s, self._wall(), chain=job.chain, ids=ids
         )
         request.close(FinishReason.STOP, "")
         report = request.times.report()
         return SessionKept(job.request_id, session.told, report)
 
     async def cancel(self, request_id: str) -> None:
-        """End a request; returns when its pages are free (a session that was kept from it stays)."""
         self._requests.queue.cancel(request_id)
         request = self._requests.find(request_id)
         if request is not None:
@@ -358,7 +348,6 @@ class DecodeEngine:
         return self._manager.sessions.release(session_id, owner, self._wall())
 
     async def renew(self, request_ids: Iterable[str]) -> None:
-        """Their door is still there; unknown ids are fine. It knows of a session whose request has ended."""
         self._requests.renew(request_ids)
 
     async def _watch(self) -> None:
@@ -375,14 +364,16 @@ def load_engine(
     name: str,
     model: ModelSpec,
     config: DecodeConfig,
-    handoff: HandoffConfig = HandoffConfig(),  # noqa: B008
+    *,
+    reader: ReaderMaker = InProcessReader,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> DecodeEngine:
-    """An engine that is loaded but not started. Sets this process's torch threads. tell: of progress.
+    """Load an engine without starting it. Sets this process's torch threads.
 
-    Raises ModelError for a model that cannot be loaded, PageSelectionError or ValueError for a configuration
-    that does not fit it.
+    Raises: ModelError for a model that cannot be loaded; PageSelectionError or ValueError for a configuration
+        that does not fit it.
     """
     torch.set_num_threads(config.threads)
-    return DecodeEngine(name, load_model(model, config.device, tell=tell), config, handoff, tracer=tracer)
+    stack = load_model(model, config.device, tell=tell)
+    return DecodeEngine(name, stack, config, reader=reader, tracer=tracer)

@@ -1,12 +1,10 @@
-"""Which layers attend to all pages and which to selected ones: DELTA's decode (Algorithm 2).
+"""Decides which layers attend to selected pages: DELTA's decode (Algorithm 2).
 
-Full layers attend densely. A Δ-layer attends densely and scores every page (token score: largest attention
-weight over heads; page score: sum over the page's tokens); the best K pages, the last L always among them,
-are all that the sparse layers up to the next Δ-layer read. Before the first Δ-layer no pages are selected
-yet, so layers are dense too. Pages are selected for one decode step, and for each request by itself.
+A Δ-layer attends to all pages and scores them: a token's score is its largest attention weight over heads,
+a page's the sum over its tokens. Sparse layers up to the next Δ-layer read the K best pages, the last L
+among them. Other layers are dense. Each step selects anew, for each request by itself.
 
-Shape suffixes: R requests of a batch, P columns of the page table, K selected pages, H query heads, D head
-dimension, S slots of a page, G key/value heads.
+Shape suffixes: docs/glossary.md; K selected pages, P columns of the page table.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from ..settings import DecodeConfig
 
 
 class PageSelectionError(ValueError):
-    """A page selection that is not configured, or cannot be."""
+    """A page selection that is not configured or not possible."""
 
 
 class LayerRole(Enum):
@@ -39,7 +37,7 @@ class LayerRole(Enum):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The role of every layer, and the budget K and recency L in pages."""
+    """Every layer's role, and the budget K and recency L in pages."""
 
     roles: tuple[LayerRole, ...]
     budget: int
@@ -50,7 +48,8 @@ class LayerPlan:
         return self.roles.count(LayerRole.SPARSE)
 
     def pages_read(self, length: int, selects: bool) -> tuple[int, int]:
-        """Pages that sparse layers read in a step over `length` tokens, and those they could have read."""
+        """Count the pages that sparse layers read in a step over `length` tokens, and those they could
+        read."""
         held = pages_for(length)
         return self.sparse_layers * (min(held, self.budget) if selects else held), self.sparse_layers * held
 
@@ -59,10 +58,10 @@ class LayerPlan:
         return LayerRole.SCORING in self.roles
 
     def selects_pages(self, page_selection: str, default: str) -> bool:
-        """Whether a request's sparse layers read selected pages only. page_selection: as the request has it,
-        empty for the worker's default.
+        """Whether a request's sparse layers read selected pages only. page_selection: empty for the worker's
+        default.
 
-        Raises PageSelectionError for an unknown name, and for `delta` without calibrated Δ-layers.
+        Raises: PageSelectionError for an unknown name, and for `delta` without calibrated Δ-layers.
         """
         name = page_selection or default
         if name == PageSelection.FULL:
@@ -95,8 +94,8 @@ def plan_layers(config: DecodeConfig, layers: int) -> LayerPlan:
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Where a batch's K/V is: table_RP and lengths_R (tokens, the one being computed included), and
-    selects_R (int32: 1 for rows that select pages, 0 for rows that read all; None where no row selects)."""
+    """A batch's K/V. lengths_R: tokens, the one being computed included. selects_R: int32, 1 for rows that
+    select pages; None where no row does."""
 
     table_RP: torch.Tensor
     lengths_R: torch.Tensor
@@ -104,10 +103,8 @@ class BatchRows:
 
 
 class StepAttention:
-    """Attention of one decode step: one query row per request, layer after layer.
-
-    What is launched depends on shapes and on whether any row selects pages, so a CUDA graph can hold it.
-    """
+    """Attention of one decode step: one query row a request. Launches depend on shapes and on whether any row
+    selects pages, so a CUDA graph can hold them."""
 
     def __init__(self, plan: LayerPlan, rows: BatchRows, scale: float) -> None:
         self._plan = plan
@@ -118,7 +115,7 @@ class StepAttention:
     def attend(
         self, layer: int, q_RHD: torch.Tensor, k_PSGD: torch.Tensor, v_PSGD: torch.Tensor
     ) -> torch.Tensor:
-        """out_RHD of one layer. The step's own keys and values must be in the pages already."""
+        """Return out_RHD of one layer. The step's own K/V must be in the pages already."""
         role, rows = self._plan.roles[layer], self._rows
         args = q_RHD, k_PSGD, v_PSGD, rows.table_RP, rows.lengths_R
         if rows.selects_R is None or role is LayerRole.DENSE:

@@ -1,9 +1,8 @@
-"""What a decode worker reads of a request before its first token, in which order; pure.
+"""Plans what a decode worker reads of a request before its first token. Pure.
 
-What is appended to a session, or to a prompt, is read in chunks over the K/V before it. Where that K/V comes
-from sparse prefill, the end of the question says which blocks it looks at most; these are computed again,
-and then that end of the question over them. A prompt without anything appended ends with its question: its
-last tokens are read again, and then count as that.
+Appended text is read in chunks. After sparse prefill the question's end names the blocks that it attends
+to most; they are computed again, then the question's end over them. Without appended text the prompt's
+last tokens count as the question.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from ...kernels.constants import BLOCK
-from ..messages.requests import TAIL_TOKENS, GenerateJob, Reserve, recompute_pages
+from ..messages.requests import TAIL_TOKENS, GenerateJob, Reservation, recompute_pages
 
 
 @dataclass(frozen=True)
 class Read:
-    """Tokens `start` and on, over the K/V before them. looks: how many blocks are to be named, of those that
-    they look at most among the first `among` tokens; 0: none."""
+    """Read tokens from `start` on. looks: how many blocks to name among the first `among` tokens; 0: none."""
 
     start: int
     ids: Sequence[int]
@@ -43,33 +41,38 @@ Step = Read | Recompute
 
 
 def plan_reads(
-    there: int,
+    kv_tokens: int,
     known_ids: Sequence[int],
     append_ids: array[int],
+    *,
     answered: int,
     chunk: int,
     blocks: int,
     keep: int = 0,
 ) -> list[Step]:
-    """there: tokens whose K/V is there. known_ids: theirs, or none where they need not be computed again.
-    append_ids: what follows them, of which the last `answered` are of the answer. chunk: tokens of one read,
-    at most; a prompt's tail is one, however long. blocks: how many to compute again; none where all that is
-    appended is kept. keep: tokens, from the first, of which a session is to be made. What of them is appended
-    is read once, so that no session depends on the question that was asked when it was made."""
+    """Plan the reads of one request.
+
+    Args:
+        kv_tokens: tokens whose K/V is in the pages.
+        known_ids: their ids; empty where no block is computed again.
+        append_ids: ids after them. The last `answered` belong to the answer.
+        chunk: the most tokens of one read.
+        blocks: how many blocks to compute again; none where all appended text is kept.
+        keep: tokens of a session. They are read once, so that it depends on no question.
+    """
     asked = len(append_ids) - answered
-    answer = _chunks(there + asked, append_ids[asked:], chunk)
-    before, tail = max(asked - min(asked, chunk), keep - there), tail_start(there)
-    kept_whole = 0 < asked <= before
-    if not known_ids or kept_whole or not recompute_pages(blocks, there, appended=asked > 0):
-        return [*_chunks(there, append_ids[:asked], chunk), *answer]
-    end = Read(there + before, append_ids[before:asked]) if asked else Read(tail, known_ids[tail:])
-    first = _chunks(there, append_ids[:before], chunk)
-    looking = replace(end, looks=blocks, among=min(there, end.start))  # what follows was read densely
+    answer = _chunks(kv_tokens + asked, append_ids[asked:], chunk)
+    before, tail = max(asked - min(asked, chunk), keep - kv_tokens), tail_start(kv_tokens)
+    all_kept = 0 < asked <= before
+    if not known_ids or all_kept or not recompute_pages(blocks, kv_tokens, appended=asked > 0):
+        return [*_chunks(kv_tokens, append_ids[:asked], chunk), *answer]
+    end = Read(kv_tokens + before, append_ids[before:asked]) if asked else Read(tail, known_ids[tail:])
+    first = _chunks(kv_tokens, append_ids[:before], chunk)
+    looking = replace(end, looks=blocks, among=min(kv_tokens, end.start))  # what follows was read densely
     return [*first, looking, Recompute(), end, *answer]
 
 
 def tail_start(tokens: int) -> int:
-    """Where a prompt's question begins: where a block does."""
     return max(0, tokens - TAIL_TOKENS) // BLOCK * BLOCK
 
 
@@ -78,25 +81,25 @@ def _chunks(start: int, ids: array[int], chunk: int) -> Iterator[Read]:
         yield Read(start + at, ids[at : at + chunk])
 
 
-def prompt_ids(order: Reserve, packed: bytes, vocab: int) -> bytes:
-    """A prompt's ids as they came with its job, checked: all of them, or none. Raises ValueError."""
+def prompt_ids(reservation: Reservation, packed: bytes, vocab: int) -> bytes:
+    """Check a prompt's ids: all of them, or none. Raises ValueError."""
     ids = np.frombuffer(packed, dtype="<u4")
-    if len(ids) not in (0, order.prompt_tokens) or (len(ids) and order.session_id is not None):
-        raise ValueError(f"the ids of {len(ids)} tokens came with a prompt of {order.prompt_tokens}")
+    if len(ids) not in (0, reservation.prompt_tokens) or (len(ids) and reservation.session_id is not None):
+        raise ValueError(f"the ids of {len(ids)} tokens came with a prompt of {reservation.prompt_tokens}")
     _check_ids(ids, vocab)
     return packed
 
 
-def appended_ids(order: Reserve, job: GenerateJob, vocab: int) -> array[int]:
-    """The job's appended token ids, checked against what was reserved. Raises ValueError, in plain words."""
+def appended_ids(reservation: Reservation, job: GenerateJob, vocab: int) -> array[int]:
+    """Check a job's appended ids against its reservation. Raises ValueError."""
     new_tokens = job.sampling.max_tokens
-    if not 1 <= new_tokens <= order.max_tokens:
-        raise ValueError(f"max_tokens {new_tokens} must be 1 .. {order.max_tokens}, which was reserved")
-    if job.session_id != order.session_id:
-        raise ValueError(f"the reservation is for session {order.session_id}, not {job.session_id}")
+    if not 1 <= new_tokens <= reservation.max_tokens:
+        raise ValueError(f"max_tokens {new_tokens} must be 1 .. {reservation.max_tokens}, which was reserved")
+    if job.session_id != reservation.session_id:
+        raise ValueError(f"the reservation is for session {reservation.session_id}, not {job.session_id}")
     ids = np.frombuffer(job.append_ids, dtype="<u4")
-    expected = order.append_tokens if order.session_id is None else order.prompt_tokens
-    if len(ids) == 0 and order.session_id is not None:
+    expected = reservation.append_tokens if reservation.session_id is None else reservation.prompt_tokens
+    if len(ids) == 0 and reservation.session_id is not None:
         raise ValueError("a session can only be continued with at least one appended token")
     if len(ids) != expected:
         raise ValueError(f"{len(ids)} appended tokens, but {expected} were reserved")
@@ -105,6 +108,5 @@ def appended_ids(order: Reserve, job: GenerateJob, vocab: int) -> array[int]:
 
 
 def _check_ids(ids: np.ndarray[Any, Any], vocab: int) -> None:
-    """Raises ValueError."""
     if len(ids) and int(ids.max()) >= vocab:
         raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab}")

@@ -1,4 +1,4 @@
-"""What a decode step reads of each request, in memory that is allocated once, and the few shapes of a batch.
+"""A decode step's inputs in memory that is allocated once, in few shapes.
 
 Shape suffixes: R requests of the batch, P columns of the page table.
 """
@@ -17,13 +17,13 @@ from ..messages.requests import Sampling
 _NARROWEST = 512
 """Columns of the narrowest table: 8,192 tokens."""
 _FACTOR = 4
-"""From one width of tables to the next: scoring and ranking pages takes time for every column."""
+"""From one width of tables to the next. Every column costs time to score and rank."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request in a decode step. `token` is the last chosen one, at position `length`; its K/V is what
-    the step adds. key: unique to the request, so that an unchanged row is recognised."""
+    """One request in a decode step. token: the last chosen one, at position `length`; the step adds its K/V.
+    key: unique to the request."""
 
     key: int
     pages: tuple[int, ...]
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """All that a step's launches depend on: rows, columns of the table, and whether any row selects pages."""
+    """All that a step's launches depend on. columns: of the page table."""
 
     rows: int
     columns: int
@@ -43,14 +43,13 @@ class BatchShape:
 
     @property
     def cells(self) -> int:
-        """What its memory grows with."""
         return self.rows * self.columns * (1 + self.selects)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The first rows of `StepRows`, as a step sees them: slices. Behind the requests' rows come rows of
-    padding, up to `shape.rows`: no token, and the scratch page. sampling: the requests' rows alone."""
+    """Slices of the first rows of `StepRows`. Padding follows the requests' rows up to `shape.rows`, with the
+    scratch page. sampling: of the requests' rows alone."""
 
     shape: BatchShape
     table_RP: torch.Tensor
@@ -61,12 +60,10 @@ class Batch:
 
 
 class StepRows:
-    """Rows are written in place when requests come or go; from step to step a step itself moves ids and
-    lengths on. What belongs to no request names the scratch page.
+    """Rows that are written when requests come or go. Steps move ids and lengths on by themselves.
 
-    A batch has one of a few sizes (powers of two, and max_batch) and one of a few widths (the widest, and
-    each a quarter of the one before; batches that select no pages have the widest, since only ranking pages
-    takes time for each column), so that a CUDA graph of every shape can be kept.
+    A batch has one of a few sizes and widths, so that a CUDA graph of every shape can be kept. Without
+    page selection it has the widest, since only ranking takes time for each column.
     """
 
     def __init__(self, rows: int, pages: int, vocab: int, scratch_page: int, device: torch.device) -> None:
@@ -83,8 +80,8 @@ class StepRows:
         self._batch: Batch | None = None
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """These rows, in this order: written anew from the first on that is another than in the step before.
-        Those before it have moved on with the steps."""
+        """Return a batch of these rows. Only rows from the first changed one on are written; the steps have
+        moved the others on."""
         keys = tuple(row.key for row in rows)
         if self._batch is None or keys != self._keys:
             same = 0
@@ -97,8 +94,8 @@ class StepRows:
         return self._batch
 
     def padding(self, selecting: bool) -> Iterator[Batch]:
-        """A batch of padding alone in every shape; selecting: also those of rows that select pages. What was
-        written before is forgotten."""
+        """Make a batch of padding in every shape, and forget all rows. selecting: also shapes that select
+        pages."""
         self._batch, self._keys = None, ()
         self._write(0, [], self.sizes[-1])
         for rows in self.sizes:
@@ -114,7 +111,6 @@ class StepRows:
         return BatchShape(size, next(width for width in self._widths if width >= pages), True)
 
     def _write(self, first: int, rows: Sequence[Row], end: int) -> None:
-        """Rows `first` to `end`: these, then padding."""
         if first == end:
             return
         table = np.full((end - first, self.table_RP.shape[1]), self._scratch_page, dtype=np.int32)
@@ -143,7 +139,6 @@ class StepRows:
 
 
 def _widths(pages: int) -> list[int]:
-    """Columns of tables for up to so many pages, ascending."""
     widths = [max(16, 1 << (pages - 1).bit_length())]
     while widths[0] >= _FACTOR * _NARROWEST:
         widths.insert(0, widths[0] // _FACTOR)
@@ -151,14 +146,13 @@ def _widths(pages: int) -> list[int]:
 
 
 def sampling_rows(rows: Sequence[Sampling], vocab: int, device: torch.device) -> SamplingRows:
-    """Of a batch that is sampled once."""
     made = SamplingRows.room(len(rows), device)
     _write_sampling(made, 0, rows, vocab)
     return _written(made, rows, vocab)
 
 
 def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vocab: int) -> None:
-    """Row `first` and those after it, in place. A greedy row's parameters change nothing."""
+    """A greedy row's parameters change nothing."""
     for target, values in (
         (made.drawn_R, [row.temperature > 0 for row in rows]),
         (made.temperature_R1, [[row.temperature if row.temperature > 0 else 1.0] for row in rows]),
@@ -170,13 +164,11 @@ def _write_sampling(made: SamplingRows, first: int, rows: Sequence[Sampling], vo
 
 
 def _written(made: SamplingRows, rows: Sequence[Sampling], vocab: int) -> SamplingRows:
-    """Its first rows, which are `rows`."""
     drawn = [row for row in rows if row.temperature > 0]
     filters = any(0 < row.top_k < vocab or row.top_p < 1 for row in drawn)
     return made.first(len(rows), draws=bool(drawn), filters=filters)
 
 
 def _signed(seed: int) -> int:
-    """Any integer seed as a signed 64-bit number."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >= 1 << 63 else seed

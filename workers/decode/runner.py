@@ -1,11 +1,9 @@
-"""The tensor work of a decode worker: append prefill, first tokens, batched decode steps.
+"""A decode worker's tensor work: append prefill, first tokens, batched decode steps, all on one thread.
 
-Everything runs on one compute thread. What a step reads lies at addresses that never change (`rows.StepRows`,
-the pages, the weights), and what it launches depends on the batch's shape alone. So on a GPU a step's forward
-pass is a CUDA graph, and the sampling is launched behind it while it runs.
+A step's inputs lie at fixed addresses and its launches depend on the batch's shape alone. So on a GPU a
+step's forward pass is a CUDA graph, with the sampling launched behind it.
 
-Shape suffixes: R rows of the batch, N pages of one sequence, T tokens of a chunk, H query heads, G key/value
-heads, D head dimension, S tokens so far, C hidden size, V vocabulary, B = 1.
+Shape suffixes: docs/glossary.md; R rows of the batch.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ from .reads import Read
 from .rows import Batch, BatchShape, Row, StepRows, sampling_rows
 
 _RAGGED = 77
-"""Tokens of a warm-up's appended text: no multiple of anything that a kernel might be specialised for."""
+"""A warm-up appends so many tokens: no multiple of anything that a kernel may specialise for."""
 _AGAIN = 2
-"""Blocks that a warm-up computes again: what is compiled does not depend on how many."""
+"""A warm-up computes so many blocks again. More compile nothing else."""
 _ROOM = 64
-"""Rows that pinned memory is asked for at least: memory of one size is used again, another size is slow."""
+"""Least rows of pinned memory: memory of one size is reused, another size is slow."""
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A row's next token, its log-probability, and the pages that sparse layers read and could have read."""
+    """A row's next token, its log-probability, and the pages that sparse layers read and could read."""
 
     token: int
     logprob: float
@@ -53,15 +51,15 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class ReadResult:
-    """logits_V: of the last token that was read, if they were asked for. blocks: those that were looked at
-    most, ascending."""
+    """logits_V: after the last token that was read, if asked for. blocks: those attended to most,
+    ascending."""
 
     logits_V: torch.Tensor | None = None
     blocks: Sequence[int] = ()
 
 
 class LaunchedStep:
-    """What is chosen for each row, on its way to the host. read: pages read and held of each."""
+    """Each row's choice on its way to the host. read: pages read and held."""
 
     def __init__(self, ids_R: torch.Tensor, logprob_R: torch.Tensor, read: Sequence[tuple[int, int]]) -> None:
         self._read = read
@@ -77,7 +75,7 @@ class LaunchedStep:
             self._there.record()
 
     def chosen(self) -> list[SampledToken]:
-        """Waits for the device, but not for what was launched after it."""
+        """Wait for the device, but not for what was launched afterwards."""
         if self._there is not None:
             self._there.synchronize()
         both = zip(self._both_R2.tolist(), self._read, strict=True)
@@ -85,12 +83,11 @@ class LaunchedStep:
 
 
 class StepGraphs:
-    """One graph for each of `batches`, which must be all shapes that are ever asked for.
+    """One graph for each of `batches`, which must be all shapes that occur. forward: returns a batch's
+    logits_RV.
 
-    forward: what is captured, logits_RV of a batch. Call it where nothing else uses the GPU from this
-    thread: each shape is computed once before it is captured, so that kernels are compiled and loaded. The
-    graphs share one pool of memory, since they never run at the same time. Raises RuntimeError where a
-    capture fails.
+    Make it where nothing else uses the GPU from this thread. Each shape is computed once before its
+    capture, so that kernels are loaded. Raises RuntimeError where a capture fails.
     """
 
     def __init__(self, forward: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]) -> None:
@@ -99,7 +96,7 @@ class StepGraphs:
         for batch in sorted(batches, key=lambda batch: batch.shape.cells, reverse=True):
             forward(batch)
             graph = torch.cuda.CUDAGraph()
-            # Other threads of this process may go on allocating: they are not part of the graph.
+            # Other threads may go on allocating: they are not part of the graph.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits_RV = forward(batch)
             self._graphs[batch.shape] = graph, logits_RV
@@ -108,17 +105,17 @@ class StepGraphs:
         return len(self._graphs)
 
     def replay(self, batch: Batch) -> torch.Tensor:
-        """logits_RV, which the next replay overwrites. Raises KeyError for a shape that was not captured."""
+        """Return logits_RV, which the next replay overwrites. Raises KeyError for an unknown shape."""
         graph, logits_RV = self._graphs[batch.shape]
         graph.replay()
         return logits_RV
 
 
 class DecodeRunner:
-    """A whole model over `pages` pages of K/V. On the device nothing is waited for but each step's tokens.
+    """A whole model over `pages` pages of K/V. It waits only for each step's tokens.
 
-    max_batch: rows of a step, max_pages: pages of a request, at most. scratch_page: one page more, which
-    belongs to nobody: the pool hands out 0 .. pages - 1. What is computed for no request goes there.
+    max_batch: most rows of a step. max_pages: most pages of a request. scratch_page: one page more, for
+    what is computed for no request.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class DecodeRunner:
         self.stack = stack
         self.max_batch = max_batch
         self.asynchronous = stack.device.type == "cuda"
-        """Whether a launched step is computed while the caller goes on."""
+        """Whether the device computes a launched step while the caller goes on."""
         self.scratch_page = pages
         self.cache = PagedKVCache(
             range(model.layers), model.kv_heads, model.head_dim, pages + 1, stack.dtype, stack.device
@@ -148,8 +145,8 @@ class DecodeRunner:
     def first_tokens(
         self, logits: Sequence[object], rows: Sequence[Row], copies: Sequence[PageCopy] = ()
     ) -> list[SampledToken]:
-        """Sample each row's token at position `length` from the logits (float32 [V]) before it. When this
-        returns, the pages of `copies` are copied too."""
+        """Sample each row's token from its logits (float32 [V]). The pages of `copies` are copied on
+        return."""
         for source, target in copies:
             self.cache.copy_page(source, target)
         rows_V = [torch.as_tensor(np.asarray(x)) if not torch.is_tensor(x) else x for x in logits]
@@ -163,8 +160,8 @@ class DecodeRunner:
     def append(
         self, pages: Sequence[int], step: Read, last: bool, copy: PageCopy | None = None
     ) -> ReadResult:
-        """Read the step's tokens over the K/V before them; the last one's logits if `last`. copy: pages to be
-        copied before that."""
+        """Read the step's tokens over the K/V before them. Returns the last logits if `last`. copy: pages to
+        copy first."""
         cache, device, start, tokens = self.cache, self.stack.device, step.start, len(step.ids)
         if copy is not None:
             self.cache.copy_page(*copy)
@@ -191,7 +188,7 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def recompute(self, pages: Sequence[int], blocks: Sequence[int], ids: Sequence[int]) -> ReadResult:
-        """Compute these blocks (whole ones, ascending) again, with dense attention; ids: their tokens."""
+        """Compute whole blocks (ascending) again with dense attention. ids: their tokens."""
         if not blocks:
             return ReadResult()
         cache, device, per_block = self.cache, self.stack.device, BLOCK // PAGE_TOKENS
@@ -213,7 +210,6 @@ class DecodeRunner:
         return ReadResult(blocks=blocks)
 
     def _wait(self) -> None:
-        """Pages of what was computed may be given away after this."""
         if self.stack.device.type == "cuda":
             torch.cuda.current_stream(self.stack.device).synchronize()
 
@@ -229,13 +225,12 @@ class DecodeRunner:
         return out_BHTD[0].transpose(0, 1).to(q_THD.dtype)
 
     def decode(self, rows: Sequence[Row]) -> list[SampledToken]:
-        """One step: every row's next token. Rows do not influence each other."""
+        """Compute one step: every row's next token, independently of other rows."""
         return self.launch(rows).chosen()
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[Row]) -> LaunchedStep:
-        """A step that may still be computed when this returns. The next one may be launched behind it: of
-        rows that stay it needs no token."""
+        """Launch a step. The next one may be launched behind it without the tokens of rows that stay."""
         batch, count = self._rows.batch(rows), len(rows)
         logits_RV = self._forward(batch) if self._graphs is None else self._graphs.replay(batch)
         lengths_R = batch.lengths_R[:count].add_(1)
@@ -245,7 +240,6 @@ class DecodeRunner:
         return LaunchedStep(ids_R, logprob_R, read)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """logits_RV of a batch, padding included: what a CUDA graph holds."""
         positions_R = batch.lengths_R
         page_ids_R = batch.table_RP.gather(1, (positions_R // PAGE_TOKENS).to(torch.int64)[:, None])[:, 0]
         rows_R = page_ids_R.to(torch.int64) * PAGE_TOKENS + positions_R % PAGE_TOKENS
@@ -265,16 +259,15 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Decode steps are CUDA graphs from now on. It takes seconds, and no step may be under way."""
+        """Make decode steps CUDA graphs. It takes seconds, and no step may be under way."""
         self._graphs = StepGraphs(self._forward, self._rows.padding(self._plan.calibrated))
 
 
 def warm_up(runner: DecodeRunner, tokens: int, selects_pages: bool) -> None:
-    """Run what a GPU compiles at first use: append and decode at few and at `tokens` tokens, alone and in a
-    batch, greedy and sampled. No request exists yet, and results are dropped. On a GPU steps are captured.
+    """Compile what a GPU compiles at first use, and capture steps. Call it before the first request.
 
-    Every page table names the scratch page only, which is left with finite numbers. selects_pages: whether
-    the worker has Δ-layers.
+    It appends and decodes at few and at `tokens` tokens, alone and in a batch, greedy and sampled. Every
+    page table names the scratch page only. selects_pages: whether the worker has Δ-layers.
     """
     sampled = Sampling(temperature=1.0, top_p=0.9, top_k=50)
     batches = [(False,), (True,), (True, False)] if selects_pages else [(False,), (False, False)]

@@ -1,8 +1,7 @@
-"""Continuous batching: which request is computed next, and what its result means.
+"""Continuous batching: chooses what is computed next, and delivers the results.
 
-Runs on the event loop's thread; only tensor work goes to the compute thread. One turn is: admit, sample
-first tokens, one step of what one request has to read, one decode step of everything that runs. Cancelling
-takes effect between these.
+A turn admits requests, samples first tokens, reads one step of one request and decodes one step of all
+that run. Cancelling takes effect between these. Only tensor work leaves the event loop's thread.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from ..messages.events import FinishReason, Token
 from ..messages.methods import BLOCK
 from ..settings import DecodeConfig
 from .reads import Recompute, Step
-from .requests import DecodeRequest
+from .request import DecodeRequest
 from .runner import DecodeRunner, LaunchedStep, ReadResult, SampledToken
 
 T = TypeVar("T")
 _FAILED_TURNS = 3
-"""So many computations of one kind in a row that raised mean that the worker itself is broken."""
+"""A worker is broken after so many failed computations of one kind in a row."""
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A decode step that was launched before the one ahead of it had landed. held: its requests' pages."""
+    """A decode step that was launched ahead. held: its requests' pages."""
 
     requests: tuple[DecodeRequest, ...]
     step: LaunchedStep
@@ -38,10 +37,10 @@ class _Flight:
 
 
 class DecodeScheduler:
-    """Takes ready requests in order of readiness, at most `config.max_batch` at once.
+    """Takes ready requests in order, at most `config.max_batch` at once. They read in turn.
 
-    What several requests have to read, they read in turn. eos_ids end an answer. before_first is
-    called once per request, just before its first Token. clock: seconds, for reports.
+    eos_ids: end an answer. before_first: called once a request, just before its first Token. clock:
+    seconds, for reports.
     """
 
     def __init__(
@@ -74,11 +73,9 @@ class DecodeScheduler:
 
     @property
     def submitted(self) -> int:
-        """Those that run and those that wait for a place in the batch."""
         return self.running + len(self._waiting)
 
     def submit(self, request: DecodeRequest) -> None:
-        """A request for which nothing is missing any more."""
         request.times.ready = self._clock()
         self._waiting.append(request)
         self._wake.set()
@@ -88,13 +85,11 @@ class DecodeScheduler:
         self._wake.set()
 
     def drop_ended(self) -> None:
-        """Forget requests that have ended."""
         self._waiting = deque(request for request in self._waiting if request.ended is None)
         self._appending = deque(request for request in self._appending if request.ended is None)
         self._running = [request for request in self._running if request.ended is None]
 
     async def run(self) -> None:
-        """Turns until `stop`."""
         while not self._stopping:
             self.drop_ended()
             if not (self._waiting or self._appending or self._running or self._flight):
@@ -114,7 +109,7 @@ class DecodeScheduler:
             await self._decode()
 
     def _admit(self) -> list[DecodeRequest]:
-        """Move waiting requests to where there is room; returns those whose first token can be sampled."""
+        """Returns requests whose first token can be sampled."""
         firsts: list[DecodeRequest] = []
         while self._waiting and self.running + len(firsts) < self._config.max_batch:
             request = self._waiting.popleft()
@@ -127,7 +122,7 @@ class DecodeScheduler:
         return firsts
 
     async def _sample_first(self, requests: Sequence[DecodeRequest]) -> None:
-        """First tokens; the page that a kept session has to itself is copied by the same computation."""
+        """The same computation copies a kept session's partly filled page."""
         logits, rows = [request.logits for request in requests], [request.row for request in requests]
         copies = [request.pages.copy_out for request in requests if request.pages.copy_out is not None]
         chosen = await self._computed(
@@ -141,7 +136,7 @@ class DecodeScheduler:
                 self._deliver(request, choice)
 
     async def _read(self) -> None:
-        """One step of the next request's; its first token if that was the last one."""
+        """Also samples the first token after the last read."""
         request = self._appending.popleft()
         self._appending.append(request)
         step, last = request.reads[0], len(request.reads) == 1
@@ -175,8 +170,7 @@ class DecodeScheduler:
         return lambda: self._runner.append(pages, step, last, copy)
 
     async def _decode(self) -> None:
-        """Deliver one step's tokens. Where the device computes by itself, the next step is launched before
-        these are waited for: it has work while they are delivered."""
+        """On a GPU the next step is launched before this one's tokens are delivered."""
         flight, self._flight = self._flight, None
         requests = tuple(self._running) if flight is None else flight.requests
         rows = [request.row for request in requests]
@@ -196,15 +190,14 @@ class DecodeScheduler:
             held.close()
         else:
             self._flight = _Flight(requests, following, held)
-        live = [one for one in zip(requests, chosen, strict=False) if one[0].ended is None]
+        live = [pair for pair in zip(requests, chosen, strict=False) if pair[0].ended is None]
         for request, choice in live:
             request.length += 1
             request.times.stepped(choice.pages_attended, choice.pages_held, len(live))
             self._deliver(request, choice)
 
     def _looks_ahead(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Whether the step after the one that these are in has, as far as is known, the same rows. An answer
-        that ends by an end token shows only later: its row of that step is dropped."""
+        """Whether the next step has the same rows as far as is known. An end token shows later."""
         if not self._runner.asynchronous or self._stopping or self._waiting or self._appending:
             return False
         if list(requests) != self._running:
@@ -214,7 +207,7 @@ class DecodeScheduler:
     async def _computed(
         self, what: str, requests: Sequence[DecodeRequest], work: Callable[[], T]
     ) -> T | None:
-        """Run `work` on the compute thread with the requests' pages held; None if it raised."""
+        """Run `work` with the requests' pages held; None if it raised."""
         with _use_pages(requests):
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -233,7 +226,6 @@ class DecodeScheduler:
             request.close(FinishReason.FAILED, text)
 
     def _deliver(self, request: DecodeRequest, choice: SampledToken) -> None:
-        """Send a token, and end the request if it was the last one."""
         if not math.isfinite(choice.logprob):
             text = "the model's logits are not finite numbers (in float16 its activations may overflow)"
             request.close(FinishReason.FAILED, text)
@@ -252,7 +244,6 @@ class DecodeScheduler:
 
 
 def _use_pages(requests: Sequence[DecodeRequest]) -> ExitStack:
-    """Keeps the requests' pages until it is closed."""
     held = ExitStack()
     for request in requests:
         held.enter_context(request.pages.use())

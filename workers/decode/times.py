@@ -1,4 +1,4 @@
-"""When a request of a decode worker was where, and what it moved and read: the source of its report."""
+"""The times and counts of one request on a decode worker, from which its report is made."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..messages.events import DecodeReport
 
 
 @dataclass
-class Times:
-    """Moments of a request (seconds of one monotonic clock; None: not yet) and what it moved and read.
+class RequestTimes:
+    """Seconds of one monotonic clock; None: not yet.
 
-    complete: the last page was here. ready: nothing was missing any more. taken: the scheduler took it.
-    looked: what it appends has been read, and blocks have been named that are to be computed again. read: its
-    logits were there (appended tokens are read in between). first: the first token was sampled.
+    complete: the last page was here. ready: nothing was missing. taken: the scheduler took it. looked:
+    appended text was read and blocks were named. read: the logits were there. first: the first token was
+    sampled.
     """
 
     job: float | None = None
@@ -28,7 +28,7 @@ class Times:
     first: float | None = None
     handoff_bytes: int = 0
     handoff_seconds: float = 0.0
-    """While any of its K/V was under way."""
+    """Seconds in which any of its K/V was under way."""
     pages_attended: int = 0
     pages_held: int = 0
     steps: int = 0
@@ -39,7 +39,6 @@ class Times:
 
     @contextmanager
     def handing_over(self, clock: Callable[[], float]) -> Iterator[None]:
-        """A part of its K/V is under way, beside others perhaps."""
         if not self._under_way:
             self._since = clock()
         self._under_way += 1
@@ -51,7 +50,6 @@ class Times:
                 self.handoff_seconds += clock() - self._since
 
     def stepped(self, pages_attended: int, pages_held: int, batch: int) -> None:
-        """A decode step that computed so many requests."""
         self.pages_attended += pages_attended
         self.pages_held += pages_held
         self.steps += 1
@@ -59,7 +57,6 @@ class Times:
 
     @property
     def parts(self) -> dict[str, tuple[float | None, float | None]]:
-        """When those of TTFT began and ended here."""
         began = None if self.job is None else max(self.job, self.logits or self.job)
         return {
             "handoff_exposed": (began, self.complete),
@@ -70,7 +67,7 @@ class Times:
         }
 
     def report(self) -> DecodeReport:
-        """The parts are disjoint: they add up to the time from the job (or the logits) to the first token."""
+        """Report disjoint parts, which add up to the time from the job (or the logits) to the first token."""
         seconds = {part: _length(*moments) for part, moments in self.parts.items()}
         return DecodeReport(
             handoff_exposed=seconds["handoff_exposed"],

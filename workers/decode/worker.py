@@ -1,11 +1,10 @@
-"""Ray's side of a decode worker: the actor that the door and the stages find by name, and its owner.
-
-Importing this loads no torch; the actor does, in its own process.
-"""
+"""Ray's side of a decode worker: its actor, and the Serve deployment that owns it. Importing it loads no
+torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
@@ -28,31 +27,32 @@ __all__ = ["REPLICA_CPUS", "DecodeReplica", "placement"]
 
 
 def placement(config: DecodeConfig) -> tuple[list[dict[str, float]], str]:
-    """Placement group of one replica: bundles (0: the replica, 1: the actor) and strategy."""
+    """Describe one replica's placement group: bundles (0: replica, 1: actor) and strategy."""
     return placement_of(config.cpus, config.gpus, 1)
 
 
 @hosts(DecodeWorker)
 class DecodeActor(Leaving):
-    """A `DecodeEngine` in a process of its own. Asyncio: calls run side by side, and wait for loading."""
+    """A `DecodeEngine` in a process of its own. Its calls run side by side, and wait for loading."""
 
     def __init__(
         self, name: str, model: ModelSpec, config: DecodeConfig, handoff: HandoffConfig, spans: SpanSink
     ) -> None:
+        from ..kv.handoff.transports import kv_reader
         from .engine import load_engine
 
         self._pairing = pairing(model, handoff)
         self._compilations = watch(config.device, config.kernel_cache)
         tracer = Tracer(provider(spans, name))
-        self.hosted: DecodeEngine = load_engine(name, model, config, handoff, progress(name), tracer)
+        self.hosted: DecodeEngine = load_engine(
+            name, model, config, reader=partial(kv_reader, handoff), tell=progress(name), tracer=tracer
+        )
 
     async def start(self) -> None:
         await self.hosted.start()
         self._compilations.ready = True
 
     async def stats(self) -> DecodeStats:
-        """With what only the actor knows: where it is, whether it is taken away, what was compiled in its
-        process, and which groups it goes with."""
         return replace(
             await self.hosted.stats(),
             node=ray.get_runtime_context().get_node_id(),
@@ -62,16 +62,14 @@ class DecodeActor(Leaving):
         )
 
     async def check(self) -> str:
-        """Why the worker should be replaced; empty while it is well."""
         return self.hosted.fault
 
 
 class DecodeReplica(Replica):
-    """A Serve deployment's class: owns one decode actor, its `head`.
+    """The Serve deployment that owns one decode actor, its `head`. Deploy it with `placement(config)` and
+    `ray_actor_options={"num_cpus": REPLICA_CPUS}`.
 
-    Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. Constructing it
-    returns when the model is loaded. Raises what loading raises (`ModelError`, `PageSelectionError`), inside
-    Ray's error.
+    The constructor returns once the model is loaded. It raises what loading raises, inside Ray's error.
     """
 
     def __init__(

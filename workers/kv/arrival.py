@@ -1,6 +1,6 @@
-"""Which K/V of one prompt has been announced and which has been written: pure accounting.
+"""Accounts for one prompt's K/V: what was announced and what was written. Pure.
 
-A token counts once per layer. Ranges are half-open token ranges [start, stop) of one layer.
+A token counts once a layer. Ranges are half-open: [start, stop) of one layer.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 
 class ArrivalError(ValueError):
-    """An announcement that contradicts the request's plan: its request must fail, not continue."""
+    """An announcement contradicts the request's plan, so its request must fail."""
 
 
 class KVArrival:
-    """Claims and completions of `tokens` tokens in each of `layers` layers (0 .. layers-1).
-
-    A range is claimed when it is announced and completed when its K/V is in the pages, so a repeated
-    announcement is recognised even while the first is still being pulled.
-    """
+    """The ranges of `tokens` tokens in each of `layers` layers. An announced range is claimed and a written
+    one complete, so a repetition is recognised while the first is still read."""
 
     def __init__(self, layers: int, tokens: int) -> None:
         self._layers = layers
@@ -31,9 +28,9 @@ class KVArrival:
         return self._count == self._layers * self._tokens
 
     def claim(self, layer: int, start: int, tokens: int) -> bool:
-        """True: pull this range. False: exactly this range was announced before.
+        """Claim a range. Returns False if exactly this range was announced before.
 
-        Raises ArrivalError for a range outside the prompt or one that overlaps another.
+        Raises: ArrivalError for a range outside the prompt or one that overlaps another.
         """
         if not 0 <= layer < self._layers:
             raise ArrivalError(f"K/V announced for layer {layer} of a model with {self._layers} layers")
@@ -54,19 +51,18 @@ class KVArrival:
         return True
 
     def written(self, layer: int, start: int, tokens: int) -> None:
-        """A claimed range is in the pages."""
         self._written[layer][start] = start + tokens
         self._count += tokens
 
     def resume_point(self, points: Iterable[int]) -> int:
-        """The last of these points before which every layer has everything, in ranges that end there; 0 if
+        """Return the last of these points that ends ranges and before which every layer is complete; 0 if
         none is."""
         ends = [set(_ends(written)) for written in self._written]
         return max(set(points).intersection(*ends), default=0)
 
     def until(self, tokens: int) -> KVArrival:
-        """The account of a prompt that is read again from a resume point on: what was announced after it may
-        be announced again."""
+        """Account for a prompt that is read again from a resume point on. Later announcements are
+        forgotten."""
         rest = KVArrival(self._layers, self._tokens)
         for layer, written in enumerate(self._written):
             for start, stop in written.items():
@@ -77,7 +73,6 @@ class KVArrival:
 
 
 def _ends(written: Mapping[int, int]) -> Iterator[int]:
-    """Where ranges end of those that follow one another from 0 on."""
     end = 0
     while end in written:
         end = written[end]

@@ -1,10 +1,9 @@
 """Keys and values of a range of layers, in pages.
 
-Shape suffixes: L layers held here, P pages, S slots of a page (and, in a gathered copy, tokens), R all slots
-of all pages, G key/value heads, D head dimension, T tokens written, N pages of one sequence.
+A layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" layout, which decode kernels
+read in place. `pages` says whose a page is.
 
-Each layer's slice [pages, page_tokens, kv_heads, head_dim] is FlashInfer's "NHD" paged layout, so the
-decode kernels read it in place. Which page belongs to whom is `pages`' business.
+Shape suffixes: docs/glossary.md; R all slots of all pages, T tokens written, N pages of one sequence.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from .pages.pool import PAGE_TOKENS, first_of_run, pages_for
 
 
 class KVCacheError(ValueError):
-    """A write or read outside what the cache or the page table holds."""
+    """A write or read outside the cache or the page table."""
 
 
 class PagedKVCache:
-    """K/V of layers `layers` (absolute layer numbers of the model) in `pages` pages.
-
-    Fresh memory is zero, so a kernel that reads a page's unwritten slots meets finite numbers.
-    """
+    """K/V of layers `layers` (the model's numbers) in `pages` pages. Fresh memory is zero, so unwritten slots
+    are finite."""
 
     page_tokens = PAGE_TOKENS
 
@@ -48,7 +45,7 @@ class PagedKVCache:
         self.k_LPSGD = _zeros(shape, dtype, self.device)
         self.v_LPSGD = _zeros(shape, dtype, self.device)
         self._arrivals: Any = None
-        """On a GPU, the stream of `write_layers`: received K/V does not queue behind what is computed."""
+        """On a GPU, the stream of `write_layers`: received K/V does not queue behind computation."""
         if self.device.type == "cuda":
             self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
@@ -71,24 +68,25 @@ class PagedKVCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of K and V together (on the CPU they become resident as they are written)."""
+        """Bytes of K and V. On a CPU they become resident as they are written."""
         return 2 * self.k_LPSGD.numel() * self.k_LPSGD.element_size()
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views (k_PSGD, v_PSGD) of one layer's pages."""
         index = self._index(layer)
         return self.k_LPSGD[index], self.v_LPSGD[index]
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views k_RGD, v_RGD of one layer's pages, slot s of page p at p · page_tokens + s."""
+        """Views k_RGD, v_RGD of one layer. Slot s of page p is row p · page_tokens + s."""
         k_PSGD, v_PSGD = self.layer(layer)
         return k_PSGD.flatten(0, 1), v_PSGD.flatten(0, 1)
 
     def rows_of(self, pages: torch.Tensor, start: int, tokens: int) -> torch.Tensor:
-        """rows_T (int64) of tokens start .. start+tokens-1 of a sequence with this page table, on the device.
+        """Return rows_T (int64, on the device) of tokens start .. start+tokens-1 of a sequence.
 
-        Keep the table (1-D, int32/int64) on the cache's device: else each call copies it. Raises KVCacheError
-        if it is too short.
+        Args:
+            pages: its page table (1-D, int32/int64). Keep it on the cache's device, else each call copies
+                it.
+        Raises: KVCacheError if the table is too short.
         """
         if start < 0 or start + tokens > pages.numel() * self.page_tokens:
             raise KVCacheError(
@@ -99,15 +97,14 @@ class PagedKVCache:
         return page_ids_T * self.page_tokens + positions_T % self.page_tokens
 
     def rows_of_run(self, first_page: int, start: int, tokens: int) -> torch.Tensor:
-        """As `rows_of`, for a sequence whose pages follow one another from first_page on."""
+        """Like `rows_of`, for contiguous pages from first_page on."""
         rows = self._span(first_page, start, tokens)
         return torch.arange(rows.start, rows.stop, device=self.device)
 
     def write(
         self, layer: int, pages: torch.Tensor, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     ) -> None:
-        """Store tokens start .. start+T-1 of one sequence, as `rows_of` has it; `start` need not be page
-        aligned."""
+        """Store tokens start .. start+T-1 of one sequence. `start` need not be page aligned."""
         self._put(layer, self.rows_of(pages, start, k_TGD.shape[0]), k_TGD, v_TGD)
 
     def write_rows(
@@ -118,15 +115,13 @@ class PagedKVCache:
         k_TGD: torch.Tensor,
         v_TGD: torch.Tensor,
     ) -> None:
-        """Store row t at slot slots_T[t] of page page_ids_T[t]: one token of each of T sequences.
-
-        Nothing is checked against the device's values (that would synchronise); rows must not collide.
-        """
+        """Store row t at slot slots_T[t] of page page_ids_T[t]: one token of each of T sequences. Rows must
+        not collide; nothing checks that, since it would synchronise."""
         page_ids_T, slots_T = page_ids_T.to(self.device, torch.int64), slots_T.to(self.device)
         self._put(layer, page_ids_T * self.page_tokens + slots_T, k_TGD, v_TGD)
 
     def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `tokens` tokens of one sequence as contiguous copies k_GSD, v_GSD."""
+        """Copy the first `tokens` tokens of one sequence into contiguous k_GSD, v_GSD."""
         needed = -(-tokens // self.page_tokens)
         if not 0 < tokens <= pages.numel() * self.page_tokens:
             raise KVCacheError(f"{tokens} tokens asked of a sequence of {pages.numel()} pages")
@@ -137,7 +132,7 @@ class PagedKVCache:
     def write_run(
         self, layer: int, first_page: int, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor
     ) -> None:
-        """As `write`, for a sequence whose pages follow one another from first_page on: two plain copies."""
+        """Like `write`, for contiguous pages from first_page on: two plain copies."""
         k_SGD, v_SGD = self._run(layer, first_page, start, k_TGD.shape[0])
         k_SGD.copy_(k_TGD)
         v_SGD.copy_(v_TGD)
@@ -150,12 +145,12 @@ class PagedKVCache:
         layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
         after: Any = None,
     ) -> None:
-        """Store received (k_TGD, v_TGD) of one or more layers, from token `start` on of the sequence with
-        these pages; as many tokens of each. When it returns, whatever runs later sees them.
+        """Store received (k_TGD, v_TGD) of one or more layers, from token `start` on. Whatever runs later
+        sees them.
 
-        K/V may lie on the host. Into pages that follow one another they go as plain copies: a GPU's copy
-        engine makes them, and no kernel interrupts another process's. after: a CUDA event to wait for
-        first. Raises KVCacheError as `write`, having written nothing.
+        K/V may lie on the host. Contiguous pages take plain copies by a GPU's copy engine, which interrupt
+        no other process. after: a CUDA event to wait for first. Raises KVCacheError as `write`, having
+        written nothing.
         """
         tokens = next(iter(layers.values()))[0].shape[0]
         first, inside = divmod(start, self.page_tokens)
@@ -175,8 +170,8 @@ class PagedKVCache:
     def read(
         self, layer: int, pages: Sequence[int], start: int, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies k_TGD, v_TGD on the host of tokens start .. start+tokens-1 of the sequence with these pages,
-        as `write_layers` stored them. Raises KVCacheError if the page table is too short."""
+        """Copy tokens start .. start+tokens-1 of a sequence to the host: k_TGD, v_TGD. Raises KVCacheError if
+        the page table is too short."""
         first, inside = divmod(start, self.page_tokens)
         table = pages[first : first + pages_for(inside + tokens, self.page_tokens)]
         if start < 0 or tokens < 1 or inside + tokens > len(table) * self.page_tokens:
@@ -193,7 +188,6 @@ class PagedKVCache:
 
     @contextmanager
     def _arriving(self, after: Any) -> Iterator[None]:
-        """On a GPU: launch on the stream of what comes and goes, and wait for it at the end."""
         if self._arrivals is None:
             yield
             return
@@ -204,13 +198,13 @@ class PagedKVCache:
         self._arrivals.synchronize()
 
     def view_run(self, layer: int, first_page: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `gather`, without copying, for such a sequence: k_GSD, v_GSD with strided rows."""
+        """Like `gather` without copying, for contiguous pages: k_GSD, v_GSD with strided rows."""
         k_SGD, v_SGD = self._run(layer, first_page, 0, tokens)
         return k_SGD.transpose(0, 1), v_SGD.transpose(0, 1)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page in every layer: what a holder of a shared page does before it writes to it. On a GPU
-        this only queues the copy: both pages must stay whose they are until it was waited for."""
+        """Copy one page in every layer, before a shared page is written to. A GPU only queues the copy, so
+        both pages must keep their holders until it was waited for."""
         self.k_LPSGD[:, target].copy_(self.k_LPSGD[:, source])
         self.v_LPSGD[:, target].copy_(self.v_LPSGD[:, source])
 
@@ -246,7 +240,7 @@ def _dense(x_PSGD: torch.Tensor, table_N: torch.Tensor, tokens: int) -> torch.Te
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed memory. On the CPU numpy's calloc leaves pages that nobody wrote out of resident memory."""
+    """numpy's calloc leaves unwritten pages out of resident memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize

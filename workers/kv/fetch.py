@@ -1,9 +1,7 @@
-"""K/V on its way back: from a decode worker's pages to a stage that goes on where another one died.
+"""K/V on its way back, from a decode worker's pages to a stage that goes on where another died. All
+transports use host arrays, layer by layer, in pieces of bounded size.
 
-One way for every transport: host arrays as the answer to a call, layer by layer, in pieces of a bounded size.
-
-Shape suffixes: T tokens of a piece, G key/value heads, D head dimension. bfloat16 travels as a uint16 view,
-since numpy has no such type.
+Shape suffixes: docs/glossary.md. bfloat16 travels as uint16, since numpy has no such type.
 """
 
 from __future__ import annotations
@@ -20,23 +18,22 @@ from ..messages.stages import HostKV, KVRange
 from ..messages.states import NAMESPACE
 from ..roles import KVReceiver, sent
 from .cache import PagedKVCache
-from .handoff.host_copies import NUMPY_TYPES, as_numpy
 from .handoff.protocols import HandoffError, plain
+from .host_copies import NUMPY_TYPES, as_numpy
 
 PIECE_BYTES = 8 << 20
 _AHEAD = 3
-"""Pieces that are under way at once."""
 
 
 class KVSource(Protocol):
-    """Where a stage gets K/V back from, used from the stage's thread."""
+    """Where a stage's thread gets K/V back from."""
 
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
-        """Each piece with what was wanted, in order. Raises HandoffError if it cannot be had."""
+        """Yield each piece with its K/V, in order. Raises HandoffError if it does not come."""
 
 
 def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRange]:
-    """The first `tokens` tokens in every layer of `cache`, as pieces of at most PIECE_BYTES."""
+    """Cut the first `tokens` tokens of every layer into pieces of at most PIECE_BYTES."""
     token_bytes = 2 * cache.kv_heads * cache.head_dim * cache.dtype.itemsize
     most = max(1, PIECE_BYTES // token_bytes)
     for layer in cache.layers:
@@ -45,14 +42,14 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
 
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
-    """The decode worker's end. Raises KVCacheError for what the pages do not hold."""
+    """Copy a piece on the decode worker. Raises KVCacheError for tokens that the pages do not hold."""
     k_TGD, v_TGD = cache.read(wanted.layer, pages, wanted.start, wanted.tokens)
     return HostKV(as_numpy(k_TGD), as_numpy(v_TGD))
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stage's end: k_TGD, v_TGD on the host, for `cache`. They may be read only. Raises HandoffError for
-    what is not K/V of this model."""
+    """Return a piece as k_TGD, v_TGD on the stage's host, perhaps read-only. Raises HandoffError for K/V of
+    another model."""
     shape = wanted.tokens, cache.kv_heads, cache.head_dim
     k_TGD, v_TGD = (_tensor(x, shape, cache.dtype, wanted) for x in (kv.k, kv.v))
     return k_TGD, v_TGD
@@ -61,8 +58,8 @@ def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.T
 def _tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype, wanted: KVRange) -> torch.Tensor:
     expected = np.dtype(NUMPY_TYPES[dtype])
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != expected:
-        found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
-        raise HandoffError(f"K/V of {wanted.request_id} came back as {found}, not {expected} {shape}")
+        received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+        raise HandoffError(f"K/V of {wanted.request_id} came back as {received}, not {expected} {shape}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the object store's arrays are read only
         x = torch.from_numpy(array)
@@ -82,8 +79,8 @@ class RayKVSource:
         coming: deque[tuple[KVRange, Any]] = deque()
         try:
             actor = self._ray.get_actor(decode_worker, namespace=NAMESPACE)
-            for one in wanted:
-                coming.append((one, sent(actor, KVReceiver.kv, one)))
+            for piece in wanted:
+                coming.append((piece, sent(actor, KVReceiver.kv, piece)))
                 if len(coming) >= _AHEAD:
                     yield self._first(coming)
             while coming:
@@ -92,12 +89,10 @@ class RayKVSource:
             raise HandoffError(f"{decode_worker} gave no K/V back: {plain(error)}") from error
 
     def _first(self, coming: deque[tuple[KVRange, Any]]) -> tuple[KVRange, HostKV]:
-        one, reply = coming.popleft()
-        return one, self._ray.get(reply, timeout=self._timeout_s)
+        piece, reply = coming.popleft()
+        return piece, self._ray.get(reply, timeout=self._timeout_s)
 
 
 class NoKVSource:
-    """For groups that nobody resumes anything in."""
-
     def fetch(self, decode_worker: str, wanted: Iterable[KVRange]) -> Iterator[tuple[KVRange, HostKV]]:
         raise HandoffError(f"{decode_worker} gives no K/V back to this group")

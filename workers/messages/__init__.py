@@ -1,8 +1,7 @@
-"""Every type that crosses a process: frozen and free of torch, so that the front door may import it.
+"""Every type that crosses a process, frozen and free of torch, so that doors may import it.
 
-The life of a request in messages: the door asks a decode worker to `Reserve` pages, sends a `PrefillJob`
-to a prefill group and reads `ChunkRead` … `PrefillDone`; meanwhile the stages announce K/V to the
-decode worker (`KVAnnouncement`, `FirstLogits`). The door then sends a `GenerateJob` (or `KeepSession`) to
-the decode worker and reads `Token` … `FinishEvent`. Durations are seconds measured inside one
-process; `deadline` is seconds since the epoch.
+A door sends a decode worker a `Reservation` and a prefill group a `PrefillJob`, and reads `ChunkRead` …
+`PrefillDone`. Stages meanwhile announce K/V to the decode worker (`KVAnnouncement`, `FirstLogits`). Then
+the door sends a `GenerateJob` (or `KeepSession`) and reads `Token` … `FinishEvent`. Durations are seconds
+within one process; `deadline` is seconds since the epoch.
 """

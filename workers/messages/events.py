@@ -1,4 +1,4 @@
-"""What workers answer a door with while a request runs, and when it ends."""
+"""Workers' answers to a door while a request runs and when it ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class LayerDensity:
-    """Tiles computed and causal tiles of one layer for one chunk or one prompt, summed over heads; seconds of
-    attention there, and of choosing its tiles (anchors, scoring, selection, correction)."""
+    """One layer's computed and causal tiles, summed over heads. attention, choosing: seconds of attention,
+    and of anchors, scoring, selection and correction."""
 
     layer: int
     computed: float
@@ -19,38 +19,35 @@ class LayerDensity:
     choosing: float = 0.0
 
 
-def added_up(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
-    """One for each layer, in their order, of several chunks or groups."""
+def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
+    """Sum the densities of several chunks or groups by layer."""
     sums: dict[int, LayerDensity] = {}
-    for one in layers:
-        before = sums.get(one.layer, LayerDensity(one.layer, 0.0, 0.0))
-        sums[one.layer] = LayerDensity(
-            one.layer,
-            before.computed + one.computed,
-            before.causal + one.causal,
-            before.attention + one.attention,
-            before.choosing + one.choosing,
+    for layer in layers:
+        before = sums.get(layer.layer, LayerDensity(layer.layer, 0.0, 0.0))
+        sums[layer.layer] = LayerDensity(
+            layer.layer,
+            before.computed + layer.computed,
+            before.causal + layer.causal,
+            before.attention + layer.attention,
+            before.choosing + layer.choosing,
         )
     return tuple(sums[layer] for layer in sorted(sums))
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of a prompt has been read."""
-
     tokens_done: int
     tokens_total: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefillReport:
     """Time and density of one prompt's prefill.
 
-    queue: from the job's arrival to its first chunk's start. wall: from there to the last stage's end.
-    critical: seconds by part that add up to wall: the last stage's own phases, activation_wait (blocked on
-    the stage before), other_requests (running somebody else's chunk) and group_overhead (the remainder).
-    stages: each stage's phases, summed over chunks (they overlap in time, so they do not add up to wall).
-    launch_bound: of them, each stage's seconds with chunks in which its GPU waited for its host's launches.
+    queue: from arrival to its first chunk's start. wall: from there to the last stage's end. critical:
+    parts that sum to wall: the last stage's phases, activation_wait, other_requests (others' chunks) and
+    group_overhead (the rest). stages: each stage's phases, which overlap in time. launch_bound: each
+    stage's seconds with chunks whose GPU waited for its host's launches.
     """
 
     queue: float
@@ -66,7 +63,7 @@ class PrefillReport:
 
 @dataclass(frozen=True)
 class ChunkRead:
-    """A prefill group has read a prompt up to token `tokens_done`. so_far: of its chunks until now."""
+    """The group has read `tokens_done` tokens. so_far: the report of these chunks."""
 
     tokens_done: int
     tokens_total: int
@@ -81,9 +78,8 @@ class PrefillDone:
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer, the index-th from 0. logprob: natural log of its probability under the model's
-    unmodified distribution. text: what the door adds of the answer's text; empty on a worker, and while
-    characters or stop strings are incomplete."""
+    """One token of an answer. index: from 0. logprob: natural log under the model's unmodified distribution.
+    text: added by the door; empty while characters or stop strings are incomplete."""
 
     index: int
     token_id: int
@@ -104,12 +100,12 @@ class FinishReason(StrEnum):
     NO_KV = "no_kv"
     """The prompt's K/V did not arrive."""
     OTHER = "other"
-    """A reason that only a newer server knows; seen by clients alone."""
+    """A newer server's reason; only clients see it."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """A prompt whose K/V is kept on a decode worker. expires: seconds since the epoch."""
+    """A prompt whose K/V a decode worker keeps. expires: seconds since the epoch."""
 
     session_id: str
     expires: float
@@ -117,13 +113,13 @@ class Session:
 
 
 LINK_BYTES = 16
-"""Of a chain: one link for each full page of a prompt, from the link before and the page's token ids. Two
-chains that agree at a link agree in everything before it."""
+"""A chain has a link for each full page, made from the link before and the page's ids. Equal links have equal
+prefixes."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a session holds of a prompt: its first `tokens`, which are whole pages."""
+    """A session that holds a prompt's first `tokens` tokens, in whole pages."""
 
     session_id: str
     tokens: int
@@ -131,23 +127,22 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request. cached_tokens: those of the prompt that were not read again."""
+    """Tokens of one request. cached_tokens: of the prompt, not read again."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeReport:
     """Decode's share of TTFT and its page use.
 
-    handoff_exposed: from the job's arrival (or the logits' arrival, whichever is later) until the last page
-    was here. decode_wait: until the scheduler took it. append_prefill: reading appended tokens. recompute:
-    computing blocks again that the question looks at, and the question over them. first_step: sampling the
-    first token. pages_attended, pages_held: summed over sparse layers and steps. steps: decode steps that it
-    was computed in. own_steps: those, each divided by the requests that it computed, so that the worker's
-    steps are the sum over its requests. recomputed_tokens: of those blocks.
+    handoff_exposed: from the job's or the logits' arrival, whichever is later, to the last page's.
+    decode_wait: until the scheduler took it. append_prefill: reading appended tokens. recompute: computing
+    blocks and the question again. first_step: sampling the first token. pages_attended, pages_held: summed
+    over sparse layers and steps. own_steps: steps, each divided by the requests in it. recomputed_tokens:
+    of those blocks.
     """
 
     handoff_exposed: float = 0.0
@@ -166,7 +161,7 @@ class DecodeReport:
 
 @dataclass(frozen=True)
 class FirstTokenTimings:
-    """Sent just before the first Token. session: what was kept of the prompt, if that was asked for."""
+    """Sent just before the first Token. session: kept from the prompt, if asked for."""
 
     request_id: str
     report: DecodeReport
@@ -175,8 +170,6 @@ class FirstTokenTimings:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The one terminal event of a request on a worker."""
-
     request_id: str
     reason: FinishReason
     completion_tokens: int

@@ -1,5 +1,4 @@
-"""Attention methods by name, as a request carries them: the registry's words, which the service takes from
-here."""
+"""Attention methods by name, as requests carry them; the service imports the registry from here."""
 
 from __future__ import annotations
 

@@ -1,24 +1,25 @@
-"""What a door asks of prefill groups and decode workers, and how they refuse or fail."""
+"""A door's requests to prefill groups and decode workers, and how these refuse or fail."""
 
 from __future__ import annotations
 
-import zlib
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .methods import BLOCK, PAGE_TOKENS, MethodSpec
 
 ID_BYTES = 4
-"""Of a token id, wherever ids are packed: little-endian uint32."""
+"""A packed token id is a little-endian uint32."""
+if sys.byteorder != "little":
+    raise ImportError("Deltafront packs numbers as this machine has them, so it needs a little-endian one")
 TAIL_TOKENS = 128
-"""Of a prompt that nothing is appended to, so many tokens count as its question, and up to a block more, so
-that what stands before them is whole blocks."""
+"""A prompt without appended text has so many last tokens as its question, and up to a block more, so that
+whole blocks precede it."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 are off. Streams with one seed do not depend on what
-    else is in the batch."""
+    """temperature 0 is greedy; top_k 0 and top_p 1 are off. A seed's stream does not depend on the batch."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -29,28 +30,23 @@ class Sampling:
 
 
 class PageSelection(StrEnum):
-    """Which pages sparse decode layers attend to."""
-
     DEFAULT = ""
-    """What the worker is configured with."""
+    """The worker's configured selection."""
     FULL = "full"
     DELTA = "delta"
-    """Those that a Δ-layer scored best (DELTA, Algorithm 2)."""
+    """Pages that a Δ-layer scored best (DELTA, Algorithm 2)."""
 
 
 @dataclass(frozen=True)
-class Reserve:
-    """Ask a decode worker for pages for prompt_tokens + max_tokens (max_tokens 0: prefill only).
+class Reservation:
+    """Ask a decode worker for pages for prompt_tokens + max_tokens (0: prefill only).
 
-    With session_id, only what exceeds the session's shared pages is taken; prompt_tokens then counts the
-    appended tokens alone. owner: who may use the session (an opaque digest; empty without auth).
-    keep_tokens, page_selection: as the GenerateJob will say, so that the page that a kept session needs for
-    itself is taken now and a selection that is not available is refused before any prefill. wait: for pages,
-    where there are too few, as long as the worker's configuration says and until the deadline at most.
-    door: who asks.
-    prefix_tokens: build on so many tokens of the session alone (whole pages); 0: on all of them.
-    append_tokens: so many more come with the GenerateJob and follow a prompt whose K/V a prefill group sends.
-    recompute_blocks: pages for so many blocks of BLOCK tokens besides, as the GenerateJob will say.
+    owner: an opaque digest of who may use the session; empty without auth. session_id: its pages are
+    shared, and prompt_tokens counts the appended tokens alone. prefix_tokens: build on the session's first
+    tokens only (whole pages; 0: on all). keep_tokens, page_selection, recompute_blocks: the GenerateJob's,
+    so that their pages are taken and a selection is refused before prefill. wait: for pages, until the
+    deadline and the configured time at most. door: the asking one. append_tokens: come with the
+    GenerateJob, after a prompt that a group sends.
     """
 
     request_id: str
@@ -69,9 +65,8 @@ class Reserve:
 
 
 def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
-    """Pages that a request takes to compute so many blocks of the first `tokens` tokens again: since others
-    may share what is there, they are written elsewhere, and so is the tail of a prompt without anything
-    appended, which is read again."""
+    """Count the pages for computing `blocks` blocks of `tokens` tokens again. Others may share the old ones.
+    Without appended text the prompt's tail needs pages too."""
     most = min(blocks, max(0, tokens // BLOCK - 1))
     tail = 0 if appended else TAIL_TOKENS + BLOCK
     return (most * BLOCK + tail) // PAGE_TOKENS if most else 0
@@ -79,9 +74,9 @@ def recompute_pages(blocks: int, tokens: int, *, appended: bool) -> int:
 
 class RefusalReason(StrEnum):
     PAGES = "pages"
-    """The pool has not enough free pages now."""
+    """The pool has too few free pages now."""
     BUSY = "busy"
-    """As many requests wait here as may."""
+    """The queue is full."""
     TOO_LARGE = "too_large"
     """The pool could never hold it."""
     NO_SESSION = "no_session"
@@ -89,16 +84,15 @@ class RefusalReason(StrEnum):
     POSITIONS = "positions"
     """Session and appended tokens exceed the model's positions."""
     SELECTION = "selection"
-    """The page selection asked for is not available."""
     DEADLINE = "deadline"
     DUPLICATE = "duplicate"
-    """A request of this id is already here."""
+    """The id is in use here."""
 
 
 @dataclass(frozen=True)
 class Refused:
     """A worker's no; nothing was taken. needed, free: pages. tokens_left: of the model's positions, for an
-    answer. retry_after_s: when it may be a yes; None: never, or unknown."""
+    answer. retry_after_s: when to ask again; None: never, or unknown."""
 
     reason: RefusalReason
     message: str
@@ -110,31 +104,18 @@ class Refused:
 
 @dataclass(frozen=True)
 class Reserved:
-    """A worker's yes. session_tokens: length of the session's prefix that the request builds on."""
+    """A worker's yes. session_tokens: of the session's prefix that the request builds on."""
 
     pages: int
     session_tokens: int = 0
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A prompt that wants a place in a queue: how long it is, and a checksum by which it is known again."""
-
-    tokens: int
-    checksum: int
-
-    @staticmethod
-    def of(token_ids: bytes) -> Wish:
-        return Wish(len(token_ids) // 4, zlib.crc32(token_ids))
-
-
-@dataclass(frozen=True)
 class PrefillJob:
-    """What a prefill group needs. token_ids: little-endian uint32. decode_worker: the actor name that
-    reserved pages for request_id; K/V is announced to it. start: so many tokens are to be brought from
-    there instead of computed, a multiple of BLOCK; another group has. attempt: how often the prompt has
-    been begun before; messages of an earlier attempt are not taken. trace: the W3C `traceparent` that spans
-    of the work belong under; empty if nobody records it, in every message that has one."""
+    """A prompt to read. token_ids: little-endian uint32. decode_worker: the actor that reserved pages for
+    request_id and gets the K/V. start: tokens to fetch from there instead of computing them, a multiple of
+    BLOCK. attempt: how many attempts came before. trace: the W3C `traceparent` above this work; empty if
+    nobody records it."""
 
     request_id: str
     token_ids: bytes
@@ -150,21 +131,15 @@ class PrefillJob:
     def tokens(self) -> int:
         return len(self.token_ids) // 4
 
-    @property
-    def wish(self) -> Wish:
-        return Wish.of(self.token_ids)
-
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """Decode from a request's prefilled K/V (session_id None) or from a session, plus appended tokens.
+    """Decode from a prefilled prompt (session_id None) or from a session, plus appended tokens.
 
-    keep_tokens: if positive, the first
-    keep_tokens of prompt K/V become a session of ttl seconds when the first token is out, found by `chain`.
-    recompute_blocks: of what was read with a method that is not exact, how many blocks are computed again
-    before the first token: those that the question looks at most. prompt_ids: all of such a prompt, without
-    which nothing of it or of a session made of it can be; empty for a prompt that was read exactly.
-    answered_tokens: the last so many of append_ids are of the answer.
+    keep_tokens: so many prompt tokens become a session when the first token is out, found by `chain`.
+    recompute_blocks: computed again densely before the first token. prompt_ids: the whole prompt, where
+    blocks of it or of its session may be computed again; else empty. answered_tokens: the last append_ids
+    that belong to the answer.
     """
 
     request_id: str
@@ -184,8 +159,8 @@ class GenerateJob:
 
 @dataclass(frozen=True)
 class KeepSession:
-    """Turn a finished prefill into a session, found by `chain`; waits until the last page has been pulled.
-    prompt_ids: as in `GenerateJob`."""
+    """Turn a finished prefill into a session, found by `chain`, once the last page is here. prompt_ids: as in
+    `GenerateJob`."""
 
     request_id: str
     ttl_s: float
@@ -196,12 +171,11 @@ class KeepSession:
 
 
 class PrefillFailed(Exception):
-    """A prefill ended without a result: str() is one plain line. The group may or may not live on."""
+    """A prefill ended without a result; str() is one plain line. The group may live on."""
 
 
-class PrefillCancelled(PrefillFailed):
-    """It was cancelled by id."""
+class PrefillCancelled(PrefillFailed): ...
 
 
 class DecodeFailed(Exception):
-    """A prompt's K/V could not be received, so there is nothing to keep: str() is one plain line."""
+    """A prompt's K/V could not be received; str() is one plain line."""

@@ -1,13 +1,21 @@
-"""What goes on inside a prefill group, and what its stages hand to decode workers."""
+"""Messages inside a prefill group, and from its stages to decode workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .events import LayerDensity
 from .methods import MethodSpec
 from .requests import DecodeFailed, PrefillFailed
+
+
+class Rendezvous(NamedTuple):
+    """Where a group's stages meet. Whoever reaches the store can use it, so the secret travels by Ray."""
+
+    address: str
+    port: int
+    secret: bytes
 
 
 class RequestFailed(Exception):
@@ -15,15 +23,16 @@ class RequestFailed(Exception):
 
 
 class HandoffFailed(RequestFailed, PrefillFailed, DecodeFailed):
-    """A prompt's K/V did not get from a stage to its decode worker, whichever of them says so."""
+    """A prompt's K/V did not get from a stage to its decode worker."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenRequest:
-    """First command of a request on every stage: its pages there and whom its K/V is announced to.
+    """A request's first command on every stage.
 
-    serial: unique in the group for ever, unlike the request's id; what `abandon` names. start: tokens whose
-    K/V is to be brought from the decode worker. attempt: as in `PrefillJob`."""
+    pages: there. serial: never used again, unlike the id; `abandon` names it. start: tokens whose K/V the
+    decode worker has. attempt: as in `PrefillJob`.
+    """
 
     request_id: str
     pages: tuple[int, ...]
@@ -35,9 +44,9 @@ class OpenRequest:
     attempt: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkCommand:
-    """Run one chunk: tokens start .. start+len-1. token_ids (uint32) only matters to the first stage."""
+    """Run tokens start .. start+tokens-1. token_ids: uint32, for the first stage only."""
 
     request_id: str
     start: int
@@ -48,11 +57,11 @@ class ChunkCommand:
     trace: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkReport:
-    """What one stage did for one chunk. phases: seconds by name (projection, anchors, scoring, selection,
-    attention, correction, kv_gather, handoff, activation_wait, activation_send); they lie within wall.
-    lead: seconds between the last launch on a GPU and the chunk's end there; None on a CPU."""
+    """One stage's work on one chunk. phases: seconds within wall, by name (projection, anchors, scoring,
+    selection, attention, correction, kv_gather, handoff, activation_wait, activation_send). lead: seconds
+    from the last launch on a GPU to the chunk's end there; None on a CPU."""
 
     request_id: str
     stage: int
@@ -65,12 +74,10 @@ class ChunkReport:
     lead: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KVAnnouncement:
-    """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be pulled.
-
-    payload: what the transport's two ends agreed on, opaque to everybody else. attempt: as in
-    `PrefillJob`."""
+    """K/V of layers layer .. layer+layers-1 for tokens start .. start+tokens-1, ready to be read. payload:
+    known to the transport's two ends only."""
 
     request_id: str
     layer: int
@@ -93,7 +100,7 @@ class KVRange:
 
 @dataclass(frozen=True)
 class HostKV:
-    """What a KVRange was asked for: host arrays k and v, [tokens, kv_heads, head_dim]."""
+    """A KVRange's host arrays k and v, [tokens, kv_heads, head_dim]."""
 
     k: Any = field(repr=False)
     v: Any = field(repr=False)
@@ -101,8 +108,7 @@ class HostKV:
 
 @dataclass(frozen=True)
 class FirstLogits:
-    """Logits of the prompt's last position, float32 [V] (numpy), from the last stage. attempt: as in
-    `PrefillJob`."""
+    """Logits of the prompt's last position, float32 [V] (numpy)."""
 
     request_id: str
     logits: Any = field(repr=False)

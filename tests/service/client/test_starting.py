@@ -23,7 +23,7 @@ FAILED = """The deployment failed to start 1 times in a row. See controller logs
   File "ray/serve/_private/replica.py", line 1928, in initialize
     raise RuntimeError(traceback.format_exc()) from None
 RuntimeError: Traceback (most recent call last):
-  File "workers/prefill/group.py", line 238, in _build
+  File "workers/prefill/group/group.py", line 238, in _build
     loaded = ray.get([in_lane(stage.load, COMMANDS)() for stage in stages])
 ray.exceptions.RayTaskError({name}): \x1b[36mray::StageActor.load()\x1b[39m (pid=16991, ip=1.2.3.4)
   File "workers/model/weights/stack_weights.py", line 140, in get

@@ -16,7 +16,7 @@ import pytest
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Token
 from deltafront.service.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from deltafront.service.request.callers import Allowance, Caller, Callers
-from deltafront.workers.messages.requests import RefusalReason, Refused, Reserve, Reserved
+from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
 from deltafront.workers.messages.states import OwnerUse
 
 from ..fakes import FakeDecode
@@ -174,11 +174,11 @@ def test_doors_that_are_asked_at_the_same_moment(
         worker.pause_at = 1
     started, all_there = list[str](), asyncio.Event()
 
-    async def reserve_at_once(self: FakeDecode, order: Reserve) -> Reserved | Refused:
-        if self is not workers[order.door]:
+    async def reserve_at_once(self: FakeDecode, reservation: Reservation) -> Reserved | Refused:
+        if self is not workers[reservation.door]:
             return Refused(RefusalReason.PAGES, "the other door's")
-        answer = await FakeDecode.reserve(self, order)
-        started.append(order.request_id)
+        answer = await FakeDecode.reserve(self, reservation)
+        started.append(reservation.request_id)
         if len(started) == 2 * most:
             all_there.set()
         await all_there.wait()

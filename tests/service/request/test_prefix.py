@@ -165,10 +165,10 @@ def test_without_the_session_or_room_beside_it_the_prompt_is_read(
     *_, made = client.prefill(DOCUMENT)
     reserve = house.decode.reserve
 
-    async def no(order: object) -> object:
-        if order.session_id is not None:  # type: ignore[attr-defined]
+    async def no(reservation: object) -> object:
+        if reservation.session_id is not None:  # type: ignore[attr-defined]
             return Refused(reason, "gone")
-        return await reserve(order)  # type: ignore[arg-type]
+        return await reserve(reservation)  # type: ignore[arg-type]
 
     monkeypatch.setattr(house.decode, "reserve", no)
     assert answer(client, DOCUMENT).usage.cached_tokens == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deltafront.workers.messages.events import LINK_BYTES, FinishReason, Prefix, SessionKept
-from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling
+from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reservation, Sampling
 from deltafront.workers.messages.stages import FirstLogits
 
 from ..prompts import Clock
@@ -133,8 +133,8 @@ async def test_a_prompt_continues_from_the_beginning_of_a_session(
     assert found == Prefix(kept, 80)
     for number, rest in enumerate((prompt(30, seed=5), document[80:])):
         name = f"asked{number}"
-        order = {"session_id": kept, "prefix_tokens": 80, "keep_tokens": 80 + len(rest)}
-        reserved = await run.reserve(name, len(rest), GREEDY.max_tokens, **order)
+        reservation = {"session_id": kept, "prefix_tokens": 80, "keep_tokens": 80 + len(rest)}
+        reserved = await run.reserve(name, len(rest), GREEDY.max_tokens, **reservation)
         assert reserved.session_tokens == 80
         packed = torch.tensor(rest, dtype=torch.int32).numpy().tobytes()
         asked = GenerateJob(name, GREEDY, packed, kept, keep_tokens=80 + len(rest))
@@ -146,7 +146,7 @@ async def test_a_prompt_continues_from_the_beginning_of_a_session(
         await run.engine.renew([name])
     assert run.used == held
     with pytest.raises(ValueError, match="no prefix of 160"):
-        await run.engine.reserve(Reserve("x", "me", 5, 5, kept, prefix_tokens=160))
+        await run.engine.reserve(Reservation("x", "me", 5, 5, kept, prefix_tokens=160))
     answer = await run.ask_session("whole", kept, [7, 8], GREEDY)
     assert answer.ids == expected([*document, 7, 8])
 

@@ -15,7 +15,7 @@ import pytest
 from deltafront.workers.decode.page_selection import PageSelectionError
 from deltafront.workers.decode.runner import DecodeRunner
 from deltafront.workers.messages.events import FinishReason, Token
-from deltafront.workers.messages.requests import GenerateJob, RefusalReason, Refused, Reserve, Sampling
+from deltafront.workers.messages.requests import GenerateJob, RefusalReason, Refused, Reservation, Sampling
 from deltafront.workers.messages.stages import FirstLogits
 from deltafront.workers.messages.states import OwnerUse
 
@@ -24,10 +24,10 @@ from ..prompts import SHORT, Clock, ids_of, packed
 LONG = Sampling(max_tokens=400, ignore_eos=True)
 
 
-async def refusal(run: Any, **order: Any) -> Refused:
-    given = {"request_id": "x", "owner": "me", "prompt_tokens": 10, "max_tokens": 4} | order
+async def refusal(run: Any, **reservation: Any) -> Refused:
+    given = {"request_id": "x", "owner": "me", "prompt_tokens": 10, "max_tokens": 4} | reservation
     used = run.used
-    answer = await run.engine.reserve(Reserve(**given))
+    answer = await run.engine.reserve(Reservation(**given))
     assert isinstance(answer, Refused), answer
     assert run.used <= used, "a refusal takes nothing"
     return answer
@@ -57,8 +57,8 @@ async def test_refusals_name_their_reason_and_take_nothing(bench: Any) -> None:
 async def test_positions_count_the_session(bench: Any) -> None:
     run = await bench(cache_tokens=4096)
     kept = (await run.ask("a", ids_of(500), SHORT, keep_tokens=500)).first.session.session_id
-    order = {"session_id": kept, "prompt_tokens": 500}
-    assert (await refusal(run, **order, max_tokens=25)).reason is RefusalReason.POSITIONS
+    reservation = {"session_id": kept, "prompt_tokens": 500}
+    assert (await refusal(run, **reservation, max_tokens=25)).reason is RefusalReason.POSITIONS
     await run.reserve("fits", 500, 24, session_id=kept)
 
 
@@ -340,8 +340,8 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_
     async def life(name: str) -> None:
         length = chance.choice(list(prompts))
         on_session = chance.random() < 0.4
-        order = Reserve(name, "me", length, 30, session if on_session else None)
-        if isinstance(await run.engine.reserve(order), Refused):
+        reservation = Reservation(name, "me", length, 30, session if on_session else None)
+        if isinstance(await run.engine.reserve(reservation), Refused):
             return
         cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random(), None))))
         job = GenerateJob(name, Sampling(max_tokens=30, ignore_eos=True), keep_tokens=0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltafront.workers.decode.times import Times
+from deltafront.workers.decode.times import RequestTimes
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import (
     GenerateJob,
@@ -159,7 +159,7 @@ async def test_the_steps_of_a_worker_are_shared_among_their_requests(bench: Any)
 
 
 def test_parts_that_travel_together_take_their_time_once() -> None:
-    now, times = [0.0], Times()
+    now, times = [0.0], RequestTimes()
 
     def clock() -> float:
         return now[0]

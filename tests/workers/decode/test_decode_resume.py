@@ -110,7 +110,11 @@ async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Ca
         await announce(run, pieces[:LAYERS])
         lost = pieces[LAYERS]
         with pytest.raises(HandoffError, match="is lost: RuntimeError: the object's owner has died"):
-            await run.engine.announce(KVAnnouncement(name, lost.layer, lost.start, lost.tokens, gone()))
+            await run.engine.announce(
+                KVAnnouncement(
+                    request_id=name, layer=lost.layer, start=lost.start, tokens=lost.tokens, payload=gone()
+                )
+            )
 
     for name in ("asked", "kept"):
         await half(name)

@@ -10,12 +10,13 @@ import pytest
 
 from deltafront.workers.decode import engine as engine_module
 from deltafront.workers.decode.engine import DecodeEngine
-from deltafront.workers.messages.requests import DecodeFailed, Reserve
+from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
+from deltafront.workers.messages.requests import DecodeFailed, Reservation
 from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import DecodeConfig
 
 CONFIG = DecodeConfig(cache_tokens=512, page_selection="full", warm_up=True)
-ORDER = Reserve("a", "me", 10, 4)
+RESERVATION = Reservation("a", "me", 10, 4)
 
 
 class WarmUp:
@@ -35,10 +36,10 @@ async def test_nobody_is_served_before_the_warm_up_is_over(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm_up = WarmUp(monkeypatch)
-    engine = DecodeEngine("decode:test", tiny_stack, CONFIG)
+    engine = DecodeEngine("decode:test", tiny_stack, CONFIG, reader=ObjectStoreReader)
     starting = None
     for moment in ("before start", "during the warm-up"):
-        for call in (engine.stats(), engine.reserve(ORDER)):
+        for call in (engine.stats(), engine.reserve(RESERVATION)):
             with pytest.raises(DecodeFailed, match=r"^the decode worker is still starting$"):
                 await call
         assert engine._manager.pool.used == 0, moment
@@ -48,11 +49,11 @@ async def test_nobody_is_served_before_the_warm_up_is_over(
     warm_up.let_go.set()
     await starting
     assert (await engine.stats()).pages_free == 32
-    await engine.reserve(ORDER)
+    await engine.reserve(RESERVATION)
     assert engine._manager.pool.used == 1
     await engine.close()
     with pytest.raises(DecodeFailed, match="shutting down"):
-        await engine.reserve(ORDER)
+        await engine.reserve(RESERVATION)
     assert engine._manager.pool.used == 0
 
 
@@ -60,9 +61,14 @@ async def test_closing_leaves_no_task_behind(bench: Any, tiny_stack: LayerStack)
     """Neither its own loops nor a pull that nothing ever comes of."""
     run = await bench()
     before = asyncio.all_tasks() - set(run.engine._tasks)
-    engine = DecodeEngine("decode:other", tiny_stack, DecodeConfig(cache_tokens=512, page_selection="full"))
+    engine = DecodeEngine(
+        "decode:other",
+        tiny_stack,
+        DecodeConfig(cache_tokens=512, page_selection="full"),
+        reader=ObjectStoreReader,
+    )
     await engine.start()
-    await engine.reserve(Reserve("a", "me", 70, 4))
+    await engine.reserve(Reservation("a", "me", 70, 4))
     piece = run.pieces("a", run.prefill([3] * 70))[0]
     never = asyncio.get_running_loop().create_future()
     object.__setattr__(piece, "payload", never)
@@ -77,7 +83,7 @@ async def test_closing_leaves_no_task_behind(bench: Any, tiny_stack: LayerStack)
 
 async def test_an_engine_that_never_started_can_be_closed(tiny_stack: LayerStack) -> None:
     before = asyncio.all_tasks()
-    engine = DecodeEngine("decode:test", tiny_stack, CONFIG)
+    engine = DecodeEngine("decode:test", tiny_stack, CONFIG, reader=ObjectStoreReader)
     await engine.close()
     assert asyncio.all_tasks() == before
     with pytest.raises(DecodeFailed, match="shutting down"):
@@ -88,7 +94,7 @@ async def test_closing_during_the_warm_up_starts_nothing(
     tiny_stack: LayerStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm_up, before = WarmUp(monkeypatch), asyncio.all_tasks()
-    engine = DecodeEngine("decode:test", tiny_stack, CONFIG)
+    engine = DecodeEngine("decode:test", tiny_stack, CONFIG, reader=ObjectStoreReader)
     starting = asyncio.create_task(engine.start())
     await asyncio.to_thread(warm_up.began.wait)
     threading.Timer(0.1, warm_up.let_go.set).start()

@@ -16,7 +16,7 @@ from deltafront.workers.messages.requests import (
     GenerateJob,
     RefusalReason,
     Refused,
-    Reserve,
+    Reservation,
     Reserved,
     Sampling,
 )
@@ -75,14 +75,14 @@ def test_who_holds_pages_longer_than_others_did_may_do_so_for_a_while() -> None:
 # --- on a worker ------------------------------------------------------------------------------------------
 
 
-def order(name: str, tokens: int, **more: Any) -> Reserve:
-    return Reserve(name, "me", tokens, 0, **{"wait": True, **more})
+def reservation_of(name: str, tokens: int, **more: Any) -> Reservation:
+    return Reservation(name, "me", tokens, 0, **{"wait": True, **more})
 
 
-async def reserving(run: Any, *orders: Reserve) -> list[asyncio.Task[Any]]:
+async def reserving(run: Any, *reservations: Reservation) -> list[asyncio.Task[Any]]:
     """Asked for one after the other."""
     tasks = []
-    for one in orders:
+    for one in reservations:
         tasks.append(asyncio.create_task(run.engine.reserve(one)))
         await asyncio.sleep(0)
     return tasks
@@ -92,8 +92,8 @@ async def test_first_come_first_served_and_nobody_passes(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("half", 320, 0)
     await run.reserve("most", 256, 0)
-    big, small = await reserving(run, order("big", 480), order("small", 16))
-    now = await run.engine.reserve(order("now", 16, wait=False))
+    big, small = await reserving(run, reservation_of("big", 480), reservation_of("small", 16))
+    now = await run.engine.reserve(reservation_of("now", 16, wait=False))
     assert isinstance(now, Refused) and now.reason is RefusalReason.PAGES
     assert "2 reservations wait" in now.message
     stats = await run.engine.stats()
@@ -111,13 +111,13 @@ async def test_first_come_first_served_and_nobody_passes(bench: Any) -> None:
 async def test_what_can_never_be_is_refused_at_once(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
-    (waiting,) = await reserving(run, order("waiting", 16))
-    for wish, reason in (
-        (order("large", 656), RefusalReason.TOO_LARGE),
-        (order("session", 16, session_id="test.none"), RefusalReason.NO_SESSION),
-        (order("waiting", 16), RefusalReason.DUPLICATE),
+    (waiting,) = await reserving(run, reservation_of("waiting", 16))
+    for reservation, reason in (
+        (reservation_of("large", 656), RefusalReason.TOO_LARGE),
+        (reservation_of("session", 16, session_id="test.none"), RefusalReason.NO_SESSION),
+        (reservation_of("waiting", 16), RefusalReason.DUPLICATE),
     ):
-        answer = await run.engine.reserve(wish)
+        answer = await run.engine.reserve(reservation)
         assert isinstance(answer, Refused) and answer.reason is reason
     await run.engine.cancel("all")
     assert isinstance(await waiting, Reserved)
@@ -129,8 +129,8 @@ async def test_a_place_is_given_up_by_cancel_deadline_lease_and_bound(bench: Any
     run = await bench(cache_tokens=640, wall=clock, clock=clock, stream_lease_s=10.0, max_wait_s=20.0)
     await run.reserve("all", 640, 0)
     names = ("cancelled", "late", "lost", "patient", "last")
-    wishes = [order(name, 480, deadline=1005.0 if name == "late" else None) for name in names]
-    cancelled, late, lost, patient, last = await reserving(run, *wishes)
+    reservations = [reservation_of(name, 480, deadline=1005.0 if name == "late" else None) for name in names]
+    cancelled, late, lost, patient, last = await reserving(run, *reservations)
     await run.engine.cancel("cancelled")
     with pytest.raises(DecodeFailed, match="cancelled"):
         await cancelled
@@ -161,11 +161,11 @@ async def test_who_would_wait_too_long_is_refused_at_once_with_the_time(bench: A
     await run.engine.cancel("a")
     await run.reserve("b", 640, 0)
     clock.now += 5.0
-    refused = await run.engine.reserve(order("c", 16))
+    refused = await run.engine.reserve(reservation_of("c", 16))
     assert isinstance(refused, Refused) and refused.retry_after_s == pytest.approx(25.0)
     clock.now += 6.0
-    (waiting,) = await reserving(run, order("d", 640))
-    second = await run.engine.reserve(order("e", 16))
+    (waiting,) = await reserving(run, reservation_of("d", 640))
+    second = await run.engine.reserve(reservation_of("e", 16))
     assert second.retry_after_s == pytest.approx(19.0 + 30.0), "behind d, which will hold all pages"
     await run.engine.cancel("b")
     assert isinstance(await waiting, Reserved)
@@ -175,7 +175,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_with_the_time(bench: A
 async def test_a_caller_that_leaves_gives_its_place_up(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
-    first, second = await reserving(run, order("first", 640), order("second", 640))
+    first, second = await reserving(run, reservation_of("first", 640), reservation_of("second", 640))
     first.cancel()
     await run.engine.cancel("all")
     assert isinstance(await second, Reserved)
@@ -188,7 +188,7 @@ async def test_a_caller_that_leaves_gives_its_place_up(bench: Any) -> None:
 async def test_closing_ends_what_waits(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     await run.reserve("all", 640, 0)
-    (waiting,) = await reserving(run, order("waiting", 16))
+    (waiting,) = await reserving(run, reservation_of("waiting", 16))
     run.may_fault = True  # a closed engine's loops have stopped
     await run.engine.close()
     with pytest.raises(DecodeFailed, match="shutting down"):
@@ -198,7 +198,7 @@ async def test_closing_ends_what_waits(bench: Any) -> None:
 async def test_an_ending_session_makes_room(bench: Any) -> None:
     run = await bench(cache_tokens=640)
     first = await run.ask("a", ids_of(300), SHORT, keep_tokens=300, keep_ttl_s=5.0)
-    (waiting,) = await reserving(run, order("waiting", 600))
+    (waiting,) = await reserving(run, reservation_of("waiting", 600))
     assert await run.engine.release_session(first.first.session.session_id, "me")
     assert isinstance(await waiting, Reserved)
     await run.engine.cancel("waiting")
@@ -215,7 +215,7 @@ async def test_pages_that_two_sessions_share_come_back_with_the_second(bench: An
     )
     await run.collect(job)
     await run.engine.renew(["a", "b"])
-    refused = await run.engine.reserve(order("c", 600, wait=False))
+    refused = await run.engine.reserve(reservation_of("c", 600, wait=False))
     assert isinstance(refused, Refused) and refused.retry_after_s == pytest.approx(600)
     wall.now += 6
-    assert isinstance(await run.engine.reserve(order("d", 600, wait=False)), Refused)
+    assert isinstance(await run.engine.reserve(reservation_of("d", 600, wait=False)), Refused)

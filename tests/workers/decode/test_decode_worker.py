@@ -15,7 +15,7 @@ from deltafront.workers.messages.requests import (
     GenerateJob,
     RefusalReason,
     Refused,
-    Reserve,
+    Reservation,
     Reserved,
     Sampling,
 )
@@ -55,7 +55,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     here = await run.ask("here", ids, sampling)
 
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
-    assert await actor.reserve.remote(Reserve("r", "me", 70, NEW)) == Reserved(6)
+    assert await actor.reserve.remote(Reservation("r", "me", 70, NEW)) == Reserved(6)
     outbox, prompt, delivery = ObjectStoreOutbox(256 << 20, 60.0), run.prefill(ids), Delivery(replica.name)
     for piece in run.pieces("r", prompt):
         outbox.send_kv(delivery, piece)
@@ -71,7 +71,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     stats: DecodeStats = await actor.stats.remote()
     assert (stats.pages_free, stats.sessions, stats.running) == (stats.pages_total - 5, 1, 0)
     assert stats.node == cluster.get_runtime_context().get_node_id()
-    refused = await actor.reserve.remote(Reserve("s", "you", 1, 1, session))
+    refused = await actor.reserve.remote(Reservation("s", "you", 1, 1, session))
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_SESSION
     leaving = actor.drain.remote(600.0)
     while not (await actor.stats.remote()).draining:
@@ -85,7 +85,7 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
 async def test_cancelling_a_stream_frees_its_pages(cluster: Any, replica: Any, bench: Any) -> None:
     actor, run = replica.head, await bench()
     prompt = run.prefill([3] * 40)
-    await actor.reserve.remote(Reserve("long", "me", 40, 900))
+    await actor.reserve.remote(Reservation("long", "me", 40, 900))
     for piece in run.pieces("long", prompt):
         await actor.announce.remote(piece)
     await actor.first_logits.remote(FirstLogits("long", prompt.logits))
@@ -110,7 +110,7 @@ async def test_an_actor_that_died_is_replaced_in_place(cluster: Any, replica: An
             await asyncio.sleep(0.05)
     await replica.check_health()
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
-    assert await actor.reserve.remote(Reserve("r", "me", 70, NEW)) == Reserved(6)
+    assert await actor.reserve.remote(Reservation("r", "me", 70, NEW)) == Reserved(6)
 
 
 async def test_a_replica_that_cannot_replace_its_actor_is_unhealthy_for_good(

@@ -22,7 +22,7 @@ def ids(count: int, first: int = 0) -> array[int]:
 def test_every_token_is_read_where_it_stands_and_the_question_s_end_twice(there: int, blocks: int) -> None:
     for asked, answered in itertools.product((0, 1, 47, 48, 49, 200), (0, 1, 60)):
         every = ids(there + asked + answered)
-        steps = plan_reads(there, every[:there], every[there:], answered, 48, blocks)
+        steps = plan_reads(there, every[:there], every[there:], answered=answered, chunk=48, blocks=blocks)
         reads = [step for step in steps if isinstance(step, Read)]
         assert all(list(read.ids) == list(every[read.start : read.end]) for read in reads)
         tail = TAIL_TOKENS + BLOCK - 1
@@ -55,15 +55,15 @@ def test_a_prompt_s_tail_begins_with_a_block_and_has_enough_tokens(tokens: int) 
 
 
 def test_without_known_ids_nothing_is_computed_again() -> None:
-    assert plan_reads(500, (), ids(5), 0, 48, 4) == [Read(500, ids(5))]
-    assert plan_reads(500, (), array("I"), 0, 48, 4) == []
+    assert plan_reads(500, (), ids(5), answered=0, chunk=48, blocks=4) == [Read(500, ids(5))]
+    assert plan_reads(500, (), array("I"), answered=0, chunk=48, blocks=4) == []
 
 
 @pytest.mark.parametrize("keep", [0, 500, 530, 560, 599])
 @pytest.mark.parametrize("answered", [0, 7])
 def test_what_is_kept_is_read_once_and_before_anything_is_computed_again(keep: int, answered: int) -> None:
     every = ids(600 + answered)
-    steps = plan_reads(500, every[:500], every[500:], answered, 48, 3, keep)
+    steps = plan_reads(500, every[:500], every[500:], answered=answered, chunk=48, blocks=3, keep=keep)
     again = steps.index(Recompute())
     first, second = (
         [step for step in part if isinstance(step, Read)] for part in (steps[:again], steps[again:])
@@ -75,5 +75,5 @@ def test_what_is_kept_is_read_once_and_before_anything_is_computed_again(keep: i
 
 def test_where_all_that_is_appended_is_kept_nothing_is_computed_again() -> None:
     every = ids(600)
-    plain = plan_reads(500, every[:500], every[500:], 0, 48, 0)
-    assert plan_reads(500, every[:500], every[500:], 0, 48, 3, keep=600) == plain
+    plain = plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=0)
+    assert plan_reads(500, every[:500], every[500:], answered=0, chunk=48, blocks=3, keep=600) == plain

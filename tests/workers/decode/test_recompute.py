@@ -14,7 +14,13 @@ import torch
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.workers.kv.pages import request_pages
 from deltafront.workers.messages.events import FinishReason
-from deltafront.workers.messages.requests import GenerateJob, KeepSession, Reserve, Sampling, recompute_pages
+from deltafront.workers.messages.requests import (
+    GenerateJob,
+    KeepSession,
+    Reservation,
+    Sampling,
+    recompute_pages,
+)
 from tests.workers.conftest import Answer, Bench, Prefilled
 
 from ..prompts import packed
@@ -259,8 +265,8 @@ async def test_a_session_of_a_prompt_that_was_read_exactly_has_nothing_to_comput
     session = await sparse.keep(DOCUMENT, b"")
     held = sparse.bench.used
     before = await sparse.question("before", session, 0)
-    order = Reserve("asked", "me", len(QUESTION), NEW, session_id=session, recompute_blocks=8)
-    reserved = await sparse.bench.engine.reserve(order)
+    reservation = Reservation("asked", "me", len(QUESTION), NEW, session_id=session, recompute_blocks=8)
+    reserved = await sparse.bench.engine.reserve(reservation)
     assert reserved.pages == (TOKENS + len(QUESTION) + NEW + PAGE_TOKENS - 1) // PAGE_TOKENS
     await sparse.bench.engine.cancel("asked")
     answer = await sparse.question("asked again", session, 8)

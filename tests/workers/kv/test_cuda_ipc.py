@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.handoff.peer_memory import CudaPeerMemory, home
 from deltafront.workers.kv.handoff.protocols import HandoffError
 from deltafront.workers.kv.handoff.transports import kv_reader, kv_sender
+from deltafront.workers.kv.peer_memory import CudaPeerMemory, home
 from deltafront.workers.settings import HandoffConfig
 
 from .export_bench import DIM, HEADS, Bench, ByCudaIpc

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,12 +170,14 @@ async def test_a_prompt_is_not_read_again_while_old_kv_may_still_come(
     """Its group is gone, but what was being read from there could land on what the next one hands over."""
     way = ByNixl()
     monkeypatch.setattr("deltafront.workers.kv.handoff.nixl.new_agent", way.agent)
-    run = await bench(transport="nixl")
+    run = await bench(reader=partial(kv_reader, CONFIG))
     cache = run.engine._runner.cache
     stage = PagedKVCache(cache.layers, cache.kv_heads, cache.head_dim, 8, cache.dtype, "cpu")
     exporter = way.exporter(stage, 60.0, lambda: 0.0)
     await run.reserve("a", 70, 8)
-    message = KVAnnouncement("a", 0, 0, 32, exporter.export((0, 1)).payload([((0, 32),)]))
+    message = KVAnnouncement(
+        request_id="a", layer=0, start=0, tokens=32, payload=exporter.export((0, 1)).payload([((0, 32),)])
+    )
     way.fabric.stalled.add(exporter._agent.name)
     reading = asyncio.create_task(run.engine.announce(message))
     await until(lambda: way.fabric.under_way == 1)

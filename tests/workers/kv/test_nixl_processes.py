@@ -57,7 +57,16 @@ def serve(pipe: Any) -> None:
         if order == "export":
             exports[name] = exporter.export(THEIRS)
             payload = exports[name].payload([rows] * len(LAYERS))
-            pipe.send(KVAnnouncement(name, LAYERS.start, 0, TOKENS, payload, len(LAYERS)))
+            pipe.send(
+                KVAnnouncement(
+                    request_id=name,
+                    layer=LAYERS.start,
+                    start=0,
+                    tokens=TOKENS,
+                    payload=payload,
+                    layers=len(LAYERS),
+                )
+            )
         elif order == "revoke":
             exports[name].revoke()
             for side in (cache.k_LPSGD, cache.v_LPSGD):

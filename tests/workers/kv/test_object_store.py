@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from deltafront.workers.kv.handoff.host_copies import HostCopies
 from deltafront.workers.kv.handoff.object_store import ObjectStoreOutbox, pull
 from deltafront.workers.kv.handoff.outbox import Delivery
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError
 from deltafront.workers.kv.handoff.stream import MessageSender, MessageStream
+from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
 
 
@@ -137,16 +137,25 @@ async def test_a_payload_behind_a_reference_is_awaited_and_its_loss_is_plain() -
     async def lost() -> Any:
         raise RuntimeError("the owner died\nand a traceback")
 
-    ((_, v),) = await pull(KVAnnouncement("r", 0, 0, 2, arrives()), 3, 8, torch.float32)
+    ((_, v),) = await pull(
+        KVAnnouncement(request_id="r", layer=0, start=0, tokens=2, payload=arrives()), 3, 8, torch.float32
+    )
     assert bool((v == 1).all())
     with pytest.raises(HandoffError, match=r"K/V of r, layer 0 at 0 is lost: RuntimeError: the owner died$"):
-        await pull(KVAnnouncement("r", 0, 0, 2, lost()), 3, 8, torch.float32)
+        await pull(
+            KVAnnouncement(request_id="r", layer=0, start=0, tokens=2, payload=lost()), 3, 8, torch.float32
+        )
 
 
 async def test_read_only_memory_is_taken_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     array = np.zeros((2, 3, 8), np.float32)
     array.flags.writeable = False
-    ((k, _),) = await pull(KVAnnouncement("r", 0, 0, 2, (array, array)), 3, 8, torch.float32)
+    ((k, _),) = await pull(
+        KVAnnouncement(request_id="r", layer=0, start=0, tokens=2, payload=(array, array)),
+        3,
+        8,
+        torch.float32,
+    )
     assert k.data_ptr() == array.ctypes.data, "no copy"
     assert not list(recwarn)
 
@@ -165,7 +174,12 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("case", WRONG)
 async def test_a_wrong_payload_is_refused(case: str) -> None:
     with pytest.raises(HandoffError, match="K/V of r, layer 1 at 16"):
-        await pull(KVAnnouncement("r", 1, 16, 2, WRONG[case]), 3, 8, torch.float32)
+        await pull(
+            KVAnnouncement(request_id="r", layer=1, start=16, tokens=2, payload=WRONG[case]),
+            3,
+            8,
+            torch.float32,
+        )
 
 
 def test_a_sender_refuses_what_is_no_kv() -> None:
@@ -285,7 +299,7 @@ def outbox_on(fake: FakeRay, max_bytes: int) -> ObjectStoreOutbox:
 
 def announcement(request_id: str, floats: int = 256) -> KVAnnouncement:
     array = np.zeros((1, 1, floats), np.float32)
-    return KVAnnouncement(request_id, 0, 0, 1, (array, array))
+    return KVAnnouncement(request_id=request_id, layer=0, start=0, tokens=1, payload=(array, array))
 
 
 def test_unanswered_bytes_are_bounded() -> None:
@@ -357,7 +371,14 @@ def test_pulls_share_one_loop() -> None:
             return array, array
 
         async def get(name: str, payload: Any) -> None:
-            await pull(replace(KVAnnouncement(name, 0, 0, 1, None), payload=payload), 1, 1, torch.float32)
+            await pull(
+                replace(
+                    KVAnnouncement(request_id=name, layer=0, start=0, tokens=1, payload=None), payload=payload
+                ),
+                1,
+                1,
+                torch.float32,
+            )
             order.append(name)
             if name == "fast":
                 fast_is_here.set()

@@ -6,18 +6,24 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from deltafront.workers.kv.cache import PagedKVCache
-from deltafront.workers.kv.handoff.host_copies import HostCopies
-from deltafront.workers.kv.handoff.in_process import DeviceKV, InProcessSender, InProcessStream
+from deltafront.workers.kv.handoff.in_process import (
+    DeviceKV,
+    InProcessReader,
+    InProcessSender,
+    InProcessStream,
+)
 from deltafront.workers.kv.handoff.outbox import Delivery
 from deltafront.workers.kv.handoff.protocols import Destination, HandoffError, KVSender, UsePages
 from deltafront.workers.kv.handoff.stream import MessageSender
 from deltafront.workers.kv.handoff.transports import TRANSPORTS, Transport, kv_reader, kv_sender
+from deltafront.workers.kv.host_copies import HostCopies
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import GenerateJob
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
@@ -79,7 +85,9 @@ class ToyStream(InProcessStream):
     def put(self, layer: int, start: int, k_TGD: Any, v_TGD: Any) -> int:
         request_id = self._to.request_id
         handle = self.memory.export(request_id, k_TGD, v_TGD)
-        self._receiver.announce(KVAnnouncement(request_id, layer, start, len(k_TGD), handle))
+        self._receiver.announce(
+            KVAnnouncement(request_id=request_id, layer=layer, start=start, tokens=len(k_TGD), payload=handle)
+        )
         return int(k_TGD.nbytes + v_TGD.nbytes)
 
     def close(self) -> bool:
@@ -103,32 +111,28 @@ class ToyReader:
 
 
 class LocalOutbox(Box):
-    """Delivers at once, as an actor would be called."""
+    """Delivers at once to `receiver`, as an actor would be called."""
 
-    def __init__(self, receiver: Any) -> None:
-        super().__init__()
-        self._receiver = receiver
+    receiver: Any = None
 
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None:
-        self._receiver.announce(announcement)
+        self.receiver.announce(announcement)
 
     def send_logits(self, delivery: Delivery, message: FirstLogits) -> None:
-        self._receiver.first_logits(message)
+        self.receiver.first_logits(message)
 
 
-def without_ray_and_gpu(name: str) -> Transport:
+def without_ray_and_gpu(name: str, outbox: LocalOutbox) -> Transport:
     """A transport with stand-ins for the actor that is called and for the device's memory."""
     if name == "object_store":
         return Transport(
-            lambda _config, _cache, local: MessageSender(
-                HostCopies("cpu"), LocalOutbox(local), background=True
-            ),
+            lambda _config, _cache: MessageSender(HostCopies("cpu"), outbox, background=True),
             TRANSPORTS[name].reader,
         )
     way = ByCudaIpc() if name == "cuda_ipc" else ByNixl()
     return Transport(
-        lambda config, cache, local: MessageSender(
-            way.exporter(cache, config.ack_timeout_s, time.monotonic), LocalOutbox(local), background=True
+        lambda config, cache: MessageSender(
+            way.exporter(cache, config.ack_timeout_s, time.monotonic), outbox, background=True
         ),
         lambda _config, cache, thread: way.reader(cache, thread, time.monotonic),
     )
@@ -150,26 +154,34 @@ def send_prompt(run: Any, end: KVSender, cache: PagedKVCache, request_id: str, i
     assert stream.close()
 
 
-async def answer_by(bench: Callable[..., Any], transport: str) -> Any:
-    run = await bench(transport=transport)
+async def answer_by(run: Any, make_sender: Callable[[PagedKVCache], KVSender]) -> Any:
     there = run.engine._runner.cache
     cache = PagedKVCache(there.layers, there.kv_heads, there.head_dim, 10, there.dtype, "cpu")
-    end = kv_sender(HandoffConfig(transport=transport), cache, EngineReceiver(run.engine))
     await run.reserve("a", 70, 8)
-    await asyncio.to_thread(send_prompt, run, end, cache, "a", ids_of(70))
+    await asyncio.to_thread(send_prompt, run, make_sender(cache), cache, "a", ids_of(70))
     answer = await run.collect(GenerateJob("a", SHORT))
     assert run.used == 0
     return answer
 
 
-@pytest.mark.parametrize("transport", ["in_process", "object_store", "cuda_ipc", "nixl"])
+async def test_in_process_what_a_stage_computed_is_what_is_decoded(bench: Any) -> None:
+    wanted = await (await bench()).ask("a", ids_of(70), SHORT)
+    run = await bench(reader=InProcessReader)
+    answer = await answer_by(run, lambda _cache: InProcessSender(EngineReceiver(run.engine)))
+    assert answer.ids == wanted.ids
+    assert answer.finish.report.handoff_bytes == wanted.finish.report.handoff_bytes
+
+
+@pytest.mark.parametrize("transport", ["object_store", "cuda_ipc", "nixl"])
 async def test_what_a_stage_computed_is_what_is_decoded(
     bench: Any, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     wanted = await (await bench()).ask("a", ids_of(70), SHORT)
-    if transport != "in_process":
-        monkeypatch.setitem(TRANSPORTS, transport, without_ray_and_gpu(transport))
-    answer = await answer_by(bench, transport)
+    outbox, config = LocalOutbox(), HandoffConfig(transport=transport)  # type: ignore[arg-type]
+    monkeypatch.setitem(TRANSPORTS, transport, without_ray_and_gpu(transport, outbox))
+    run = await bench(reader=partial(kv_reader, config))
+    outbox.receiver = EngineReceiver(run.engine)
+    answer = await answer_by(run, partial(kv_sender, config))
     assert answer.ids == wanted.ids
     assert answer.finish.report.handoff_bytes == wanted.finish.report.handoff_bytes
 
@@ -177,28 +189,28 @@ async def test_what_a_stage_computed_is_what_is_decoded(
 async def test_a_transport_from_outside_is_chosen_by_its_name(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Memory()
+    memory, receivers = Memory(), list[EngineReceiver]()
     toy = Transport(
-        lambda _config, _cache, local: ToySender(memory, local),
+        lambda _config, _cache: ToySender(memory, receivers[0]),
         lambda _config, cache, _thread: ToyReader(memory, cache),
     )
     monkeypatch.setitem(TRANSPORTS, "toy", toy)
+    config = HandoffConfig(transport="toy")  # type: ignore[arg-type]
     wanted = await (await bench()).ask("a", ids_of(70), SHORT)
-    answer = await answer_by(bench, "toy")
+    run = await bench(reader=partial(kv_reader, config))
+    receivers.append(EngineReceiver(run.engine))
+    answer = await answer_by(run, partial(kv_sender, config))
     assert answer.ids == wanted.ids
     assert memory.released == ["a"] and not memory.exported, "released once, when the stage was through"
 
 
-def test_a_transport_needs_a_name_that_is_known_and_what_it_works_with() -> None:
-    config = HandoffConfig(transport="pigeons")
-    with pytest.raises(
-        ValueError, match=r"'pigeons' is unknown; known: object_store, cuda_ipc, nixl, in_process$"
-    ):
+def test_a_transport_needs_a_name_that_is_known() -> None:
+    config = HandoffConfig(transport="pigeons")  # type: ignore[arg-type]
+    known = r"'pigeons' is unknown; known: object_store, cuda_ipc, nixl$"
+    with pytest.raises(ValueError, match=known):
         kv_sender(config, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'pigeons' is unknown"):
         kv_reader(config, None, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="in one process"):
-        kv_sender(HandoffConfig(transport="in_process"), None)  # type: ignore[arg-type]
 
 
 # --- in process -----------------------------------------------------------------------------------------
@@ -246,10 +258,12 @@ def test_tensors_are_copied_where_they_are_and_trouble_shows_at_the_end_of_the_c
 
 @pytest.mark.parametrize("payload", [None, DeviceKV(torch.zeros(31, 2, 16), torch.zeros(32, 2, 16))])
 async def test_what_is_not_as_announced_fails_the_request(bench: Any, payload: Any) -> None:
-    run = await bench(transport="in_process")
+    run = await bench(reader=InProcessReader)
     await run.reserve("a", 70, 8)
     with pytest.raises(HandoffError, match="K/V of a, layer 0 at 0 is not two tensors as expected"):
-        await run.engine.announce(KVAnnouncement("a", 0, 0, 32, payload))
+        await run.engine.announce(
+            KVAnnouncement(request_id="a", layer=0, start=0, tokens=32, payload=payload)
+        )
     assert run.used == 5, "its door may have another group go on"
     answer = await run.collect(GenerateJob("a", SHORT))
     assert answer.finish.reason is FinishReason.NO_KV

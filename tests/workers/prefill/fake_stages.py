@@ -10,8 +10,8 @@ from deltafront.workers.messages.events import LayerDensity
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import PrefillJob
 from deltafront.workers.messages.stages import ChunkCommand, ChunkReport, OpenRequest
-from deltafront.workers.prefill.chunks import ModelWork
-from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.stage.chunk_cost import ModelWork
 from deltafront.workers.settings import PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
@@ -103,7 +103,14 @@ class FakeStage:
         density = (LayerDensity(self.stage, 1.0, 2.0, 0.5, 0.25),)
         phases = {"projection": 0.0004, "activation_wait": 0.0001}
         return ChunkReport(
-            command.request_id, self.stage, command.start, 0.0006, phases, density, 0.25, command.tokens
+            request_id=command.request_id,
+            stage=self.stage,
+            start=command.start,
+            wall=0.0006,
+            phases=phases,
+            density=density,
+            sampled_share=0.25,
+            handoff_bytes=command.tokens,
         )
 
 
@@ -139,7 +146,9 @@ def controller_of(
             await asyncio.sleep(1.0)
 
     clock = asyncio.get_running_loop().time
-    return PrefillController("prefill:test", fakes, config, end_stages, pulse, clock, work, tracer)
+    return PrefillController(
+        "prefill:test", fakes, config, end_stages, pulse, clock=clock, work=work, tracer=tracer
+    )
 
 
 def job(name: str, tokens: int, **more: Any) -> PrefillJob:

@@ -17,15 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deltafront.workers.prefill.activations import LinkClosed, NoActivations, QueueActivations, host_store
-from deltafront.workers.prefill.peer_activations import SLOTS, PeerActivations
+from deltafront.workers.prefill.stage.activations import (
+    LinkClosed,
+    NoActivations,
+    QueueActivations,
+    host_store,
+)
+from deltafront.workers.prefill.stage.peer_activations import SLOTS, PeerActivations
 
 from ...strangers import Opened, listeners
 
 RANK = """
 import sys, torch
-from deltafront.workers.prefill.activations import GroupActivations, Rendezvous, join_store
-from deltafront.workers.prefill.peer_activations import PeerActivations
+from deltafront.workers.messages.stages import Rendezvous
+from deltafront.workers.prefill.stage.activations import GroupActivations, join_store
+from deltafront.workers.prefill.stage.peer_activations import PeerActivations
 
 rank, stages, port, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 secret = bytes.fromhex(sys.argv[5])
@@ -47,9 +53,9 @@ class SharedMemory:
 
 like = torch.empty(0, 24, dtype=dtype)
 if kind == "group":
-    ends = GroupActivations(store, rank, stages, hidden=24, dtype=dtype, device=like.device, timeout_s=60)
+    ends = GroupActivations(store, rank, stages, like, timeout_s=60)
 else:
-    ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), secret, timeout_s=60)
+    ends = PeerActivations(store, rank, stages, 128, like, SharedMemory(), secret=secret, timeout_s=60)
 sizes = [128, 128, 1, 77, 128, 128, 128, 5]
 
 def sent(chunk):
@@ -177,7 +183,7 @@ def neighbours(*memory: OneProcess) -> list[PeerActivations]:
     stages = len(memory)
     with ThreadPoolExecutor(stages) as pool:
         ends = [
-            pool.submit(PeerActivations, store, rank, stages, 8, like, one, SECRET, 20.0)  # type: ignore[arg-type]
+            pool.submit(PeerActivations, store, rank, stages, 8, like, one, secret=SECRET, timeout_s=20.0)  # type: ignore[arg-type]
             for rank, one in enumerate(memory)
         ]
         return [end.result(60) for end in ends]
@@ -243,7 +249,7 @@ def test_what_a_stranger_writes_to_the_store_is_no_more_than_a_broken_link(
     store = dist.HashStore()
     store.set("ring/0", said[written])
     with pytest.raises(LinkClosed, match="stage 0 is not where the group's store says"):
-        PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), SECRET)  # type: ignore[arg-type]
+        PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), secret=SECRET)  # type: ignore[arg-type]
     assert not (tmp_path / "opened").exists()
 
 
@@ -264,6 +270,6 @@ def test_nothing_is_unpickled_that_comes_from_where_the_secret_is_not_known(tmp_
 
         answering = pool.submit(answer)
         with pytest.raises(LinkClosed, match="stage 0 is not where"):
-            PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), SECRET)  # type: ignore[arg-type]
+            PeerActivations(store, 1, 2, 8, torch.empty(0, 4), OneProcess(), secret=SECRET)  # type: ignore[arg-type]
         answering.exception(60)
     assert not (tmp_path / "opened").exists()

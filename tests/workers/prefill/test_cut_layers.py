@@ -15,7 +15,7 @@ from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.model.decoder.stack import DecoderLayer, Residual
 from deltafront.workers.model.directory.layer_shares import LayerShare
 from deltafront.workers.model.directory.model_config import ModelConfig
-from deltafront.workers.prefill.warm_up import warm_up
+from deltafront.workers.prefill.stage.warm_up import warm_up
 from deltafront.workers.settings import ModelSpec
 
 from ..tiny_model import LAYERS, make_tiny_model, random_ids

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deltafront.workers.messages.stages import ChunkCommand
-from deltafront.workers.prefill.chunk import ChunkWork
-from deltafront.workers.prefill.phases import CpuPhases, CudaPhases, phase_timer
+from deltafront.workers.prefill.stage.chunk import ChunkWork
+from deltafront.workers.prefill.stage.phases import CpuPhases, CudaPhases, phase_timer
 
 
 class FakeClock:
@@ -119,7 +119,9 @@ def test_a_chunks_lead_is_from_its_last_launch_to_its_end_on_the_gpu(on_gpu: boo
     if not on_gpu:
         timer.mark.return_value = None
     with mock.patch.object(time, "perf_counter", clock.perf_counter):
-        work = ChunkWork(ChunkCommand("r", 0, 128, last=False, wants_logits=False), timer)
+        work = ChunkWork(
+            ChunkCommand(request_id="r", start=0, tokens=128, last=False, wants_logits=False), timer
+        )
         clock.now += 0.5
         work.seal()
         work.wait()

@@ -10,13 +10,23 @@ from hypothesis import strategies as st
 
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.stages import ChunkReport
-from deltafront.workers.prefill.account import Account, Throughput
+from deltafront.workers.prefill.group.account import Account, Throughput
 
 seconds = st.floats(0, 50, allow_nan=False)
 
 
 def report(stage: int, wall: float, lead: float | None = None, **phases: float) -> ChunkReport:
-    return ChunkReport("a", stage, 0, wall, phases, (), 0.0, 0, lead)
+    return ChunkReport(
+        request_id="a",
+        stage=stage,
+        start=0,
+        wall=wall,
+        phases=phases,
+        density=(),
+        sampled_share=0.0,
+        handoff_bytes=0,
+        lead=lead,
+    )
 
 
 def test_two_requests_sharing_the_last_stage() -> None:

@@ -25,7 +25,7 @@ from deltafront.workers.messages.requests import (
     Refused,
 )
 from deltafront.workers.messages.states import NAMESPACE
-from deltafront.workers.prefill.group import PrefillGroup, placement, remote_stage
+from deltafront.workers.prefill.group.group import PrefillGroup, placement, remote_stage
 from deltafront.workers.remote import NOTICES, hosts, in_lane, start_actor
 from deltafront.workers.roles import Stage
 from deltafront.workers.settings import ModelSpec, PrefillConfig

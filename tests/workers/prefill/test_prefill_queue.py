@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltafront.workers.messages.events import PrefillDone
-from deltafront.workers.messages.requests import PrefillCancelled, RefusalReason, Refused, Wish
+from deltafront.workers.messages.requests import PrefillCancelled, RefusalReason, Refused
 from deltafront.workers.settings import PrefillConfig
 
 from ..timeless import timeless
@@ -78,52 +78,30 @@ async def test_whoever_ends_while_waiting_was_never_on_a_stage(name: str) -> Non
 
 
 @timeless
-async def test_a_full_queue_refuses_with_the_time_at_which_it_has_a_place() -> None:
+async def test_a_full_queue_refuses_with_the_mean_time_until_its_next_place() -> None:
     config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, max_waiting=2, stream_lease_s=1e6)
     fake = FakeStage(0, lambda: 0.5, no_trouble)
-    controller, now = controller_of([fake], config), asyncio.get_running_loop().time
+    controller = controller_of([fake], config)
     first = asyncio.create_task(collect(controller, job("first", 1024)))
     await asyncio.sleep(0)
+    assert await controller.queue_refusal(1024) is None, "nobody waits yet"
     others = [asyncio.create_task(collect(controller, job(name, 1024))) for name in "ab"]
     await asyncio.sleep(0)
     (unknown,) = await collect(controller, job("unknown", 128))
     assert unknown.reason is RefusalReason.BUSY and unknown.retry_after_s is None, "no chunk was seen yet"
     await asyncio.sleep(2.2)
-    told, refused_at = [], now()
-    for number in range(2):
-        (refused,) = await collect(controller, job(f"refused{number}", 1024))
-        assert refused.reason is RefusalReason.BUSY and "2 prompts wait already" in refused.message
-        told.append(refused.retry_after_s)
-    for one in (first, others[0]):
-        await one
-        waited = now() - refused_at
-        assert waited / 2 <= told.pop(0) <= 2 * waited
-    assert isinstance((await others[1])[-1], PrefillDone)
+    (refused,) = await collect(controller, job("refused", 1024))
+    assert refused.reason is RefusalReason.BUSY and "2 prompts wait already" in refused.message
+    stats = await controller.stats()
+    assert refused.retry_after_s == pytest.approx(stats.waiting_tokens / stats.tokens_per_second / 3)
+    assert 2560 / 256 / 3 / 2 <= refused.retry_after_s <= 2 * 2560 / 256 / 3, (
+        "a chunk of 128 tokens takes 0.5 s"
+    )
+    assert await controller.queue_refusal(1024) == refused, "asking and coming get the same answer"
+    await first
+    assert await controller.queue_refusal(1024) is None
+    await asyncio.gather(*others)
     assert isinstance((await collect(controller, job("again", 128)))[-1], PrefillDone)
-    await assert_clean(controller, [fake])
-
-
-@timeless
-async def test_a_place_is_held_for_who_was_told_to_come_now() -> None:
-    """Whoever asks a moment before is told a later time; asking takes nothing but that."""
-    config = PrefillConfig(stages=1, chunk_tokens=128, cache_tokens=1024, max_waiting=2, stream_lease_s=1e6)
-    fake = FakeStage(0, lambda: 0.5, no_trouble)
-    controller = controller_of([fake], config)
-    running = [asyncio.create_task(collect(controller, job(name, 1024))) for name in "abc"]
-    await asyncio.sleep(2.2)
-    mine, somebody = job("told", 1024), Wish(1024, 6)
-    told = await controller.full(mine.wish)
-    assert told is not None and told.reason is RefusalReason.BUSY and told.retry_after_s is not None
-    await asyncio.sleep(told.retry_after_s)
-    assert (await controller.stats()).waiting == 1, "there is a place"
-    held = await controller.full(somebody)
-    assert held is not None and "1 prompts wait already, and 1 were told to come back now" in held.message
-    assert held.retry_after_s is not None and held.retry_after_s > 1.0
-    assert await controller.full(mine.wish) is None
-    assert isinstance((await collect(controller, mine))[-1], PrefillDone)
-    await asyncio.gather(*running)
-    await asyncio.sleep(held.retry_after_s + 2.0)
-    assert await controller.full(somebody) is None
     await assert_clean(controller, [fake])
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from deltafront.workers.messages.methods import MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillJob
-from deltafront.workers.prefill.chunks import ChunkSizes
-from deltafront.workers.prefill.request import Request
+from deltafront.workers.prefill.group.chunks import ChunkSizes
+from deltafront.workers.prefill.group.request import Request
 
 
 class Uneven(ChunkSizes):

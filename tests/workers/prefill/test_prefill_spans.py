@@ -17,7 +17,7 @@ from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.messages.requests import PrefillFailed, Refused
 from deltafront.workers.messages.stages import ChunkCommand, OpenRequest, RequestFailed
-from deltafront.workers.prefill.controller import PrefillController
+from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 
 from ..spans import PARENT, Recorder
@@ -126,8 +126,23 @@ def test_a_stage_shows_what_it_computed_and_what_it_could_not(tmp_path: Path) ->
     """Under the chunk whose command it got; a chunk that was abandoned is nobody's error."""
     model, recorder = ModelSpec(str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
     stage = stage_of(model, Collector(), recorder.tracer)
-    command = ChunkCommand("r", 0, 128, False, True, random_ids(128), PARENT)
-    opening = OpenRequest("r", tuple(range(16)), 256, method_spec("dense"), "decode:x", serial=7)
+    command = ChunkCommand(
+        request_id="r",
+        start=0,
+        tokens=128,
+        last=False,
+        wants_logits=True,
+        token_ids=random_ids(128),
+        trace=PARENT,
+    )
+    opening = OpenRequest(
+        request_id="r",
+        pages=tuple(range(16)),
+        prompt_tokens=256,
+        method=method_spec("dense"),
+        decode_worker="decode:x",
+        serial=7,
+    )
     stage.open(opening)
     report = stage.run_chunk(command)()
     stage.run_chunk(replace(command, start=128, last=True, trace=""))()

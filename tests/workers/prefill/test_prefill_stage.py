@@ -31,15 +31,15 @@ from deltafront.workers.messages.stages import (
     RequestFailed,
 )
 from deltafront.workers.model.decoder.load import torch_dtype
-from deltafront.workers.prefill import chunk_attention
-from deltafront.workers.prefill import stage as prefill_stage
-from deltafront.workers.prefill.chunk import ChunkWork
-from deltafront.workers.prefill.chunk_attention import ChunkAttention
-from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.prefill.in_process import local_controller, run_in_process
-from deltafront.workers.prefill.loading import load_stage
-from deltafront.workers.prefill.phases import CpuPhases
-from deltafront.workers.prefill.stage import PrefillStage
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.group.local_group import local_controller, run_in_process
+from deltafront.workers.prefill.stage import chunk_attention
+from deltafront.workers.prefill.stage import stage as prefill_stage
+from deltafront.workers.prefill.stage.chunk import ChunkWork
+from deltafront.workers.prefill.stage.chunk_attention import ChunkAttention
+from deltafront.workers.prefill.stage.loading import load_stage
+from deltafront.workers.prefill.stage.phases import CpuPhases
+from deltafront.workers.prefill.stage.stage import PrefillStage
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
@@ -247,10 +247,20 @@ def stage_of(model: ModelSpec, sink: Collector, tracer: Tracer = NO_TRACER) -> P
 
 def test_a_stage_by_hand(model: ModelSpec) -> None:
     stage = stage_of(model, Collector())
-    command = ChunkCommand("r", 0, 128, False, True, random_ids(128))
+    command = ChunkCommand(
+        request_id="r", start=0, tokens=128, last=False, wants_logits=True, token_ids=random_ids(128)
+    )
     with pytest.raises(RequestFailed, match="r is not open"):
         stage.run_chunk(command)
-    stage.open(OpenRequest("r", tuple(range(40, 49)), 130, DENSE, "decode:x"))
+    stage.open(
+        OpenRequest(
+            request_id="r",
+            pages=tuple(range(40, 49)),
+            prompt_tokens=130,
+            method=DENSE,
+            decode_worker="decode:x",
+        )
+    )
     assert stage.pages_used() == 9
     report = stage.run_chunk(command)()
     assert sum(report.phases.values()) <= report.wall
@@ -267,9 +277,21 @@ def test_a_hand_off_that_failed_is_called_so(model: ModelSpec, monkeypatch: pyte
         raise HandoffError("K/V of r is lost")
 
     stage = stage_of(model, Collector())
-    stage.open(OpenRequest("r", tuple(range(40, 49)), 130, DENSE, "decode:x"))
+    stage.open(
+        OpenRequest(
+            request_id="r",
+            pages=tuple(range(40, 49)),
+            prompt_tokens=130,
+            method=DENSE,
+            decode_worker="decode:x",
+        )
+    )
     monkeypatch.setattr(stage._streams["r"], "end_chunk", lambda: lost)
-    begun = stage.run_chunk(ChunkCommand("r", 0, 128, False, True, random_ids(128)))
+    begun = stage.run_chunk(
+        ChunkCommand(
+            request_id="r", start=0, tokens=128, last=False, wants_logits=True, token_ids=random_ids(128)
+        )
+    )
     with pytest.raises(HandoffFailed, match="K/V of r is lost"):
         begun()
 
@@ -281,11 +303,24 @@ def test_scattered_pages_give_what_a_run_of_pages_gives(model: ModelSpec, method
     stage = stage_of(model, sink)
     scattered = (60, *range(40, 50), *range(21, 29))
     for name, pages in (("run", tuple(range(1, 20))), ("scattered", scattered)):
-        stage.open(OpenRequest(name, pages, 300, method, "decode:x"))
+        stage.open(
+            OpenRequest(
+                request_id=name, pages=pages, prompt_tokens=300, method=method, decode_worker="decode:x"
+            )
+        )
     for start, end in ((0, 128), (128, 256), (256, 300)):
         part = ids[4 * start : 4 * end]
         for name in ("run", "scattered"):
-            stage.run_chunk(ChunkCommand(name, start, end - start, end == 300, True, part))()
+            stage.run_chunk(
+                ChunkCommand(
+                    request_id=name,
+                    start=start,
+                    tokens=end - start,
+                    last=end == 300,
+                    wants_logits=True,
+                    token_ids=part,
+                )
+            )()
     assert_rows_close(*(torch.from_numpy(sink.logits[name])[None] for name in ("run", "scattered")))
     for name in ("run", "scattered"):
         stage.close(name)
@@ -297,8 +332,14 @@ def test_an_overflow_at_one_token_fails_the_request(model: ModelSpec, method: Me
     stage = stage_of(replace(model, dtype="float16"), sink)
     token = int(np.frombuffer(ids, dtype="<u4")[70])
     stage.stack._weights.embedding_VC[token] *= 1e7  # beyond 65,504
-    stage.open(OpenRequest("r", tuple(range(19)), 300, method, "decode:x"))
-    begun = stage.run_chunk(ChunkCommand("r", 0, 300, True, True, ids))
+    stage.open(
+        OpenRequest(
+            request_id="r", pages=tuple(range(19)), prompt_tokens=300, method=method, decode_worker="decode:x"
+        )
+    )
+    begun = stage.run_chunk(
+        ChunkCommand(request_id="r", start=0, tokens=300, last=True, wants_logits=True, token_ids=ids)
+    )
     with pytest.raises(RequestFailed, match=r"not finite numbers in torch\.float16"):
         begun()
     assert not sink.logits
@@ -334,9 +375,17 @@ def test_every_linear_layer_counts_as_projection_and_attention_does_not(
     monkeypatch.setattr(ChunkAttention, "attend", attend)
     monkeypatch.setattr(prefill_stage, "phase_timer", lambda _device: Phases())
     stage = stage_of(model, Collector())
-    stage.open(OpenRequest("r", tuple(range(8)), 128, DENSE, "decode:x"))
+    stage.open(
+        OpenRequest(
+            request_id="r", pages=tuple(range(8)), prompt_tokens=128, method=DENSE, decode_worker="decode:x"
+        )
+    )
     with Products():
-        stage.run_chunk(ChunkCommand("r", 0, 128, True, True, random_ids(128)))
+        stage.run_chunk(
+            ChunkCommand(
+                request_id="r", start=0, tokens=128, last=True, wants_logits=True, token_ids=random_ids(128)
+            )
+        )
     assert products == [["projection"]] * (4 * LAYERS + 1)
     assert attended == [[]] * LAYERS
 
@@ -355,8 +404,17 @@ def test_an_abandoned_chunk_stops_at_the_next_layer(
         return view(layer, *rest)
 
     monkeypatch.setattr(stage._cache, "view_run", abandoning)
-    command = ChunkCommand("r", 0, 128, True, True, random_ids(128))
-    order = OpenRequest("r", tuple(range(8)), 128, DENSE, "decode:x", serial=7)
+    command = ChunkCommand(
+        request_id="r", start=0, tokens=128, last=True, wants_logits=True, token_ids=random_ids(128)
+    )
+    order = OpenRequest(
+        request_id="r",
+        pages=tuple(range(8)),
+        prompt_tokens=128,
+        method=DENSE,
+        decode_worker="decode:x",
+        serial=7,
+    )
     stage.open(order)
     with pytest.raises(RequestFailed, match="abandoned"):
         stage.run_chunk(command)

@@ -11,9 +11,9 @@ import pytest
 from deltafront.workers.messages.events import ChunkRead, PrefillDone
 from deltafront.workers.messages.requests import PrefillFailed
 from deltafront.workers.messages.stages import ChunkReport
-from deltafront.workers.prefill.account import Pace
-from deltafront.workers.prefill.controller import PrefillController
-from deltafront.workers.prefill.watch import PULSE_S, StageWatch
+from deltafront.workers.prefill.group.account import Pace
+from deltafront.workers.prefill.group.controller import PrefillController
+from deltafront.workers.prefill.group.watch import PULSE_S, StageWatch
 from deltafront.workers.settings import PrefillConfig
 
 from ..timeless import timeless
@@ -199,7 +199,19 @@ async def test_a_watch_that_is_stopped_leaves_no_task_and_no_timer() -> None:
 def test_a_chunk_is_measured_by_the_one_before_it() -> None:
     def reports(*walls: float) -> list[ChunkReport]:
         waits = {"activation_wait": 5.0}
-        return [ChunkReport("a", n, 0, wall + 5.0, waits, (), 0, 0) for n, wall in enumerate(walls)]
+        return [
+            ChunkReport(
+                request_id="a",
+                stage=n,
+                start=0,
+                wall=wall + 5.0,
+                phases=waits,
+                density=(),
+                sampled_share=0,
+                handoff_bytes=0,
+            )
+            for n, wall in enumerate(walls)
+        ]
 
     pace = Pace(slack_s=3.0)
     assert pace.allowed("dense", None, 128) == 3.0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.workers.prefill import schedule
-from deltafront.workers.prefill.schedule import Waiting
+from deltafront.workers.prefill.group import schedule
+from deltafront.workers.prefill.group.schedule import Waiting
 
 AGEING = 256.0
 CHUNK = 512

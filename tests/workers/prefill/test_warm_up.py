@@ -14,9 +14,9 @@ from deltafront.workers.messages.methods import method_spec
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
-from deltafront.workers.prefill import warm_up
-from deltafront.workers.prefill.in_process import run_in_process
-from deltafront.workers.prefill.warm_up import length_classes, prompt_lengths
+from deltafront.workers.prefill.group.local_group import run_in_process
+from deltafront.workers.prefill.stage import warm_up
+from deltafront.workers.prefill.stage.warm_up import length_classes, prompt_lengths
 from deltafront.workers.settings import PrefillConfig
 
 from ..tiny_model import make_tiny_model, random_ids

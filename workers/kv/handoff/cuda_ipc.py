@@ -1,13 +1,10 @@
 """The hand-off between GPUs of one host: a decode worker copies from the stage's pages into its own.
 
-A stage announces where in its cache a chunk's K/V lies once that is computed. So no process ever waits on
-another's events: a stream that does hangs for good if the other process dies first. Copy engines do the rest
-where the worker's pages follow one another; a kernel writes into scattered ones. The stage gives a request's
-pages away when the decode worker has answered all announcements, has died, or has used up its time. The
-worker reads the same clock (one host, one clock) and takes nothing that it read later than that.
+A stage announces a chunk's K/V once it is computed, so that no stream waits on another process's events
+and hangs when that dies. The stage gives pages away when the worker has answered, has died, or is out of
+time. Both read one clock, and the worker drops what it read later.
 
-Shape suffixes: L layers of a stage, P pages, S slots of a page, T tokens of a chunk, G key/value heads,
-D head dimension.
+Shape suffixes: docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -26,20 +23,20 @@ import torch
 from ...messages.stages import KVAnnouncement
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
+from ..peer_memory import CudaPeerMemory, PeerMemory
 from .exported_pages import ExportedCache, ExportedKV, PageExport, Runs, checked, moved_bytes, too_late
 from .outbox import ActorOutbox
-from .peer_memory import CudaPeerMemory, PeerMemory
-from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
+from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 256 << 20
-"""Where a decode worker shares a GPU with a stage, the stage's kernels stop for each message's copies, some
-0.2 ms: so there are few, and the last one is there 0.7 ms after it is told of."""
+"""Where both share a GPU, each message's copies stop the stage's kernels for 0.2 ms, so messages are few. The
+last one arrives after 0.7 ms."""
 
 
 @dataclass(frozen=True)
 class MappedCache(ExportedCache):
-    """name: its own, for ever. home, pid: of its process. k, v: handles that `PeerMemory.open` takes."""
+    """name: unique for ever. home, pid: of its process. k, v: handles for `PeerMemory.open`."""
 
     name: str
     home: str
@@ -57,7 +54,7 @@ class MappedKV(ExportedKV):
 
 
 class CudaIpcExporter:
-    """A `stream.KVExporter`: a message says where K/V lies, and until when it stays there."""
+    """A `stream.KVExporter` whose messages say where K/V lies, and until when."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -106,7 +103,7 @@ class CudaIpcExport(PageExport):
         return self._describe(layers[0])
 
     def revoke(self) -> None:
-        """The decode worker sees it from the clock."""
+        """The decode worker sees the end by the clock."""
 
 
 class CudaIpcReader:
@@ -137,7 +134,6 @@ class CudaIpcReader:
         return moved_bytes(announcement, layers, self._cache)
 
     def _checked(self, announcement: KVAnnouncement) -> MappedKV:
-        """Raises HandoffError for what cannot be read from here."""
         kv = checked(announcement, self._cache, MappedKV)
         if kv.cache.home != self._peers.home:
             raise HandoffError(
@@ -157,7 +153,6 @@ class CudaIpcReader:
             raise HandoffError(f"{described(announcement)} cannot be reached: {plain(error)}") from error
 
     def _unmap(self, name: str) -> None:
-        """Its process has ended, and the next one needs the memory."""
         self._mapped.pop(name, None)
 
     def _pull(
@@ -168,7 +163,7 @@ class CudaIpcReader:
         layers: Sequence[int],
         pages: Sequence[int],
     ) -> None:
-        """Write into the pages. Raises HandoffError if the stage may have given its own away meanwhile."""
+        """Raises HandoffError if the stage may have given its pages away meanwhile."""
         start = announcement.start
         for first, count in kv.rows:
             parts = {}
@@ -183,7 +178,7 @@ class CudaIpcReader:
             raise too_late(announcement)
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
+def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
     """Raises ValueError for a cache on a CPU."""
     exporter = CudaIpcExporter(cache, CudaPeerMemory(cache.device), config.ack_timeout_s)
     outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)

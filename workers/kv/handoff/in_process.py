@@ -1,8 +1,5 @@
-"""The hand-off inside one process: a stage's tensors are copied twice on their device, since nobody tells the
-stage when they are in the decode worker's pages.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
-"""
+"""The hand-off inside one process. A stage's tensors are copied twice, since nobody tells the stage when they
+have arrived. Shape suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -11,19 +8,26 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ...messages.stages import FirstLogits, KVAnnouncement
-from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from .protocols import Destination, HandoffError, LocalReceiver, UsePages, check_kv, described
+from .protocols import Destination, HandoffError, UsePages, check_kv, described
+
+
+class LocalReceiver(Protocol):
+    """A decode worker in this process, as stages see it."""
+
+    def announce(self, announcement: KVAnnouncement) -> None: ...
+
+    def first_logits(self, message: FirstLogits) -> None: ...
 
 
 @dataclass(frozen=True)
 class DeviceKV:
-    """The payload: one layer's chunk. ready: the CUDA event after which it may be read, None on the CPU."""
+    """The payload: one layer's chunk. ready: the CUDA event after which it may be read; None on a CPU."""
 
     k_TGD: torch.Tensor
     v_TGD: torch.Tensor
@@ -31,7 +35,7 @@ class DeviceKV:
 
 
 class InProcessSender:
-    """Gives the tensors to a decode worker of this process, on the stage's thread."""
+    """Gives tensors to a decode worker of this process, on the stage's thread."""
 
     def __init__(self, receiver: LocalReceiver) -> None:
         self._receiver = receiver
@@ -41,8 +45,6 @@ class InProcessSender:
 
 
 class InProcessStream:
-    """A `KVStream` of an `InProcessSender`."""
-
     def __init__(self, destination: Destination, receiver: LocalReceiver) -> None:
         self._to, self._receiver = destination, receiver
         self._failure = ""
@@ -51,7 +53,12 @@ class InProcessStream:
         check_kv(k_TGD, v_TGD)
         payload = DeviceKV(k_TGD.clone(), v_TGD.clone(), _now(k_TGD.device))
         announcement = KVAnnouncement(
-            self._to.request_id, layer, start, k_TGD.shape[0], payload, attempt=self._to.attempt
+            request_id=self._to.request_id,
+            layer=layer,
+            start=start,
+            tokens=k_TGD.shape[0],
+            payload=payload,
+            attempt=self._to.attempt,
         )
         with self._noting("K/V"):
             self._receiver.announce(announcement)
@@ -72,7 +79,6 @@ class InProcessStream:
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """Remember the first failure."""
         try:
             yield
         except Exception as error:
@@ -106,20 +112,8 @@ class InProcessReader:
 
 
 def _now(device: torch.device) -> Any:
-    """An event of everything that was launched so far."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> InProcessSender:
-    """Raises ValueError without a decode worker of this process."""
-    if local is None:
-        raise ValueError("transport 'in_process' is for a stage and a decode worker in one process")
-    return InProcessSender(local)
-
-
-def reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> InProcessReader:
-    return InProcessReader(cache, thread)

@@ -1,7 +1,7 @@
-"""The decode worker's side of a hand-off: what has arrived of one attempt to read a prompt.
+"""A decode worker's side of a hand-off: what has arrived of one attempt to read a prompt.
 
-One inbox belongs to one request and attempt. Resuming the prompt closes it and opens the next one, so a late
-message of an earlier attempt finds nothing to write to. Used on the event loop's thread.
+Resuming the prompt replaces the inbox, so a late message finds nothing to write to. Used on the event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from .protocols import KVReader
 
 
 class KVInbox:
-    """It ends up complete, lost, or closed.
+    """Ends up complete, lost or closed.
 
     Args:
         attempt: the number that its messages carry.
-        pages: the request's.
         changed: called when the K/V is complete or lost, and when the logits have come.
     """
 
@@ -41,14 +40,13 @@ class KVInbox:
 
     @property
     def complete(self) -> bool:
-        """Whether all K/V is in the pages."""
         return self._arrival.complete
 
     async def receive(self, announcement: KVAnnouncement, reader: KVReader) -> int:
-        """Read what was announced into the pages; an exact repetition is ignored.
+        """Read announced K/V into the pages. An exact repetition is ignored.
 
-        Returns: bytes moved, 0 where nothing was written.
-        Raises: HandoffError, and ArrivalError for K/V that the prompt does not have. The inbox is lost then.
+        Returns: bytes moved; 0 where nothing was written.
+        Raises: HandoffError, or ArrivalError for K/V that the prompt does not have. The inbox is lost then.
         """
         first, start, tokens = announcement.layer, announcement.start, announcement.tokens
         layers = range(first, first + announcement.layers)
@@ -67,7 +65,7 @@ class KVInbox:
         return moved
 
     def put_logits(self, logits_V: np.ndarray, vocab: int) -> None:
-        """A repetition is ignored. Raises ArrivalError for logits of another vocabulary."""
+        """Take the logits; a repetition is ignored. Raises ArrivalError for logits of another vocabulary."""
         if self.logits_V is not None:
             return
         if logits_V.shape != (vocab,):
@@ -78,20 +76,21 @@ class KVInbox:
         self._changed()
 
     def lose(self, error: Exception) -> None:
-        """K/V or logits that were announced did not come, or cannot be this prompt's."""
+        """Announced K/V or logits did not come, or cannot be this prompt's."""
         if not self._closed:
             self.lost = f"the prompt's K/V did not arrive: {error}"
             self._settle()
 
     def resumed(self, points: Sequence[int], attempt: int) -> tuple[int, KVInbox]:
-        """Close this inbox. Returns the last of these points before which all K/V is here, and the inbox of
-        the next attempt, which expects everything after it."""
+        """Close this inbox and open the next attempt's.
+
+        Returns: the last of these points before which all K/V is here, and the inbox for everything after it.
+        """
         tokens = self._arrival.resume_point(points)
         self.close()
         return tokens, KVInbox(self._arrival.until(tokens), self._pages, self._changed, attempt)
 
     def close(self) -> None:
-        """Nothing that comes later is written."""
         self._closed, self.logits_V = True, None
         self._settled.set()
 
@@ -105,6 +104,5 @@ class KVInbox:
 
     @contextmanager
     def _use_pages(self) -> Iterator[Sequence[int] | None]:
-        """A `protocols.Hold`."""
         with self._pages.use() as pages:
             yield None if self._closed else pages

@@ -1,14 +1,14 @@
 """The hand-off across hosts: a decode worker reads a stage's pages straight into its own, by NIXL.
 
-A stage registers its cache once and announces where in it a chunk's K/V lies. The decode worker posts READs;
-over RDMA they cost the stage's process nothing. Both caches may be on a GPU or on the host.
+A stage registers its cache and announces where a chunk's K/V lies. The decode worker posts READs; RDMA
+serves them without the stage's process.
 
-The stage gives a request's pages away as `MessageStream.close` says. Two hosts have two clocks, so it exports
-a word with them, the lease, and clears that before they are another request's. The worker reads the lease
-once the rows have come: if it still is what was announced, the rows were the request's when they were read.
+Two hosts have two clocks, so a stage exports a word with the pages, the lease. It clears the lease before
+the pages go to another request. The worker reads the lease after the rows: if it is unchanged, so were
+they.
 
-NIXL does not stop a transfer that has begun, even where it forgets it. So a decode worker's pages stay held
-until a transfer is over: it is done, or its stage has ended, which breaks the connection.
+NIXL does not stop a transfer. So a worker holds its pages until the transfer is done, or until its stage
+has ended, which breaks the connection.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ...messages.stages import KVAnnouncement
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
 from ..pages.pool import paired_runs, row_runs
+from ..peer_memory import launched
 from .exported_pages import (
     ExportedCache,
     ExportedKV,
@@ -40,20 +41,18 @@ from .exported_pages import (
 )
 from .nixl_agent import HOST, Agent, Memory, RegisteredWords, Span, memory_of, new_agent
 from .outbox import ActorOutbox
-from .peer_memory import launched
-from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
+from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 MESSAGE_BYTES = 64 << 20
-"""1.3 ms of a link of 400 Gb/s, which is what the last message exposes."""
+"""1.3 ms of a 400 Gb/s link. Nothing hides the last message."""
 READS_AT_ONCE = 64
 _POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
 class RegisteredCache(ExportedCache):
-    """agent: the name of the stage's, which nothing else ever has. metadata: how to reach it. k, v: addresses
-    there."""
+    """agent: the stage's unique name. metadata: how to reach it. k, v: addresses there."""
 
     agent: str
     metadata: bytes = field(repr=False)
@@ -64,7 +63,7 @@ class RegisteredCache(ExportedCache):
 
 @dataclass(frozen=True)
 class RegisteredKV(ExportedKV):
-    """The payload. lease: where a word of the stage is `serial` for as long as the rows are the request's."""
+    """The payload. lease: a word at the stage that is `serial` as long as the rows are the request's."""
 
     cache: RegisteredCache
     lease: Span
@@ -72,7 +71,7 @@ class RegisteredKV(ExportedKV):
 
 
 class NixlExporter:
-    """A `stream.KVExporter`: a message says where K/V lies, and where its lease."""
+    """A `stream.KVExporter` whose messages say where K/V and its lease lie."""
 
     message_bytes = MESSAGE_BYTES
     in_place = True
@@ -99,7 +98,7 @@ class NixlExporter:
 
 
 class NixlExport(PageExport):
-    """The request's lease is the word of its first page, which no other request has meanwhile."""
+    """A request's lease is the word of its first page, which no other request has meanwhile."""
 
     def __init__(
         self,
@@ -128,19 +127,19 @@ T = TypeVar("T")
 
 
 class NixlReader:
-    """Reads from stages' caches. Its agent is used on `thread` only, which no transfer keeps busy."""
+    """Reads from stages' caches. Its agent is used on `thread` only, which transfers do not keep busy."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor, new: Callable[[], Agent]) -> None:
         self._cache, self._thread = cache, thread
         self._agent, self._seen = thread.submit(self._start, new).result()
         self._slots: asyncio.Queue[int] = asyncio.Queue()
-        """The words of `_seen` to which no lease is being read."""
+        """Words of `_seen` into which no lease is being read."""
         for slot in range(READS_AT_ONCE):
             self._slots.put_nowait(slot)
         self._reading: Counter[str] = Counter()
         """By a stage's agent: announcements that are being read there."""
         self._lost: set[str] = set()
-        """Agents of stages whose connection failed. It is made anew once nobody uses it any more."""
+        """Agents of stages whose connection failed. It is made anew once nobody uses it."""
 
     async def read(self, announcement: KVAnnouncement, layers: Sequence[int], use_pages: UsePages) -> int:
         kv = checked(announcement, self._cache, RegisteredKV)
@@ -160,7 +159,6 @@ class NixlReader:
     async def _read(
         self, announcement: KVAnnouncement, kv: RegisteredKV, rows: list[tuple[int, int, int]], slot: int
     ) -> None:
-        """The rows, and then their lease. Raises HandoffError where NIXL fails."""
         stage, memory = kv.cache.agent, memory_of(self._cache.device)
         lease = [(kv.lease[0], *self._seen.span(slot))]
         self._reading[stage] += 1
@@ -181,17 +179,17 @@ class NixlReader:
                     await self._on_thread(self._disconnect, stage)
 
     def _reads(self, kv: RegisteredKV, layers: Sequence[int], ours: Runs) -> Iterator[tuple[int, int, int]]:
-        """(address at the stage, address here, bytes) of all rows."""
+        """Yield (address at the stage, address here, bytes) of all rows."""
         cache, theirs, size = self._cache, kv.cache, row_bytes(self._cache)
         runs = list(paired_runs(kv.rows, ours))
         for layer in layers:
-            there = (layer - theirs.layers.start) * theirs.shape[1] * cache.page_tokens
-            here = (layer - cache.layers.start) * cache.pages * cache.page_tokens
+            their_start = (layer - theirs.layers.start) * theirs.shape[1] * cache.page_tokens
+            our_start = (layer - cache.layers.start) * cache.pages * cache.page_tokens
             for source, target in ((theirs.k, cache.k_LPSGD), (theirs.v, cache.v_LPSGD)):
                 for their_row, our_row, count in runs:
                     yield (
-                        source + (there + their_row) * size,
-                        target.data_ptr() + (here + our_row) * size,
+                        source + (their_start + their_row) * size,
+                        target.data_ptr() + (our_start + our_row) * size,
                         count * size,
                     )
 
@@ -212,14 +210,13 @@ class NixlReader:
             self._agent.add_remote_agent(stage.metadata)
 
     def _begin(self, stage: str, theirs: Memory, ours: Memory, reads: Sequence[tuple[int, int, int]]) -> Any:
-        there = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
-        here = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
-        handle = self._agent.initialize_xfer("READ", here, there, stage)
+        remote = theirs.descriptors(self._agent, [(source, size) for source, _, size in reads])
+        local = ours.descriptors(self._agent, [(target, size) for _, target, size in reads])
+        handle = self._agent.initialize_xfer("READ", local, remote, stage)
         self._agent.transfer(handle)  # how that went, `_ended` tells
         return handle
 
     def _ended(self, handle: Any) -> bool:
-        """Whether all has come. Raises what NIXL does if not all will."""
         state = "ERR"
         try:
             state = self._agent.check_xfer_state(handle)
@@ -243,7 +240,7 @@ def _register(cache: PagedKVCache, agent: Agent) -> None:
     memory_of(cache.device).register(agent, [(side.data_ptr(), side.nbytes) for side in sides])
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
+def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
     """Raises ValueError where NIXL is missing."""
     outbox = ActorOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(NixlExporter(cache, new_agent()), outbox, background=cache.device.type == "cuda")

@@ -1,7 +1,5 @@
-"""What the transport uses of NIXL: an agent, and memory that agents read from each other.
-
-NIXL's UCX takes RDMA where there is some, else shared memory of one host or TCP. Nothing here needs a GPU.
-"""
+"""The part of NIXL that the transport uses: an agent, and memory that agents read from each other. Its UCX
+takes RDMA where there is some, else shared memory or TCP. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -18,21 +16,20 @@ Span = tuple[int, int]
 
 
 class Agent(Protocol):
-    """Of `nixl._api.nixl_agent`. Its calls raise Exceptions of NIXL's own, which have no common base, and are
-    not safe to make from several threads. mem_type: "VRAM" or "DRAM". States: "DONE", "PROC", "ERR"."""
+    """The used part of `nixl._api.nixl_agent`. Its exceptions have no common base, and only one thread may
+    call it. mem_type: "VRAM" or "DRAM". States: "DONE", "PROC", "ERR"."""
 
     name: str
 
     def register_memory(self, reg_list: Any, mem_type: str) -> Any:
-        """reg_list: (address, bytes, device, ""). Never undone here: a cache lives as long as its process."""
+        """reg_list: (address, bytes, device, ""). Never undone: a cache lives as long as its process."""
 
     def get_agent_metadata(self) -> bytes:
-        """For `add_remote_agent` elsewhere. It knows what was registered before."""
+        """For `add_remote_agent` elsewhere. It names only what was registered before."""
 
     def add_remote_agent(self, metadata: bytes) -> Any: ...
     def check_remote_metadata(self, agent: str) -> bool: ...
-    def remove_remote_agent(self, agent: str) -> None:
-        """Disconnect."""
+    def remove_remote_agent(self, agent: str) -> None: ...
 
     def get_xfer_descs(self, descs: Any, mem_type: str) -> Any:
         """descs: uint64 rows of address, bytes, device."""
@@ -43,11 +40,11 @@ class Agent(Protocol):
     def transfer(self, handle: Any) -> str: ...
     def check_xfer_state(self, handle: Any) -> str: ...
     def release_xfer_handle(self, handle: Any) -> None:
-        """Of a transfer that goes on, it only forgets the handle: data still comes (seen with 1.5.1)."""
+        """A running transfer goes on: only the handle is forgotten (seen with 1.5.1)."""
 
 
 def new_agent() -> Agent:
-    """One for this process, with a name that nothing else has. Raises ValueError where NIXL is missing."""
+    """Make an agent with a unique name. Raises ValueError where NIXL is missing."""
     try:
         from nixl._api import nixl_agent
     except ImportError as error:
@@ -58,8 +55,6 @@ def new_agent() -> Agent:
 
 @dataclass(frozen=True)
 class Memory:
-    """A kind of memory of one process, as NIXL names it."""
-
     mem_type: str
     device: int
 
@@ -94,6 +89,5 @@ class RegisteredWords:
         self._words[index] = value
 
     def span(self, index: int) -> Span:
-        """Where a word lies."""
         size = self._words.itemsize
         return self._words.ctypes.data + index * size, size

@@ -1,10 +1,7 @@
-"""The hand-off through Ray's object store: shared memory on one node, a copy over the network between nodes.
+"""The hand-off through Ray's object store: shared memory on one node, the network between nodes. A stage puts
+host copies and sends the decode actor their reference.
 
-A stage makes host copies (`host_copies`), puts them and sends the decode actor the reference; the decode
-worker awaits it and copies from there into its pages.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension. bfloat16 travels as a uint16 view,
-since numpy has no such type.
+Shape suffixes: docs/glossary.md. bfloat16 travels as uint16, since numpy has no such type.
 """
 
 from __future__ import annotations
@@ -24,9 +21,9 @@ from ...messages.stages import KVAnnouncement
 from ...roles import KVReceiver
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from .host_copies import NUMPY_TYPES, HostCopies
+from ..host_copies import NUMPY_TYPES, HostCopies
 from .outbox import ActorOutbox, Delivery
-from .protocols import HandoffError, LocalReceiver, UsePages, described, plain
+from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
 
 
@@ -46,7 +43,7 @@ class ObjectStoreOutbox(ActorOutbox):
 
 
 class ObjectStoreReader:
-    """Copies what lies in the object store into pages. Nothing outlives `read`."""
+    """Copies from the object store into pages. Nothing outlives `read`."""
 
     def __init__(self, cache: PagedKVCache, thread: Executor) -> None:
         self._cache = cache
@@ -68,11 +65,12 @@ class ObjectStoreReader:
 async def pull(
     announcement: KVAnnouncement, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """k_TGD, v_TGD of each layer, on the host. They alias shared memory: copy them into pages, never write
-    to them. The payload: 2 · layers arrays, k then v of each layer, or something that is awaited for them.
+    """Return k_TGD, v_TGD of each layer on the host. They alias shared memory, so never write to them.
 
-    Raises HandoffError if the arrays are not [tokens, kv_heads, head_dim] of `dtype`, or if their owner
-    died.
+    Args:
+        payload: 2 · layers arrays, k then v of each layer, or an awaitable of them.
+    Raises: HandoffError if the arrays are not [tokens, kv_heads, head_dim] of `dtype`, or if their owner
+        died.
     """
     payload = announcement.payload
     if inspect.isawaitable(payload):
@@ -82,8 +80,8 @@ async def pull(
             raise HandoffError(f"{described(announcement)} is lost: {plain(error)}") from error
     wanted = 2 * announcement.layers
     if not isinstance(payload, tuple) or len(payload) != wanted:
-        found = f"{len(payload)} things" if isinstance(payload, tuple) else type(payload).__name__
-        raise HandoffError(f"{described(announcement)} holds {found}, not {wanted} arrays")
+        received = f"{len(payload)} things" if isinstance(payload, tuple) else type(payload).__name__
+        raise HandoffError(f"{described(announcement)} holds {received}, not {wanted} arrays")
     shape = (announcement.tokens, kv_heads, head_dim)
     sides = [_tensor(announcement, "kv"[n % 2], x, shape, dtype) for n, x in enumerate(payload)]
     return list(zip(sides[::2], sides[1::2], strict=True))
@@ -94,9 +92,9 @@ def _tensor(
 ) -> torch.Tensor:
     wanted = np.dtype(NUMPY_TYPES[dtype])
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != wanted:
-        found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+        received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
         raise HandoffError(
-            f"{described(announcement)}: {name} is {found}, expected {wanted} {shape}; prefill and "
+            f"{described(announcement)}: {name} is {received}, expected {wanted} {shape}; prefill and "
             "decode workers must run the same model in the same dtype"
         )
     with warnings.catch_warnings():
@@ -105,8 +103,8 @@ def _tensor(
     return x.view(dtype) if dtype == torch.bfloat16 else x
 
 
-def sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None) -> MessageSender:
-    """Sends from a thread of its own beside a GPU; on the CPU, whose cores all compute, from the stage's."""
+def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:
+    """Beside a GPU a thread of its own sends. On a CPU, whose cores all compute, the stage's thread does."""
     outbox = ObjectStoreOutbox(config.max_unanswered_bytes, config.ack_timeout_s)
     return MessageSender(HostCopies(cache.device), outbox, background=cache.device.type == "cuda")
 

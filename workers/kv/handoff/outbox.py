@@ -1,7 +1,4 @@
-"""Messages from a stage to decode actors, and the answers that these still owe.
-
-Ray is needed only to find an actor and to wait for its answers; a test brings a stand-in.
-"""
+"""Messages from a stage to decode actors, and the answers that these owe. Tests replace Ray."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ class Delivery:
 
 
 class Outbox(Protocol):
-    """Delivers messages, those of one thread in order. Used from several threads. A message that is not
-    taken never raises here: its delivery remembers the failure."""
+    """Delivers the messages of one thread in order. A failure never raises here; its delivery remembers
+    it."""
 
     def send_kv(self, delivery: Delivery, announcement: KVAnnouncement) -> None: ...
 
@@ -43,13 +40,11 @@ class Outbox(Protocol):
         """Raises HandoffError if a message of this delivery is known to have failed."""
 
     def unanswered(self, delivery: Delivery) -> bool:
-        """Whether the decode worker still owes an answer, and so may be reading what it was told of."""
+        """Whether the decode worker owes an answer, and so may still read."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Unanswered:
-    """A message that a decode worker has not answered, and until when it may."""
-
     reply: Any
     delivery: Delivery
     bytes: int
@@ -59,9 +54,9 @@ class _Unanswered:
 class ActorOutbox:
     """An `Outbox` to Ray actors.
 
-    Announcements are not waited for, but at most `max_bytes` of them are unanswered at a time: a slow decode
-    worker slows prefill down instead of filling a store. A worker that does not answer for `ack_timeout_s`
-    counts as failed. clock: seconds, of this host.
+    At most `max_bytes` of announcements are unanswered, so a slow decode worker slows prefill down instead
+    of filling a store. A worker fails that does not answer for `ack_timeout_s`. clock: seconds, of this
+    host.
     """
 
     def __init__(
@@ -92,12 +87,11 @@ class ActorOutbox:
     def unanswered(self, delivery: Delivery) -> bool:
         self._settle_answered()
         with self._lock:
-            return any(one.delivery is delivery for one in self._unanswered)
+            return any(message.delivery is delivery for message in self._unanswered)
 
     def _call(
         self, method: Callable[[KVReceiver, M], Awaitable[None]], delivery: Delivery, message: M, size: int
     ) -> None:
-        """Nothing more is sent of a delivery that has failed."""
         if delivery.failure:
             return
         name = delivery.decode_worker
@@ -117,27 +111,30 @@ class ActorOutbox:
             self._settle_answered()
 
     def _over_limit(self) -> _Unanswered | None:
-        """The message whose answer must come before more may be sent."""
         with self._lock:
-            over = len(self._unanswered) > 1 and sum(one.bytes for one in self._unanswered) > self._max_bytes
+            over = (
+                len(self._unanswered) > 1
+                and sum(message.bytes for message in self._unanswered) > self._max_bytes
+            )
             return self._unanswered[0] if over else None
 
     def _settle_answered(self) -> None:
-        """Drop the messages that were answered, and those whose time is over."""
         with self._lock:
-            replies = [one.reply for one in self._unanswered]
+            replies = [message.reply for message in self._unanswered]
             answered: set[Any] = set()
             if replies:
                 ready, _ = self._ray.wait(replies, num_returns=len(replies), timeout=0, fetch_local=False)
                 answered = set(ready)
             now = self._clock()
-            done = [one for one in self._unanswered if one.reply in answered or one.until <= now]
-            self._unanswered = deque(one for one in self._unanswered if one not in done)
-        for one in done:
+            done = [
+                message for message in self._unanswered if message.reply in answered or message.until <= now
+            ]
+            self._unanswered = deque(message for message in self._unanswered if message not in done)
+        for message in done:
             try:
-                self._ray.get(one.reply, timeout=0)
+                self._ray.get(message.reply, timeout=0)
             except Exception as error:
-                self._not_taken(one.delivery, error)
+                self._not_taken(message.delivery, error)
 
     def _not_taken(self, delivery: Delivery, error: Exception) -> None:
         self._actors.pop(delivery.decode_worker, None)

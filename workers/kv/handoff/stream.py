@@ -1,9 +1,7 @@
-"""A stage's side of a hand-off by messages: each says which layers of a chunk can be read, and where.
+"""A stage's side of a hand-off by messages. Each says which layers of a chunk can be read, and where. Small
+layers share a message, since each costs every process some hundred microseconds.
 
-A layer's chunk of a big model is a message of its own. Small ones share a message with the next layers,
-because every process that a message passes spends some hundred microseconds on it.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension, V vocabulary.
+Shape suffixes: docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -31,17 +29,18 @@ class KVExport(Protocol):
         """
 
     def payload(self, layers: Sequence[Any]) -> Any:
-        """The payload of an announcement of these layers of one chunk, in order. layers: descriptions."""
+        """Return an announcement's payload from the descriptions of its layers, in order."""
 
     def revoke(self) -> None:
-        """The pages are about to be another request's: no reader may take anything described so far."""
+        """From now on no reader may take anything described so far, because another request gets the
+        pages."""
 
 
 class KVExporter(Protocol):
-    """Describes a stage's pages to decode workers, in the way of one transport."""
+    """Describes a stage's pages to decode workers, in one transport's way."""
 
     message_bytes: int
-    """A message is sent once it stands for this much K/V, at the latest when its chunk ends."""
+    """A message is sent once it stands for so much K/V, and when its chunk ends."""
     in_place: bool
     """Whether decode workers read the request's own pages."""
 
@@ -50,8 +49,6 @@ class KVExporter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """A layer's chunk that was put and not sent yet."""
-
     layer: int
     start: int
     tokens: int
@@ -61,11 +58,8 @@ class _Layer:
 
 
 class MessageSender:
-    """A `KVSender` over an exporter and an outbox.
-
-    With `background`, a thread of its own waits until a message's layers are computed and sends it, so that
-    launching the next layers' kernels waits for neither. Otherwise the stage's thread does both.
-    """
+    """A `KVSender` over an exporter and an outbox. With `background` a thread of its own waits for the layers
+    and sends, so that the stage's launches wait for neither."""
 
     def __init__(self, exporter: KVExporter, outbox: Outbox, *, background: bool) -> None:
         self._exporter, self._outbox = exporter, outbox
@@ -76,8 +70,6 @@ class MessageSender:
 
 
 class MessageStream:
-    """A `KVStream` of a `MessageSender`."""
-
     def __init__(
         self,
         destination: Destination,
@@ -111,7 +103,7 @@ class MessageStream:
                 ready=ready,
             )
         )
-        if sum(one.bytes for one in self._layers) >= self._message_bytes:
+        if sum(entry.bytes for entry in self._layers) >= self._message_bytes:
             self._send_message()
         return size
 
@@ -152,12 +144,12 @@ class MessageStream:
         if last.ready is not None:  # and with it those before: a stage launches in order
             last.ready.synchronize()
         announcement = KVAnnouncement(
-            self._to.request_id,
-            first.layer,
-            first.start,
-            first.tokens,
-            self._export.payload([one.description for one in layers]),
-            len(layers),
-            self._to.attempt,
+            request_id=self._to.request_id,
+            layer=first.layer,
+            start=first.start,
+            tokens=first.tokens,
+            payload=self._export.payload([entry.description for entry in layers]),
+            layers=len(layers),
+            attempt=self._to.attempt,
         )
         self._outbox.send_kv(self._delivery, announcement)

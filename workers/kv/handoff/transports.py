@@ -1,8 +1,5 @@
-"""The ways K/V can take from a stage to a decode worker: `HandoffConfig.transport` names one of these.
-
-A further one is one more file with a `KVSender` and a `KVReader` (`protocols` says what each promises), one
-more line here, and its name in `HandoffConfig`.
-"""
+"""The transports by name, as `HandoffConfig.transport` has it. Another one is a file with a `KVSender` and a
+`KVReader` (`protocols`), a line here, and its name in `HandoffConfig`."""
 
 from __future__ import annotations
 
@@ -12,15 +9,13 @@ from dataclasses import dataclass
 
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from . import cuda_ipc, in_process, nixl, object_store
-from .protocols import KVReader, KVSender, LocalReceiver
+from . import cuda_ipc, nixl, object_store
+from .protocols import KVReader, KVSender
 
 
 @dataclass(frozen=True)
 class Transport:
-    """How to make the two ends."""
-
-    sender: Callable[[HandoffConfig, PagedKVCache, LocalReceiver | None], KVSender]
+    sender: Callable[[HandoffConfig, PagedKVCache], KVSender]
     reader: Callable[[HandoffConfig, PagedKVCache, Executor], KVReader]
 
 
@@ -28,22 +23,19 @@ TRANSPORTS: dict[str, Transport] = {
     "object_store": Transport(object_store.sender, object_store.reader),
     "cuda_ipc": Transport(cuda_ipc.sender, cuda_ipc.reader),
     "nixl": Transport(nixl.sender, nixl.reader),
-    "in_process": Transport(in_process.sender, in_process.reader),
 }
 
 
-def kv_sender(config: HandoffConfig, cache: PagedKVCache, local: LocalReceiver | None = None) -> KVSender:
-    """A stage's end, for K/V that is in `cache`. local: the decode worker, where it is in this process."""
-    return _named(config.transport).sender(config, cache, local)
+def kv_sender(config: HandoffConfig, cache: PagedKVCache) -> KVSender:
+    return _named(config.transport).sender(config, cache)
 
 
 def kv_reader(config: HandoffConfig, cache: PagedKVCache, thread: Executor) -> KVReader:
-    """A decode worker's end. thread: where writes to `cache` run, one after the other."""
+    """Make a decode worker's end. thread: runs the writes to `cache`, one after the other."""
     return _named(config.transport).reader(config, cache, thread)
 
 
 def _named(name: str) -> Transport:
-    """Raises ValueError for an unknown one."""
     if name not in TRANSPORTS:
         raise ValueError(f"K/V transport {name!r} is unknown; known: {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name]

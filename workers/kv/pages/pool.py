@@ -1,7 +1,6 @@
-"""Who holds which KV pages: pure accounting, no tensors, so it also runs (and is tested) without torch.
+"""Accounts for K/V pages, without tensors or torch. One pool belongs to one worker and one thread.
 
-One pool belongs to one worker and is used from one thread. Pages carry reference counts, so that requests
-which share a prefix, or a session and the request that questions it, can hold the same page.
+Pages have reference counts, so that requests with one prefix, or a session and its questions, share them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["PAGE_TOKENS", "OutOfPages", "PagePool", "first_of_run", "pages_for",
 
 
 class OutOfPages(Exception):
-    """More pages were asked for than are free; nothing was taken."""
+    """More pages were asked for than are free. Nothing was taken."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} KV pages are needed but only {free} are free")
@@ -28,14 +27,14 @@ class OutOfPages(Exception):
 
 
 def pages_for(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
-    """Pages that hold `tokens` tokens: the last one may be partly filled."""
+    """Count the pages for `tokens` tokens, the last one perhaps partly filled."""
     if tokens < 0:
         raise ValueError(f"a number of tokens cannot be negative: {tokens}")
     return -(-tokens // page_tokens)
 
 
 def first_of_run(pages: Sequence[int]) -> int | None:
-    """The first page of pages that follow one another, as those of an unfragmented pool do; else None."""
+    """Return the first page if all are contiguous, else None."""
     if not pages or any(b - a != 1 for a, b in itertools.pairwise(pages)):
         return None
     return pages[0]
@@ -44,8 +43,11 @@ def first_of_run(pages: Sequence[int]) -> int | None:
 def row_runs(
     pages: Sequence[int], start: int, tokens: int, page_tokens: int = PAGE_TOKENS
 ) -> tuple[tuple[int, int], ...]:
-    """Where tokens start .. start+tokens-1 of a sequence with these pages lie: (first row, count) of each run
-    of rows, a page being `page_tokens` rows. Raises ValueError if the pages do not hold them."""
+    """Return (first row, count) of each run of rows that holds tokens start .. start+tokens-1. A page is
+    `page_tokens` rows.
+
+    Raises: ValueError if the pages do not hold them.
+    """
     if start < 0 or tokens < 1 or start + tokens > len(pages) * page_tokens:
         raise ValueError(f"tokens {start} .. {start + tokens - 1} are not in {len(pages)} pages")
     runs: list[tuple[int, int]] = []
@@ -63,8 +65,8 @@ def row_runs(
 def paired_runs(
     theirs: Sequence[tuple[int, int]], ours: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """(first row of theirs, first row of ours, count) of the longest pieces that are runs on both sides, in
-    order, for two lists of runs of as many rows."""
+    """Split two lists of runs of equally many rows into pieces that are contiguous in both: (their first row,
+    our first row, count), in order."""
     left, right = deque(theirs), deque(ours)
     while left and right:
         (a, rows_a), (b, rows_b) = left.popleft(), right.popleft()
@@ -77,8 +79,8 @@ def paired_runs(
 
 
 class PagePool:
-    """Hands out pages 0 .. pages-1, lowest first: what is taken at once is one run where it can be. on_free:
-    told when pages have become free."""
+    """Hands out pages 0 .. pages-1, lowest first, so that pages taken together are contiguous where possible.
+    on_free: called when pages have become free."""
 
     page_tokens = PAGE_TOKENS
 
@@ -115,16 +117,16 @@ class PagePool:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page, all of which must be in use. Changes nothing if one is not."""
+        """Add one reference to each page. Changes nothing if one is not in use."""
         held = [self._in_use(page) for page in pages]
         for page in held:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page; a page without any is free again.
+        """Drop one reference of each page; a page without any is free.
 
-        Raises ValueError for a page that has fewer references than the call drops, and changes nothing
-        then: a double release would hand the page to two requests, which is wrong output, not an error.
+        Raises: ValueError, having changed nothing, for a page with too few references. A double release would
+            give one page to two requests.
         """
         drops: dict[int, int] = {}
         for page in pages:

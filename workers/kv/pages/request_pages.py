@@ -1,9 +1,7 @@
-"""Which pages a request of a decode worker holds: all that it will ever need, taken at once.
+"""The pages of a decode worker's requests. A request takes all pages that it will ever need at once.
 
-Pure accounting over a PagePool, used from one thread (the event loop's). A request holds one reference on
-every page of its table and of the session it builds on; the pages that it shares with the session are full,
-so it never writes to them, and the session's last, partly filled page is copied for it. What it computes
-again it writes to pages of its own, and others keep those that it had there.
+Pure accounting on the event loop's thread. A request shares only full pages and never writes to them. A
+session's partly filled last page is copied, and recomputed blocks get pages of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...messages.requests import ID_BYTES, RefusalReason, Refused, Reserve, recompute_pages
+from ...messages.requests import ID_BYTES, RefusalReason, Refused, Reservation, recompute_pages
 from .pool import OutOfPages, PagePool, pages_for
 from .sessions import KeptSession, SessionsTable
 
@@ -23,18 +21,15 @@ PageCopy = tuple[int, int]
 
 @dataclass(eq=False)
 class RequestPages:
-    """A request's pages: its table in order, and the spare for a kept session's partly filled last page.
+    """A request's page table, and a spare page for a kept session's partly filled last page.
 
-    session_tokens: tokens of K/V that are there from the start. copy_in: the session's partly filled page
-    and the table's, to be copied before anything is computed. copy_out: the table's page and the spare, to
-    be copied once the prompt is complete and before it is kept. session_ids: of those tokens, little-endian
-    uint32; empty where nobody needs them. own: pages that `divert` puts into the table. on_free: called once,
-    when all is given back.
+    session_tokens: tokens whose K/V is there from the start. session_ids: their little-endian uint32 ids,
+    where needed. copy_in: the session's partly filled page and the table's, to copy first. copy_out: the
+    table's page and the spare, to copy once the prompt is complete. own: pages for `divert`. on_free:
+    called once, when all is given back.
 
-    Ending a request and freeing its pages are two things: a step that is being computed, or K/V that is
-    being written or copied, still touches the pages, and a page given away too early means wrong output for
-    its next holder. So all of that happens inside `hold`, and the pages are given back by whichever comes
-    last: `end`, or the end of the last `hold`.
+    A step or a copy may still touch an ended request's pages. So such work runs inside `use`, and the last
+    of `end` and all uses gives the pages back.
     """
 
     pool: PagePool
@@ -48,30 +43,29 @@ class RequestPages:
     on_free: Callable[[], None] = lambda: None
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _aside: tuple[int, ...] = ()
-    """Pages that were in the table before others were put in their place."""
+    """Pages that `divert` has replaced in the table."""
     _ended: bool = False
     _users: int = 0
     _unused: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nobody holds it any more."""
 
     def __post_init__(self) -> None:
         self.taken = self.table
-        """The table as it was at first: what can be kept."""
+        """The table as it was at first, which can be kept."""
 
     @property
     def count(self) -> int:
-        """How many it holds, those of its session included."""
+        """Count its pages, its session's included."""
         return len(self.table) + len(self.spare) + len(self.own) + len(self._aside)
 
     @property
     def every_page(self) -> tuple[int, ...]:
-        """These, and the session's page that is still to be copied."""
+        """Its pages, and the session's page that is still to be copied."""
         source = () if self.copy_in is None else self.copy_in[:1]
         return (*self.table, *self.spare, *self.own, *self._aside, *source)
 
     def divert(self, places: Sequence[int]) -> None:
-        """Put pages of its own at these places of the table. Those that were there are not written to any
-        more, and are given back with the others. Raises ValueError if there are too few."""
+        """Put own pages at these places of the table. The replaced ones are not written to any more and are
+        given back with the others. Raises ValueError if there are too few."""
         if len(places) > len(self.own):
             raise ValueError(f"{len(places)} places of the table, but {len(self.own)} pages of its own")
         table, used = list(self.table), self.own[: len(places)]
@@ -82,7 +76,7 @@ class RequestPages:
 
     @contextmanager
     def use(self) -> Iterator[tuple[int, ...] | None]:
-        """The table, of which nothing is given away inside the `with`; None if the request has ended."""
+        """Yield the table, whose pages nobody gives away meanwhile; None if the request has ended."""
         if self._ended:
             yield None
             return
@@ -97,7 +91,6 @@ class RequestPages:
             self._free_if_idle()
 
     async def unused(self) -> None:
-        """Returns when nobody holds it."""
         while self._users:
             await self._unused.wait()
 
@@ -106,7 +99,6 @@ class RequestPages:
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:
-        """The one place where a request's pages are given back."""
         if self._ended and self._users == 0 and not self.freed.is_set():
             self.pool.release(self.every_page)
             self.table, self.spare, self.own, self._aside = (), (), (), ()
@@ -116,56 +108,63 @@ class RequestPages:
 
 
 class PageManager:
-    """The pool and the sessions of one worker; `positions` is the model's limit in tokens."""
+    """One worker's pool and sessions. positions: the model's limit in tokens."""
 
     def __init__(self, pool: PagePool, sessions: SessionsTable, positions: int) -> None:
         self.pool = pool
         self.sessions = sessions
         self._positions = positions
 
-    def reserve(self, order: Reserve, now: float, behind: int = 0) -> RequestPages | Refused:
-        """Take everything that `order` will ever need, or nothing; nothing either while others, `behind` in
-        number, have waited for longer. ValueError for counts that make no sense (the door checks them)."""
-        _check_counts(order)
+    def reserve(self, reservation: Reservation, now: float, behind: int = 0) -> RequestPages | Refused:
+        """Take all pages that a request will ever need, or none. None either while others wait.
+
+        Args:
+            now: seconds since the epoch.
+            behind: how many reservations wait already.
+        Raises: ValueError for counts that make no sense; the door checks them.
+        """
+        _check_counts(reservation)
         self.sessions.expire(now)
         session = None
-        if order.session_id is not None:
-            session = self.sessions.find(order.session_id, order.owner, now)
+        if reservation.session_id is not None:
+            session = self.sessions.find(reservation.session_id, reservation.owner, now)
             if session is None:
-                message = f"session {order.session_id} does not exist or has expired"
+                message = f"session {reservation.session_id} does not exist or has expired"
                 return Refused(RefusalReason.NO_SESSION, message)
-        before = self._before(order, session)
-        total = before + order.prompt_tokens + order.append_tokens + order.max_tokens
+        before = self._before(reservation, session)
+        total = before + reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
         if total > self._positions:
             return Refused(
                 RefusalReason.POSITIONS,
-                f"{before} session tokens, {order.prompt_tokens} prompt tokens and {order.max_tokens} new "
-                f"tokens exceed the model's {self._positions} positions",
-                tokens_left=max(0, self._positions - (total - order.max_tokens)),
+                f"{before} session tokens, {reservation.prompt_tokens} prompt tokens and "
+                f"{reservation.max_tokens} new tokens exceed the model's {self._positions} positions",
+                tokens_left=max(0, self._positions - (total - reservation.max_tokens)),
             )
-        return self._take(order, session, total, behind)
+        return self._take(reservation, session, total, behind)
 
-    def _before(self, order: Reserve, session: KeptSession | None) -> int:
-        """Tokens of the session that the request builds on. Raises ValueError for those it does not have."""
-        if session is None or not order.prefix_tokens:
+    def _before(self, reservation: Reservation, session: KeptSession | None) -> int:
+        """Raises ValueError for more tokens than the session has."""
+        if session is None or not reservation.prefix_tokens:
             return 0 if session is None else session.tokens
-        if order.prefix_tokens > session.tokens or order.prefix_tokens % self.pool.page_tokens:
-            raise ValueError(f"a session of {session.tokens} tokens has no prefix of {order.prefix_tokens}")
-        return order.prefix_tokens
+        if reservation.prefix_tokens > session.tokens or reservation.prefix_tokens % self.pool.page_tokens:
+            raise ValueError(
+                f"a session of {session.tokens} tokens has no prefix of {reservation.prefix_tokens}"
+            )
+        return reservation.prefix_tokens
 
     def _take(
-        self, order: Reserve, session: KeptSession | None, total: int, behind: int
+        self, reservation: Reservation, session: KeptSession | None, total: int, behind: int
     ) -> RequestPages | Refused:
         size = self.pool.page_tokens
-        before = self._before(order, session)
+        before = self._before(reservation, session)
         shared = () if session is None else session.pages[: before // size]
-        spare = 1 if order.keep_tokens % size else 0
+        spare = 1 if reservation.keep_tokens % size else 0
         fresh = pages_for(total, size) - len(shared)
         own = 0
         if session is None or session.ids:
-            there, appended = before or order.prompt_tokens, session is not None
-            own = recompute_pages(order.recompute_blocks, there, appended=appended)
-        # A session's own partly filled page stays occupied beside the copy of it.
+            known_tokens, appended = before or reservation.prompt_tokens, session is not None
+            own = recompute_pages(reservation.recompute_blocks, known_tokens, appended=appended)
+        # A session's partly filled page stays occupied beside its copy.
         least = pages_for(total, size) + spare + own + (1 if before % size else 0)
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
@@ -188,8 +187,8 @@ class PageManager:
         return held
 
     def prepare_keep(self, held: RequestPages, tokens: int) -> None:
-        """Make sure that `keep` of so many tokens cannot fail, and say what must be copied before it. Raises
-        OutOfPages where no room was reserved."""
+        """Make sure that `keep` cannot fail, and name the page to copy first. Raises OutOfPages where none
+        was reserved."""
         full, rest = divmod(tokens, self.pool.page_tokens)
         if rest:
             held.spare = held.spare or self.pool.allocate(1)
@@ -202,14 +201,15 @@ class PageManager:
         owner: str,
         ttl_s: float,
         now: float,
+        *,
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
-        """A session of the first `tokens` tokens of a request that goes on, prepared and copied: full pages
-        are shared, and the copy changes hands."""
+        """Make a session of the first `tokens` tokens of a request that goes on. Full pages are shared, and
+        the copied one changes hands."""
         shared = held.taken[: tokens // self.pool.page_tokens]
         copied = () if held.copy_out is None else held.copy_out[1:]
-        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain, ids)
+        session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain=chain, ids=ids)
         self.pool.share(shared)
         if copied:
             held.spare, held.copy_out = (), None
@@ -222,21 +222,24 @@ class PageManager:
         owner: str,
         ttl_s: float,
         now: float,
+        *,
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
-        """A session of the first `tokens` tokens of a request that ends here."""
+        """Make a session of the first `tokens` tokens of a request that ends here."""
         pages = held.table[: pages_for(tokens, self.pool.page_tokens)]
         self.pool.share(pages)
-        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain, ids)
+        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain=chain, ids=ids)
 
 
-def _check_counts(order: Reserve) -> None:
-    """Raises ValueError for counts that make no sense. Appended text may be empty here: see appended_ids."""
-    if order.append_tokens < 0 or (order.append_tokens and order.session_id is not None):
-        raise ValueError(f"cannot reserve for {order.append_tokens} tokens behind the prompt")
-    prompt = order.prompt_tokens
-    if prompt < 0 or order.max_tokens < 0 or (prompt == 0 and order.session_id is None):
-        raise ValueError(f"cannot reserve for {prompt} prompt tokens and {order.max_tokens} new tokens")
-    if order.keep_tokens < 0 or (order.session_id is None and order.keep_tokens > prompt):
-        raise ValueError(f"keep_tokens {order.keep_tokens} must be within the prompt of {prompt} tokens")
+def _check_counts(reservation: Reservation) -> None:
+    """Raises ValueError for counts that make no sense."""
+    if reservation.append_tokens < 0 or (reservation.append_tokens and reservation.session_id is not None):
+        raise ValueError(f"cannot reserve for {reservation.append_tokens} tokens behind the prompt")
+    prompt = reservation.prompt_tokens
+    if prompt < 0 or reservation.max_tokens < 0 or (prompt == 0 and reservation.session_id is None):
+        raise ValueError(f"cannot reserve for {prompt} prompt tokens and {reservation.max_tokens} new tokens")
+    if reservation.keep_tokens < 0 or (reservation.session_id is None and reservation.keep_tokens > prompt):
+        raise ValueError(
+            f"keep_tokens {reservation.keep_tokens} must be within the prompt of {prompt} tokens"
+        )

@@ -1,7 +1,7 @@
 """Sessions of a decode worker: K/V that is kept for an owner until its lease runs out.
 
-Pure accounting over a PagePool, used from one thread (the event loop's); times are seconds since the epoch,
-passed in. A session holds one reference on each of its pages and never writes to them.
+Pure accounting on the event loop's thread; times are seconds since the epoch. A session holds one
+reference on each of its pages and never writes to them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .pool import PagePool, pages_for
 
 @dataclass(frozen=True)
 class KeptSession:
-    """`tokens` tokens of K/V in `pages`, usable by `owner` until `expires`. ids: theirs, little-endian
-    uint32, where blocks of them may be computed again; else empty."""
+    """`tokens` tokens of K/V that `owner` may use until `expires`. ids: little-endian uint32, where blocks
+    may be computed again; else empty."""
 
     session_id: str
     owner: str
@@ -29,12 +29,11 @@ class KeptSession:
 
     @property
     def told(self) -> Session:
-        """What its owner is told of it."""
         return Session(self.session_id, self.expires, self.tokens)
 
 
 class SessionsTable:
-    """Sessions by id. Ids are `<worker>.<random>`, so that any front door can find the worker."""
+    """Sessions by id. An id is `<worker>.<random>`, so that any door finds the worker."""
 
     def __init__(self, worker: str, pool: PagePool, max_ttl_s: float) -> None:
         if max_ttl_s <= 0:
@@ -54,13 +53,16 @@ class SessionsTable:
         tokens: int,
         ttl_s: float,
         now: float,
+        *,
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
-        """Make a session of pages whose references the caller hands over (exactly pages_for(tokens)).
+        """Make a session of exactly pages_for(tokens) pages, whose references it takes over.
 
-        ttl_s is capped by the configured maximum; 0 or less asks for that maximum. chain: links of its full
-        pages; empty where nobody is to find it by what it holds. ids: of these tokens and any behind them.
+        Args:
+            ttl_s: at most the configured maximum; 0 or less asks for the maximum.
+            chain: links of its full pages; empty where no prompt may find it.
+            ids: of these tokens, and any behind them.
         """
         if tokens < 1 or len(pages) != pages_for(tokens, self._pool.page_tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages")
@@ -79,18 +81,18 @@ class SessionsTable:
         return session
 
     def find(self, session_id: str, owner: str, now: float) -> KeptSession | None:
-        """The session, or None if it is unknown, expired or somebody else's."""
+        """Find a session; None if it is unknown, expired or somebody else's."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner or session.expires <= now:
             return None
         return session
 
     def leases(self, now: float) -> list[tuple[float, tuple[int, ...]]]:
-        """Seconds that each session's lease has left, and the pages that it holds."""
+        """List the seconds that each lease has left, and the session's pages."""
         return [(session.expires - now, session.pages) for session in self._sessions.values()]
 
     def longest_prefix(self, owner: str, chain: bytes, now: float) -> Prefix | None:
-        """The most that one of the owner's sessions holds of a prompt with this chain."""
+        """Find the owner's session that holds most of a prompt with this chain."""
         best = None
         for session in self._sessions.values():
             if session.owner == owner and session.expires > now:
@@ -100,7 +102,7 @@ class SessionsTable:
         return best
 
     def release(self, session_id: str, owner: str, now: float) -> bool:
-        """Drop a session and its page references. False if there is none for this owner."""
+        """Drop a session and its references. False if the owner has no such session."""
         session = self.find(session_id, owner, now)
         if session is None:
             return False
@@ -108,14 +110,13 @@ class SessionsTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Drop every session whose lease has run out; how many there were."""
+        """Drop every session whose lease has run out. Returns how many."""
         gone = [session for session in self._sessions.values() if session.expires <= now]
         for session in gone:
             self._drop(session)
         return len(gone)
 
     def held(self) -> list[tuple[str, int]]:
-        """Owner and tokens of every session."""
         return [(session.owner, session.tokens) for session in self._sessions.values()]
 
     def clear(self) -> None:
@@ -128,8 +129,8 @@ class SessionsTable:
 
 
 def shared_links(one: bytes, other: bytes) -> int:
-    """How many links two chains have in common, from their beginning. Where a link is the same, all before it
-    are, so the end of what they share is found by halving."""
+    """Count the links that two chains share from their beginning. All links before an equal one are equal, so
+    halving finds the end."""
     low, high = 0, min(len(one), len(other)) // LINK_BYTES
     while low < high:
         middle = (low + high + 1) // 2

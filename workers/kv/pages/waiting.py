@@ -1,7 +1,6 @@
-"""Reservations that wait until pages come back: first come, first served, for a bounded time.
+"""Reservations that wait for pages: first come, first served, for a bounded time.
 
-Nobody passes anybody, so a big reservation is not starved by small ones: what it waits for is kept for it.
-Used from the event loop's thread.
+Nobody passes anybody, so small reservations do not starve a big one. Used on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reserve, Reserved
+from ...messages.requests import DecodeFailed, RefusalReason, Refused, Reservation, Reserved
 
 OVERDUE_LOOKS = 5
-"""So often in a row a lease must be found run out: where this process itself stood still, renewals that have
-come meanwhile are heard only now."""
+"""A lease must be found run out so often in a row, because a process that stood still hears renewals late."""
 Holder = tuple[float, int]
-"""Seconds until it is expected to give its pages back, and how many."""
+"""Seconds until it is expected to give its pages back, and the pages."""
 
 
 def last_holders(held: Iterable[tuple[float, Iterable[int]]]) -> list[Holder]:
-    """Who gives each page back last, and how many those are: a page that several hold comes back with the
-    last of them. Pure."""
+    """Count the pages by who gives them back last. A page of several holders comes back with the last.
+    Pure."""
     ends = dict[int, float]()
     for end, pages in sorted(held, key=itemgetter(0)):
         ends.update(dict.fromkeys(pages, end))
@@ -34,10 +32,8 @@ def last_holders(held: Iterable[tuple[float, Iterable[int]]]) -> list[Holder]:
 def seconds_until_room(
     pages: int, free: int, holders: Iterable[Holder], ahead: Sequence[int], hold_s: float
 ) -> float | None:
-    """Seconds until `pages` pages can be taken behind reservations `ahead` (pages of each, in order). Pure.
-
-    Each of those is taken to hold its pages for hold_s. None if that much never comes back.
-    """
+    """Seconds until `pages` pages are free behind reservations `ahead` (pages of each, in order); None if
+    never. Each of those holds its pages for hold_s. Pure."""
     ends, now = list(holders), 0.0
     heapq.heapify(ends)
     for wanted in (*ahead, pages):
@@ -52,7 +48,8 @@ def seconds_until_room(
 
 
 class ReservationTime:
-    """How long reservations keep their pages: a mean in which older ones fade by a tenth each. Seconds."""
+    """The mean time for which reservations hold their pages, in seconds. Each newer one makes older ones
+    count a tenth less."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -67,14 +64,14 @@ class ReservationTime:
         return self._sum / self._weight if self._weight else None
 
     def left(self, held: float) -> float:
-        """Seconds that a reservation still keeps its pages; of one that is late, a quarter of the mean."""
+        """Seconds that a reservation is expected to go on; a quarter of the mean for a late one."""
         mean = self.mean or 0.0
         return max(mean - held, mean / 4)
 
 
 @dataclass(eq=False)
 class _Waiter:
-    order: Reserve
+    reservation: Reservation
     answer: asyncio.Future[Reserved | Refused]
     pages: int
     until: float
@@ -85,14 +82,18 @@ class _Waiter:
 class ReservationQueue:
     """Reservations that wait.
 
-    take: reserves for an order behind so many others, or says why not. expected: seconds until so many pages
-    are there, behind reservations of so many each; None while that is unknown. wall: seconds since the epoch.
-    clock: seconds. max_wait_s: nobody waits longer, and nobody who is expected to wait longer begins to.
+    Args:
+        take: reserves behind so many others, or says why not.
+        expected: seconds until so many pages are free, behind reservations of so many each; None while
+            unknown.
+        max_wait_s: the longest wait. Who is expected to wait longer is refused at once.
+        wall: seconds since the epoch.
+        clock: seconds.
     """
 
     def __init__(
         self,
-        take: Callable[[Reserve, int], Reserved | Refused],
+        take: Callable[[Reservation, int], Reserved | Refused],
         expected: Callable[[int, Sequence[int]], float | None],
         max_wait_s: float,
         wall: Callable[[], float],
@@ -109,21 +110,21 @@ class ReservationQueue:
         return len(self._waiters)
 
     def __contains__(self, request_id: str) -> bool:
-        return any(waiter.order.request_id == request_id for waiter in self._waiters)
+        return any(waiter.reservation.request_id == request_id for waiter in self._waiters)
 
-    async def reserve(self, order: Reserve) -> Reserved | Refused:
-        """At once where there is room, and where there never will be. Raises DecodeFailed if it is cancelled
-        or forgotten while it waits."""
-        answer = self._take(order, len(self._waiters))
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused:
+        """Reserve at once, wait, or be refused. Raises DecodeFailed if the reservation is cancelled or
+        forgotten meanwhile."""
+        answer = self._take(reservation, len(self._waiters))
         if not isinstance(answer, Refused) or answer.reason is not RefusalReason.PAGES:
             return answer
         seconds = self._expected(answer.needed, [waiter.pages for waiter in self._waiters])
         answer = replace(answer, retry_after_s=seconds)
-        if not order.wait or (seconds is not None and seconds > self._max_wait_s):
+        if not reservation.wait or (seconds is not None and seconds > self._max_wait_s):
             return answer
         now = self._clock()
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(order, loop.create_future(), answer.needed, now + self._max_wait_s, now)
+        waiter = _Waiter(reservation, loop.create_future(), answer.needed, now + self._max_wait_s, now)
         self._waiters.append(waiter)
         try:
             return await waiter.answer
@@ -131,12 +132,11 @@ class ReservationQueue:
             self._leave(waiter)
 
     def serve(self) -> None:
-        """Pages may have come back."""
         while self._waiters:
             if self._waiters[0].answer.done():  # whoever asked has been cancelled, and is about to leave
                 self._waiters.popleft()
                 continue
-            answer = self._take(self._waiters[0].order, 0)
+            answer = self._take(self._waiters[0].reservation, 0)
             if isinstance(answer, Refused) and answer.reason is RefusalReason.PAGES:
                 return
             self._answer(self._waiters[0], answer)
@@ -144,24 +144,24 @@ class ReservationQueue:
     def renew(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)
         for waiter in self._waiters:
-            if waiter.order.request_id in ids:
+            if waiter.reservation.request_id in ids:
                 waiter.renewed = self._clock()
 
     def cancel(self, request_id: str) -> None:
-        self._fail([w for w in self._waiters if w.order.request_id == request_id], "cancelled")
+        self._fail([w for w in self._waiters if w.reservation.request_id == request_id], "cancelled")
 
     def clear(self, message: str) -> None:
         self._fail(list(self._waiters), message)
 
     def expire(self, lease_s: float) -> None:
-        """End the waits that are over: by their bound, their deadline, or because nobody renews them."""
+        """End waits that are over: by bound, deadline or lease."""
         now, wall = self._clock(), self._wall()
         for waiter in self._waiters:
             waiter.overdue = waiter.overdue + 1 if now - waiter.renewed > lease_s else 0
         lost = [waiter for waiter in self._waiters if waiter.overdue > OVERDUE_LOOKS]
         self._fail(lost, "nobody renewed the request")
         for waiter in list(self._waiters):
-            deadline = waiter.order.deadline
+            deadline = waiter.reservation.deadline
             if deadline is not None and wall >= deadline:
                 text = "the deadline passed while it waited for pages"
                 self._answer(waiter, Refused(RefusalReason.DEADLINE, text))

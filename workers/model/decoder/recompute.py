@@ -28,7 +28,7 @@ KEYS_AT_ONCE = 1 << 17
 
 
 class BlockAttention:
-    """The largest share of attention that a question's last rows give each block, in any head of any layer."""
+    """The largest share of attention that a question's last rows give each block, in any head or layer."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens

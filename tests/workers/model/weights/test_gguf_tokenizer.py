@@ -31,7 +31,7 @@ def prose() -> str:
 
 
 def code() -> str:
-    files = sorted((ROOT / "kernels" / "selectors").glob("*.py"))
+    files = sorted((ROOT / "kernels" / "selectors").rglob("*.py"))
     return "".join(path.read_text(encoding="utf-8") for path in files)[:30_000]
 
 

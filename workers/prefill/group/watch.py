@@ -1,9 +1,8 @@
-"""Which stage hangs: it owes an answer for longer than its command may take, and gives no sign of life.
+"""Finds the stage that hangs: it owes an answer for too long and gives no sign of life.
 
-A stage works through its commands in order, so of all that it owes only the first can be late; and of a
-chunk it can do nothing before the stage before it has passed the chunk on. A late stage is asked for a sign
-of life, which it gives while it computes, compiles or waits for somebody else. One that gives none hangs
-and is named; one that does is asked again and again, and may go on for `stall_s`.
+A stage works through its commands in order, so only the oldest one can be late. A late stage is asked for
+a sign of life, which it gives while it computes, compiles or waits. A silent one is named. One that
+answers is asked again, for `stall_s` at most.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 LOOK_S = 0.25
-"""Between two looks. A look counts no more than twice that: where this process itself was stopped or
-starved, its answers are late as well, and stages are not blamed for it."""
+"""The time between two looks. A look counts at most twice that, in case this process was stopped."""
 PULSE_S = 3.0
-"""For a sign of life. While it compiles, Triton keeps the interpreter's lock for a twentieth of the time at
-once: 2.1 s at worst where a kernel took a minute (docs/log/2026-11-22.md)."""
+"""A stage has so long for a sign of life. Triton holds the interpreter's lock for up to 2.1 s while it
+compiles (docs/log/2026-11-22.md)."""
 ASK_AGAIN_S = 1.0
-"""From a sign of life to the next question."""
 
 
 @dataclass(eq=False)
 class ExpectedAnswer:
-    """A command that a stage has to answer. allowed: seconds from when it can work on it. after: the same
-    chunk on the stage before. waited: seconds so far, of those. asking: for a sign of life; silent: seconds
-    without it. asked_again: `waited` from which the stage is asked again."""
+    """A command that a stage has to answer.
+
+    allowed: seconds from when it can work on it. after: the same chunk on the stage before. waited:
+    seconds of those so far. silent: seconds since it was asked for a sign of life. asked_again: value of
+    `waited` at which it is asked again.
+    """
 
     stage: int
     what: str
@@ -43,10 +43,13 @@ class ExpectedAnswer:
 
 
 class StageWatch:
-    """Looks after stages while they owe anything.
+    """Watches stages while they owe anything.
 
-    pulse: asks a stage for a sign of life. hangs: told a stage's number and what is the matter with it.
-    clock: seconds. stall_s: the most that a command may take.
+    Args:
+        pulse: asks a stage for a sign of life.
+        hangs: called with a stage's number and what is wrong with it.
+        clock: seconds.
+        stall_s: the most that a command may take.
     """
 
     def __init__(
@@ -72,7 +75,6 @@ class StageWatch:
         answer: asyncio.Future[Any],
         after: ExpectedAnswer | None = None,
     ) -> ExpectedAnswer:
-        """Watch over a command until it is answered, well or badly."""
         expected = ExpectedAnswer(stage, what, allowed, after)
         self._expected[stage].append(expected)
         answer.add_done_callback(lambda _: self._answered(expected))
@@ -82,7 +84,7 @@ class StageWatch:
         return expected
 
     async def stop(self) -> None:
-        """Look no more; returns when no question is open."""
+        """Stop watching. Returns when no question is open."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -124,7 +126,7 @@ class StageWatch:
             expected.asking.add_done_callback(self._asking.discard)
 
     async def _ask(self, expected: ExpectedAnswer) -> None:
-        """A stage that is dead does not hang: what it owes says so."""
+        """A dead stage does not hang: the answers that it owes become errors."""
         with contextlib.suppress(Exception):
             await self._pulse(expected.stage)
         expected.asking, expected.silent, expected.asked_again = None, 0.0, expected.waited + ASK_AGAIN_S

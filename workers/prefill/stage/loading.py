@@ -1,19 +1,19 @@
-"""From a configuration to a stage that takes requests: methods, its share of the model, warm-up, pages."""
+"""Makes a stage from a configuration: methods, its share of the model, warm-up, pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..kv.cache import PagedKVCache
-from ..kv.fetch import KVSource
-from ..kv.handoff.protocols import KVSender
-from ..kv.pages.pool import pages_for
-from ..messages.methods import load_methods
-from ..model.calibrated.profile import load_profile
-from ..model.decoder.load import load_model
-from ..progress import Tell, silent
-from ..settings import ModelSpec, PrefillConfig
-from ..tracing import NO_TRACER, Tracer
+from ...kv.cache import PagedKVCache
+from ...kv.fetch import KVSource
+from ...kv.handoff.protocols import KVSender
+from ...kv.pages.pool import pages_for
+from ...messages.methods import load_methods
+from ...model.calibrated.profile import load_profile
+from ...model.decoder.load import load_model
+from ...progress import Tell, silent
+from ...settings import ModelSpec, PrefillConfig
+from ...tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .stage import PrefillStage
 from .warm_up import warm_up
@@ -25,13 +25,18 @@ def load_stage(
     stage: int,
     activations: Activations | None,
     sender: Callable[[PagedKVCache], KVSender],
+    *,
     source: KVSource | None = None,
     tell: Tell = silent,
     tracer: Tracer = NO_TRACER,
 ) -> PrefillStage:
-    """A stage with its share of the model, warmed up. activations: None in a group of one stage. sender:
-    makes the end of the hand-off for the stage's cache. source: None where no prompt is ever resumed. tell:
-    of progress. tracer: makes the spans of chunks."""
+    """Load a stage and warm it up.
+
+    Args:
+        activations: None in a group of one stage.
+        sender: makes the hand-off's end for the stage's cache.
+        source: where a resumed prompt's K/V comes from; None where none is resumed.
+    """
     for module in config.method_modules:
         load_methods(module)
     profile = load_profile(model)
@@ -42,4 +47,14 @@ def load_stage(
     warm_up(stack, methods, config.chunk_tokens, profile, longest, tell)
     cache = PagedKVCache(stack.layers, shape.kv_heads, shape.head_dim, pages, stack.dtype, stack.device)
     ends = activations or NoActivations()
-    return PrefillStage(stack, cache, sender(cache), ends, stage, config.stages, profile, source, tracer)
+    return PrefillStage(
+        stack,
+        cache,
+        sender(cache),
+        ends,
+        stage=stage,
+        stages=config.stages,
+        profile=profile,
+        source=source,
+        tracer=tracer,
+    )

@@ -1,12 +1,11 @@
-"""The head of a prefill group: which chunk runs next, and how a request ends.
+"""The head of a prefill group decides which chunk runs next and how a request ends. It needs neither Ray nor
+torch.
 
-One asyncio class without Ray or torch. Every decision is made on the event loop between two awaits and sent
-to all stages at once (`pipeline.py`), so stages get the same commands in the same order: that is what makes
-cancelling safe in a pipeline whose stages pass tensors on without headers.
+It decides on the event loop between two awaits and tells all stages at once (`pipeline`), so stages get
+the same commands in the same order. Cancelling is safe only because of that: tensors travel between stages
+without headers.
 
-A request waits, with nothing taken, until `schedule.py` gives it its first turn and its pages are free; its
-deadline, its lease and a cancel end it there as anywhere. A request's own chunks are abandoned within a
-layer's time.
+A request holds nothing until its first turn (`schedule`). Its chunks in flight end within a layer's time.
 """
 
 from __future__ import annotations
@@ -18,34 +17,37 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...kernels.constants import BLOCK
-from ..messages.events import ChunkRead, PrefillDone
-from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused, Wish
-from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
-from ..messages.states import GroupStats
-from ..roles import PrefillEvent, Stage
-from ..settings import PrefillConfig
-from ..tracing import NO_TRACER, Span, Tracer
+from ....kernels.constants import BLOCK
+from ...messages.events import ChunkRead, PrefillDone
+from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, RefusalReason, Refused
+from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, RequestFailed
+from ...messages.states import GroupStats
+from ...roles import PrefillEvent, Stage
+from ...settings import PrefillConfig
+from ...tracing import NO_TRACER, Span, Tracer
+from ..stage.chunk_cost import ModelWork
 from . import schedule
-from .chunks import ChunkSizes, ModelWork
+from .chunks import ChunkSizes
 from .pipeline import Pipeline
 from .request import Request
-from .requests import PrefillRequests
+from .request_table import PrefillRequests
 from .watch import StageWatch
 
 _LEASE_GRACE = 0.1
-"""Of a lease, between its end and the request's."""
+"""A share of a lease. A request ends so much after its lease."""
 _ASK_AGAIN_S = 0.02
-"""Between two questions to stages whether pages are free that decode workers still read."""
+"""The pause between two questions to stages whether decode workers still read a request's pages."""
 
 
 class PrefillController:
     """Runs prompts through a group's stages, chunk by chunk.
 
-    end_stages: told once that the group is lost, and which stage hangs, if that is why: every answer that
-    stages still owe must then become an error, even in the middle of a chunk. pulse: asks a stage, by
-    number, for a sign of life. clock: seconds, for scheduling and accounts. work: what chunks cost, as
-    `ChunkSizes` has it. tracer: makes spans of requests and of their chunks.
+    Args:
+        end_stages: called once when the group is lost, with the number of a stage that hangs. Every
+            answer that stages still owe must then become an error.
+        pulse: asks a stage, by number, for a sign of life.
+        clock: seconds, for scheduling and accounts.
+        work: what chunks cost; see `ChunkSizes`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class PrefillController:
         config: PrefillConfig,
         end_stages: Callable[[int | None], None],
         pulse: Callable[[int], Awaitable[object]],
+        *,
         clock: Callable[[], float] = time.perf_counter,
         work: ModelWork | None = None,
         tracer: Tracer = NO_TRACER,
@@ -74,11 +77,6 @@ class PrefillController:
         """Why the group is lost; empty while it lives."""
 
     async def prefill(self, job: PrefillJob) -> AsyncGenerator[PrefillEvent, None]:
-        """ChunkRead after each chunk, then one PrefillDone; or one Refused.
-
-        Raises PrefillFailed (PrefillCancelled). The stream ends when the request's pages are free on every
-        stage; closing it early cancels the request.
-        """
         admitted = self._admit(job)
         if isinstance(admitted, Refused):
             yield admitted
@@ -95,34 +93,30 @@ class PrefillController:
         finally:
             await self._end(admitted, None)
 
-    async def full(self, wish: Wish) -> Refused | None:
-        """See `Group`."""
+    async def queue_refusal(self, tokens: int) -> Refused | None:
         if self.failure:
             raise PrefillFailed(self.failure)
-        return self._requests.full(wish, self._clock())
+        return self._requests.queue_refusal(tokens)
 
     async def cancel(self, request_id: str) -> None:
-        """End a request; returns when its pages are free. Unknown ids are fine."""
         request = self._requests.find(request_id)
         if request is not None:
             await self._end(request, PrefillCancelled(f"prefill of {request_id} was cancelled"))
 
     async def renew(self, request_ids: Iterable[str]) -> None:
-        """Their door is still there; unknown ids are fine."""
         for request_id in request_ids:
             request = self._requests.find(request_id)
             if request is not None and not request.ended:
                 self._arm_lease(request)
 
     async def stats(self) -> GroupStats:
-        """Raises PrefillFailed once the group is lost, so that no door sends it anything more."""
         if self.failure:
             raise PrefillFailed(self.failure)
         return self._requests.stats(self.name, self._clock())
 
     async def check(self) -> str:
-        """`failure`, after asking idle stages whether they live. Busy ones are not asked: that one died or
-        hangs shows in the chunk it owes."""
+        """Return `failure`, after asking idle stages whether they live. A busy stage fails by the chunk it
+        owes."""
         if not self.failure and not self._requests:
             try:
                 await self.stage_pages()
@@ -131,11 +125,9 @@ class PrefillController:
         return self.failure
 
     async def stage_pages(self) -> list[int]:
-        """Pages of open requests by stage, each asked behind the commands it already has."""
         return await self._pipeline.pages()
 
     async def stop(self) -> None:
-        """Take the group down: running requests fail, stages end."""
         self._fail(RuntimeError("the group is being stopped"))
         await self._pipeline.idle()
 
@@ -167,8 +159,7 @@ class PrefillController:
         return request
 
     def _arm_lease(self, request: Request) -> None:
-        """A lease that has run out is looked at once more: where this process itself stood still, renewals
-        that have come meanwhile are heard only now."""
+        """One more look follows, because a process that stood still hears renewals late."""
         lease = self._config.stream_lease_s
         lost = PrefillCancelled(f"nobody has asked for {request.job.request_id} for {lease:g} s")
         grace = _LEASE_GRACE * lease
@@ -178,8 +169,7 @@ class PrefillController:
     # --- the pipeline ---------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Send a chunk if the first stage is free and somebody may run. Called whenever either may have
-        changed."""
+        """Send chunks while the first stage is free and a request may run."""
         while not self.failure and self._pipeline.ready:
             request = self._requests.next(self._clock())
             if request is None:
@@ -217,7 +207,6 @@ class PrefillController:
         reports: asyncio.Task[list[ChunkReport]],
         span: Span,
     ) -> None:
-        """A chunk's end."""
         try:
             done: list[ChunkReport] | RequestFailed = await reports
             span.end("finished")
@@ -232,7 +221,11 @@ class PrefillController:
         self._pump()
 
     def _chunk_done(
-        self, request: Request, command: ChunkCommand, sent: float, reports: list[ChunkReport] | RequestFailed
+        self,
+        request: Request,
+        command: ChunkCommand,
+        sent: float,
+        reports: list[ChunkReport] | RequestFailed,
     ) -> None:
         now = self._clock()
         request.in_flight -= 1
@@ -253,9 +246,9 @@ class PrefillController:
     # --- endings --------------------------------------------------------------------------------------
 
     def _end(self, request: Request, event: PrefillEvent | PrefillFailed | None) -> asyncio.Future[None]:
-        """End a request once, with this event; returns what to await for its pages to be free.
+        """End a request once, with this event. The close command goes to all stages now, behind their chunks.
 
-        The close command goes to all stages here and now, behind the chunks that they already have.
+        Returns: a future that is done when the request's pages are free.
         """
         if request.closing is None:
             request.disarm()
@@ -271,7 +264,6 @@ class PrefillController:
         return asyncio.shield(request.closing)
 
     async def _close(self, request: Request, closed: list[asyncio.Task[Any]]) -> None:
-        """Wait for every stage before the pages go to somebody else."""
         try:
             while not all(await asyncio.gather(*closed)) and not self.failure:
                 await asyncio.sleep(_ASK_AGAIN_S)
@@ -285,7 +277,6 @@ class PrefillController:
         self._fail(RuntimeError(what), stage)
 
     def _fail(self, error: Exception, hanging: int | None = None) -> None:
-        """The group is lost: every request ends with the same message."""
         if self.failure:
             return
         text = str(error).strip().splitlines()

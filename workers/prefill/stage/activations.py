@@ -1,8 +1,5 @@
-"""Hidden states on their way from one stage to the next.
-
-Shape suffixes: T tokens of the chunk, C hidden size. Nothing but the numbers travels: both sides know the
-shape and the order from the commands, which every stage of a group gets in the same order.
-"""
+"""Hidden states on their way from one stage to the next. Only the numbers travel: both sides know shape and
+order from the commands. Shape suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -11,25 +8,16 @@ import secrets
 import socket
 from collections import deque
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from ...messages.stages import Rendezvous
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""torch.distributed backend by type of device."""
 _MEET = timedelta(seconds=120)
-"""How long stages wait for one another at their rendezvous."""
-
-
-class Rendezvous(NamedTuple):
-    """Where the stages of a group meet, and by what they know each other: whoever reaches the store can read
-    and write there, the secret travels by Ray."""
-
-    address: str
-    port: int
-    secret: bytes
 
 
 class LinkClosed(Exception):
@@ -40,20 +28,18 @@ class Activations(Protocol):
     """One stage's ends of the links before and after it."""
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """hidden_TC of the next chunk from the stage before; blocks (on CUDA: the stream, not the host)."""
+        """Return the next chunk's hidden_TC. On CUDA the stream waits, not the host."""
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """To the stage after; returns before it has arrived. Nobody may write to hidden_TC afterwards."""
+        """Return before it has arrived. Nobody may write to hidden_TC afterwards."""
 
     def close(self) -> None: ...
 
     def abort(self) -> None:
-        """Close at once: what is still on its way is lost, and whoever waits for it gets an error."""
+        """Close at once. What is on its way is lost, and whoever waits for it gets an error."""
 
 
 class NoActivations:
-    """For a group of one stage: nothing before it, nothing after it."""
-
     def receive(self, tokens: int) -> torch.Tensor:
         raise LinkClosed(f"a single stage has nobody to receive {tokens} rows from")
 
@@ -66,7 +52,7 @@ class NoActivations:
 
 
 class QueueActivations:
-    """Stages on threads of one process. `chain` makes the ends of a whole pipeline."""
+    """Links stages on threads of one process. `chain` makes the ends of a whole pipeline."""
 
     def __init__(self, before: queue.SimpleQueue[Any] | None, after: queue.SimpleQueue[Any] | None) -> None:
         self._before = before
@@ -100,10 +86,10 @@ class QueueActivations:
 
 
 class GroupActivations:
-    """Stages in processes of their own, over torch.distributed point-to-point: NCCL or gloo.
+    """Links stages in processes of their own, over torch.distributed: NCCL or gloo.
 
-    Every link has a process group of its own: sends and receives of one group are serialised, and a middle
-    stage must receive the next chunk while the last one is still on its way out.
+    Every link has its own process group. Sends and receives of one group are serialised, and a middle
+    stage must receive while it still sends.
     """
 
     def __init__(
@@ -111,26 +97,29 @@ class GroupActivations:
         store: Store,
         rank: int,
         stages: int,
-        hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: torch.Tensor,
         timeout_s: float = 1800.0,
     ) -> None:
-        """All ranks must call this at the same time. timeout_s: longest wait for one chunk (gloo)."""
+        """All ranks must call this at the same time.
+
+        Args:
+            like: an empty tensor [0, hidden] of the dtype and device that chunks have.
+            timeout_s: the longest wait for one chunk over gloo.
+        """
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
-            BACKENDS[device.type], store=store, rank=rank, world_size=stages, timeout=timeout
+            BACKENDS[like.device.type], store=store, rank=rank, world_size=stages, timeout=timeout
         )
         links = [dist.new_group([a, a + 1], timeout=timeout) for a in range(stages - 1)]
         self._before = links[rank - 1] if rank > 0 else None
         self._after = links[rank] if rank < stages - 1 else None
         self._rank = rank
-        self._hidden, self._dtype, self._device = hidden, dtype, device
+        self._like = like
         self._sending: deque[tuple[torch.Tensor, Any]] = deque()
         self._depth = stages
 
     def receive(self, tokens: int) -> torch.Tensor:
-        hidden_TC = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
+        hidden_TC = self._like.new_empty(tokens, self._like.shape[1])
         work = dist.irecv(hidden_TC, src=self._rank - 1, group=self._before)
         if work is None:
             raise LinkClosed("this rank is not part of the link before it")
@@ -145,7 +134,7 @@ class GroupActivations:
         self._sending.append((hidden_TC, work))  # the buffer must outlive the transfer
 
     def close(self) -> None:
-        """Wait until everything sent has been taken, then leave the group."""
+        """Wait until everything sent was received, then leave the group."""
         while self._sending:
             self._sending.popleft()[1].wait()
         dist.destroy_process_group()
@@ -156,7 +145,10 @@ class GroupActivations:
 
 
 def host_store(address: str, stages: int) -> tuple[TCPStore, Rendezvous]:
-    """The first stage's store, on a free port of `address` that the system picks, and how others find it."""
+    """Make the first stage's store on a free port of `address`.
+
+    Returns: the store, and how others find it.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)  # by itself it would listen everywhere
     port, handed_over = listening.getsockname()[1], listening.detach()

@@ -1,6 +1,6 @@
-"""The requests of a prefill group: who waits, who runs, whose pages are whose, and who is refused.
+"""A prefill group's requests: who waits, who runs, whose pages are whose, and who is refused.
 
-Plain bookkeeping of the event loop's thread: nothing here sends a command or ends a request.
+Only the event loop's thread uses it. It sends no command and ends no request.
 """
 
 from __future__ import annotations
@@ -9,35 +9,33 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from ..kv.pages.pool import PagePool, pages_for
-from ..messages.requests import PrefillJob, RefusalReason, Refused, Wish
-from ..messages.stages import ChunkCommand, ChunkReport
-from ..messages.states import GroupStats
-from ..settings import PrefillConfig
-from . import backlog, schedule
+from ...kv.pages.pool import PagePool, pages_for
+from ...messages.requests import PrefillJob, RefusalReason, Refused
+from ...messages.stages import ChunkCommand, ChunkReport
+from ...messages.states import GroupStats
+from ...settings import PrefillConfig
+from . import schedule
 from .account import Pace, Throughput
 from .request import Request
 
 
 class PrefillRequests:
-    """By id, from admission until their pages are free. stages: how many the group has. Moments are seconds
-    of the controller's clock."""
+    """The requests by id, from admission until their pages are free. Times are seconds of the controller's
+    clock."""
 
     def __init__(self, config: PrefillConfig, stages: int) -> None:
         self._config = config
         self._stages = stages
         self._serials = itertools.count(secrets.randbits(48))
-        """From anywhere: stages outlive a controller, and may still hear what one that died has called."""
+        """The first serial is random, because stages outlive a controller and may still hear of a dead one's
+        requests."""
         self._pool = PagePool(pages_for(config.cache_tokens))
         self._requests: dict[str, Request] = {}
-        self._promises = backlog.Promises()
         self._throughput = Throughput()
         self._pace = Pace(config.chunk_slack_s)
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that are here, ended ones included."""
         return iter(list(self._requests.values()))
 
     def __len__(self) -> int:
@@ -47,23 +45,20 @@ class PrefillRequests:
         return self._requests.get(request_id)
 
     def admit(self, job: PrefillJob, now: float) -> Request | Refused:
-        """A request that waits, or why there is none."""
-        wish = job.wish
-        refused = self._refusal(job, now) or self.full(wish, now)
+        refused = self._refusal(job) or self.queue_refusal(job.tokens)
         if refused is not None:
             return refused
-        self._promises.kept(wish.checksum)
         request = Request(job, self._stages, now, next(self._serials))
         self._requests[job.request_id] = request
         return request
 
     def remove(self, request: Request) -> None:
-        """No stage knows of it any more: its pages are free."""
+        """Free the pages of a request that no stage knows any more."""
         del self._requests[request.job.request_id]
         self._pool.release(request.pages)
 
     def next(self, now: float) -> Request | None:
-        """Whose chunk is to be sent; it has its pages."""
+        """Choose the request whose chunk is sent next, and give it its pages."""
         unsent = [request.waiting for request in self if request.unsent]
         chosen = schedule.next_request(unsent, now, self._config.ageing_tokens_per_second, self._pool.free)
         if chosen is None:
@@ -73,7 +68,7 @@ class PrefillRequests:
             request.pages = self._pool.allocate(request.waiting.pages)
         return request
 
-    def _refusal(self, job: PrefillJob, now: float) -> Refused | None:
+    def _refusal(self, job: PrefillJob) -> Refused | None:
         needed, pool = pages_for(job.tokens), self._pool
         if job.request_id in self._requests:
             return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")
@@ -84,26 +79,28 @@ class PrefillRequests:
             return Refused(RefusalReason.TOO_LARGE, message, needed, pool.free)
         return None
 
-    def full(self, wish: Wish, now: float) -> Refused | None:
-        """What is refused for the queue; None if there is a place in it that is not held for who was told to
-        come back before this prompt would be read."""
+    def queue_refusal(self, tokens: int) -> Refused | None:
+        """Say why the queue does not take a prompt of so many tokens now; None if it has a place."""
         waiting = sum(not request.opened for request in self._live())
-        until = now + self._seconds_of(self._unread + wish.tokens)
-        held = self._promises.held(wish.checksum, until, now, self._config.max_waiting)
-        if waiting + held < self._config.max_waiting:
+        if waiting < self._config.max_waiting:
             return None
-        message = f"{waiting} prompts wait already" + f", and {held} were told to come back now" * (held > 0)
-        comes_back = self._comes_back(wish, now)
-        return Refused(RefusalReason.BUSY, message, pages_for(wish.tokens), self._pool.free, comes_back)
+        message = f"{waiting} prompts wait already"
+        return Refused(
+            RefusalReason.BUSY, message, pages_for(tokens), self._pool.free, self._seconds_to_next_place()
+        )
 
     def allowed(self, request: Request, command: ChunkCommand) -> float:
-        """Seconds that a stage may take for a chunk before it is asked whether it lives, as known by now."""
+        """Seconds that a stage may take for a chunk before it is asked whether it lives."""
         return self._pace.allowed(request.job.method.name, request.pace, command.tokens)
 
     def chunk_through(
-        self, request: Request, command: ChunkCommand, reports: Sequence[ChunkReport], sent: float, now: float
+        self,
+        request: Request,
+        command: ChunkCommand,
+        reports: Sequence[ChunkReport],
+        sent: float,
+        now: float,
     ) -> None:
-        """Keep the books of a chunk that all stages have finished."""
         self._throughput.chunk(command.tokens, sent, now)
         for other in self:
             if other is not request:
@@ -129,28 +126,12 @@ class PrefillRequests:
 
     @property
     def _unread(self) -> int:
-        """Tokens."""
         return sum(request.job.tokens - request.done for request in self._live())
 
-    def _seconds_of(self, tokens: int) -> float:
-        """To read them; 0 while the group's rate is not known."""
+    def _seconds_to_next_place(self) -> float | None:
+        """The mean time between two prompts that are read; None while the rate is unknown."""
         rate = self._throughput.tokens_per_second
-        return tokens / rate if rate > 0 else 0.0
+        return self._unread / rate / len(self._live()) if rate > 0 else None
 
     def _live(self) -> list[Request]:
         return [request for request in self if not request.ended]
-
-    def _comes_back(self, wish: Wish, now: float) -> float | None:
-        """Seconds after which a refused prompt should come back; None while the group's rate is not known."""
-        rate = self._throughput.tokens_per_second
-        if rate <= 0:
-            return None
-        play = backlog.Play(
-            [replace(one.waiting, remaining=one.job.tokens - one.done) for one in self._live()],
-            now,
-            self._config.ageing_tokens_per_second,
-            rate,
-            self._pool.free + sum(len(request.pages) for request in self if request.ended),
-            self._config.chunk_tokens,
-        )
-        return self._promises.give(play, wish.checksum, wish.tokens, self._config.max_waiting, now)

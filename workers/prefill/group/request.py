@@ -1,4 +1,4 @@
-"""What a prefill group's controller knows of one request. No logic about others lives here."""
+"""One request of a prefill group, as its controller knows it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..kv.pages.pool import pages_for
-from ..messages.events import PrefillDone
-from ..messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, Refused
-from ..messages.stages import ChunkCommand, OpenRequest
-from ..roles import PrefillEvent
-from ..tracing import NO_SPAN
+from ...kv.pages.pool import pages_for
+from ...messages.events import PrefillDone
+from ...messages.requests import PrefillCancelled, PrefillFailed, PrefillJob, Refused
+from ...messages.stages import ChunkCommand, OpenRequest
+from ...roles import PrefillEvent
+from ...tracing import NO_SPAN
 from . import schedule
 from .account import Account
 from .chunks import ChunkSizes
 
 
 class Request:
-    """A request from admission until its pages are free. `arrived`: seconds of the controller's clock."""
+    """A request from admission until its pages are free. `arrived` is in the controller's seconds."""
 
     def __init__(self, job: PrefillJob, stages: int, arrived: float, serial: int) -> None:
         self.job = job
         self.serial = serial
         self.pages: tuple[int, ...] = ()
-        """On every stage; its first chunk takes them."""
+        """The same on every stage. Its first chunk takes them."""
         self.waiting = schedule.arrival(
             job.request_id, job.tokens - job.start, arrived, pages_for(job.tokens)
         )
@@ -33,14 +33,12 @@ class Request:
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
         self.sent = job.start
         self.done = job.start
-        """Up to which token it was sent to, and is through, the pipeline."""
+        """Its tokens before `sent` have entered the pipeline; those before `done` have left it."""
         self.pace: float | None = None
         """Seconds a token of its last chunk, on the slowest stage."""
         self.in_flight = 0
-        """Chunks of it in the pipeline."""
         self.closing: asyncio.Task[None] | None = None
-        self._cut: deque[int] = deque()
-        """Sizes of the chunks to come, from its first one on."""
+        self._next_sizes: deque[int] = deque()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
@@ -49,35 +47,35 @@ class Request:
 
     @property
     def opened(self) -> bool:
-        """Stages know of it."""
         return self.waiting.opened
 
     @property
     def unsent(self) -> bool:
-        """There is a chunk to send."""
         return not self.ended and self.sent < self.job.tokens
 
     def open_request(self) -> OpenRequest:
         job = self.job
         return OpenRequest(
-            job.request_id,
-            self.pages,
-            job.tokens,
-            job.method,
-            job.decode_worker,
-            self.serial,
-            job.start,
-            job.attempt,
+            request_id=job.request_id,
+            pages=self.pages,
+            prompt_tokens=job.tokens,
+            method=job.method,
+            decode_worker=job.decode_worker,
+            serial=self.serial,
+            start=job.start,
+            attempt=job.attempt,
         )
 
     def next_chunk(self, sizes: ChunkSizes) -> ChunkCommand:
-        """The next chunk, cut as `sizes` has it; counts its tokens as sent. A prompt that goes on is cut as
-        it would be from its beginning, so that the same numbers come out, to the bit."""
+        """Take the next chunk and count its tokens as sent. A resumed prompt is cut as from its beginning, so
+        that the same bits come out."""
         start, total = self.sent, self.job.tokens
-        if not self._cut:
-            whole = sizes.of(self.job.method, 0, total)
-            self._cut = deque(_rest(whole, start) or sizes.of(self.job.method, start, total))
-        self.sent = start + self._cut.popleft()
+        if not self._next_sizes:
+            sizes_from_start = sizes.of(self.job.method, 0, total)
+            self._next_sizes = deque(
+                _rest(sizes_from_start, start) or sizes.of(self.job.method, start, total)
+            )
+        self.sent = start + self._next_sizes.popleft()
         return ChunkCommand(
             request_id=self.job.request_id,
             start=start,
@@ -88,7 +86,7 @@ class Request:
         )
 
     def end_span(self, event: PrefillEvent | PrefillFailed | None, now: float) -> None:
-        """event: what ended the request; None: its caller stopped reading."""
+        """event: what ended the request; None if its caller stopped reading."""
         began, error = self.account.began, ""
         self.span.part("queue", self.account.arrived, now if began is None else began)
         finish = "cancelled"
@@ -101,7 +99,7 @@ class Request:
         self.span.end(finish, error, tokens_done=self.done)
 
     def after(self, seconds: float, name: str, action: Callable[[], object]) -> None:
-        """Call `action` in `seconds`, instead of what was to be called under the same name."""
+        """Call `action` in `seconds`. A later call of the same name replaces it."""
         self._disarm(name)
         loop = asyncio.get_running_loop()
         self._timers[name] = loop.call_later(max(0.0, seconds), action)
@@ -117,7 +115,6 @@ class Request:
 
 
 def _rest(cut: Sequence[int], start: int) -> Sequence[int]:
-    """The chunks from token `start` on; none if no chunk begins there."""
     before = 0
     for number, tokens in enumerate(cut):
         if before == start:

@@ -1,7 +1,4 @@
-"""K/V on its way through host memory: device to host, then whatever an outbox does with host arrays.
-
-Shape suffixes: T tokens of a chunk, G key/value heads, D head dimension.
-"""
+"""Copies K/V to host memory, from where an outbox takes it. Shape suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -20,11 +17,8 @@ MESSAGE_BYTES = 4 << 20
 
 
 class HostCopies:
-    """A `stream.KVExporter`, and the export of every request. A message carries host arrays [T, G, D], k then
-    v of each layer.
-
-    On CUDA the copies run on a side stream into pinned memory while the layer computes.
-    """
+    """A `stream.KVExporter`, and every request's export. A message carries host arrays [T, G, D], k then v of
+    each layer. On CUDA a side stream copies into pinned memory while the layer computes."""
 
     message_bytes = MESSAGE_BYTES
     in_place = False
@@ -60,6 +54,6 @@ class HostCopies:
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor of the host without copying; bfloat16 as a uint16 view."""
+    """Share a host tensor with numpy; bfloat16 as uint16."""
     array: np.ndarray[Any, Any] = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
     return array

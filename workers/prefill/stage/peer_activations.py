@@ -1,11 +1,11 @@
-"""Hidden states between GPUs of one host: a stage keeps them in a ring of its own memory, and the stage after
-copies from there. Copy engines do it, where NCCL would take multiprocessors from the products beside it.
+"""Hidden states between GPUs of one host. A stage keeps them in a ring of its own memory, and the stage after
+copies from there by copy engines. NCCL would take multiprocessors from the products.
 
-What travels between the processes are numbers over a socket: how many chunks are in the ring, and how many
-of them were copied. They are sent by a thread that waits for its own device, so nobody's stream waits for
-another process, and a neighbour that dies is noticed at once.
+Processes only tell each other how many chunks are in the ring and how many were copied. A thread that
+waits for its own device sends these counts, so no stream waits for another process and a neighbour's death
+shows at once.
 
-Shape suffixes: T tokens of the chunk, C hidden size, N slots of a ring.
+Shape suffixes: docs/glossary.md; N slots of a ring.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from ..kv.handoff.peer_memory import CudaPeerMemory, PeerMemory, home
-from ..settings import PrefillConfig
+from ...kv.peer_memory import CudaPeerMemory, PeerMemory, home
+from ...settings import PrefillConfig
 from .activations import Activations, GroupActivations, LinkClosed
 
 SLOTS = 3
-"""Chunks of a ring: one that is copied, one that waits, one that is written."""
+"""One chunk is copied, one waits, one is written."""
 
 
-class Line:
-    """A connection to a neighbour. tell: a number, once what was launched so far has happened. Numbers come
-    in order. timeout_s: longest wait for one."""
+class NeighbourConnection:
+    """Sends counts to a neighbour once the device has done what was launched before. timeout_s: the longest
+    wait for a count."""
 
     def __init__(self, connection: Connection[Any, Any], mark: Callable[[], Any], timeout_s: float) -> None:
         self._connection = connection
         self._mark = mark
         self._timeout_s = timeout_s
-        self._telling = ThreadPoolExecutor(1, "activations")
+        self._sending = ThreadPoolExecutor(1, "activations")
 
-    def tell(self, number: int) -> None:
-        self._telling.submit(self._tell, self._mark(), number)
+    def send_count(self, number: int) -> None:
+        self._sending.submit(self._send, self._mark(), number)
 
-    def hear(self) -> int:
-        """The neighbour's next number. Raises LinkClosed if it is gone, or too slow."""
+    def receive_count(self) -> int:
+        """Raises LinkClosed if the neighbour is gone or too slow."""
         try:
             if self._connection.poll(self._timeout_s):
                 return int(self._connection.recv())
@@ -52,15 +52,15 @@ class Line:
         raise LinkClosed(f"the stage beside this one was silent for {self._timeout_s:g} s")
 
     def close(self) -> None:
-        """What was told before is sent first."""
-        self._telling.shutdown()
+        """Close after earlier counts were sent."""
+        self._sending.shutdown()
         self._connection.close()
 
     def abort(self) -> None:
-        self._telling.shutdown(wait=False, cancel_futures=True)
+        self._sending.shutdown(wait=False, cancel_futures=True)
         self._connection.close()
 
-    def _tell(self, event: Any, number: int) -> None:
+    def _send(self, event: Any, number: int) -> None:
         if event is not None:
             event.synchronize()
         try:
@@ -70,29 +70,29 @@ class Line:
 
 
 @dataclass
-class _Out:
-    """The ring, and how many chunks were put into it and copied from it."""
+class _RingToNext:
+    """put, taken: how many chunks were written into the ring and copied from it."""
 
-    line: Line
+    connection: NeighbourConnection
     ring_NTC: torch.Tensor
     put: int = 0
     taken: int = 0
 
 
 @dataclass
-class _In:
-    """The neighbour's ring, and how many chunks came from it."""
+class _RingFromPrevious:
+    """received: how many chunks came from the neighbour's ring."""
 
-    line: Line
+    connection: NeighbourConnection
     ring_NTC: torch.Tensor
-    came: int = 0
+    received: int = 0
 
 
 class PeerActivations:
     """One stage's ends. All stages must make theirs at the same time, with the same store, secret and sizes.
 
-    The store only says where a stage listens. Whoever it leads to must know the secret before anything that
-    came from there is unpickled.
+    The store only says where a stage listens. A neighbour must know the secret before anything from it is
+    unpickled.
     """
 
     def __init__(
@@ -103,14 +103,15 @@ class PeerActivations:
         chunk_tokens: int,
         like: torch.Tensor,
         peers: PeerMemory,
+        *,
         secret: bytes,
         timeout_s: float = 1800.0,
     ) -> None:
         """like: an empty tensor [0, hidden] of the dtype and device that chunks have. Raises LinkClosed where
-        a neighbour is not to be found."""
+        a neighbour is not found."""
         self._peers = peers
-        self._before: _In | None = None
-        self._after: _Out | None = None
+        self._before: _RingFromPrevious | None = None
+        self._after: _RingToNext | None = None
         listener = None
         if rank < stages - 1:
             ring_NTC = like.new_empty(SLOTS, chunk_tokens, like.shape[1])
@@ -119,70 +120,75 @@ class PeerActivations:
         if rank > 0:
             connection = _connected(store, rank - 1, secret)
             handle = connection.recv()
-            self._before = _In(Line(connection, peers.mark, timeout_s), peers.open(handle))
+            self._before = _RingFromPrevious(
+                NeighbourConnection(connection, peers.mark, timeout_s), peers.open(handle)
+            )
         if listener is not None:
             with listener:
                 connection = listener.accept()
             connection.send(peers.export(ring_NTC))
-            self._after = _Out(Line(connection, peers.mark, timeout_s), ring_NTC)
+            self._after = _RingToNext(NeighbourConnection(connection, peers.mark, timeout_s), ring_NTC)
 
     def receive(self, tokens: int) -> torch.Tensor:
-        """Returns once the chunk is in the neighbour's ring and its copy is launched."""
+        """Return once the chunk is in the neighbour's ring and its copy is launched."""
         link = self._before
         if link is None:
             raise LinkClosed(f"the first stage has nobody to receive {tokens} rows from")
-        number = link.line.hear()
-        if number != link.came + 1:
-            raise LinkClosed(f"stages out of step: chunk {number} came, {link.came + 1} was expected")
-        slot_TC = link.ring_NTC[link.came % SLOTS, :tokens]
+        number = link.connection.receive_count()
+        if number != link.received + 1:
+            raise LinkClosed(f"stages out of step: chunk {number} came, {link.received + 1} was expected")
+        slot_TC = link.ring_NTC[link.received % SLOTS, :tokens]
         hidden_TC = torch.empty_like(slot_TC).copy_(slot_TC)
-        link.came = number
-        link.line.tell(number)
+        link.received = number
+        link.connection.send_count(number)
         return hidden_TC
 
     def send(self, hidden_TC: torch.Tensor) -> None:
-        """Returns when the chunk's copy into the ring is launched; before it waits for a slot."""
+        """Wait for a free slot and launch the chunk's copy into it."""
         link = self._after
         if link is None:
             raise LinkClosed("the last stage has nobody to send to")
         while link.put - link.taken >= SLOTS:
-            link.taken = link.line.hear()
+            link.taken = link.connection.receive_count()
         link.ring_NTC[link.put % SLOTS, : hidden_TC.shape[0]].copy_(hidden_TC)
         link.put += 1
-        link.line.tell(link.put)
+        link.connection.send_count(link.put)
 
     def close(self) -> None:
-        """Wait until everything sent has been taken, then part."""
+        """Wait until everything sent was copied, then close."""
         if self._after is not None:
             while self._after.taken < self._after.put:
-                self._after.taken = self._after.line.hear()
+                self._after.taken = self._after.connection.receive_count()
         for link in (self._before, self._after):
             if link is not None:
-                link.line.close()
+                link.connection.close()
         self._before = self._after = None  # unmapped
 
     def abort(self) -> None:
-        """The neighbour's memory stays mapped while this object lives: the device may still copy from it."""
+        """The neighbour's memory stays mapped while this object lives, because the device may still copy from
+        it."""
         for link in (self._before, self._after):
             if link is not None:
-                link.line.abort()
+                link.connection.abort()
 
 
 def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
-    """To a stage, which knows the secret. Raises LinkClosed for what the store should not say."""
+    """Raises LinkClosed unless a stage that knows the secret is where the store says."""
     try:
         return Client(json.loads(store.get(f"ring/{rank}")), "AF_UNIX", secret)
     except (ValueError, TypeError, OSError, EOFError, AuthenticationError) as error:
         raise LinkClosed(f"stage {rank} is not where the group's store says: {error}") from None
 
 
-def meet(store: Store, rank: int, config: PrefillConfig, like: torch.Tensor, secret: bytes) -> Activations:
-    """One stage's links to its neighbours: by `PeerActivations` where all stages have GPUs of one host, by
-    torch.distributed otherwise. All stages must call this at the same time. like, secret: as there."""
+def connect_neighbours(
+    store: Store, rank: int, config: PrefillConfig, like: torch.Tensor, secret: bytes
+) -> Activations:
+    """Connect a stage to its neighbours: by `PeerActivations` where all stages have GPUs of one host, else by
+    torch.distributed. All stages must call this at the same time."""
     stages = config.stages
     if like.device.type == "cuda" and config.activations == "copied":
         store.set(f"home/{rank}", home())
         if len({store.get(f"home/{other}") for other in range(stages)}) == 1:
             memory = CudaPeerMemory(like.device)
-            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory, secret)
-    return GroupActivations(store, rank, stages, like.shape[1], like.dtype, like.device)
+            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory, secret=secret)
+    return GroupActivations(store, rank, stages, like)

@@ -1,7 +1,5 @@
-"""A whole prefill group in one process, without Ray: each stage on a thread, activations by queue.
-
-The same controller and stages as in the service, so that tests and benchmarks measure the real thing.
-"""
+"""A whole prefill group in one process, without Ray: each stage on a thread, activations by queue. Tests and
+benchmarks run the service's own controller and stages with it."""
 
 from __future__ import annotations
 
@@ -16,30 +14,29 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..kv.fetch import KVSource
-from ..kv.handoff.protocols import LocalReceiver
-from ..kv.handoff.transports import kv_sender
-from ..messages.events import PrefillDone, PrefillReport
-from ..messages.methods import MethodSpec
-from ..messages.requests import PrefillFailed, PrefillJob
-from ..messages.stages import FirstLogits, KVAnnouncement
-from ..roles import Form, Stage, stand_in
-from ..settings import HandoffConfig, ModelSpec, PrefillConfig
-from .activations import Activations, LinkClosed, NoActivations, QueueActivations
-from .chunks import ModelWork
+from ...kv.fetch import KVSource
+from ...kv.handoff.in_process import InProcessSender, LocalReceiver
+from ...messages.events import PrefillDone, PrefillReport
+from ...messages.methods import MethodSpec
+from ...messages.requests import PrefillFailed, PrefillJob
+from ...messages.stages import FirstLogits, KVAnnouncement
+from ...roles import Form, Stage, stand_in
+from ...settings import ModelSpec, PrefillConfig
+from ..stage.activations import Activations, LinkClosed, NoActivations, QueueActivations
+from ..stage.chunk_cost import ModelWork
+from ..stage.loading import load_stage
+from ..stage.stage import PrefillStage
 from .controller import PrefillController
-from .loading import load_stage
-from .stage import PrefillStage
 
 T = TypeVar("T")
 _WORKER = "in-process"
 _NO_DOOR_S = 86_400.0
-"""A lease for where no door renews one."""
+"""A lease where no door renews one."""
 
 
 class StageThread:
-    """A thread on which a stage runs its commands; `stage` is how a controller calls it. interrupt: wakes the
-    stage if it waits for a neighbour."""
+    """Runs a stage's commands on a thread; a controller calls `stage`. interrupt: wakes a stage that waits
+    for a neighbour."""
 
     def __init__(self, stage: PrefillStage, threads: int, interrupt: Callable[[], None]) -> None:
         self._plain: Stage = stage
@@ -50,7 +47,7 @@ class StageThread:
         self.stage = stand_in(Stage, "a stage of this process", self._method)
 
     def stop(self) -> None:
-        """What is still to be done raises LinkClosed."""
+        """Stop. Commands that are still to be done raise LinkClosed."""
         self._stopped = True
         self._interrupt()
         self._thread.shutdown(wait=False)
@@ -82,7 +79,7 @@ class StageThread:
 
 
 class LogitsReceiver:
-    """A `LocalReceiver` that drops K/V and keeps only each request's first logits (float32 [V])."""
+    """A `LocalReceiver` that drops K/V and keeps each request's first logits (float32 [V])."""
 
     def __init__(self) -> None:
         self.logits: dict[str, np.ndarray[Any, Any]] = {}
@@ -96,17 +93,16 @@ class LogitsReceiver:
 def local_controller(
     model: ModelSpec, config: PrefillConfig, receiver: LocalReceiver, source: KVSource | None = None
 ) -> PrefillController:
-    """Load a group into this process. `stop()` it when done; use it from one event loop. source: None where
-    no prompt is ever resumed."""
-    handoff = HandoffConfig(transport="in_process")
+    """Load a group into this process. Use it from one event loop, and `stop()` it. source: None where no
+    prompt is resumed."""
     ends: Sequence[Activations] = [NoActivations()]
     if config.stages > 1:
         ends = QueueActivations.chain(config.stages)
     threads: list[StageThread] = []
     work: ModelWork | None = None
+    sender = InProcessSender(receiver)
     for number, activations in enumerate(ends):
-        made = partial(kv_sender, handoff, local=receiver)
-        stage = load_stage(model, config, number, activations, made, source)
+        stage = load_stage(model, config, number, activations, lambda _cache: sender, source=source)
         threads.append(StageThread(stage, config.threads, activations.close))
         work = stage.work
 
@@ -114,8 +110,7 @@ def local_controller(
         for thread in threads:
             thread.stop()
 
-    async def pulse(_stage: int) -> None:
-        """A thread of this process lives."""
+    async def pulse(_stage: int) -> None: ...
 
     stages = [thread.stage for thread in threads]
     return PrefillController("local", stages, config, end_stages, pulse, work=work)
@@ -124,9 +119,10 @@ def local_controller(
 def run_in_process(
     model: ModelSpec | str | Path, config: PrefillConfig, token_ids: bytes, method: MethodSpec
 ) -> tuple[PrefillReport, np.ndarray[Any, Any]]:
-    """Prefill one prompt (little-endian uint32 ids) here; returns its report and its last logits [V].
+    """Prefill one prompt of little-endian uint32 ids.
 
-    Loading the model is not part of the report. Raises PrefillFailed.
+    Returns: its report, without the loading of the model, and its last logits [V].
+    Raises: PrefillFailed.
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec(str(model))
     config, receiver = replace(config, stream_lease_s=_NO_DOOR_S), LogitsReceiver()

@@ -1,8 +1,7 @@
-"""How long a chunk's phases took, without slowing the chunk down.
+"""Times a chunk's phases without slowing the chunk down.
 
-Phases nest (the Δ correction runs a whole method inside): time counts for the innermost phase alone, so
-phases are disjoint and lie within the chunk. Time outside every phase is nobody's. What is measured is given
-to the phase, and to the layer that was current when the phase began.
+Phases nest: the Δ correction runs a whole method inside. Time counts for the innermost phase alone, and
+for the layer that was current when it began. So phases are disjoint and lie within the chunk.
 """
 
 from __future__ import annotations
@@ -16,26 +15,25 @@ import torch
 
 
 class PhaseTimer(Protocol):
-    """One chunk's stopwatch; `phase` fits `kernels.interface.Phase`."""
+    """One chunk's timer; `phase` fits `kernels.interface.Phase`."""
 
     layer: int | None
-    """The layer whose phases begin, while there is one."""
+    """The layer of phases that begin now, if any."""
 
     def phase(self, name: str) -> AbstractContextManager[object]: ...
 
     def mark(self) -> Any:
-        """A CUDA event of everything launched so far, which does not keep a processor busy while it is waited
-        for; None on the CPU."""
+        """Return a CUDA event after everything launched so far, which is waited for without spinning; None on
+        the CPU."""
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase. Called once, after the last phase; on CUDA it waits for the device."""
+        """Return seconds by phase. Call it once, after the last phase; on CUDA it waits for the device."""
 
     def layers(self) -> dict[int, dict[str, float]]:
-        """Those of phases that began while a layer was current, by layer. Called after `seconds`."""
+        """Return the seconds of each layer's phases. Call it after `seconds`."""
 
 
 _Key = tuple[str, int | None]
-"""A phase, and the layer that it began in."""
 
 
 def _by_phase(seconds: Mapping[_Key, float]) -> dict[str, float]:
@@ -72,8 +70,7 @@ class CpuPhases:
             self._credit()
             self._stack.pop()
 
-    def mark(self) -> None:
-        """Everything is done."""
+    def mark(self) -> None: ...
 
     def seconds(self) -> dict[str, float]:
         return _by_phase(self._seconds)
@@ -82,7 +79,6 @@ class CpuPhases:
         return _by_layer(self._seconds)
 
     def _credit(self) -> None:
-        """Give the time since the last mark to the innermost phase."""
         now = time.perf_counter()
         if self._stack:
             key = self._stack[-1]
@@ -91,11 +87,11 @@ class CpuPhases:
 
 
 class CudaPhases:
-    """Device time between events on the stream current when it was made; only `seconds` waits for them.
+    """Device time between events on the current stream. Only `seconds` waits for them.
 
-    Where one phase follows another, one event ends the one and begins the other: an event costs the host as
-    much as a small kernel's launch. What little is launched between two phases counts for the later one. A
-    phase that only the host works in (posting K/V) shows what the stream idled meanwhile: usually nothing.
+    One event ends a phase and begins the next, because an event costs the host as much as a small launch.
+    Launches between two phases count for the later one. A phase that only the host works in shows how long
+    the stream was idle.
     """
 
     def __init__(self) -> None:
@@ -104,7 +100,7 @@ class CudaPhases:
         self._seconds: dict[_Key, float] = {}
         self._stack: list[_Key] = []
         self._marks: list[tuple[torch.cuda.Event, _Key | None]] = []
-        """Events, and the phase that the time since the event before belongs to."""
+        """Events, each with the phase of the time before it."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

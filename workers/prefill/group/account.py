@@ -1,7 +1,7 @@
-"""Where a prompt's prefill time went: from stages' chunk reports to one `PrefillReport`. Pure.
+"""Adds stages' chunk reports up to one `PrefillReport`. Pure.
 
-All times are seconds of the controller's clock. A stage measures its chunks by its own clock; a chunk of
-`wall` seconds whose report arrived at `ended` is taken to have run in [ended - wall, ended].
+Times are seconds of the controller's clock. A chunk of `wall` seconds whose report came at `ended` counts
+as run in [ended - wall, ended].
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..messages.events import LayerDensity, PrefillReport, added_up
-from ..messages.methods import MethodSpec
-from ..messages.stages import ChunkReport
-from ..messages.states import RATE_LASTS_S
+from ...messages.events import LayerDensity, PrefillReport, summed_by_layer
+from ...messages.methods import MethodSpec
+from ...messages.stages import ChunkReport
+from ...messages.states import RATE_LASTS_S
 
 _MEMORY_S = 15.0
 _LEAD = 0.2
-"""A GPU that is through with a chunk so soon after its last launch, in the chunk's own time, has waited for
-launches. Where hosts were too slow, the median was 0.04 and 0.06; else no chunk but the shortest of a prompt
-was below it (docs/log/2026-11-25.md)."""
+"""A GPU that finishes a chunk within this share of its time after the last launch has waited for launches.
+The median was 0.04 and 0.06 where hosts were too slow; elsewhere only a prompt's shortest chunk was below
+it (docs/log/2026-11-25.md)."""
 
 
 @dataclass
 class Account:
-    """One request's books, from arrival to report."""
+    """One request's times, from arrival to report."""
 
     stages: int
     method: MethodSpec
     arrived: float
     began: float | None = None
-    """When its first chunk was sent."""
     _own: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _own_wall: float = 0.0
     _others: float = 0.0
@@ -46,24 +45,24 @@ class Account:
         self._launch_bound = [0.0] * self.stages
 
     def own_chunk(self, reports: Sequence[ChunkReport]) -> None:
-        """A chunk of this request is through all stages."""
+        """Add a chunk of this request that has left the last stage."""
         for report in reports:
             _add(self._phases[report.stage], report.phases)
             self._launch_bound[report.stage] += _launch_bound(report)
             self._handoff_bytes += report.handoff_bytes
-            self._layers = added_up((*self._layers, *report.density))
+            self._layers = summed_by_layer((*self._layers, *report.density))
             self._sampled += report.sampled_share * sum(layer.causal for layer in report.density)
         last = reports[-1]
         _add(self._own, last.phases)
         self._own_wall += last.wall
 
     def other_chunk(self, wall: float, ended: float) -> None:
-        """Somebody else's chunk kept the last stage busy for `wall` seconds until `ended`."""
+        """Add another request's chunk, which kept the last stage busy for `wall` seconds until `ended`."""
         if self.began is not None:
             self._others += max(0.0, ended - max(ended - wall, self.began))
 
     def report(self, ended: float) -> PrefillReport:
-        """Close the books. `critical` adds up to `wall`; what no stage accounts for is group_overhead."""
+        """Add everything up. `critical` sums to `wall`; `group_overhead` is what no stage accounts for."""
         began = self.arrived if self.began is None else self.began
         wall = ended - began
         critical = dict(self._own)
@@ -84,7 +83,7 @@ class Account:
 
 
 def _launch_bound(report: ChunkReport) -> float:
-    """The chunk's seconds on a GPU, if that waited for the host's launches; else 0."""
+    """The chunk's seconds on a GPU if that waited for launches, else 0."""
     busy = sum(report.phases.values()) - report.phases.get("activation_wait", 0.0)
     return busy if report.lead is not None and report.lead < _LEAD * busy else 0.0
 
@@ -95,31 +94,30 @@ def _add(totals: defaultdict[str, float], parts: Mapping[str, float]) -> None:
 
 
 class Pace:
-    """How long a chunk may take on a stage before the stage is asked whether it lives: slack_s, and twice as
-    long a token as its request's last chunk, as attention grows with the tokens before. For a first chunk,
-    twice as long as the last first chunk of its method; until there was one, slack_s alone, since a stage
-    says that it lives while it compiles as well."""
+    """How long a chunk may take on a stage before the stage is asked whether it lives: slack_s and twice the
+    time a token of the request's last chunk, since attention grows. A first chunk is compared with its
+    method's last first chunk, if there was one."""
 
     def __init__(self, slack_s: float) -> None:
         self._slack_s = slack_s
         self._first: dict[str, float] = {}
 
     def chunk(self, method: str, start: int, tokens: int, reports: Sequence[ChunkReport]) -> float:
-        """Seconds a token of a chunk that is through, on the slowest stage, without waiting for others."""
+        """Return a finished chunk's seconds a token on the slowest stage, without its waits for others."""
         pace = max(report.wall - report.phases.get("activation_wait", 0.0) for report in reports) / tokens
         if start == 0:
             self._first[method] = pace
         return pace
 
     def allowed(self, method: str, last: float | None, tokens: int) -> float:
-        """Seconds for the next chunk. last: of the chunk before, None for a first chunk."""
+        """Return the seconds for the next chunk. last: the pace of the chunk before, if any."""
         pace = self._first.get(method) if last is None else last
         return self._slack_s + 2 * (pace or 0.0) * tokens
 
 
 class Throughput:
-    """Tokens a second while there is work, of about the last `_MEMORY_S` seconds of it: times are told from
-    it that are as long. What was before an idle time of RATE_LASTS_S does not count beside what comes."""
+    """The rate over about the last `_MEMORY_S` seconds with work. An idle time of RATE_LASTS_S makes it
+    forget."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -134,10 +132,10 @@ class Throughput:
         self._last = ended
 
     def idle(self, now: float) -> float:
-        """Seconds since the last chunk; endless before the first."""
+        """Seconds since the last chunk; infinite before the first."""
         return max(0.0, now - self._last)
 
     @property
     def tokens_per_second(self) -> float:
-        """0 until a chunk has been seen."""
+        """0 until a chunk was read."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0

@@ -1,15 +1,11 @@
-"""Which request's chunk enters a prefill group next: shortest remaining first, with ageing. Pure.
+"""Chooses the request whose chunk enters a prefill group next: shortest remaining first, with ageing. Pure.
 
-A request is short by what is left of it, so a 256-token question overtakes a 512K document between two
-chunks. Ageing keeps the document alive under a steady stream of short ones: while nothing of it runs, it
-earns `ageing` tokens of credit a second, and counts as that much shorter. A chunk that it then gets costs
-twice its tokens in credit, so it falls back by one chunk each time: a request that has once aged to the
-front continues at about `ageing` tokens a second instead of blocking everybody until it is finished.
+A question of 256 tokens overtakes a document of 512K between two chunks. Ageing keeps the document alive:
+while none of it runs it earns `ageing` tokens of credit a second and counts as that much shorter. A chunk
+costs twice its tokens in credit. So an aged document goes on at about `ageing` tokens a second.
 
-A request takes its pages with its first chunk. Those that still need them take them in the same order, and
-none passes another: what is too big for the pages that are free now keeps the requests behind it waiting
-until they are, while those that have their pages go on. All that wait age alike, so a later request passes
-an earlier one only by being shorter than what is left of that one's ageing.
+A request takes its pages with its first chunk. A prompt that is too big for the free pages holds back
+those behind it, but not those that have their pages.
 """
 
 from __future__ import annotations
@@ -20,10 +16,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request with chunks left to send. remaining, credit: tokens. Times in seconds of one clock.
+    """A request with chunks left to send. `remaining` and `credit` are tokens; times are seconds of one
+    clock.
 
-    idle_since: since when no chunk of it has been running (None: one is, so it is not ageing). pages: how
-    many it takes with its first chunk, or took when it was opened.
+    idle_since: since when no chunk of it runs; None while one does. pages: how many its first chunk takes
+    or took.
     """
 
     request_id: str
@@ -46,10 +43,12 @@ def credit_at(waiting: Waiting, now: float, ageing: float) -> float:
 
 
 def next_request(waiting: Iterable[Waiting], now: float, ageing: float, free: int) -> str | None:
-    """The id with the fewest remaining tokens less credit among those that may run; ties go to whoever came
-    first, then by id. None when nobody may.
+    """Choose the request with the fewest remaining tokens less credit. Earlier arrivals win ties, then ids.
 
-    ageing: tokens of credit per second. free: pages that are nobody's.
+    Args:
+        ageing: tokens of credit a second.
+        free: pages that nobody holds.
+    Returns: its id; None if nobody may run.
     """
 
     def rank(entry: Waiting) -> tuple[float, float, str]:
@@ -64,12 +63,11 @@ def next_request(waiting: Iterable[Waiting], now: float, ageing: float, free: in
 
 
 def chunk_sent(waiting: Waiting, tokens: int, now: float, ageing: float) -> Waiting:
-    """The request after `tokens` of it were sent: open, shorter, poorer by twice the chunk, and not idle."""
+    """The request after `tokens` of it were sent: twice the chunk poorer in credit, and not idle."""
     credit = max(0.0, credit_at(waiting, now, ageing) - 2 * tokens)
     remaining = waiting.remaining - tokens
     return replace(waiting, remaining=remaining, credit=credit, idle_since=None, opened=True)
 
 
 def became_idle(waiting: Waiting, now: float) -> Waiting:
-    """The request after the last of its running chunks ended."""
     return replace(waiting, idle_since=now)

@@ -1,8 +1,7 @@
-"""Memory of a GPU that other processes of this host can read: CUDA IPC.
+"""GPU memory that other processes of this host can read: CUDA IPC.
 
-A process that maps another's memory sees it as its own device's, whichever GPUs Ray lets it see: CUDA opens
-handles of devices that are not visible, and copies between GPUs are made by copy engines. What is mapped
-stays readable when its owner dies, and stays taken on the owner's GPU until it is unmapped.
+A process sees mapped memory as its own device's, whichever GPUs Ray shows it. Copy engines copy between
+GPUs. Mapped memory outlives its owner until it is unmapped.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ import torch
 
 
 class PeerMemory(Protocol):
-    """What the transports need of a device and of the processes around."""
+    """What transports need of a device and of other processes."""
 
     home: str
-    """Names the host, and there the processes that can reach each other."""
+    """Names the host, and the processes on it that can reach each other."""
 
     def export(self, x: torch.Tensor) -> Any:
-        """A handle that can be sent; x must live as long as this process."""
+        """Return a handle that can be sent. x must live as long as this process."""
 
     def open(self, handle: Any) -> torch.Tensor:
-        """Another process's tensor. It is unmapped when the last reference goes. Raises RuntimeError if its
-        owner is gone."""
+        """Map another process's tensor until its last reference goes. Raises RuntimeError if its owner is
+        gone."""
 
     def mark(self) -> Any:
-        """An event of all that was launched so far, for `.synchronize()`; None: it is done."""
+        """Return an event after all that was launched, for `.synchronize()`; None: it is done."""
 
     def when_gone(self, pid: int, tell: Callable[[], None]) -> None:
-        """Call `tell` once, on this event loop, when a process has ended (at once if it has)."""
+        """Call `tell` once, on this event loop, when a process has ended."""
 
 
 class CudaPeerMemory:
-    """For tensors on `device`. Raises ValueError for a CPU."""
+    """Raises ValueError for a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -80,11 +79,11 @@ class CudaPeerMemory:
 
 
 _DEVICE_ARGUMENT = 6
-"""Of `rebuild_cuda_tensor`: the number of the device."""
+"""Position of the device's number among `rebuild_cuda_tensor`'s arguments."""
 
 
 def launched(device: torch.device) -> Any:
-    """An event of all that was launched on it so far, for `.synchronize()`; None on a CPU: it is done."""
+    """Return an event after all that was launched on it; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -93,6 +92,6 @@ def launched(device: torch.device) -> Any:
 
 
 def home() -> str:
-    """This host and its space of process ids: two containers of one host are two homes."""
+    """Name this host and its space of process ids. Two containers of one host have two names."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}, boot {boot}, {os.readlink('/proc/self/ns/pid')}"

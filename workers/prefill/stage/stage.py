@@ -1,12 +1,10 @@
 """One stage of a prefill group: its share of the layers, their K/V pages, and the chunks that pass through.
 
-Shape suffixes: T tokens of the chunk, C hidden size, H query heads, G key/value heads, D head dimension,
-S tokens of the prompt so far; B (always 1 here) as the kernels have it.
+Stages must stay in step, so a stage receives once and sends once for every chunk. A request's failure (bad
+options, a lost decode worker) travels on as zeros and is reported at the chunk's end as `RequestFailed`.
+Any other exception ends the group.
 
-A stage runs the commands of its group's controller one after the other. Stages must stay in step: for
-every chunk command a stage receives once and sends once, whatever happens in between. So trouble with one
-request (a method's bad options, a lost decode worker) travels on as zeros and is reported at the end of the
-chunk as `RequestFailed`; any other exception is the end of the group.
+Shape suffixes: docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -20,22 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.build import build
-from ...kernels.interface import KernelInputError, StateSpec
-from ...kernels.methods import MethodError
-from ..kv.cache import PagedKVCache
-from ..kv.fetch import KVSource, NoKVSource, from_host, pieces
-from ..kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
-from ..kv.pages.pool import first_of_run
-from ..messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
-from ..model.calibrated.levels import thresholds_for
-from ..model.calibrated.profile import Profile
-from ..model.decoder.stack import LayerStack
-from ..tracing import NO_TRACER, Tracer
+from ....kernels.build import build
+from ....kernels.interface import KernelInputError, StateSpec
+from ....kernels.methods import MethodError
+from ...kv.cache import PagedKVCache
+from ...kv.fetch import KVSource, NoKVSource, from_host, pieces
+from ...kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
+from ...kv.pages.pool import first_of_run
+from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
+from ...model.calibrated.levels import thresholds_for
+from ...model.calibrated.profile import Profile
+from ...model.decoder.stack import LayerStack
+from ...tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork
 from .chunk_attention import ChunkAttention, OpenPrompt, finite
-from .chunks import ModelWork
+from .chunk_cost import ModelWork
 from .phases import phase_timer
 
 _ASK_AGAIN_S = 0.01
@@ -43,8 +41,8 @@ _REQUEST_ERRORS = (RequestFailed, HandoffError, KernelInputError, MethodError, t
 
 
 class PrefillStage:
-    """Plays `roles.Stage`. One thread, commands in order; what `run_chunk` returns is called on another one,
-    in the same order, and `abandon` on any."""
+    """Plays `roles.Stage` on one thread. A second thread calls what `run_chunk` returns, in the same order.
+    Any thread may call `abandon`."""
 
     def __init__(
         self,
@@ -52,6 +50,7 @@ class PrefillStage:
         cache: PagedKVCache,
         sender: KVSender,
         activations: Activations,
+        *,
         stage: int,
         stages: int,
         profile: Profile | None = None,
@@ -69,10 +68,10 @@ class PrefillStage:
         self._open: dict[str, OpenPrompt] = {}
         self._abandoned: set[int] = set()
         self._streams: dict[str, KVStream] = {}
-        """By request, until its pages are free: decode workers may read those of closed requests."""
+        """By request, until its pages are free. Decode workers may read the pages of closed requests."""
         self._tracer = tracer
         self._through = 0.0
-        """When the last chunk was, by perf_counter."""
+        """When the last chunk was computed (perf_counter)."""
 
     @property
     def work(self) -> ModelWork | None:
@@ -82,12 +81,12 @@ class PrefillStage:
         return ModelWork.of(self.stack.config, self._stages, self.stack.quantised)
 
     def connect(self, activations: Activations) -> None:
-        """Take these ends of the links to the neighbours; before the first chunk."""
+        """Take the links to the neighbours, before the first chunk."""
         self._activations = activations
 
     def leave(self) -> None:
-        """The group is lost: forget its requests and let go of the links. What was loaded stays. Returns when
-        nobody reads any page. Raises what the device raises, if that is what broke."""
+        """Leave a lost group: forget its requests and drop the links, but keep the model. Returns when nobody
+        reads any page. Raises the device's error, if that was the cause."""
         links, self._activations = self._activations, NoActivations()
         links.abort()  # first: what the device computes may wait for them
         if self.stack.device.type == "cuda":
@@ -103,8 +102,6 @@ class PrefillStage:
     # --- the role ----------------------------------------------------------------------------------------
 
     def open(self, request: OpenRequest) -> None:
-        """Prepare for a request's chunks; one that goes on gets back the K/V of the chunks before. Raises
-        RequestFailed if its method cannot run here, or its K/V is not to be had."""
         stack, config = self.stack, self.stack.config
         heads = config.q_heads, config.kv_heads, config.head_dim
         spec = StateSpec(1, *heads, request.prompt_tokens, stack.device, stack.dtype)
@@ -127,13 +124,12 @@ class PrefillStage:
             request, method, stream, spec, states, pages_N, first_page
         )
         try:
-            self._bring_back(request)
+            self._fetch_kv(request)
         except _REQUEST_ERRORS as error:
             self._drop(request.request_id)
             raise RequestFailed(str(error)) from error
 
-    def _bring_back(self, request: OpenRequest) -> None:
-        """The K/V of the chunks that another group has computed, from the decode worker into pages."""
+    def _fetch_kv(self, request: OpenRequest) -> None:
         if not request.start:
             return
         if self.stack.device.type == "cuda":  # an abandoned chunk may still write to what were its pages
@@ -147,8 +143,6 @@ class PrefillStage:
 
     @torch.inference_mode()
     def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
-        """Take one chunk through this stage's layers; call what this returns to wait for it. Both raise
-        RequestFailed, having kept in step."""
         work = ChunkWork(command, phase_timer(self.stack.device))
         received_TC = self._receive(work)
         try:
@@ -168,8 +162,6 @@ class PrefillStage:
         return partial(self._report, work, sent, stream)
 
     def close(self, request_id: str) -> bool:
-        """Forget a request; nothing of it may run here afterwards. Unknown ids are fine. Whether its pages
-        are free."""
         self._drop(request_id)
         stream = self._streams.get(request_id)
         if stream is not None and not stream.close():
@@ -181,13 +173,12 @@ class PrefillStage:
         return sum(prompt.pages_N.numel() for prompt in self._open.values())
 
     def abandon(self, serial: int) -> None:
-        """Serials are never used again, so one that comes late, after `close`, does no harm."""
+        """Serials are never reused, so one that comes after `close` does no harm."""
         self._abandoned.add(serial)
 
     # --- a chunk -----------------------------------------------------------------------------------------
 
     def _receive(self, work: ChunkWork) -> torch.Tensor | None:
-        """hidden_TC from the stage before; None on the first."""
         if self._stage == 0:
             return None
         with work.timer.phase("activation_wait"):
@@ -199,7 +190,6 @@ class PrefillStage:
                 self._activations.send(hidden_TC)
 
     def _compute(self, work: ChunkWork, received_TC: torch.Tensor | None) -> torch.Tensor:
-        """hidden_TC after this stage's layers."""
         command, phase, stack = work.command, work.timer.phase, self.stack
         prompt = self._open.get(command.request_id)
         if prompt is None:
@@ -222,17 +212,17 @@ class PrefillStage:
         return self.stack.embed(self._to_device(ids_T))
 
     def _to_device(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        """On a GPU by way of pinned memory: from any other, the copy would wait for what was launched."""
+        """A copy from unpinned memory would wait for what was launched."""
         x = torch.from_numpy(array)
         if self.stack.device.type == "cuda":
             return x.pin_memory().to(self.stack.device, non_blocking=True)
         return x
 
     def _finish(self, work: ChunkWork, hidden_TC: torch.Tensor, stream: KVStream) -> Callable[[], None]:
-        """Launch the first logits and what is left to hand over; what to call when it has been computed.
+        """Launch the first logits and the rest of the hand-off. Returns what completes the hand-off.
 
-        A number that overflowed in any layer stays in the residual stream, also where sparse attention and
-        page selection would never look at its token again: so it is looked for here.
+        A number that overflowed in any layer stays in the residual stream, although sparse attention may
+        never look at its token again. So it is looked for here.
         """
         command, phase = work.command, work.timer.phase
         with phase("projection"):
@@ -246,7 +236,6 @@ class PrefillStage:
         return sent
 
     def _report(self, work: ChunkWork, sent: Callable[[], None], stream: KVStream) -> ChunkReport:
-        """The chunk's end, beside the launching of the next. Raises RequestFailed."""
         work.wait()
         after, self._through = self._through, work.through
         try:
@@ -265,7 +254,6 @@ class PrefillStage:
         return report
 
     def _failure(self, work: ChunkWork, error: Exception) -> RequestFailed:
-        """One of `_REQUEST_ERRORS` as the controller hears of it."""
         prompt, seconds = self._open.get(work.command.request_id), time.perf_counter() - work.began
         if prompt is not None and prompt.request.serial in self._abandoned:
             self._trace(work, seconds, {"finish": "cancelled"})
@@ -275,7 +263,6 @@ class PrefillStage:
         return kind(str(error))
 
     def _trace(self, work: ChunkWork, seconds: float, about: dict[str, Any], error: str = "") -> None:
-        """The chunk's span here, until now."""
         about = {"stage": self._stage, "handoff_bytes": work.handoff_bytes, **about}
         self._tracer.done("stage", work.command.trace, seconds, error, **about)
 

@@ -1,12 +1,9 @@
-"""What a stage runs once before it takes requests, so that none of them waits for a compiler.
+"""Compiles before a stage takes requests, so that none of them waits for a compiler.
 
-On a GPU each kernel is compiled at its first use, tens of seconds for a method in all. The made-up prompts
-here go through the same code as real ones; their results are dropped. Kernels do not specialise on lengths,
-counts and positions, so one whole and one ragged chunk meet all but what is chosen by a prompt's length:
-widths that are powers of two, and the order in which the attention kernel takes its work. For those, a tile
-attends to as many keys as there are classes of length.
-
-Shape suffixes: as in `stage.py`.
+The made-up prompts here run the same code as real ones. Kernels do not specialise on lengths, counts and
+positions, so a whole and a ragged chunk meet almost all forms. The rest depends on a prompt's length:
+widths that are powers of two, and the attention kernel's order of work. For those, a tile attends to keys
+of every class of length.
 """
 
 from __future__ import annotations
@@ -15,17 +12,17 @@ from collections.abc import Sequence
 
 import torch
 
-from ...kernels.build import build
-from ...kernels.constants import BLOCK
-from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ...kernels.methods import MethodSpec
-from ..model.calibrated.levels import thresholds_for
-from ..model.calibrated.profile import Profile
-from ..model.decoder.stack import LayerStack
-from ..progress import Tell, silent
+from ....kernels.build import build
+from ....kernels.constants import BLOCK
+from ....kernels.interface import Attention, AttentionInput, StateSpec
+from ....kernels.methods import MethodSpec
+from ...model.calibrated.levels import thresholds_for
+from ...model.calibrated.profile import Profile
+from ...model.decoder.stack import LayerStack
+from ...progress import Tell, silent
 
 _RAGGED = 77
-"""Tokens of a ragged chunk: no multiple of anything that a kernel might be specialised for."""
+"""A ragged chunk has so many tokens: no multiple of anything that a kernel may specialise for."""
 
 
 @torch.inference_mode()
@@ -37,17 +34,20 @@ def warm_up(
     longest: int = 0,
     tell: Tell = silent,
 ) -> None:
-    """Read a few prompts with each method, in chunks as requests are; on a GPU also meet all lengths up to
-    `longest` (0: only those prompts). Only by the first layer, and the MLP before it where
-    the stage begins with one, since all run the same kernels. tell: of progress. Raises MethodError for a
-    density that the profile does not have."""
+    """Read a few prompts in chunks with each method. Only the first layer runs, since all run the same
+    kernels.
+
+    Args:
+        longest: on a GPU, also meet all classes of length up to it; 0: none.
+    Raises: MethodError for a density that the profile does not have.
+    """
     on_gpu = stack.device.type == "cuda"
     for number, spec in enumerate(methods, start=1):
         tell(f"warming up {spec.name}, {number} of {len(methods)}")
         method, shortest = build(spec, thresholds_for(profile, spec)), int(spec.values.get("min_tokens", 0))
         for tokens in prompt_lengths(shortest, chunk_tokens):
-            whole, rest = divmod(tokens, chunk_tokens)
-            _read(stack, method, [chunk_tokens] * whole + [rest] * (rest > 0))
+            full_chunks, rest = divmod(tokens, chunk_tokens)
+            _read(stack, method, [chunk_tokens] * full_chunks + [rest] * (rest > 0))
         if on_gpu and longest:
             _compile_for_lengths(stack, method, shortest, chunk_tokens, longest)
     _compile_for_one_row(stack)
@@ -58,23 +58,22 @@ def warm_up(
 
 
 def prompt_lengths(shortest: int, chunk_tokens: int) -> list[int]:
-    """One that is read in whole chunks and a ragged one, by the method itself; and, where short prompts (of
-    at most `shortest` tokens) are read by another, one of those."""
-    whole = max(2, shortest // chunk_tokens + 1) * chunk_tokens
-    return [whole + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
+    """One length of whole chunks and a ragged one that the method itself reads. If another method reads
+    prompts of up to `shortest` tokens, also one of those."""
+    several_chunks = max(2, shortest // chunk_tokens + 1) * chunk_tokens
+    return [several_chunks + min(_RAGGED, chunk_tokens - 1), *([min(shortest, _RAGGED)] if shortest else [])]
 
 
 def length_classes(longest: int) -> list[int]:
-    """Tokens: a tile, twice as many, and so on, and `longest`. What a kernel is compiled for by length is
-    the same for all lengths between two of them."""
+    """A tile's tokens, twice as many and so on, and `longest`. Between two of them kernels are compiled
+    alike."""
     return [BLOCK << power for power in range(longest.bit_length()) if BLOCK << power < longest] + [longest]
 
 
 def _compile_for_lengths(
     stack: LayerStack, method: Attention, shortest: int, chunk_tokens: int, longest: int
 ) -> None:
-    """The last tile of prompts of all classes of length, and a chunk of the longest. Keys of what counts as a
-    short prompt are met as a longer one's beginning."""
+    """A short prompt's keys occur as a longer one's beginning."""
     config = stack.config
 
     def zeros(heads: int, tokens: int) -> torch.Tensor:
@@ -89,8 +88,7 @@ def _compile_for_lengths(
 
 
 def _compile_for_one_row(stack: LayerStack) -> None:
-    """A last chunk of one token, and the row that the first token is chosen from: products of few rows are
-    other kernels than those of many."""
+    """Products of few rows are other kernels than those of many."""
     hidden_TC = torch.zeros(1, stack.config.hidden, dtype=stack.dtype, device=stack.device)
     position_T = torch.zeros(1, dtype=torch.int64, device=stack.device)
     stack.forward(hidden_TC, position_T, lambda _layer, q_THD, _k, _v: torch.zeros_like(q_THD))

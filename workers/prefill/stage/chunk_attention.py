@@ -1,8 +1,5 @@
-"""A chunk's attention at every layer of a stage: K/V into the prompt's pages, hand-off, attention.
-
-Shape suffixes: T tokens of the chunk, H query heads, G key/value heads, D head dimension, S tokens of the
-prompt so far; B (always 1 here) as the kernels have it.
-"""
+"""A chunk's attention in each layer of a stage: K/V into the prompt's pages, hand-off, attention. Shape
+suffixes: docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ...kernels.interface import Attention, AttentionInput, StateSpec
-from ...kernels.layers.rope import KVRows
-from ..kv.cache import PagedKVCache
-from ..kv.handoff.protocols import KVStream
-from ..messages.methods import resume_step
-from ..messages.stages import OpenRequest, RequestFailed
+from ....kernels.interface import Attention, AttentionInput, StateSpec
+from ....kernels.layers.rope import KVRows
+from ...kv.cache import PagedKVCache
+from ...kv.handoff.protocols import KVStream
+from ...messages.methods import resume_step
+from ...messages.stages import OpenRequest, RequestFailed
 from .chunk import ChunkWork
 
 
@@ -26,7 +23,7 @@ class OpenPrompt:
     """A request that is open on a stage.
 
     states: what its method remembers of each layer whose queries it has all seen. pages_N: its pages here.
-    first_page: the first of them if they are one run, else None.
+    first_page: the first one if they are contiguous, else None.
     """
 
     request: OpenRequest
@@ -42,7 +39,7 @@ class ChunkAttention:
     """A `LayerAttention` of one chunk.
 
     Args:
-        last_layer: the model's last layer, after whose K/V nothing but a prompt's logits is needed.
+        last_layer: the model's last layer. After its K/V only a prompt's logits are needed.
         abandoned: whether the request was abandoned meanwhile.
     """
 
@@ -62,7 +59,7 @@ class ChunkAttention:
             self._rows_T = self._rows(work.command.tokens)
 
     def kv_rows(self, layer: int) -> KVRows:
-        """Raises RequestFailed for a request that was abandoned."""
+        """Raises RequestFailed for an abandoned request."""
         if self._abandoned():
             raise RequestFailed(f"request {self._prompt.request.request_id} was abandoned")
         return KVRows(*self._cache.rows(layer), self._rows_T)
@@ -97,10 +94,10 @@ class ChunkAttention:
         return out_BHTD[0].transpose(0, 1)
 
     def _first_needed(self, layer: int) -> int:
-        """The first position whose attention is needed, the chunk's end if none is.
+        """Return the first position whose attention is needed; the chunk's end if none is.
 
-        After the model's last layer only a prompt's logits are. There it is the last place before them where
-        the method can begin, because it has not seen the queries until then.
+        The last layer's attention is needed only for logits. It begins at the last block before them where
+        the method can begin, because the method has seen no earlier queries.
         """
         command = self._work.command
         if layer != self._last_layer or not (step := resume_step(self._prompt.request.method)):
@@ -109,18 +106,17 @@ class ChunkAttention:
         return max(self._start, needed // step * step)
 
     def _rows(self, tokens: int) -> torch.Tensor:
-        """rows_T: where the chunk's K/V go in each layer's pages."""
         if self._prompt.first_page is None:
             return self._cache.rows_of(self._prompt.pages_N, self._start, tokens)
         return self._cache.rows_of_run(self._prompt.first_page, self._start, tokens)
 
     def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt's k_GSD and v_GSD so far, in place where its pages are one run."""
+        """In place where the prompt's pages are contiguous."""
         if self._prompt.first_page is None:
             return self._cache.gather(layer, self._prompt.pages_N, self._end)
         return self._cache.view_run(layer, self._prompt.first_page, self._end)
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """Whether all are finite numbers, without waiting for the device."""
+    """Whether all numbers are finite, as a tensor: the device is not waited for."""
     return torch.isfinite(x).all()

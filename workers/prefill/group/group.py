@@ -1,7 +1,8 @@
-"""Ray's side of a prefill group: its actors, and the Serve deployment that owns them.
+"""Ray's side of a prefill group: its actors, and the Serve deployment that owns them. Importing it loads no
+torch.
 
-Importing this loads no torch; the stage actors do, in their own processes. A stage is never replaced while
-its peers go on, for they would be out of step: they leave the group, keep their weights, and meet again.
+A lost group's stages keep their weights. They leave it and form the next one together, since a single new
+stage would be out of step with its peers.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from ...kernels.compilations import Compilations, Phases, added_up, watch
-from ..leaving import Leaving
-from ..messages.stages import HandoffFailed, RequestFailed
-from ..messages.states import PREFILL_PREFIX, GroupStats
-from ..progress import progress
-from ..remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
-from ..replica import Replica
-from ..roles import Group, Stage
-from ..settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
-from ..tracing import SpanSink, Tracer, provider
+from ....kernels.compilations import Compilations, Phases, added_up, watch
+from ...leaving import Leaving
+from ...messages.stages import HandoffFailed, Rendezvous, RequestFailed
+from ...messages.states import PREFILL_PREFIX, GroupStats
+from ...progress import progress
+from ...remote import COMMANDS, NOTICES, REPLICA_CPUS, Failure, hosts, in_lane, placement_of, remote
+from ...replica import Replica
+from ...roles import Group, Stage
+from ...settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
+from ...tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
-    from .activations import Activations, Rendezvous
-    from .chunks import ModelWork
+    from ..stage.activations import Activations
+    from ..stage.chunk_cost import ModelWork
+    from ..stage.stage import PrefillStage
     from .controller import PrefillController
-    from .stage import PrefillStage
 
 _SWITCH_S = 2e-4
-"""How long the thread that launches may keep those waiting that tell others of what was computed."""
+"""The thread that launches may keep the reporting thread waiting for so long."""
 _LEAVE_S = 10.0
-"""For a stage to end what it computes and leave a group that is lost."""
+"""A stage has so long to leave a lost group."""
 
 __all__ = ["REPLICA_CPUS", "PrefillGroup", "placement"]
 
 
 def placement(config: PrefillConfig) -> tuple[list[dict[str, float]], str]:
-    """Placement group of one replica: bundles (0: the replica and its controller, then a stage each) and
-    strategy."""
+    """Describe one replica's placement group.
+
+    Returns: the bundles (0 for replica and controller, then one a stage) and the strategy.
+    """
     return placement_of(config.cpus_per_stage, config.gpus_per_stage, config.stages)
 
 
 @hosts(Stage)
 class StageActor:
-    """A `PrefillStage` in a process of its own."""
-
     def __init__(
         self, model: ModelSpec, config: PrefillConfig, handoff: HandoffConfig, spans: SpanSink, stage: int
     ) -> None:
@@ -63,22 +64,25 @@ class StageActor:
         self._compilations = Compilations()
 
     def host(self) -> Rendezvous:
-        """Where the stages of the group find each other (first stage only)."""
-        from .activations import host_store
+        """Open the store where the group's stages find each other. Only the first stage is asked."""
+        from ..stage.activations import host_store
 
         address = str(ray.util.get_node_ip_address())
         self._store, rendezvous = host_store(address, self._config.stages)
         return rendezvous
 
     def load(self) -> tuple[str, ModelWork | None]:
-        """Load the model's share, unless it is here. Returns the id of the node, and what chunks cost."""
+        """Load the model's share, unless it is loaded already.
+
+        Returns: the id of the node, and what chunks cost.
+        """
         node = str(ray.get_runtime_context().get_node_id())
         if self._stage is not None:
             return node, self._stage.work
-        from ..kv.fetch import RayKVSource
-        from ..kv.handoff.transports import kv_sender
-        from ..model.decoder.compute_thread import set_up_compute_thread
-        from .loading import load_stage
+        from ...kv.fetch import RayKVSource
+        from ...kv.handoff.transports import kv_sender
+        from ...model.decoder.compute_thread import set_up_compute_thread
+        from ..stage.loading import load_stage
 
         set_up_compute_thread(self._config.threads, self._config.device)  # on this thread
         sys.setswitchinterval(_SWITCH_S)
@@ -87,7 +91,9 @@ class StageActor:
         ends = partial(kv_sender, self._handoff)
         source = RayKVSource(self._handoff.ack_timeout_s)
         tracer = Tracer(provider(self._spans, f"stage{self._number}:{node[:8]}:{os.getpid()}"))
-        self._stage = load_stage(self._model, self._config, self._number, None, ends, source, tell, tracer)
+        self._stage = load_stage(
+            self._model, self._config, self._number, None, ends, source=source, tell=tell, tracer=tracer
+        )
         self._compilations.ready = True
         return node, self._stage.work
 
@@ -96,7 +102,7 @@ class StageActor:
         self.hosted.connect(self._activations(rendezvous, self.hosted))
 
     def leave(self) -> None:
-        """Part from the other stages, forget all requests, keep the model."""
+        """Leave the other stages and forget all requests. The model stays loaded."""
         self.hosted.leave()
 
     @property
@@ -106,28 +112,28 @@ class StageActor:
         return self._stage
 
     def pulse(self) -> int:
-        """A sign of life, answered beside whatever the stage computes: its process's id."""
+        """Return the process's id as a sign of life, whatever the stage computes."""
         return os.getpid()
 
     def compilations(self) -> Phases:
-        """Forms of kernels made in this process, answered like a pulse."""
+        """Count the kernels that this process has compiled, by phase."""
         return self._compilations.phases
 
     def _activations(self, rendezvous: Rendezvous, stage: PrefillStage) -> Activations:
         import torch
 
-        from .activations import join_store
-        from .peer_activations import meet
+        from ..stage.activations import join_store
+        from ..stage.peer_activations import connect_neighbours
 
         stages, stack = self._config.stages, stage.stack
         store = self._store if self._number == 0 else join_store(rendezvous, stages)
         like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
-        return meet(store, self._number, self._config, like, rendezvous.secret)
+        return connect_neighbours(store, self._number, self._config, like, rendezvous.secret)
 
 
 @hosts(Group)
 class ControllerActor(Leaving):
-    """A `PrefillController` under a name that the door finds. Asyncio: calls run side by side."""
+    """A `PrefillController` under a name that doors find. Its calls run side by side."""
 
     def __init__(
         self,
@@ -147,8 +153,8 @@ class ControllerActor(Leaving):
         self._counting: asyncio.Task[None] | None = None
 
         def end_stage(hanging: int | None) -> None:
-            """The links of its peers break, so that they answer what they owe, with errors. Those that live
-            are the replica's to keep or to end."""
+            """Peers' links break with it, so they answer with errors. The replica decides whether they live
+            on."""
             if hanging is not None:
                 ray.kill(stages[hanging])
 
@@ -162,8 +168,6 @@ class ControllerActor(Leaving):
         )
 
     async def stats(self) -> GroupStats:
-        """With what only the actor knows: where the stages are, whether it is taken away, what was compiled
-        when that was last asked, and which decode workers it goes with."""
         return replace(
             await self.hosted.stats(),
             nodes=self._nodes,
@@ -173,25 +177,22 @@ class ControllerActor(Leaving):
         )
 
     async def check(self) -> str:
-        """Why the group is dead; empty while it lives. Also asks the stages what was compiled, and does not
-        wait for the answer."""
+        """Say why the group is dead; empty while it lives. Also asks stages for their compilations, without
+        waiting."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self._count())
         return await self.hosted.check()
 
     async def _count(self) -> None:
-        """A stage that is lost is noticed elsewhere."""
         with contextlib.suppress(RayError):
             asked = (in_lane(stage.compilations, NOTICES)() for stage in self._stages)
             self._compilations = added_up(await asyncio.gather(*asked))
 
     async def stage_pages(self) -> list[int]:
-        """Pages that each stage holds for open requests (what the leak tests count)."""
         return await self.hosted.stage_pages()
 
 
 def remote_stage(actor: Any, number: int) -> Stage:
-    """A stage actor, as its controller calls it."""
     return remote(Stage, f"stage {number}", actor, partial(_stage_error, number))
 
 
@@ -206,11 +207,11 @@ def _stage_error(number: int, failure: Failure) -> Exception:
 
 
 class PrefillGroup(Replica):
-    """A Serve deployment's class: owns the actors of one group; `head` is its controller.
+    """The Serve deployment that owns one group's actors. `head` is the controller. Deploy it with
+    `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`.
 
-    Deploy it with `placement(config)` and `ray_actor_options={"num_cpus": REPLICA_CPUS}`. Constructing it
-    returns when every stage has loaded the model. Raises what loading raises (`ModelError`), inside Ray's
-    error.
+    The constructor returns once every stage has loaded the model. It raises what loading raises, inside
+    Ray's error.
     """
 
     def __init__(
@@ -226,7 +227,6 @@ class PrefillGroup(Replica):
         self._build()
 
     def _build(self) -> None:
-        """Stages that let go of a group that is lost stay, with what they have loaded; others are started."""
         model, config, handoff, spans = self._what
         for number in self._lost():
             self._end(self._stages.pop(number))
@@ -245,16 +245,14 @@ class PrefillGroup(Replica):
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:
-        """Stages that are dead or do not let go in time. One that waits for a peer is freed by that peer's
-        death or leaving, at once over gloo; over NCCL it may not be, and is then given up as well."""
+        """Find the stages that are dead or do not leave in time, as may happen over NCCL."""
         leaving = {number: in_lane(stage.leave, COMMANDS)() for number, stage in self._stages.items()}
         if leaving:
             ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=_LEAVE_S)
-        return [number for number, left in leaving.items() if not _came(left)]
+        return [number for number, left in leaving.items() if not _succeeded(left)]
 
 
-def _came(answer: Any) -> bool:
-    """Whether a call has ended, and well."""
+def _succeeded(answer: Any) -> bool:
     try:
         ray.get(answer, timeout=0)
     except RayError:

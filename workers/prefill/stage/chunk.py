@@ -1,4 +1,4 @@
-"""What one chunk adds up on its way through a stage."""
+"""Adds up what one chunk does on its way through a stage."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from ...kernels.interface import Coverage
-from ..messages.events import LayerDensity
-from ..messages.stages import ChunkCommand, ChunkReport
+from ....kernels.interface import Coverage
+from ...messages.events import LayerDensity
+from ...messages.stages import ChunkCommand, ChunkReport
 from .phases import PhaseTimer
 
 
 @dataclass
 class ChunkWork:
-    """A chunk, its stopwatch and its sums.
+    """A chunk, its timer and its sums.
 
-    `seal` launches the way to the host of what is read from the device; once `wait` has returned it can be
-    read, on any thread, while the device computes the next chunk.
+    `seal` launches the copies of results to the host. After `wait` any thread can read them while the
+    device computes the next chunk.
     """
 
     command: ChunkCommand
@@ -28,17 +28,16 @@ class ChunkWork:
     coverage: list[tuple[int, Coverage]] = field(default_factory=list)
     handoff_bytes: int = 0
     finite: torch.Tensor | None = None
-    """Whether all that came out of the chunk are numbers."""
     logits_V: torch.Tensor | None = None
-    """After the prompt's last token, float32; None where nobody wants them."""
+    """Logits after the prompt's last token, float32; None where nobody wants them."""
     launched: float = 0.0
     through: float = 0.0
-    """When the host had launched all of it, and when the device had computed it, by perf_counter."""
+    """When the host had launched the chunk, and when the device had computed it (perf_counter)."""
     _computed_L: torch.Tensor | None = None
     _sealed: Any = None
 
     def seal(self) -> None:
-        """Once, after the last phase, on the thread that launches."""
+        """Call once, after the last phase, on the thread that launches."""
         if self.coverage:
             self._computed_L = _to_host(torch.stack([c.computed for _, c in self.coverage]).to(torch.float64))
         if self.finite is not None:
@@ -49,14 +48,13 @@ class ChunkWork:
         self.launched = time.perf_counter()
 
     def wait(self) -> None:
-        """Until the device has computed the chunk."""
         if self._sealed is not None:
             self._sealed.synchronize()
         self.through = time.perf_counter()
 
     def report(self, stage: int, after: float) -> ChunkReport:
-        """After `wait`. after: when the chunk before was through; the time of one that was launched earlier
-        begins there."""
+        """Report the chunk, after `wait`. after: when the chunk before was computed; this one's time begins
+        no earlier."""
         phases, density = self.timer.seconds(), self._density()
         return ChunkReport(
             request_id=self.command.request_id,
@@ -74,15 +72,15 @@ class ChunkWork:
         if self._computed_L is None:
             return ()
         seconds = self.timer.layers()
-        found = []
+        densities = []
         for (layer, coverage), tiles in zip(self.coverage, self._computed_L.tolist(), strict=True):
             parts = seconds.get(layer, {})
             attention = parts.get("attention", 0.0)
             choosing = sum(parts.values()) - attention
-            found.append(LayerDensity(layer, tiles, float(coverage.causal), attention, choosing))
-        return tuple(found)
+            densities.append(LayerDensity(layer, tiles, float(coverage.causal), attention, choosing))
+        return tuple(densities)
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy under way, into pinned memory; on the CPU, x."""
+    """On a GPU the copy is still under way, into pinned memory."""
     return x.to("cpu", non_blocking=True)

@@ -1,0 +1,163 @@
+"""One request of a decode worker, from its reservation to its end. Nothing here computes or receives."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..kv.handoff.inbox import KVInbox
+from ..kv.pages.pool import PAGE_TOKENS, pages_for
+from ..kv.pages.request_pages import RequestPages
+from ..kv.pages.sessions import KeptSession
+from ..messages.events import FinishEvent, FinishReason, FirstTokenTimings, Token
+from ..messages.methods import BLOCK
+from ..messages.requests import GenerateJob, Reservation
+from ..tracing import NO_SPAN, Span
+from .reads import Recompute, Step, plan_reads
+from .rows import Row
+from .times import RequestTimes
+
+DecodeEvent = FirstTokenTimings | Token | FinishEvent
+
+
+@dataclass(eq=False)
+class DecodeRequest:
+    """One request, which `DecodeRequests` keeps and engine and scheduler move on.
+
+    serial: never used again, unlike the id. reserved, renewed: seconds of the engine's clock. length:
+    tokens whose K/V is in the pages. token: the last one chosen, not in the pages yet. logits: before the
+    first token. inbox: of the last attempt.
+    """
+
+    serial: int
+    reservation: Reservation
+    pages: RequestPages
+    reserved: float
+    renewed: float
+    length: int
+    inbox: KVInbox = field(init=False)
+    times: RequestTimes = field(default_factory=RequestTimes)
+    events: asyncio.Queue[DecodeEvent] = field(default_factory=asyncio.Queue)
+    job: GenerateJob | None = None
+    deadline: float | None = None
+    reads: deque[Step] = field(default_factory=deque)
+    known_ids: array[int] = field(repr=False, default_factory=lambda: array("I"))
+    """Ids of all tokens before the answer, where blocks may be computed again."""
+    blocks: Sequence[int] = ()
+    selects_pages: bool = False
+    logits: Any = None
+    token: int = 0
+    produced: int = 0
+    ended: tuple[FinishReason, str] | None = None
+    overdue: int = 0
+    """How often in a row its lease was found to have run out."""
+    kept: KeptSession | None = None
+    """The session that was made of its prompt."""
+    span: Span = NO_SPAN
+
+    @property
+    def request_id(self) -> str:
+        return self.reservation.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the answer, a session's included."""
+        return self.pages.session_tokens + self.reservation.prompt_tokens
+
+    def plan_reads(self, append_ids: array[int], chunk: int) -> None:
+        """Plan its reads once all K/V is here. Raises ValueError."""
+        assert self.job is not None
+        answered, asked = self.job.answered_tokens, self.reservation.session_id is not None
+        if not 0 <= answered <= len(append_ids) - asked:
+            raise ValueError(f"answered_tokens {answered} is not within {len(append_ids)} appended tokens")
+        blocks, keep = self.job.recompute_blocks, self.job.keep_tokens
+        self.reads += plan_reads(
+            self.length, self.known_ids, append_ids, answered=answered, chunk=chunk, blocks=blocks, keep=keep
+        )
+        if self.known_ids:
+            self.known_ids += append_ids[: len(append_ids) - answered]
+
+    def prepare(self, step: Step) -> None:
+        """Give the request pages of its own where the step overwrites pages that others may share."""
+        size, known_tokens = PAGE_TOKENS, self.pages.session_tokens or self.reservation.prompt_tokens
+        if isinstance(step, Recompute):
+            pages = BLOCK // size
+            self.pages.divert([b * pages + page for b in self.blocks for page in range(pages)])
+        elif step.looks and step.start < known_tokens:
+            self.pages.divert(range(step.start // size, pages_for(known_tokens)))
+
+    def ids_of_blocks(self) -> array[int]:
+        ids = array("I")
+        for block in self.blocks:
+            ids += self.known_ids[block * BLOCK : (block + 1) * BLOCK]
+        return ids
+
+    @property
+    def ready(self) -> bool:
+        if self.job is None or self.ended is not None:
+            return False
+        if self.reservation.session_id is not None:
+            return True
+        return self.inbox.complete and self.inbox.logits_V is not None
+
+    @property
+    def left(self) -> int:
+        assert self.job is not None  # a request without a job is never ready
+        return self.job.sampling.max_tokens - self.produced
+
+    @property
+    def row(self) -> Row:
+        """Its row of the next decode step or of the first sampling."""
+        assert self.job is not None  # a request without a job is never ready
+        return Row(
+            self.serial, self.pages.table, self.length, self.token, self.job.sampling, self.selects_pages
+        )
+
+    async def settled(self) -> None:
+        """Wait until the last attempt's K/V is complete or lost, or the request has ended."""
+        waited = None
+        while waited is not self.inbox:
+            waited = self.inbox
+            await waited.settled()
+
+    def resume(self, points: Sequence[int], attempt: int, now: float) -> int:
+        """Begin another attempt to read the prompt. Returns the token from which on K/V must come again."""
+        tokens, self.inbox = self.inbox.resumed(points, attempt)
+        self.renewed = now
+        self.times.logits = self.times.complete = None
+        return tokens
+
+    def close(self, reason: FinishReason, message: str) -> None:
+        """End the request once; later calls change nothing."""
+        if self.ended is not None:
+            return
+        self.ended = (reason, message)
+        self.inbox.close()
+        self.logits = None
+        self.end_span()
+        if self.job is not None:
+            self.tell_end()
+        self.pages.end()
+
+    def end_span(self) -> None:
+        if self.span is NO_SPAN:
+            return
+        assert self.ended is not None
+        reason, message = self.ended
+        for part, moments in self.times.parts.items():
+            self.span.part(part, *moments)
+        failed = reason in (FinishReason.FAILED, FinishReason.NO_KV)
+        moved, answered = self.times.handoff_bytes, self.produced
+        self.span.end(reason.value, message if failed else "", handoff_bytes=moved, tokens=answered)
+        self.span = NO_SPAN
+
+    def tell_end(self) -> None:
+        assert self.ended is not None
+        reason, message = self.ended
+        self.events.put_nowait(
+            FinishEvent(self.request_id, reason, self.produced, self.times.report(), message)
+        )

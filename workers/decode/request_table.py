@@ -1,0 +1,176 @@
+"""A decode worker's requests: who holds which pages, who waits, and who is given up.
+
+Only the event loop's thread uses it. It computes and receives nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from ..kv.arrival import KVArrival
+from ..kv.handoff.inbox import KVInbox
+from ..kv.pages.pool import PAGE_TOKENS, PagePool
+from ..kv.pages.request_pages import PageManager
+from ..kv.pages.sessions import KeptSession, SessionsTable
+from ..kv.pages.waiting import (
+    OVERDUE_LOOKS,
+    ReservationQueue,
+    ReservationTime,
+    last_holders,
+    seconds_until_room,
+)
+from ..messages.events import FinishReason
+from ..messages.requests import RefusalReason, Refused, Reservation, Reserved
+from ..messages.states import DECODE_PREFIX, OwnerUse
+from ..model.directory.model_config import ModelConfig
+from ..settings import DecodeConfig
+from .request import DecodeRequest
+
+
+class DecodeRequests:
+    """The requests by id, from reservation until their callers have heard how they ended. `kv_changed` is
+    called with the request whose inbox has changed."""
+
+    def __init__(
+        self,
+        name: str,
+        config: DecodeConfig,
+        model: ModelConfig,
+        kv_changed: Callable[[DecodeRequest], None],
+        wall: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._layers = model.layers
+        self._lease_s = config.stream_lease_s
+        self._kv_changed = kv_changed
+        self._wall = wall
+        self._clock = clock
+        pool = PagePool(config.cache_tokens // PAGE_TOKENS, on_free=self._pages_came_back)
+        sessions = SessionsTable(name.removeprefix(DECODE_PREFIX), pool, config.max_session_ttl_s)
+        self.manager = PageManager(pool, sessions, model.positions)
+        self.queue = ReservationQueue(self._take, self._expected_wait, config.max_wait_s, wall, clock)
+        self._reservation_time = ReservationTime()
+        self._serials = itertools.count()
+        self._requests: dict[str, DecodeRequest] = {}
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return iter(list(self._requests.values()))
+
+    def find(self, request_id: str) -> DecodeRequest | None:
+        return self._requests.get(request_id)
+
+    def live(self, request_id: str) -> DecodeRequest | None:
+        request = self._requests.get(request_id)
+        return None if request is None or request.ended is not None else request
+
+    def forget(self, request: DecodeRequest) -> None:
+        """Drop an ended request whose caller has heard why, unless another one has its id now."""
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+
+    async def reserve(self, reservation: Reservation) -> Reserved | Refused:
+        if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
+            return Refused(RefusalReason.DUPLICATE, f"a request {reservation.request_id} is already here")
+        return await self.queue.reserve(reservation)
+
+    def _take(self, reservation: Reservation, behind: int) -> Reserved | Refused:
+        held = self.manager.reserve(reservation, self._wall(), behind)
+        if isinstance(held, Refused):
+            return held
+        began = self._clock()
+
+        held.on_free = lambda: self._reservation_time.ended(self._clock() - began)
+        expected = reservation.prompt_tokens if reservation.session_id is None else 0
+        request = DecodeRequest(
+            serial=next(self._serials),
+            reservation=reservation,
+            pages=held,
+            reserved=began,
+            renewed=began,
+            length=held.session_tokens + expected,
+        )
+        arrival = KVArrival(self._layers, expected)
+        request.inbox = KVInbox(arrival, held, partial(self._kv_changed, request))
+        self._requests[reservation.request_id] = request
+        return Reserved(held.count, held.session_tokens)
+
+    def _pages_came_back(self) -> None:
+        if self.queue:
+            asyncio.get_running_loop().call_soon(self.queue.serve)
+
+    def _expected_wait(self, pages: int, ahead: Sequence[int]) -> float | None:
+        """Seconds until so many pages are free; None until a request has ended here."""
+        use = self._reservation_time.mean
+        if use is None:
+            return None
+        now, free = self._clock(), self.manager.pool.free
+        held = self.manager.sessions.leases(self._wall())
+        held += [
+            (self._reservation_time.left(now - request.reserved), request.pages.every_page)
+            for request in self
+            if not request.pages.freed.is_set()
+        ]
+        return seconds_until_room(pages, free, last_holders(held), ahead, use)
+
+    def _is_there(self, session: KeptSession) -> bool:
+        return self.manager.sessions.find(session.session_id, session.owner, self._wall()) is not None
+
+    @property
+    def unended(self) -> int:
+        return sum(request.ended is None for request in self)
+
+    def uses(self) -> Iterator[OwnerUse]:
+        """List what each owner holds, through each door and in sessions."""
+        requests: Counter[tuple[str, str]] = Counter()
+        tokens: Counter[tuple[str, str]] = Counter()
+        for request in self:
+            if request.ended is None:
+                reservation = request.reservation
+                requests[reservation.owner, reservation.door] += 1
+                own = reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
+                if request.kept is not None and self._is_there(request.kept):
+                    own -= request.kept.tokens - request.pages.session_tokens  # its pages are counted below
+                tokens[reservation.owner, reservation.door] += max(0, own)
+        for owner, held in self.manager.sessions.held():
+            tokens[owner, ""] += held
+        for (owner, door), held in tokens.items():
+            yield OwnerUse(owner, door, requests[owner, door], held)
+
+    def renew(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            request.renewed = self._clock()
+            if request.kept is not None and request.ended is not None:
+                self.forget(request)
+        self.queue.renew(request_ids)
+
+    def expire(self) -> None:
+        """End sessions past their lease, and requests past their deadline or lease."""
+        wall, now = self._wall(), self._clock()
+        self.manager.sessions.expire(wall)
+        self.queue.expire(self._lease_s)
+        for request in self:
+            late = now - request.renewed > self._lease_s
+            request.overdue = request.overdue + 1 if late else 0
+            if request.overdue > OVERDUE_LOOKS:
+                self._abandon(request)
+            elif request.deadline is not None and wall >= request.deadline:
+                request.close(FinishReason.DEADLINE, "the deadline passed")
+
+    def _abandon(self, request: DecodeRequest) -> None:
+        request.close(FinishReason.CANCELLED, "nobody renewed the request")
+        if request.kept is not None:
+            self.manager.sessions.release(request.kept.session_id, request.kept.owner, self._wall())
+        self.forget(request)
+
+    def clear(self, message: str) -> None:
+        self.queue.clear(message)
+        for request in self:
+            request.close(FinishReason.CANCELLED, message)
+        self.manager.sessions.clear()
