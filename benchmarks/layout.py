@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..service.client.size import GIB, Sizing, sizing
-from ..workers.model.config import ModelConfig
+from ..workers.model.directory.model_config import ModelConfig
 from ..workers.settings import Quantisation
 
 _ANY_NUMBER = 1 << 30

@@ -23,7 +23,7 @@ from deltafront.benchmarks.arguments import told
 from deltafront.benchmarks.harness import commit_of, write_json
 from deltafront.benchmarks.long_context import make_document
 from deltafront.benchmarks.reader import MODEL, ROOT, Reader, known_method, load_tokenizer
-from deltafront.workers.model.decoder import load_model
+from deltafront.workers.model.decoder.load import load_model
 
 DTYPES = ("bfloat16", "float16", "float32")
 LONGEST_ANSWER = 48

@@ -1,7 +1,7 @@
 """One model in one process: reads a document in chunks with a prefill method, as a prefill worker does.
 
 No service, so that only the arithmetic differs between methods. Shape suffixes as in
-`workers.model.decoder` and `kernels.interface`; L layers, P rows computed again.
+`workers.model.decoder.stack` and `kernels.interface`; L layers, P rows computed again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from deltafront.kernels.interface import AttentionInput, Coverage, Phase, StateS
 from deltafront.kernels.layers.rope import KVRows
 from deltafront.kernels.methods import MethodSpec, method_spec
 from deltafront.workers.calibration.probes import Text
-from deltafront.workers.model import store as model_store
-from deltafront.workers.model.decoder import LayerStack
-from deltafront.workers.model.levels import thresholds_for
-from deltafront.workers.model.profile import Profile
-from deltafront.workers.model.recompute import recompute, rows_of_blocks
+from deltafront.workers.model.calibrated.levels import thresholds_for
+from deltafront.workers.model.calibrated.profile import Profile
+from deltafront.workers.model.decoder.recompute import recompute, rows_of_blocks
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory import store as model_store
 from deltafront.workers.prefill.stage import warm_up as prefill_warm_up
 from deltafront.workers.prefill.stage.phases import phase_timer
 from deltafront.workers.settings import ModelSpec

@@ -148,9 +148,10 @@ def capture(
     """(q_BHTD, k_BGSD) of the layers asked for, after RoPE, from one dense pass over the text."""
     from tokenizers import Tokenizer
 
-    from ..workers.model.config import read_config
-    from ..workers.model.decoder import load_stack
-    from ..workers.model.store import adapter_directory, model_directory
+    from ..workers.model.decoder.load import load_stack
+    from ..workers.model.directory.model_config import read_config
+    from ..workers.model.directory.store import adapter_directory, model_directory
+    from ..workers.model.weights.stack_weights import StackSpec
 
     directory = model_directory(choice.model)
     config = read_config(directory, choice.overrides)
@@ -159,13 +160,15 @@ def capture(
         raise SystemExit(f"the text has {len(ids)} tokens, {tokens} are needed: give a longer one")
     stack = load_stack(
         directory,
-        config,
-        range(max(layers) + 1),
-        embedding=True,
-        head=False,
-        dtype=choice.dtype,
-        device=choice.device,
-        adapter=None if choice.adapter is None else adapter_directory(choice.adapter),
+        StackSpec(
+            config=config,
+            layers=range(max(layers) + 1),
+            embedding=True,
+            head=False,
+            dtype=choice.dtype,
+            device=choice.device,
+            adapter=None if choice.adapter is None else adapter_directory(choice.adapter),
+        ),
     )
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

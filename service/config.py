@@ -27,10 +27,11 @@ from ..workers.messages.methods import (
     load_methods,
     reads_whole_prompts,
 )
-from ..workers.model.config import ModelConfig, ModelError
-from ..workers.model.levels import thresholds_for
-from ..workers.model.profile import Profile
-from ..workers.model.store import profile_file
+from ..workers.model.calibrated.levels import thresholds_for
+from ..workers.model.calibrated.profile import Profile
+from ..workers.model.directory.json_files import ModelError
+from ..workers.model.directory.model_config import ModelConfig
+from ..workers.model.directory.store import profile_file
 from ..workers.settings import (
     Amount,
     Count,

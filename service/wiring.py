@@ -12,10 +12,10 @@ from pathlib import Path
 from .. import __version__
 from ..workers.messages.methods import PRESETS
 from ..workers.messages.states import DecodeStats, GroupStats
-from ..workers.model.config import read_config
-from ..workers.model.headers import check_weights
-from ..workers.model.profile import Profile, load_profile
-from ..workers.model.store import adapter_directory, model_directory
+from ..workers.model.calibrated.profile import Profile, load_profile
+from ..workers.model.directory.headers import check_weights
+from ..workers.model.directory.model_config import read_config
+from ..workers.model.directory.store import adapter_directory, model_directory
 from ..workers.settings import ModelSpec, PrefillConfig
 from ..workers.tracing import SpanSink, provider
 from .config import ConfigError, DoorConfig, ServiceConfig

@@ -32,8 +32,13 @@ ROOMS = {
     "workers.leaving": "",
     "workers.progress": "",
     "workers.tracing": "",
-    "workers.model": "workers.settings workers.progress kernels",
-    "workers.calibration": "workers.settings workers.model kernels",
+    "workers.model": "",
+    "workers.model.directory": "workers.settings workers.model.weights.gguf_conversion",
+    "workers.model.weights": "workers.settings workers.progress workers.model.directory kernels",
+    "workers.model.decoder": """workers.settings workers.progress workers.model.directory
+        workers.model.weights kernels""",
+    "workers.model.calibrated": "workers.settings workers.model.directory kernels",
+    "workers.calibration": "workers.settings workers.model.decoder workers.model.calibrated kernels",
     "workers.kv": "workers.messages workers.settings workers.roles",
     "workers.kv.pages": "workers.messages kernels.constants",
     "workers.prefill": "",
@@ -45,33 +50,29 @@ ROOMS = {
     "workers.decode": """workers.messages workers.settings workers.roles workers.remote workers.replica
         workers.leaving workers.progress workers.tracing workers.model workers.kv kernels""",
     "service.errors": "",
-    "service.config": """workers.messages workers.settings workers.tracing workers.model.config
-        workers.model.levels workers.model.profile workers.model.store""",
+    "service.config": """workers.messages workers.settings workers.tracing workers.model.directory
+        workers.model.calibrated""",
     "service.metrics": "workers.messages service.errors service.gauges service.scrape",
     "service.gauges": "workers.messages",
     "service.scrape": "",
     "service.fleet": "workers.messages workers.roles workers.remote service.errors",
-    "service.request": """workers.messages workers.roles workers.settings workers.model.chat_template
-        workers.model.files workers.model.levels workers.model.profile workers.model.tokenizer_files
-        service.errors service.config service.metrics
-        service.tracing service.fleet""",
+    "service.request": """workers.messages workers.roles workers.settings workers.model.directory
+        workers.model.calibrated service.errors service.config service.metrics service.tracing
+        service.fleet""",
     "service.tracing": "workers.tracing service.errors",
     "service.door": "workers.messages service.errors service.request protos",
-    "service.wiring": """workers.messages workers.settings workers.tracing workers.model.config
-        workers.model.headers workers.model.profile workers.model.store service.config service.gauges
-        service.metrics service.fleet
-        service.request service.door service.tracing""",
+    "service.wiring": """workers.messages workers.settings workers.tracing workers.model.directory
+        workers.model.calibrated service.config service.gauges service.metrics service.fleet service.request
+        service.door service.tracing""",
     "service.exporter": "service.metrics",
     "service.listening": "",
     "service.haproxy": "service.listening service.haproxy_config",
     "service.haproxy_config": "",
     "service.app": """workers.settings workers.prefill.group.group workers.decode.worker service.config
         service.metrics service.exporter service.fleet service.door service.wiring service.listening""",
-    "service.client": """kernels.methods workers.messages workers.settings workers.model.config
-        workers.model.decoder workers.model.store
-        workers.calibration workers.model.digest workers.model.profile
-        workers.kv.pages.pool service.errors
-        service.config service.haproxy service.listening service.door.wire service.door.status
+    "service.client": """kernels.methods workers.messages workers.settings workers.model.directory
+        workers.model.calibrated workers.model.decoder workers.calibration workers.kv.pages.pool
+        service.errors service.config service.haproxy service.listening service.door.wire service.door.status
         service.request.answers service.request.calls service.request.plan
         service.request.tokenizer service.wiring service.app protos""",
 }
@@ -251,9 +252,15 @@ TORCH_FREE = [
     "service.client.size",
     "workers.messages.stages",
     "workers.settings",
-    "workers.model.config",
-    "workers.model.shares",
-    "workers.model.levels",
+    "workers.model.directory.digest",
+    "workers.model.directory.headers",
+    "workers.model.directory.layer_shares",
+    "workers.model.directory.model_config",
+    "workers.model.directory.store",
+    "workers.model.directory.tokenizer_files",
+    "workers.model.calibrated.levels",
+    "workers.model.calibrated.profile",
+    "workers.calibration.probes",
     "workers.kv.pages.waiting",
     "workers.kv.pages.request_pages",
     "workers.prefill.group.schedule",

@@ -78,9 +78,10 @@ from deltafront.kernels.constants import BLOCK
 from deltafront.kernels.methods import load
 from deltafront.workers.calibration.probes import Document, Question, Text
 from deltafront.workers.calibration.sensitivity import divergence
-from deltafront.workers.model.decoder import LayerStack, load_model
-from deltafront.workers.model.levels import thresholds_for
-from deltafront.workers.model.profile import Profile, load_profile
+from deltafront.workers.model.calibrated.levels import thresholds_for
+from deltafront.workers.model.calibrated.profile import Profile, load_profile
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import ModelSpec, Quantisation
 
 QUESTION_ROOM = 512

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.decoder.stack import LayerStack
 
 _ROWS = 512
 

@@ -23,7 +23,7 @@ from deltafront.benchmarks.accuracy.predictions import predicted
 from deltafront.benchmarks.reader import Reader, parse_method
 from deltafront.kernels.methods import resume_step
 from deltafront.workers.calibration.probes import Question
-from deltafront.workers.model.recompute import BlockAttention
+from deltafront.workers.model.decoder.recompute import BlockAttention
 from deltafront.workers.prefill.stage.phases import phase_timer
 
 READ_AGAIN = 512

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from deltafront.service.client.size import SHAPES as LLAMAS
-from deltafront.workers.model.config import ModelConfig
-from deltafront.workers.model.store import INDEX
+from deltafront.workers.model.directory.model_config import ModelConfig
+from deltafront.workers.model.directory.store import INDEX
 
 TINY = replace(LLAMAS["8b"], layers=6, hidden=128, intermediate=256, q_heads=4, kv_heads=2, vocab=512)
 SHAPES: Mapping[str, ModelConfig] = {**LLAMAS, "tiny": replace(TINY, head_dim=64)}

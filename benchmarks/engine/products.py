@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from deltafront.kernels.constants import BLOCK
-from deltafront.workers.model.config import ModelConfig
+from deltafront.workers.model.directory.model_config import ModelConfig
 
 
 def products_s(

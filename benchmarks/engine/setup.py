@@ -12,7 +12,7 @@ import yaml
 
 from deltafront.kernels.constants import BLOCK, PAGE_TOKENS
 from deltafront.service.client.size import GIB, RESERVE_GIB
-from deltafront.workers.model.config import ModelConfig
+from deltafront.workers.model.directory.model_config import ModelConfig
 
 ANSWER_ROOM = 1024
 """Tokens of a prompt's room beyond it: what is appended and answered."""

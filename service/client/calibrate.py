@@ -26,10 +26,17 @@ from ...workers.calibration.probes import (
     needles,
     values,
 )
-from ...workers.model.config import ModelConfig, ModelError
-from ...workers.model.digest import model_digest
-from ...workers.model.profile import DecodePages, Profile, ProfiledModel, ProfiledText, load_profile
-from ...workers.model.store import model_directory
+from ...workers.model.calibrated.profile import (
+    DecodePages,
+    Profile,
+    ProfiledModel,
+    ProfiledText,
+    load_profile,
+)
+from ...workers.model.directory.digest import model_digest
+from ...workers.model.directory.json_files import ModelError
+from ...workers.model.directory.model_config import ModelConfig
+from ...workers.model.directory.store import model_directory
 from ...workers.settings import DecodeConfig, Dtype, ModelSpec
 from ..wiring import shown_name
 from .terminal import err, fail, read_text
@@ -37,9 +44,9 @@ from .terminal import err, fail, read_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from ...workers.calibration.levels import Allocation
-    from ...workers.calibration.pages import Calibration
-    from ...workers.model.decoder import LayerStack
+    from ...workers.calibration.delta_layers import Calibration
+    from ...workers.calibration.method_levels import Allocation
+    from ...workers.model.decoder.stack import LayerStack
 
 ANSWER_ROOM = 128
 """Tokens kept free for each question with its answer, so that the whole has the length asked for."""
@@ -90,10 +97,10 @@ def calibrate_command(
     json: Annotated[bool, typer.Option("--json", help="Everything, as one line of JSON.")] = False,
 ) -> None:
     """Choose Δ-layers for sparse decoding, and with --density what each head reads in sparse prefill."""
-    from ...workers.calibration.levels import method_levels, require_thresholds
-    from ...workers.calibration.pages import shortest_text
+    from ...workers.calibration.delta_layers import shortest_text
+    from ...workers.calibration.method_levels import method_levels, require_thresholds
     from ...workers.messages.methods import PAGE_TOKENS
-    from ...workers.model.decoder import load_model
+    from ...workers.model.decoder.load import load_model
 
     _refuse(context, profile, allocation)
     try:
@@ -128,7 +135,16 @@ def calibrate_command(
             )
         if density and whole is not None:
             how = cast("Allocation", allocation)  # checked above
-            levels = method_levels(stack, probes, asked, density, _tell, how, answers, whole)
+            levels = method_levels(
+                stack,
+                probes,
+                asked,
+                density,
+                told=_tell,
+                allocation=how,
+                answer_weight=answers,
+                profile=whole,
+            )
             whole = whole.plus(levels, texts)
         if profile is not None and whole is not None:
             whole.write(profile)
@@ -194,8 +210,8 @@ def _delta_layers(
     stack: LayerStack, read: list[Document], pages: dict[str, Any], layers: int, dense_layers: int | None
 ) -> Calibration:
     """As the command's options say; pages: budget, recency and full layers, as a profile names them."""
-    from ...workers.calibration.page_search import refine
-    from ...workers.calibration.pages import calibrate
+    from ...workers.calibration.delta_layer_search import refine
+    from ...workers.calibration.delta_layers import calibrate
 
     _tell(f"Reading {len(read)} texts of up to {max(len(one.ids) for one in read)} tokens")
     budget, recency, full_layers = pages["page_budget"], pages["recency"], pages["full_layers"]

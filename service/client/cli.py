@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from ... import __version__
-from ...workers.model.config import ModelError
+from ...workers.model.directory.json_files import ModelError
 from ...workers.settings import ModelSpec
 from ..config import ConfigError, ServiceConfig, load, parse
 from ..wiring import local_model

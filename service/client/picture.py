@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ...workers.messages.events import Progress
 from ...workers.messages.methods import MethodError, MethodSpec
-from ...workers.model.config import ModelError
+from ...workers.model.directory.json_files import ModelError
 from ..config import ConfigError, ServiceConfig, load
 from ..request.answers import Timings
 from ..request.tokenizer import TextTokenizer

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...workers.kv.pages.pool import PAGE_TOKENS, pages_for
-from ...workers.model.config import ModelConfig, ModelError, RopeConfig, read_config
+from ...workers.model.directory.json_files import ModelError
+from ...workers.model.directory.model_config import ModelConfig, RopeConfig, read_config
 from ...workers.settings import Dtype, Quantisation
 from .terminal import fail
 
@@ -29,7 +30,7 @@ DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 FACTOR_BYTES = 4
 """Of the factor that each output channel of an 8-bit matrix has."""
 RESERVE_GIB = 8.0
-"""Per process on a GPU: the CUDA context and NCCL (about 1 GiB), a chunk of 16,384 tokens in the feed-forward
+"""Per process on a GPU: the CUDA context and NCCL (about 1 GiB), a chunk of 16,384 tokens in the MLP
 (3 GiB for 70B), what tile selection keeps (2.9 GiB at 524,288 tokens: docs/figures.md), CUDA graphs."""
 
 
@@ -95,21 +96,21 @@ def weight_bytes(
     dtype: Dtype,
     quantisation: Quantisation | None,
     *,
-    feeds: int | None = None,
+    mlps: int | None = None,
     embedding: bool = True,
     head: bool = True,
 ) -> int:
-    """Weights of the attention of so many layers, of `feeds` feed-forward networks (as many, unless told
+    """Weights of the attention of so many layers, of `mlps` MLPs (as many, unless told
     otherwise) and of the ends asked for. In 8 bits are the layers' matrices alone, with a factor for each
     output channel."""
-    feeds = layers if feeds is None else feeds
+    mlps = layers if mlps is None else mlps
     size = DTYPE_BYTES[dtype]
-    plain = model.weights(layers, feeds, embedding=embedding, head=head) * size
+    plain = model.weights(layers, mlps, embedding=embedding, head=head) * size
     if quantisation is None:
         return plain
-    matrices = layers * model.attention_matrices + feeds * model.feed_forward_matrices
+    matrices = layers * model.attention_matrices + mlps * model.mlp_matrices
     channels = layers * ((model.q_heads + 2 * model.kv_heads) * model.head_dim + model.hidden)
-    channels += feeds * (2 * model.intermediate + model.hidden)
+    channels += mlps * (2 * model.intermediate + model.hidden)
     return plain - matrices * (size - 1) + channels * FACTOR_BYTES
 
 
@@ -122,8 +123,8 @@ def stage_bytes(
     needs = []
     for stage, share in enumerate(model.split(stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
-        layers, feeds = len(share.layers), len(share.feeds)
-        weights = weight_bytes(model, layers, dtype, kind, feeds=feeds, **ends)
+        layers, mlps = len(share.layers), len(share.mlps)
+        weights = weight_bytes(model, layers, dtype, kind, mlps=mlps, **ends)
         needs.append(weights + room * model.kv_values(layers))
     return max(needs)
 

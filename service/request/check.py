@@ -16,8 +16,8 @@ import numpy as np
 
 from ...workers.messages.methods import MethodError, MethodSpec, reads_whole_prompts
 from ...workers.messages.requests import PageSelection, Sampling
-from ...workers.model.levels import thresholds_for
-from ...workers.model.profile import Profile
+from ...workers.model.calibrated.levels import thresholds_for
+from ...workers.model.calibrated.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument, TooLong
 from .calls import GenerateCall, GenerateRequest, Messages, PrefillCall, PrefillRequest, Prompt, Wishes

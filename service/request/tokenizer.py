@@ -1,6 +1,7 @@
 """Text and chat messages to token ids and back, with the `tokenizers` library alone (no transformers).
 
-Reads tokenizer.json of a model directory, and what stands beside it (`workers/model/tokenizer_files.py`).
+Reads tokenizer.json of a model directory, and what stands beside it
+(`workers/model/directory/tokenizer_files.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from ...workers.messages.requests import ID_BYTES
-from ...workers.model.chat_template import OURS, ChatTemplate
-from ...workers.model.files import ModelError, refuse_pointer
-from ...workers.model.tokenizer_files import AddedToken, TokenizerFiles
+from ...workers.model.directory.chat_template import OURS, ChatTemplate
+from ...workers.model.directory.json_files import ModelError, refuse_pointer
+from ...workers.model.directory.tokenizer_files import AddedToken, TokenizerFiles
 from .calls import SpecialTokens
 from .control import LOOKED_FOR, ControlTokens, Unhideable
 

@@ -29,8 +29,9 @@ from deltafront.service.config import load
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
 from deltafront.workers.decode.page_selection import plan_layers
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
 
 from ..workers.profiles import make_profile
 from ..workers.tiny_model import make_tiny_model
@@ -48,7 +49,17 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     config = read_config(directory)
     layers = range(config.layers)
     made = Reader(
-        load_stack(directory, config, layers, embedding=True, head=True, dtype=torch.float32, device="cpu"),
+        load_stack(
+            directory,
+            StackSpec(
+                config=config,
+                layers=layers,
+                embedding=True,
+                head=True,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+            ),
+        ),
         TOKENS + 64,
     )
     with torch.inference_mode():
@@ -228,7 +239,15 @@ def test_a_density_is_read_with_the_profiles_amounts(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path)
     config = read_config(directory)
     stack = load_stack(
-        directory, config, range(config.layers), embedding=True, head=True, dtype=torch.float32, device="cpu"
+        directory,
+        StackSpec(
+            config=config,
+            layers=range(config.layers),
+            embedding=True,
+            head=True,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        ),
     )
     profiled = Reader(stack, 1024, make_profile(directory))
     method = "block_pool:density={},window=1,min_tokens=0"

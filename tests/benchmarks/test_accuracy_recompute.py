@@ -23,9 +23,10 @@ from deltafront.benchmarks.accuracy.report import Outcome, parse_gate, rows
 from deltafront.benchmarks.reader import Reader
 from deltafront.kernels.constants import BLOCK
 from deltafront.workers.calibration.probes import Question
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
-from deltafront.workers.model.recompute import QUESTION_ROWS, BlockAttention
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.recompute import QUESTION_ROWS, BlockAttention
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
 
 from ..workers.tiny_model import make_tiny_model
 
@@ -50,7 +51,17 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     config = read_config(directory)
     layers = range(config.layers)
     return Reader(
-        load_stack(directory, config, layers, embedding=True, head=True, dtype=torch.float32, device="cpu"),
+        load_stack(
+            directory,
+            StackSpec(
+                config=config,
+                layers=layers,
+                embedding=True,
+                head=True,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+            ),
+        ),
         len(DOCUMENT) + 2 * BLOCK,
     )
 

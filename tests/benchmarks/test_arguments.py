@@ -14,7 +14,7 @@ from deltafront.benchmarks.accuracy import served
 from deltafront.benchmarks.accuracy.__main__ import _arguments, _load
 from deltafront.benchmarks.harness import write_json
 from deltafront.benchmarks.reader import Reader, split_method
-from deltafront.workers.model.decoder import load_model
+from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.settings import ModelSpec
 
 from ..workers.tiny_model import make_tiny_model

@@ -21,8 +21,9 @@ from deltafront.kernels.selectors.rules import cpu
 from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.kernels.testing import assert_rows_close, random_input
 from deltafront.service.config import ConfigError, parse
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
 
 SHAPE = replace(SHAPES["tiny"], layers=3, positions=2048)
 
@@ -32,7 +33,15 @@ def test_a_model_directory_is_what_the_workers_load(tmp_path: Path) -> None:
     config = read_config(tmp_path)
     assert config == SHAPE
     stack = load_stack(
-        tmp_path, config, range(3), embedding=True, head=True, dtype=torch.float32, device="cpu"
+        tmp_path,
+        StackSpec(
+            config=config,
+            layers=range(3),
+            embedding=True,
+            head=True,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        ),
     )
     logits_TV = stack.logits(stack.embed(torch.arange(5)))
     assert logits_TV.isfinite().all() and logits_TV.std() > 0
@@ -203,7 +212,7 @@ def test_the_last_layer_is_multiplied_to_its_end_for_a_prompt_s_last_block_alone
     assert [rows for rows, _, _ in every] == [256] * (2 * 4 + 1) + [144] * (2 * 4 + 1) + [16] * 3
     assert [one[1:] for one in every[8:13]] == [matrices(SHAPE)[0], *matrices(SHAPE)]
     sums = sum(rows * out * width for rows, out, width in every)
-    layer = SHAPE.attention_matrices + SHAPE.feed_forward_matrices
+    layer = SHAPE.attention_matrices + SHAPE.mlp_matrices
     assert sums == 400 * 3 * layer - 384 * (layer - SHAPE.qkv_matrices)
     whole = list(products(SHAPE, 64, 64))
     assert [rows for rows, _, _ in whole] == [64] * (3 * 4)

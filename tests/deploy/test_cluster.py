@@ -20,7 +20,7 @@ from deltafront.service.client import DeltafrontClient, GenerateFinished, Prefil
 from deltafront.service.config import parse
 from deltafront.service.errors import Unauthenticated
 from deltafront.service.fleet.sessions import worker_of
-from deltafront.workers.model.store import DEFAULT_MODEL, model_directory
+from deltafront.workers.model.directory.store import DEFAULT_MODEL, model_directory
 
 from .local_cluster import LocalCluster
 from .manifests import ROOT, serve_config

@@ -24,7 +24,7 @@ from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 from deltafront.service import app
 from deltafront.service.client import cli
 from deltafront.service.client.local_ray import PROXY_PERIOD_S
-from deltafront.workers.model import store
+from deltafront.workers.model.directory import store
 
 from .local_cluster import LABEL
 from .manifests import (

@@ -23,7 +23,7 @@ from deltafront.benchmarks.harness import commit_of
 from deltafront.dashboards.prometheus import RAY_EXPORTS
 from deltafront.service.client.server_process import LocalService
 from deltafront.workers.calibration import needles as hay
-from deltafront.workers.model import store as model_store
+from deltafront.workers.model.directory import store as model_store
 
 from ..collector import Collector
 from .wire import Wire

@@ -17,7 +17,7 @@ from deltafront.service import wiring
 from deltafront.service.client.size import SHAPES
 from deltafront.service.config import MODEL_ID, ConfigError, DoorConfig, load, parse
 from deltafront.service.wiring import check_start
-from deltafront.workers.model.config import read_config
+from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.settings import DecodeConfig, HandoffConfig, ModelSpec, pairing
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.yaml"))

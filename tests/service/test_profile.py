@@ -19,7 +19,7 @@ from deltafront.service.config import ConfigError, ServiceConfig, load, parse
 from deltafront.service.errors import InvalidArgument
 from deltafront.service.wiring import check_start
 from deltafront.workers.messages.methods import MethodSpec
-from deltafront.workers.model import store
+from deltafront.workers.model.directory import store
 from deltafront.workers.settings import DecodeConfig
 
 from ..workers.profiles import write_profile

@@ -19,8 +19,10 @@ from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.events import FinishEvent, FirstTokenTimings, Token
 from deltafront.workers.messages.requests import GenerateJob, Reservation, Reserved, Sampling
 from deltafront.workers.messages.stages import FirstLogits, KVAnnouncement
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 from deltafront.workers.tracing import NO_TRACER, Tracer
 
@@ -81,7 +83,15 @@ def tiny_stack(tiny_llama: Path) -> LayerStack:
     config = read_config(tiny_llama)
     everything = range(config.layers)
     return load_stack(
-        tiny_llama, config, everything, embedding=True, head=True, dtype=torch.float32, device="cpu"
+        tiny_llama,
+        StackSpec(
+            config=config,
+            layers=everything,
+            embedding=True,
+            head=True,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        ),
     )
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deltafront.kernels.methods import method_spec
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.digest import model_digest
-from deltafront.workers.model.profile import (
+from deltafront.workers.model.calibrated.profile import (
     DecodePages,
     Level,
     MethodLevels,
@@ -18,6 +16,8 @@ from deltafront.workers.model.profile import (
     ProfiledText,
     shaping_options,
 )
+from deltafront.workers.model.directory.digest import model_digest
+from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.settings import ModelSpec
 
 TEXT = ProfiledText(sha256="ab" * 32, tokens=900)

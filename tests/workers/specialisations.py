@@ -28,9 +28,15 @@ from deltafront.workers.decode.runner import DecodeRunner, warm_up
 from deltafront.workers.kv.pages.pool import pages_for
 from deltafront.workers.messages.requests import Sampling
 from deltafront.workers.messages.stages import ChunkCommand, OpenRequest
-from deltafront.workers.model.config import ModelConfig, read_config
-from deltafront.workers.model.decoder import load_model
-from deltafront.workers.model.profile import Level, MethodLevels, Profile, ProfiledModel, shaping_options
+from deltafront.workers.model.calibrated.profile import (
+    Level,
+    MethodLevels,
+    Profile,
+    ProfiledModel,
+    shaping_options,
+)
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.directory.model_config import ModelConfig, read_config
 from deltafront.workers.prefill.stage.activations import Activations
 from deltafront.workers.prefill.stage.loading import load_stage
 from deltafront.workers.prefill.stage.stage import PrefillStage

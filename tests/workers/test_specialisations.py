@@ -70,9 +70,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_two_stages_cut_a_layer_in_two() -> None:
-    """Else the cases of stages would not meet one that begins with a feed-forward network."""
+    """Else the cases of stages would not meet one that begins with a MLP."""
     first, last = SHAPE.split(2)
-    assert first.feeds.stop == last.feeds.start == first.layers.stop - 1
+    assert first.mlps.stop == last.mlps.start == first.layers.stop - 1
 
 
 def test_without_a_warm_up_kernels_are_missing(found: dict[str, Any]) -> None:

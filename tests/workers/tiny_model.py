@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput, StateSpec, Thresholds
 from deltafront.kernels.methods import MethodSpec
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
-from deltafront.workers.model.headers import expected_shapes
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.directory.headers import expected_shapes
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 5, 64, 4, 2, 64, 199
 
@@ -83,7 +84,15 @@ def whole_prompt(
     config = read_config(directory)
     layers = range(config.layers)
     stack = load_stack(
-        directory, config, layers, embedding=True, head=True, dtype=torch.float32, device="cpu"
+        directory,
+        StackSpec(
+            config=config,
+            layers=layers,
+            embedding=True,
+            head=True,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        ),
     )
     ids_T = torch.from_numpy(np.frombuffer(token_ids, "<u4").astype(np.int64))
     method = build(spec, thresholds)

@@ -1,1 +1,5 @@
-"""What is measured of a model once, on texts: thresholds of selection rules for each head, and Δ-layers."""
+"""Measures a model once, on texts with facts hidden in them (`probes.py`), for its profile.
+
+Prefill: `method_levels.py` makes thresholds for each head. Decode: `delta_layers.py`, then
+`delta_layer_search.py`. `tiles.py` shows what a method reads.
+"""

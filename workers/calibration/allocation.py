@@ -1,6 +1,6 @@
-"""Which quota each head gets under one mean density: by marginal gain on the curves of `curves.py`.
+"""Gives each head a quota under one mean density, by marginal gain on the curves of `curves.py`.
 
-Shape suffixes as there; L layers, H heads, I quotas.
+Shape suffixes: L layers, H heads, I quotas.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Point = tuple[float, float, float]
 
 
 def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:
-    """The quota of each head so that the heads' mean density is at most `density` and the sum of their errors
-    is as small as steps along the lower convex hull of each curve make it.
+    """Return each head's quota so that the heads' mean density is at most `density`.
 
-    Raises ValueError if even every head's cheapest point is more than `density`.
+    The sum of errors is as small as steps along each curve's lower convex hull make it. Raises ValueError if
+    all heads' cheapest points together exceed the density.
     """
     hulls = [lower_hull(points) for points in curves]
     left = density * len(hulls) - sum(hull[0][0] for hull in hulls)
@@ -46,7 +46,7 @@ def allocate(curves: Sequence[Sequence[Point]], density: float) -> list[float]:
 
 
 def lower_hull(points: Sequence[Point]) -> list[Point]:
-    """The corners of the lower convex hull from the least density to the least error, ascending density."""
+    """Return corners from the least density to the least error, ascending."""
     hull: list[Point] = []
     for point in sorted(points):
         if hull and point[1] >= hull[-1][1]:
@@ -60,5 +60,5 @@ def lower_hull(points: Sequence[Point]) -> list[Point]:
 
 
 def _gain(a: Point, b: Point) -> float:
-    """Error saved per density spent between two points."""
+    """Error saved per density spent."""
     return (a[1] - b[1]) / (b[0] - a[0]) if b[0] > a[0] else float("inf")

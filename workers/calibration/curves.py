@@ -1,9 +1,8 @@
-"""What each head loses when its prefill attention is sparse: density and output error at every quota.
+"""Measures what sparse prefill loses in each head: density and output error at each quota.
 
-From one dense pass over a text: at a sample of query blocks the attention over the tiles that a quota keeps
-is compared with the attention over all, after the head's share of the output projection, where errors of
-different heads and layers can be weighed against each other (`allocation.py`). Where facts stand that are
-asked for, errors are looked at apart: those rows are few, and answers depend on them alone.
+At sampled query blocks of one dense pass, attention over the tiles that a quota keeps is compared with
+attention over all, behind the output projection, where heads and layers compare. Rows with facts count apart:
+they are few, and answers depend on them alone.
 
 Shape suffixes as in `kernels.interface`; I quotas, R rows of a query block, L layers, C hidden size.
 """
@@ -19,22 +18,26 @@ from ...kernels.constants import BLOCK
 from ...kernels.interface import AttentionInput, no_phase
 from ...kernels.selectors.rules.rule import Rule
 from ...kernels.selectors.scored import ScoredSelector
-from ..model.decoder import LayerStack
+from ..model.decoder.stack import LayerStack
 from .dense_pass import embedded, read_densely, state_spec
 from .probes import Document
 
 QUOTAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
-"""Amounts of the cumulative rule, counted outside sink and window, at which heads are looked at."""
+"""Thresholds of the cumulative rule, outside sink and window."""
 
 SAMPLED_BLOCKS, FACT_BLOCKS = 24, 16
-"""Query blocks of a text that are compared; and of those that hold facts."""
+"""Query blocks of a text that are compared, and those that hold facts."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """density_LHI: kept share of the causal tiles. error_LHI: mean square of the change of the layer's
-    attention output over the mean square of that output. fact_error_LHI: the same where facts stand;
-    error_LHI in a text without. quotas: of the last dimension."""
+    """Curves of all layers and heads at `quotas`.
+
+    Args:
+        density_LHI: Kept share of the causal tiles.
+        error_LHI: Mean square of the change of the layer's attention output, over that of the output.
+        fact_error_LHI: The same at facts; error_LHI for a text without.
+    """
 
     density_LHI: torch.Tensor
     error_LHI: torch.Tensor
@@ -45,19 +48,19 @@ class Curves:
 def curves(
     stack: LayerStack, document: Document, selector: ScoredSelector, quotas: Sequence[float] = QUOTAS
 ) -> Curves:
-    """The curves of every layer and head for a text, in one dense pass over it. Float32, on the CPU."""
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    """Return a text's curves from one dense pass, float32, on the CPU."""
+    layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     prose, facts = sampled_blocks(-(-len(document.ids) // BLOCK)), fact_blocks(document.facts)
 
     def look(layer: int, x: AttentionInput) -> None:
         score_BHNM = selector.scores(x, selector.new_state(state_spec(x, layer)), no_phase)
-        of_layer = selector.rule, stack.layer(layer).output_weight_CO, quotas
-        density_HI, error_HI = layer_curve(x, score_BHNM, *of_layer, prose)
-        fact_error_HI = layer_curve(x, score_BHNM, *of_layer, facts)[1] if facts else error_HI
-        found.append((density_HI, error_HI, fact_error_HI))
+        how = selector.rule, stack.layer(layer).output_weight_CO, quotas
+        density_HI, error_HI = layer_curve(x, score_BHNM, *how, prose)
+        fact_error_HI = layer_curve(x, score_BHNM, *how, facts)[1] if facts else error_HI
+        layers.append((density_HI, error_HI, fact_error_HI))
 
     read_densely(stack, embedded(stack, document.ids), look)
-    density, error, fact_error = (torch.stack(each).cpu() for each in zip(*found, strict=True))
+    density, error, fact_error = (torch.stack(each).cpu() for each in zip(*layers, strict=True))
     return Curves(density, error, fact_error, tuple(quotas))
 
 
@@ -69,7 +72,7 @@ def layer_curve(
     quotas: Sequence[float],
     blocks: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """density_HI and error_HI of one layer at these query blocks, float32."""
+    """Return density_HI and error_HI of a layer at some query blocks, float32."""
     kept_IHNM = _kept(score_BHNM[:, :, blocks], blocks, rule, quotas)
     causal_N = torch.tensor(blocks, device=score_BHNM.device) + 1
     density_HI = (kept_IHNM.sum(3) / causal_N).mean(2).T
@@ -86,13 +89,13 @@ def layer_curve(
 
 
 def sampled_blocks(count: int) -> list[int]:
-    """Query blocks to compare out of `count`: each in the middle of a part of as many causal tiles."""
+    """Pick query blocks, each in the middle of a part with as many causal tiles."""
     parts = (torch.arange(SAMPLED_BLOCKS) + 0.5) / SAMPLED_BLOCKS
     return sorted(set((parts.sqrt() * count).long().tolist()))
 
 
 def fact_blocks(facts: Sequence[range]) -> list[int]:
-    """FACT_BLOCKS of the query blocks in which facts begin, evenly picked; all if there are fewer."""
+    """Pick at most FACT_BLOCKS of the query blocks where facts begin, evenly."""
     held = sorted({fact.start // BLOCK for fact in facts})
     count = min(FACT_BLOCKS, len(held))
     return [held[(2 * n + 1) * len(held) // (2 * count)] for n in range(count)]
@@ -101,8 +104,8 @@ def fact_blocks(facts: Sequence[range]) -> list[int]:
 def _kept(
     score_BHNM: torch.Tensor, blocks: Sequence[int], rule: Rule, quotas: Sequence[float]
 ) -> torch.Tensor:
-    """bool_IHNM: the tiles of these query blocks that each quota keeps, as `rule` would with it; equal scores
-    are told apart, and quota 0 keeps what is forced."""
+    """Return bool_IHNM: the tiles that `rule` keeps at each quota. Equal scores have ranks; quota 0 keeps
+    forced tiles."""
     column_M = torch.arange(score_BHNM.shape[3], device=score_BHNM.device)
     block_N1 = torch.tensor(blocks, device=score_BHNM.device)[:, None]
     causal_NM = column_M <= block_N1
@@ -113,12 +116,12 @@ def _kept(
     sum_HN1 = ranked_HNM.sum(-1, keepdim=True)
     kept_IHNM = torch.stack([before_HNM < quota * sum_HN1 for quota in quotas])
     kept_IHNM = torch.zeros_like(kept_IHNM).scatter(-1, order_HNM.expand_as(kept_IHNM), kept_IHNM)
-    whole_I111 = torch.tensor(quotas, device=sum_HN1.device)[:, None, None, None] >= 1.0
-    return ((kept_IHNM | whole_I111) & causal_NM) | forced_NM
+    all_I111 = torch.tensor(quotas, device=sum_HN1.device)[:, None, None, None] >= 1.0
+    return ((kept_IHNM | all_I111) & causal_NM) | forced_NM
 
 
 def _block_error(x: AttentionInput, block: int, kept_IHM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out_HRD of a query block over all tiles, and how far each quota's output is from it: error_IHRD."""
+    """Return out_HRD of a query block over all tiles, and each quota's error_IHRD."""
     first, last = block * BLOCK, min((block + 1) * BLOCK, x.q_BHTD.shape[2])
     rows, tiles = last - first, block + 1
     outs, errors = [], []

@@ -1,6 +1,6 @@
-"""A text read densely in one piece, with a look at the attention of every layer on the way.
+"""Reads a text densely, in one piece, and shows each layer's attention.
 
-Shape suffixes as in `workers.model.decoder` and `kernels.interface`.
+Shape suffixes as in `workers.model.decoder.stack` and `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from ...kernels.build import build
 from ...kernels.interface import Attention, AttentionInput, StateSpec
 from ...kernels.methods import method_spec
-from ..model.decoder import LayerStack
+from ..model.decoder.stack import LayerStack
 
 Look = Callable[[int, AttentionInput], torch.Tensor | None]
-"""look(layer, x) -> out_BHTD in the place of dense attention's, or None."""
+"""look(layer, x) -> out_BHTD instead of dense attention's, or None."""
 
 
 def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
-    """hidden_TC that goes into the first layer."""
+    """Return hidden_TC."""
     return stack.embed(torch.tensor(ids, dtype=torch.int64, device=stack.device))
 
 
@@ -27,7 +27,7 @@ def embedded(stack: LayerStack, ids: Sequence[int]) -> torch.Tensor:
 def read_densely(
     stack: LayerStack, hidden_TC: torch.Tensor, look: Look, layers: range | None = None
 ) -> torch.Tensor:
-    """hidden_TC of a whole text after all layers, or after some, of what goes into the first of them."""
+    """Return hidden_TC behind `layers` (None: all), from hidden_TC before them."""
     dense = build(method_spec("dense"))
 
     def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
@@ -40,12 +40,12 @@ def read_densely(
 
 
 def attended(method: Attention, x: AttentionInput, layer: int) -> torch.Tensor:
-    """out_BHTD of a prompt's only chunk."""
+    """Return out_BHTD of a prompt's only chunk."""
     out_BHTD, _coverage = method.attend(x, method.new_state(state_spec(x, layer)))
     return out_BHTD
 
 
 def state_spec(x: AttentionInput, layer: int) -> StateSpec:
-    """Of a prompt that has x's keys."""
     batch, groups, tokens, dim = x.k_BGSD.shape
-    return StateSpec(batch, x.q_BHTD.shape[1], groups, dim, tokens, x.q_BHTD.device, x.q_BHTD.dtype, layer)
+    heads, device, dtype = x.q_BHTD.shape[1], x.q_BHTD.device, x.q_BHTD.dtype
+    return StateSpec(batch, heads, groups, dim, tokens, device=device, dtype=dtype, layer=layer)

@@ -1,7 +1,7 @@
-"""Needle-in-a-haystack prompts in the bare form that our 128K adapter was trained to answer.
+"""Needle-in-a-haystack prompts, in the form that our 128K adapter was trained to answer.
 
-Needles are sentences such as `One of the special magic uuids for amber-falcon is: 1f0c….`, spread over a
-text at seeded places; questions ask for them by key. Same form as RULER's NIAH tasks (Hsieh et al. 2024).
+Needles are sentences at seeded places of a text. Questions ask for them by key, as in RULER's NIAH tasks
+(Hsieh et al. 2024).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS = ("uuid", "number", "word")
 
 @dataclass(frozen=True)
 class Needle:
-    """One hidden fact. kind: `uuid`, `number` or `word`."""
+    """A hidden fact. kind: `uuid`, `number` or `word`."""
 
     key: str
     value: str
@@ -55,15 +55,11 @@ class Needle:
         )
 
     def answered_by(self, answer: str) -> bool:
-        """Whether the answer starts with exactly the value."""
         return answer.strip().startswith(self.value)
 
 
 def make_needles(count: int, seed: int) -> list[Needle]:
-    """`count` needles, of the kinds in turn; all keys differ, and up to 102 share no word.
-
-    Raises ValueError for more than there are pairs of words.
-    """
+    """Make needles of all kinds in turn, with different keys. Raises ValueError if words run out."""
     rng = random.Random(seed)
     pairs = zip(*_words(count, rng), strict=True)
     return [
@@ -73,8 +69,7 @@ def make_needles(count: int, seed: int) -> list[Needle]:
 
 
 def _words(count: int, rng: random.Random) -> tuple[list[str], list[str]]:
-    """As many adjectives and nouns, of which no two pairs are the same. Past one round of all words, each
-    round pairs the adjectives with the nouns one place further on."""
+    """Up to 102 pairs share no word. Each further round shifts the nouns by one place."""
     every = min(len(_ADJECTIVES), len(_NOUNS))
     if count > every**2:
         raise ValueError(f"at most {every**2} needles, {count} asked for")
@@ -96,7 +91,7 @@ def _value(kind: str, rng: random.Random) -> str:
 
 
 def hide(text: str, needles: list[Needle], seed: int) -> str:
-    """The text with each needle after the end of a sentence, evenly spread with seeded jitter."""
+    """Put each needle behind a sentence, evenly spread with seeded jitter."""
     rng = random.Random(seed)
     ends = [match.end() for match in re.finditer(r"[.!?]\s", text)] or [len(text)]
     share = len(ends) / max(1, len(needles))
@@ -111,10 +106,7 @@ def hide(text: str, needles: list[Needle], seed: int) -> str:
 def document(
     text: str, needles: list[Needle], tokens: int, count_tokens: Callable[[str], int], seed: int
 ) -> str:
-    """A document of at most `tokens` tokens, as long as whole words allow, with all needles in it.
-
-    Raises ValueError if the text is too short.
-    """
+    """Return a document of at most `tokens` tokens with all needles. Raises ValueError for a short text."""
     if count_tokens(hide(text, needles, seed)) < tokens:
         raise ValueError(f"the text is too short for {tokens} tokens")
     words = text.split(" ")

@@ -1,9 +1,7 @@
-"""Documents with questions whose answers stand in them, as token ids: what calibration reads and asks.
+"""Documents with questions whose answers they hold, as token ids, without torch.
 
-The kinds are RULER's (Hsieh et al. 2024): single and multi-key needles, several values for one key, variable
-chains; in forms that a small model answers, so that dense attention does not fail by itself: SmolLM2-135M
-does not list all values of a key or all variables of a chain, so any one value is right, and a chain is asked
-for link by link. Without torch.
+The kinds are RULER's (Hsieh et al. 2024): needles, several values for a key, variable chains. SmolLM2-135M
+does not list all values or variables, so any value is right, and a chain is asked for link by link.
 """
 
 from __future__ import annotations
@@ -19,19 +17,16 @@ from typing import TypeVar
 from . import needles as hay
 
 EncodeAll = Callable[[Sequence[str]], list[list[int]]]
-"""The token ids of each text, without special tokens."""
+"""Token ids of each text, without special tokens."""
 Item = TypeVar("Item")
 VALUES = 4
-"""Numbers of one key in `values`, assignments from variable to variable of one chain in `chains`."""
+"""Numbers of a key in `values`, assignments of a chain in `chains`."""
 ANSWER_WEIGHT = 2.0
-"""What the divergence at the tokens of answers counts beside that of the tail, if nothing else is said."""
+"""Default weight of the divergence at answers' tokens beside that of the tail."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is appended to the document, and the answer that is right. Several questions about the same are
-    one that has several right answers."""
-
     about: str
     prompt: tuple[int, ...]
     gold: tuple[int, ...]
@@ -39,7 +34,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """facts: where what is asked for stands among the ids, in order; empty where that is not known."""
+    """facts: places of what is asked for, in order; empty if unknown."""
 
     ids: list[int]
     questions: list[Question]
@@ -47,7 +42,7 @@ class Document:
 
 
 class Text:
-    """A text cut before the white space after each sentence, where tokens do not reach across."""
+    """A text cut before white space behind sentences. No token reaches across."""
 
     def __init__(self, text: str, encode_all: EncodeAll) -> None:
         cuts = [match.start() for match in re.finditer(r"(?<=[.!?])\s", text)]
@@ -56,10 +51,7 @@ class Text:
         self.encode_all = encode_all
 
     def take(self, rng: random.Random, tokens: int) -> list[list[int]]:
-        """Sentences from a random place on, of `tokens` tokens together; the last one is cut.
-
-        Raises ValueError if the text is too short.
-        """
+        """Return `tokens` tokens of sentences from a random place. Raises ValueError for a short text."""
         left, last_start = tokens, len(self.sentences)
         while left > 0 and last_start > 0:
             last_start -= 1
@@ -76,14 +68,13 @@ class Text:
 
 
 def needles(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """`count` needles in text, all asked for."""
-    found = hay.make_needles(count, rng.getrandbits(32))
-    ids, facts = hidden_in(rng, tokens, [needle.sentence for needle in rng.sample(found, count)], text)
-    return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in found], text), facts)
+    made = hay.make_needles(count, rng.getrandbits(32))
+    ids, facts = hidden_in(rng, tokens, [needle.sentence for needle in rng.sample(made, count)], text)
+    return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in made], text), facts)
 
 
 def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """Needles and nothing else, one a line, as many as fit; `count` of them asked for."""
+    """Return as many needles as fit, one a line, and nothing else; `count` are asked for."""
     every = hay.make_needles(min(10_000, tokens // 10), rng.getrandbits(32))
     rng.shuffle(every)
     ids: list[int] = []
@@ -98,16 +89,16 @@ def haystack(rng: random.Random, tokens: int, count: int, text: Text) -> Documen
 
 
 def values(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """`count` keys of several numbers each, in text. Any of a key's numbers is a right answer."""
-    found = hay.make_needles(count, rng.getrandbits(32))
-    keyed = [[(n.key, str(rng.randint(1_000_000, 9_999_999))) for _ in range(VALUES)] for n in found]
+    """Return keys of several numbers each, in text. Any number is right."""
+    made = hay.make_needles(count, rng.getrandbits(32))
+    keyed = [[(n.key, str(rng.randint(1_000_000, 9_999_999))) for _ in range(VALUES)] for n in made]
     hidden = [hay.Needle(key, number, "number") for key, number in _mixed(rng, keyed)]
     ids, facts = hidden_in(rng, tokens, [needle.sentence for needle in hidden], text)
     return Document(ids, questions_of([(n.key, n.question, f" {n.value}") for n in hidden], text), facts)
 
 
 def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
-    """`count` chains of assignments from variable to variable; each assignment is asked for."""
+    """Return chains of assignments between variables. Each is asked for."""
     names = set[str]()
     while len(names) < count * (VALUES + 1):
         names.add("".join(rng.choices(string.ascii_uppercase, k=5)))
@@ -122,8 +113,7 @@ def chains(rng: random.Random, tokens: int, count: int, text: Text) -> Document:
 
 
 def with_answers(probe: Document) -> tuple[list[int], list[int]]:
-    """The ids of the document, then of every question with its answer, and the positions whose next token is
-    one of an answer's."""
+    """Return ids of document, questions and answers, and the positions that predict answers' tokens."""
     pieces = [probe.ids, *([*question.prompt, *question.gold] for question in probe.questions)]
     ends = list(accumulate(map(len, pieces)))[1:]
     golds = [len(question.gold) for question in probe.questions]
@@ -136,8 +126,7 @@ def with_answers(probe: Document) -> tuple[list[int], list[int]]:
 def hidden_in(
     rng: random.Random, tokens: int, facts: Sequence[str], text: Text
 ) -> tuple[list[int], list[range]]:
-    """Text with each fact after a sentence, in order, evenly spread with jitter, `tokens` tokens in all; and
-    where each fact stands."""
+    """Return `tokens` tokens of text with the facts in order, evenly spread with jitter, and their places."""
     encoded = text.encode_all([f" {fact}" for fact in facts])
     room = tokens - sum(map(len, encoded))
     if room < 0:
@@ -155,7 +144,7 @@ def hidden_in(
 
 
 def _mixed(rng: random.Random, lists: Sequence[Sequence[Item]]) -> list[Item]:
-    """The lists' items in random order, those of one list in theirs."""
+    """Shuffle items, but keep each list's order."""
     turns = [which for which, items in enumerate(lists) for _ in items]
     rng.shuffle(turns)
     left = [iter(items) for items in lists]
@@ -163,16 +152,16 @@ def _mixed(rng: random.Random, lists: Sequence[Sequence[Item]]) -> list[Item]:
 
 
 def questions_of(asked: Iterable[tuple[str, str, str]], text: Text) -> list[Question]:
-    """Questions from (about, prompt, answer with the space before it). No token may reach from one to the
-    other: ValueError where the tokenizer makes one."""
+    """Make questions from (about, prompt, answer). Raises ValueError if a token reaches from prompt to
+    answer."""
     known = list(asked)
     prompts = text.encode_all([prompt for _, prompt, _ in known])
-    wholes = text.encode_all([prompt + answer for _, prompt, answer in known])
+    pairs = text.encode_all([prompt + answer for _, prompt, answer in known])
     questions = []
-    for (about, _, answer), prompt, whole in zip(known, prompts, wholes, strict=True):
-        if whole[: len(prompt)] != prompt:
+    for (about, _, answer), prompt, pair in zip(known, prompts, pairs, strict=True):
+        if pair[: len(prompt)] != prompt:
             raise ValueError(f"the tokenizer joins the question about {about} and its answer {answer!r}")
-        questions.append(Question(about, tuple(prompt), tuple(whole[len(prompt) :])))
+        questions.append(Question(about, tuple(prompt), tuple(pair[len(prompt) :])))
     return questions
 
 

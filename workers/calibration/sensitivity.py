@@ -1,11 +1,10 @@
-"""What a layer's error costs in predictions: every layer in turn is read sparsely, all others densely.
+"""Measures what a layer's error costs in predictions: each layer in turn is read sparsely, the others
+densely.
 
-The change of a layer's output says little about what it does to answers: in SmolLM2-135M two of 30 layers
-make more than half of the divergence. So errors of heads (`curves.py`) are weighed by what their layer's
-cost when it was measured.
+In SmolLM2-135M two of 30 layers make more than half of the divergence, so errors of heads (`curves.py`) are
+weighed by their layer's cost.
 
-Shape suffixes: T tokens, L layers, R rows looked at, V vocabulary, C hidden size; others as in
-`kernels.interface`.
+Shape suffixes: T tokens, L layers, R rows, V vocabulary, C hidden size; others as in `kernels.interface`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ...kernels.build import build
 from ...kernels.constants import BLOCK
 from ...kernels.interface import Attention, AttentionInput
 from ...kernels.methods import method_spec
-from ..model.decoder import LayerStack
+from ..model.decoder.stack import LayerStack
 from .dense_pass import attended, embedded, read_densely
 from .probes import Document, with_answers
 
@@ -30,8 +29,8 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """KL(dense | one layer read sparsely) of the next-token distributions, float64, on the CPU: its mean over
-    the document's tail and over the answers' tokens, 0 where nothing is asked."""
+    """Mean KL(dense | one layer sparse) of next tokens, over the document's tail and over answers' tokens
+    (float64, CPU)."""
 
     tail_L: torch.Tensor
     answer_L: torch.Tensor
@@ -39,8 +38,7 @@ class LayerCosts:
 
 @torch.inference_mode()
 def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerCosts:
-    """What reading each layer with `method` costs. The questions with their answers follow the document and
-    are read densely, as a session's are."""
+    """Read each layer with `method`. Questions and answers behind the document are read densely."""
     ids, answers = with_answers(probe)
     tokens = len(probe.ids)
 
@@ -68,8 +66,7 @@ def layer_costs(stack: LayerStack, probe: Document, method: Attention) -> LayerC
 
 
 def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tensor) -> torch.Tensor:
-    """kl_T (float64, on the CPU): KL(dense | method) of the next-token distributions of each row. A part of
-    them at a time: logits of all would fill a small machine, so only hidden rows are kept."""
+    """Return kl_T (float64, CPU) of next tokens. Logits of all rows would fill a small machine."""
     parts = []
     for dense_AC, method_AC in zip(torch.split(dense_TC, _ROWS), torch.split(method_TC, _ROWS), strict=True):
         dense_AV, method_AV = (stack.logits(rows_AC).log_softmax(-1) for rows_AC in (dense_AC, method_AC))
@@ -78,6 +75,6 @@ def divergence(stack: LayerStack, dense_TC: torch.Tensor, method_TC: torch.Tenso
 
 
 def _rows(x: AttentionInput, first: int, last: int) -> AttentionInput:
-    """Queries first .. last - 1 against all keys before `last`."""
+    """Queries first .. last - 1 see all keys before `last`."""
     q_BHTD = x.q_BHTD[:, :, first:last]
     return AttentionInput.of(q_BHTD, x.k_BGSD[:, :, :last], x.v_BGSD[:, :, :last], q_start=first)

@@ -1,12 +1,11 @@
-"""XAttention's search for each head's threshold (Xu et al. 2025, section 2.3), as the comparison for
-`allocation.py`: how well the model does after so many adjustments, each of which takes a tenth off the
-threshold of one head.
+"""XAttention's search for each head's threshold (Xu et al. 2025, section 2.3), to compare `allocation.py`
+with.
 
-The paper's table D[h][m] holds the best performance with m adjustments among the first h heads. It counts
-adjustments, not tiles, and so finds the best of all ways to make m of them; `allocation.py` counts tiles.
-What the paper measures on the model is taken here as the sum of the heads' losses.
+An adjustment takes a tenth off one head's threshold. The paper's table D[h][m] holds the best performance of
+m adjustments among h heads. It counts adjustments, `allocation.py` counts tiles. Here heads' losses stand for
+performance.
 
-Shape suffixes: H heads, I quotas measured, J adjustments of one head, M of all.
+Shape suffixes: H heads, I measured quotas, J adjustments of one head, M of all.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from collections.abc import Sequence
 import torch
 
 START, FACTOR = 0.9, 0.9
-"""The paper's: where every head's threshold begins, and what an adjustment multiplies it with."""
+"""The paper's first threshold and factor."""
 
 ADJUSTMENTS = 24
-"""Of one head: down to a threshold of 0.07."""
+"""At most, of one head: down to a threshold of 0.07."""
 
 
 def adjusted_quotas(
     density_HI: torch.Tensor, loss_HI: torch.Tensor, quotas: Sequence[float], density: float
 ) -> list[float]:
-    """The quota of each head after as few adjustments as bring the mean density to `density` or below, made
-    where they cost least together. Between measured quotas, density and loss are taken to be linear.
+    """Return each head's quota after the fewest adjustments that reach the mean density, where they cost
+    least.
 
-    Raises ValueError if adjusting every head as often as can be leaves more.
+    Density and loss are linear between measured quotas. Raises ValueError if all adjustments leave more.
     """
     quota_J = _thresholds()
     density_HJ, loss_HJ = (between(value, quotas, quota_J) for value in (density_HI, loss_HI))
@@ -48,18 +47,22 @@ def adjusted_quotas(
 
 
 def least_adjusted(density_HI: torch.Tensor, quotas: Sequence[float]) -> float:
-    """The mean density of heads that are all adjusted as often as can be."""
+    """Return the mean density of heads with all adjustments."""
     return float(between(density_HI, quotas, _thresholds()[-1:]).mean())
 
 
 def _thresholds() -> torch.Tensor:
-    """quota_J, float64: of a head after so many adjustments."""
+    """Return quota_J, float64."""
     return START * FACTOR ** torch.arange(ADJUSTMENTS + 1, dtype=torch.float64)
 
 
 def _table(density_HJ: torch.Tensor, loss_HJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """adjusted_HM: how often the head is adjusted where the heads up to it are adjusted M times and lose as
-    little as can be; density_M: the sum over all heads then."""
+    """Fill the paper's table.
+
+    Returns:
+        adjusted_HM: How often each head is adjusted if the heads up to it are adjusted M times and lose
+            least. density_M: The sum over all heads then.
+    """
     heads, most = density_HJ.shape[0], density_HJ.shape[1] - 1
     loss_M = torch.full((heads * most + 1,), float("inf"), dtype=torch.float64)
     loss_M[0] = 0.0
@@ -79,7 +82,7 @@ def _later(value_M: torch.Tensor, places: int, first: float) -> torch.Tensor:
 
 
 def between(value_HI: torch.Tensor, quotas: Sequence[float], quota_J: torch.Tensor) -> torch.Tensor:
-    """float64 value_HJ at quotas between the measured ones, which ascend."""
+    """Return value_HJ, float64, at quotas between the measured ones, which ascend."""
     quota_I = torch.tensor(quotas, dtype=torch.float64)
     after_J = torch.searchsorted(quota_I, quota_J).clamp(1, len(quotas) - 1)
     low_J, high_J = quota_I[after_J - 1], quota_I[after_J]

@@ -1,7 +1,7 @@
-"""Which tiles of attention a method chooses for a prompt: layer by layer, head by head.
+"""Shows which tiles of attention a method chooses for a prompt, by layer and head.
 
-Reads the prompt in chunks as a prefill stage does, in this process, and keeps each selection. What a wrapper
-or an executor adds to it is not in it: the dense rows of the Δ correction, the packed rest of Delta-KV.
+It reads the prompt in chunks, as a prefill stage does. Dense rows of the Δ correction and Delta-KV's packed
+rest do not show.
 
 Shape suffixes: L layers, H query heads, G key/value heads, N query blocks, M key blocks (of 128 tokens), S
 keys, T tokens, D head dimension.
@@ -21,15 +21,16 @@ from ...kernels.constants import BLOCK
 from ...kernels.correction import Correction
 from ...kernels.interface import Attention, AttentionInput, Phase, Selector, StateSpec, Thresholds, TileMask
 from ...kernels.methods import MethodSpec
-from ..model.decoder import LayerStack, load_model
-from ..model.levels import thresholds_for
-from ..model.profile import load_profile
+from ..model.calibrated.levels import thresholds_for
+from ..model.calibrated.profile import load_profile
+from ..model.decoder.load import load_model
+from ..model.decoder.stack import LayerStack
 from ..settings import ModelSpec
 
 
 @dataclass(frozen=True)
 class TilesRead:
-    """read_LHNM: bool; nothing above the diagonal is read."""
+    """read_LHNM: bool, nothing above the diagonal."""
 
     read_LHNM: np.ndarray[Any, Any]
     tokens: int
@@ -52,11 +53,16 @@ def tiles_read(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] = lambda _tokens: None,
 ) -> TilesRead:
-    """chunk_tokens: a multiple of 128. progress: told the tokens read so far.
+    """Read a prompt and keep its tiles.
 
-    Raises ModelError for a model that cannot be loaded, ValueError for a prompt that is empty or that the
-    model has no positions for, and MethodError for a method that is not registered or a density that the
-    model's profile does not have.
+    Args:
+        chunk_tokens: A multiple of 128.
+        progress: It hears the tokens read so far.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        ValueError: The prompt is empty, or the model lacks positions for it.
+        MethodError: The method is unknown, or the profile lacks the density.
     """
     stack, tokens = load_model(model, device), len(token_ids)
     if not 0 < tokens <= stack.config.positions:
@@ -71,7 +77,7 @@ def tiles_read(
 
 
 class _Recorder:
-    """A selector whose last mask is kept."""
+    """Keeps a selector's last mask."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
@@ -88,8 +94,6 @@ class _Recorder:
 
 
 class _Reading:
-    """One prompt on its way through the layers, with its keys and values so far."""
-
     def __init__(
         self, stack: LayerStack, tokens: int, spec: MethodSpec, thresholds: Thresholds | None
     ) -> None:
@@ -99,7 +103,13 @@ class _Reading:
         self._method = build(spec, thresholds)
         self._recorder = _recording(self._method)
         state = StateSpec(
-            1, config.q_heads, config.kv_heads, config.head_dim, tokens, stack.device, stack.dtype
+            1,
+            config.q_heads,
+            config.kv_heads,
+            config.head_dim,
+            tokens,
+            device=stack.device,
+            dtype=stack.dtype,
         )
         self._states = [self._method.new_state(replace(state, layer=layer)) for layer in stack.layers]
         shape = len(stack.layers), 1, config.kv_heads, tokens, config.head_dim
@@ -108,7 +118,6 @@ class _Reading:
         self.read_LHNM = torch.zeros(len(stack.layers), config.q_heads, blocks, blocks, dtype=torch.bool)
 
     def read(self, ids_T: torch.Tensor, start: int) -> None:
-        """Take the chunk that begins at `start` through all layers."""
         end = start + len(ids_T)
 
         def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
@@ -129,7 +138,7 @@ class _Reading:
         self._stack.forward(self._stack.embed(ids_T), positions_T, attend)
 
     def _keep(self, layer: int, x: AttentionInput) -> None:
-        """The chunk's rows: what was selected, or everything causal where nothing selects."""
+        """If nothing selects, all causal tiles are read."""
         mask, rows = None, slice(x.first_block, x.first_block + x.query_blocks)
         if self._recorder is not None:
             mask, self._recorder.mask = self._recorder.mask, None
@@ -139,13 +148,13 @@ class _Reading:
             return
         index_HNM, count_HN = mask.index_BHNM[0].long().cpu(), mask.count_BHN[0].cpu()
         listed_HNM = torch.arange(index_HNM.shape[-1]) < count_HN[..., None]
-        # What is not listed is undefined: it becomes block 0, which is in every list.
+        # The rest of a list is undefined: it becomes block 0, which is in every list.
         read_HNM = torch.zeros(*count_HN.shape, blocks, dtype=torch.bool)
         self.read_LHNM[layer, :, rows] = read_HNM.scatter_(2, index_HNM.where(listed_HNM, 0), True)
 
 
 def _recording(method: Attention) -> _Recorder | None:
-    """Put a recorder before the selector of a built method; None if it has no selector."""
+    """Put a recorder before a method's selector; None if it has none."""
     while not isinstance(method, Composition):
         assert isinstance(method, Correction | DenseWhenShort)
         method = method.inner if isinstance(method, Correction) else method.method

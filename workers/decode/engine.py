@@ -32,8 +32,9 @@ from ..messages.requests import (
 )
 from ..messages.stages import FirstLogits, HandoffFailed, HostKV, KVAnnouncement, KVRange
 from ..messages.states import DecodeStats
-from ..model.computing import computes
-from ..model.decoder import LayerStack, load_model
+from ..model.decoder.compute_thread import set_up_compute_thread
+from ..model.decoder.load import load_model
+from ..model.decoder.stack import LayerStack
 from ..progress import Tell, silent
 from ..settings import DecodeConfig, ModelSpec
 from ..tracing import NO_TRACER, Tracer
@@ -89,7 +90,7 @@ class DecodeEngine:
             stack, self._plan, pages=self._manager.pool.total, max_batch=config.max_batch, max_pages=longest
         )
         self._threads = [
-            ThreadPoolExecutor(1, f"decode-{work}", computes, (config.threads, config.device))
+            ThreadPoolExecutor(1, f"decode-{work}", set_up_compute_thread, (config.threads, config.device))
             for work in ("compute", "handoff")
         ]
         self._reader = reader(self._runner.cache, self._threads[1])

@@ -26,7 +26,7 @@ from ..kv.pages.waiting import (
 from ..messages.events import FinishReason
 from ..messages.requests import RefusalReason, Refused, Reservation, Reserved
 from ..messages.states import DECODE_PREFIX, OwnerUse
-from ..model.config import ModelConfig
+from ..model.directory.model_config import ModelConfig
 from ..settings import DecodeConfig
 from .request import DecodeRequest
 

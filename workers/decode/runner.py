@@ -25,8 +25,8 @@ from ..kv.cache import PagedKVCache
 from ..kv.pages.pool import PAGE_TOKENS, pages_for
 from ..kv.pages.request_pages import PageCopy
 from ..messages.requests import Sampling
-from ..model.decoder import AttentionCalls, LayerStack
-from ..model.recompute import BlockAttention, recompute, rows_of_blocks
+from ..model.decoder.recompute import BlockAttention, recompute, rows_of_blocks
+from ..model.decoder.stack import AttentionCalls, LayerStack
 from .page_selection import BatchRows, LayerPlan, StepAttention
 from .reads import Read
 from .rows import Batch, BatchShape, Row, StepRows, sampling_rows

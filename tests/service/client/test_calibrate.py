@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 from deltafront.service.client.calibrate import calibrate_command
-from deltafront.workers.calibration.pages import calibrate
+from deltafront.workers.calibration.delta_layers import calibrate
 from deltafront.workers.calibration.probes import Document
 from deltafront.workers.calibration.thresholds import ADJUSTMENTS, FACTOR, START
-from deltafront.workers.model.decoder import load_model
-from deltafront.workers.model.profile import ProfileError, load_profile
+from deltafront.workers.model.calibrated.profile import ProfileError, load_profile
+from deltafront.workers.model.decoder.load import load_model
 from deltafront.workers.settings import ModelSpec
 
 from ...workers.tiny_model import LAYERS, make_tiny_model

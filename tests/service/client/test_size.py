@@ -13,8 +13,9 @@ import torch
 
 from deltafront.service.client import size
 from deltafront.service.client.size import GIB, SHAPES, sizing
-from deltafront.workers.model.config import ModelError, read_config
-from deltafront.workers.model.weights import read_stack
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec, read_stack
 from deltafront.workers.settings import Dtype, Quantisation
 
 from ...workers.tiny_model import HIDDEN, make_tiny_model
@@ -69,26 +70,28 @@ def test_in_8_bits_are_the_matrices_that_the_workers_quantise(tmp_path: Path) ->
     directory = make_tiny_model(tmp_path / "tiny")
     config = read_config(directory)
 
-    def loaded(quantisation: Quantisation | None, layers: range, feeds: range) -> int:
+    def loaded(quantisation: Quantisation | None, layers: range, mlps: range) -> int:
         weights = read_stack(
             directory,
-            config,
-            layers,
-            feeds=feeds,
-            embedding=True,
-            head=True,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-            quantisation=quantisation,
+            StackSpec(
+                config=config,
+                layers=layers,
+                mlps=mlps,
+                embedding=True,
+                head=True,
+                dtype=torch.bfloat16,
+                device=torch.device("cpu"),
+                quantisation=quantisation,
+            ),
         )
         return sum(tensor.nbytes for tensor in {id(one): one for one in _tensors(weights)}.values())
 
     whole = range(config.layers)
     for kind in (None, *get_args(Quantisation)):
         assert size.weight_bytes(config, len(whole), "bfloat16", kind) == loaded(kind, whole, whole)
-        for layers, feeds in ((range(1, 4), range(3)), (range(2), range(1)), (range(2, 4), range(1, 4))):
-            counted = size.weight_bytes(config, len(layers), "bfloat16", kind, feeds=len(feeds))
-            assert counted == loaded(kind, layers, feeds)
+        for layers, mlps in ((range(1, 4), range(3)), (range(2), range(1)), (range(2, 4), range(1, 4))):
+            counted = size.weight_bytes(config, len(layers), "bfloat16", kind, mlps=len(mlps))
+            assert counted == loaded(kind, layers, mlps)
 
 
 @pytest.mark.parametrize("kind", [None, "fp8"])
@@ -98,8 +101,8 @@ def test_the_fullest_stage_is_counted_in_what_the_stages_hold(stages: int, kind:
     needs = []
     for stage, share in enumerate(model.split(stages)):
         ends = {"embedding": stage == 0, "head": stage == stages - 1}
-        counts = len(share.layers), len(share.feeds)
-        weights = size.weight_bytes(model, counts[0], "bfloat16", kind, feeds=counts[1], **ends)
+        counts = len(share.layers), len(share.mlps)
+        weights = size.weight_bytes(model, counts[0], "bfloat16", kind, mlps=counts[1], **ends)
         needs.append(weights + room * model.kv_values(counts[0]))
     assert size.stage_bytes(model, stages, 131_072, "bfloat16", kind) == max(needs)
 

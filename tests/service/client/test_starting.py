@@ -26,11 +26,14 @@ RuntimeError: Traceback (most recent call last):
   File "workers/prefill/group/group.py", line 238, in _build
     loaded = ray.get([in_lane(stage.load, COMMANDS)() for stage in stages])
 ray.exceptions.RayTaskError({name}): \x1b[36mray::StageActor.load()\x1b[39m (pid=16991, ip=1.2.3.4)
-  File "workers/model/weights.py", line 140, in get
+  File "workers/model/weights/stack_weights.py", line 140, in get
     raise {name}(words)
 {error}"""
 """What Serve says of a replica whose stage cannot load."""
-OURS = "deltafront.workers.model.config.ModelError: the weights have no tensor 'lm_head': they do not fit"
+OURS = (
+    "deltafront.workers.model.directory.json_files.ModelError: "
+    "the weights have no tensor 'lm_head': they do not fit"
+)
 
 
 def failing(error: str) -> str:

@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers as pre
 from deltafront.service.request.calls import SpecialTokens
 from deltafront.service.request.control import ControlTokens, _any_of
 from deltafront.service.request.tokenizer import TemplateError, TextTokenizer
-from deltafront.workers.model.chat_template import ChatTemplate
+from deltafront.workers.model.directory.chat_template import ChatTemplate
 
 NOVEL = (Path(__file__).resolve().parents[3] / "deploy" / "demo" / "moby-dick.txt").read_text()[:40_000]
 LLAMA_3_WORDS = (

@@ -16,7 +16,7 @@ from deltafront.kernels.selectors.rules.rule import Rule
 from deltafront.workers.calibration import curves as made
 from deltafront.workers.calibration.dense_pass import embedded, read_densely
 from deltafront.workers.calibration.probes import Document
-from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.decoder.stack import LayerStack
 
 IDS = random.Random(1).choices(range(199), k=5 * BLOCK + 40)
 QUOTAS = (0.0, 0.5, 1.0)

@@ -14,7 +14,7 @@ from deltafront.workers.calibration import sensitivity
 from deltafront.workers.calibration.dense_pass import attended, embedded, read_densely
 from deltafront.workers.calibration.probes import Document, Question, with_answers
 from deltafront.workers.calibration.sensitivity import layer_costs
-from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.decoder.stack import LayerStack
 
 RNG = random.Random(4)
 IDS = RNG.choices(range(199), k=300)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deltafront.workers.calibration import thresholds
 from deltafront.workers.calibration.curves import QUOTAS, Curves
-from deltafront.workers.calibration.levels import head_thresholds
+from deltafront.workers.calibration.method_levels import head_thresholds
 from deltafront.workers.calibration.sensitivity import LayerCosts
 from deltafront.workers.calibration.thresholds import FACTOR, START, adjusted_quotas, between
 

@@ -18,8 +18,10 @@ from deltafront.workers.decode.reads import Read
 from deltafront.workers.decode.rows import BatchShape, Row, StepRows
 from deltafront.workers.decode.runner import DecodeRunner, SampledToken
 from deltafront.workers.messages.requests import Sampling
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import LayerStack, load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.settings import DecodeConfig
 
 from ..tiny_model import make_tiny_model
@@ -136,7 +138,15 @@ def test_graphs_choose_what_eager_steps_choose(tmp_path: Path, dtype: torch.dtyp
     directory = make_tiny_model(tmp_path)
     config = read_config(directory)
     stack = load_stack(
-        directory, config, range(config.layers), embedding=True, head=True, dtype=dtype, device="cuda"
+        directory,
+        StackSpec(
+            config=config,
+            layers=range(config.layers),
+            embedding=True,
+            head=True,
+            dtype=dtype,
+            device=torch.device("cuda"),
+        ),
     )
     graphs, eager = make_runner(stack), make_runner(stack)
     graphs.capture()

@@ -12,7 +12,7 @@ from deltafront.workers.decode import engine as engine_module
 from deltafront.workers.decode.engine import DecodeEngine
 from deltafront.workers.kv.handoff.object_store import ObjectStoreReader
 from deltafront.workers.messages.requests import DecodeFailed, Reservation
-from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.decoder.stack import LayerStack
 from deltafront.workers.settings import DecodeConfig
 
 CONFIG = DecodeConfig(cache_tokens=512, page_selection="full", warm_up=True)

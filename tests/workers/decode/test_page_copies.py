@@ -12,7 +12,7 @@ from deltafront.workers.decode.runner import LaunchedStep
 from deltafront.workers.kv.cache import PagedKVCache
 from deltafront.workers.messages.requests import GenerateJob, Sampling
 from deltafront.workers.messages.stages import FirstLogits
-from deltafront.workers.model.decoder import LayerStack
+from deltafront.workers.model.decoder.stack import LayerStack
 
 from ..prompts import SHORT, ids_of
 

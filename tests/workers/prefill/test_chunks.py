@@ -17,7 +17,7 @@ from deltafront.workers.prefill.stage.chunk_cost import ChunkCost, ModelWork, St
 LINEAR, PAIR, QKV = 218_103_808, 8192, 25_165_824
 """Multiply-adds of an 8B layer: for each token, for each pair of query and key, and those of q, k and v."""
 FEED = 176_160_768
-"""Those of its feed-forward network."""
+"""Those of its MLP."""
 DENSE, SPARSE = method_spec("dense"), method_spec("dpxa")
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from deltafront.workers.messages.methods import MethodSpec, method_spec
-from deltafront.workers.model.config import ModelConfig
-from deltafront.workers.model.decoder import DecoderLayer, Residual, load_model
-from deltafront.workers.model.shares import LayerShare
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.stack import DecoderLayer, Residual
+from deltafront.workers.model.directory.layer_shares import LayerShare
+from deltafront.workers.model.directory.model_config import ModelConfig
 from deltafront.workers.prefill.stage.warm_up import warm_up
 from deltafront.workers.settings import ModelSpec
 
@@ -22,7 +23,7 @@ from .test_prefill_stage import DENSE, SPARSE, Collector, pipeline, prefill
 
 CUTS = [(1,), (5,), (7,), (1, 3), (3, 6), (2, 5, 7), (1, 3, 5, 7)]
 """In halves of layers, A0 M0 A1 M1 …; at an odd number a layer is cut in two. The last of these leaves the
-first stage an attention alone, and the others a feed-forward network and the next layer's attention."""
+first stage an attention alone, and the others a MLP and the next layer's attention."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ async def test_cut_layers_hand_over_what_whole_ones_do(
 def test_warm_up_runs_every_part_that_a_stage_has(
     model: ModelSpec, halves: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many rows: the feed-forward network that it begins with, and its first layer's, if it has them."""
+    """Of many rows: the MLP that it begins with, and its first layer's, if it has them."""
     force(monkeypatch, halves)
     original = DecoderLayer.mlp
     seen: set[tuple[int, bool]] = set()
@@ -81,8 +82,8 @@ def test_warm_up_runs_every_part_that_a_stage_has(
         stack = load_model(model, "cpu", stage, len(halves) + 1)
         seen.clear()
         warm_up(stack, [DENSE], 128)
-        begins = stack.feeds.start < stack.layers.start
-        wanted = {(stack.feeds.start, True)} if begins else set()
-        if stack.layers.start in stack.feeds:
+        begins = stack.mlps.start < stack.layers.start
+        wanted = {(stack.mlps.start, True)} if begins else set()
+        if stack.layers.start in stack.mlps:
             wanted.add((stack.layers.start, False))
-        assert seen == wanted and (seen or not stack.feeds)
+        assert seen == wanted and (seen or not stack.mlps)

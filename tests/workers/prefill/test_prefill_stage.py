@@ -30,7 +30,7 @@ from deltafront.workers.messages.stages import (
     OpenRequest,
     RequestFailed,
 )
-from deltafront.workers.model.decoder import torch_dtype
+from deltafront.workers.model.decoder.load import torch_dtype
 from deltafront.workers.prefill.group.controller import PrefillController
 from deltafront.workers.prefill.group.local_group import local_controller, run_in_process
 from deltafront.workers.prefill.stage import chunk_attention

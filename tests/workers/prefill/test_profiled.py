@@ -10,8 +10,8 @@ import pytest
 
 from deltafront.kernels.methods import MethodError, MethodSpec, method_spec
 from deltafront.workers.messages.requests import PrefillFailed
-from deltafront.workers.model.levels import thresholds_for
-from deltafront.workers.model.profile import ProfileError
+from deltafront.workers.model.calibrated.levels import thresholds_for
+from deltafront.workers.model.calibrated.profile import ProfileError
 from deltafront.workers.prefill.group.local_group import run_in_process
 from deltafront.workers.settings import ModelSpec, PrefillConfig
 

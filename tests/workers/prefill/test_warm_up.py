@@ -11,8 +11,9 @@ import torch
 from deltafront.kernels.build import build
 from deltafront.kernels.interface import AttentionInput
 from deltafront.workers.messages.methods import method_spec
-from deltafront.workers.model.config import read_config
-from deltafront.workers.model.decoder import load_stack
+from deltafront.workers.model.decoder.load import load_stack
+from deltafront.workers.model.directory.model_config import read_config
+from deltafront.workers.model.weights.stack_weights import StackSpec
 from deltafront.workers.prefill.group.local_group import run_in_process
 from deltafront.workers.prefill.stage import warm_up
 from deltafront.workers.prefill.stage.warm_up import length_classes, prompt_lengths
@@ -46,7 +47,15 @@ def test_a_method_meets_whole_chunks_past_its_shortest_prompt_and_a_ragged_one(
     directory = make_tiny_model(tmp_path)
     config = read_config(directory)
     stack = load_stack(
-        directory, config, range(2, 5), embedding=False, head=True, dtype=torch.float32, device="cpu"
+        directory,
+        StackSpec(
+            config=config,
+            layers=range(2, 5),
+            embedding=False,
+            head=True,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        ),
     )
     spies: list[Spy] = []
 

@@ -81,10 +81,10 @@ class StageActor:
             return node, self._stage.work
         from ...kv.fetch import RayKVSource
         from ...kv.handoff.transports import kv_sender
-        from ...model.computing import computes
+        from ...model.decoder.compute_thread import set_up_compute_thread
         from ..stage.loading import load_stage
 
-        computes(self._config.threads, self._config.device)  # on this thread
+        set_up_compute_thread(self._config.threads, self._config.device)  # on this thread
         sys.setswitchinterval(_SWITCH_S)
         self._compilations = watch(self._config.device, self._config.kernel_cache)
         tell = progress(f"stage {self._number} of {self._config.stages}")

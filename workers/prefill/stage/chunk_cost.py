@@ -9,7 +9,7 @@ from statistics import fmean
 
 from ....kernels.constants import BLOCK
 from ...messages.methods import MethodSpec
-from ...model.config import ModelConfig
+from ...model.directory.model_config import ModelConfig
 
 _FLOPS, _FLOPS_8_BITS = 660e12, 1210e12
 """Operations a second that products of 8B shapes reach on an H200, overheads included. A multiply-add counts
@@ -95,10 +95,10 @@ class ModelWork:
         shares, works = model.split(stages), []
         for share in shares:
             last = share is shares[-1]
-            attentions, feeds = len(share.layers) - last, len(share.feeds) - last
-            linear = attentions * model.attention_matrices + feeds * model.feed_forward_matrices
+            attentions, mlps = len(share.layers) - last, len(share.mlps) - last
+            linear = attentions * model.attention_matrices + mlps * model.mlp_matrices
             linear += last * model.qkv_matrices
-            works.append(StageWork(linear, attentions * model.pair, attentions + feeds + last))
+            works.append(StageWork(linear, attentions * model.pair, attentions + mlps + last))
         return cls(tuple(works), quantised)
 
     def chunk_cost(self, method: MethodSpec) -> ChunkCost:

@@ -9,8 +9,8 @@ from ...kv.fetch import KVSource
 from ...kv.handoff.protocols import KVSender
 from ...kv.pages.pool import pages_for
 from ...messages.methods import load_methods
-from ...model.decoder import load_model
-from ...model.profile import load_profile
+from ...model.calibrated.profile import load_profile
+from ...model.decoder.load import load_model
 from ...progress import Tell, silent
 from ...settings import ModelSpec, PrefillConfig
 from ...tracing import NO_TRACER, Tracer

@@ -26,9 +26,9 @@ from ...kv.fetch import KVSource, NoKVSource, from_host, pieces
 from ...kv.handoff.protocols import Destination, HandoffError, KVSender, KVStream
 from ...kv.pages.pool import first_of_run
 from ...messages.stages import ChunkCommand, ChunkReport, HandoffFailed, OpenRequest, RequestFailed
-from ...model.decoder import LayerStack
-from ...model.levels import thresholds_for
-from ...model.profile import Profile
+from ...model.calibrated.levels import thresholds_for
+from ...model.calibrated.profile import Profile
+from ...model.decoder.stack import LayerStack
 from ...tracing import NO_TRACER, Tracer
 from .activations import Activations, NoActivations
 from .chunk import ChunkWork

@@ -16,9 +16,9 @@ from ....kernels.build import build
 from ....kernels.constants import BLOCK
 from ....kernels.interface import Attention, AttentionInput, StateSpec
 from ....kernels.methods import MethodSpec
-from ...model.decoder import LayerStack
-from ...model.levels import thresholds_for
-from ...model.profile import Profile
+from ...model.calibrated.levels import thresholds_for
+from ...model.calibrated.profile import Profile
+from ...model.decoder.stack import LayerStack
 from ...progress import Tell, silent
 
 _RAGGED = 77

@@ -1,0 +1,212 @@
+"""Blocks that a question looks at, and computing them again, against plain loops and dense reading."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltafront.kernels.constants import BLOCK
+from deltafront.kernels.layers.rope import KVRows
+from deltafront.workers.model.decoder import recompute as recomputing
+from deltafront.workers.model.decoder.load import load_model
+from deltafront.workers.model.decoder.recompute import (
+    QUESTION_ROWS,
+    BlockAttention,
+    attention_by_block,
+    recompute,
+    rows_of_blocks,
+)
+from deltafront.workers.model.decoder.stack import LayerStack
+from deltafront.workers.settings import ModelSpec
+from tests.workers.tiny_model import make_tiny_model
+
+TOKENS = 5 * BLOCK
+
+
+@pytest.mark.parametrize("keys", [3 * BLOCK, 3 * BLOCK + 17])
+@pytest.mark.parametrize("at_once", [recomputing.KEYS_AT_ONCE, BLOCK])
+def test_attention_by_block_is_the_largest_share_of_any_row_and_head(
+    keys: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recomputing, "KEYS_AT_ONCE", at_once)
+    torch.manual_seed(keys)
+    q_THD, k_GSD = 3 * torch.randn(5, 4, 16), torch.randn(2, keys, 16)
+    want = torch.zeros(-(-keys // BLOCK))
+    for row in range(5):
+        for head in range(4):
+            share_S = (k_GSD[head // 2] @ q_THD[row, head] / 4).softmax(0)
+            for block in range(len(want)):
+                want[block] = max(want[block], share_S[block * BLOCK : (block + 1) * BLOCK].sum())
+    torch.testing.assert_close(attention_by_block(q_THD, k_GSD), want)
+
+
+def test_of_a_question_the_last_rows_look_in_every_layer_and_the_first_block_is_never_among_them() -> None:
+    torch.manual_seed(0)
+    looks = BlockAttention(5 * BLOCK + 5)
+    key_GSD = torch.zeros(1, 5 * BLOCK + 9, 16)
+    for place, channel in ((0, 0), (1, 1), (2, 2), (3, 3), (5, 4)):
+        key_GSD[0, place * BLOCK, channel] = 1.0
+    rows_THD = torch.zeros(QUESTION_ROWS + 1, 1, 16)
+    rows_THD[0, 0, 2] = 900.0  # too early in the question to count
+    rows_THD[1, 0, 3] = 100.0
+    rows_THD[2, 0, 0] = 900.0
+    rows_THD[3, 0, 4] = 900.0  # a block that is not whole
+    looks.add(rows_THD, key_GSD)
+    assert looks.most(1) == [3]
+    other_THD = torch.zeros(2, 1, 16)
+    other_THD[1, 0, 1] = 200.0
+    looks.add(other_THD, key_GSD)
+    assert looks.most(1) == [1]
+    assert looks.most(2) == [1, 3]
+    assert looks.most(9) == [1, 2, 3, 4]
+
+
+def test_the_last_whole_block_comes_after_all_others() -> None:
+    """Heads that look at what is near give it most, whatever is asked."""
+    looks = BlockAttention(4 * BLOCK + 5)
+    key_GSD = torch.zeros(1, 4 * BLOCK + 9, 16)
+    for place in range(4):
+        key_GSD[0, place * BLOCK, place] = 1.0
+    rows_THD = torch.zeros(2, 1, 16)
+    rows_THD[0, 0, 3] = 900.0
+    rows_THD[1, 0, 2] = 50.0
+    looks.add(rows_THD, key_GSD)
+    assert [looks.most(count) for count in range(1, 5)] == [[2], [1, 2], [1, 2, 3], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK, 2 * BLOCK - 1])
+def test_without_a_whole_block_behind_the_first_there_is_nothing_to_choose(tokens: int) -> None:
+    looks = BlockAttention(tokens)
+    looks.add(torch.randn(3, 2, 16), torch.randn(1, tokens + 3, 16))
+    assert looks.most(4) == []
+
+
+class _Store:
+    """Keys and values of one document, in memory as `recompute` wants them."""
+
+    def __init__(self, stack: LayerStack, ids_T: torch.Tensor) -> None:
+        config = stack.config
+        shape = (config.layers, len(ids_T), config.kv_heads, config.head_dim)
+        self.stack, self.ids_T = stack, ids_T.to(stack.device)
+        self.k_LTGD = torch.zeros(shape, dtype=stack.dtype, device=stack.device)
+        self.v_LTGD = torch.zeros_like(self.k_LTGD)
+
+    def read(self, window: int) -> None:
+        """Densely, but each row sees only the last `window` tokens."""
+
+        def attend(layer: int, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+            self.k_LTGD[layer], self.v_LTGD[layer] = k_TGD, v_TGD
+            return _attend(q_THD, k_TGD, v_TGD, torch.arange(len(q_THD), device=q_THD.device), window)
+
+        positions_T = torch.arange(len(self.ids_T), device=self.stack.device)
+        self.stack.forward(self.stack.embed(self.ids_T), positions_T, attend)
+
+    def recompute(self, blocks: list[int]) -> None:
+        rows_P = rows_of_blocks(blocks, self.stack.device)
+
+        def keep(layer: int) -> KVRows:
+            return KVRows(self.k_LTGD[layer], self.v_LTGD[layer], rows_P)
+
+        def seen(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            both = (self.k_LTGD[layer], self.v_LTGD[layer])
+            whole = (torch.cat([x[: blocks[-1] * BLOCK], x[rows_P]]).transpose(0, 1) for x in both)
+            k_GSD, v_GSD = (x.contiguous() for x in whole)
+            return k_GSD, v_GSD
+
+        recompute(self.stack, self.ids_T[rows_P], blocks, keep, seen)
+
+    def by_loops(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `recompute` should leave, token by token's attention in full."""
+        k_LTGD, v_LTGD = self.k_LTGD.clone(), self.v_LTGD.clone()
+        rows_P = rows_of_blocks(blocks, self.stack.device)
+
+        def attend(layer: int, q_PHD: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor) -> torch.Tensor:
+            k_LTGD[layer, rows_P], v_LTGD[layer, rows_P] = k_PGD, v_PGD
+            return _attend(q_PHD, k_LTGD[layer], v_LTGD[layer], rows_P, len(self.ids_T))
+
+        self.stack.forward(self.stack.embed(self.ids_T[rows_P]), rows_P, attend)
+        return k_LTGD, v_LTGD
+
+
+def _attend(
+    q_PHD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, positions_P: torch.Tensor, window: int
+) -> torch.Tensor:
+    out_PHD = torch.empty_like(q_PHD)
+    group = q_PHD.shape[1] // k_TGD.shape[1]
+    for row, position in enumerate(positions_P.tolist()):
+        span = slice(max(0, position + 1 - window), position + 1)
+        for head in range(q_PHD.shape[1]):
+            k_SD, v_SD = (x[span, head // group].float() for x in (k_TGD, v_TGD))
+            out_PHD[row, head] = (k_SD @ q_PHD[row, head].float() * k_SD.shape[1] ** -0.5).softmax(0) @ v_SD
+    return out_PHD
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", "float32"),
+        pytest.param(
+            ("cuda", "float16"),
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ),
+    ],
+    ids="-".join,
+)
+def read_in_windows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Store:
+    device, dtype = request.param
+    directory = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    stack = load_model(ModelSpec(str(directory), dtype=dtype), device)
+    ids_T = torch.randint(stack.config.vocab, (TOKENS,), generator=torch.Generator().manual_seed(3))
+    store = _Store(stack, ids_T)
+    store.read(window=40)
+    return store
+
+
+def _worst_row(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest relative error of a key or value vector of one head."""
+    return float(((got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).max())
+
+
+def _rounding(store: _Store) -> float:
+    """What rounding in one layer makes of all that follow it."""
+    return 1e-3 if store.stack.dtype == torch.float32 else 5e-2
+
+
+def _copy(store: _Store) -> _Store:
+    made = _Store(store.stack, store.ids_T)
+    made.k_LTGD, made.v_LTGD = store.k_LTGD.clone(), store.v_LTGD.clone()
+    return made
+
+
+@pytest.mark.parametrize("blocks", [[1], [2, 4], [1, 2, 3]])
+def test_computed_again_they_are_what_loops_say_and_the_others_stay(
+    read_in_windows: _Store, blocks: list[int]
+) -> None:
+    store = _copy(read_in_windows)
+    want = store.by_loops(blocks)
+    store.recompute(blocks)
+    for got, expected in zip((store.k_LTGD, store.v_LTGD), want, strict=True):
+        assert _worst_row(got, expected) < _rounding(store)
+    changed = (store.k_LTGD != read_in_windows.k_LTGD).any(-1).any(-1)
+    assert not changed[0].any(), "the first layer's keys depend on tokens alone"
+    rows_P = rows_of_blocks(blocks, "cpu")
+    assert changed[1:, rows_P].any(0).all()
+    changed[:, rows_P] = False
+    assert not changed.any()
+
+
+def test_what_was_read_densely_is_the_same_after_it(read_in_windows: _Store) -> None:
+    store = _copy(read_in_windows)
+    store.read(window=TOKENS)
+    before = store.k_LTGD.clone(), store.v_LTGD.clone()
+    store.recompute([1, 3, 4])
+    for got, expected in zip((store.k_LTGD, store.v_LTGD), before, strict=True):
+        assert _worst_row(got, expected) < _rounding(store)
+
+
+def test_all_blocks_are_a_dense_reading(read_in_windows: _Store) -> None:
+    store, dense = _copy(read_in_windows), _copy(read_in_windows)
+    dense.read(window=TOKENS)
+    store.recompute([0, 1, 2, 3, 4])
+    for got, expected in ((store.k_LTGD, dense.k_LTGD), (store.v_LTGD, dense.v_LTGD)):
+        assert _worst_row(got, expected) < _rounding(store)

@@ -1,0 +1,166 @@
+"""Weights against config.json by their files' headers, and each fault in a line of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from deltafront.workers.model.directory.headers import check_weights, expected_shapes, read_header
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.model_config import read_config
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB = 3, 32, 4, 2, 16, 48, 64
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "max_position_embeddings": 64,
+}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+Raw = dict[str, torch.Tensor]
+
+
+def save(directory: Path, family: str = "llama", size: str = "1GB", **more: Any) -> Path:
+    config = transformers.CONFIG_MAPPING[family](**SHAPE, sliding_window=None, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory, max_shard_size=size)
+    return directory
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    return save(tmp_path)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return save(tmp_path, size="10KB")
+
+
+def check(directory: Path) -> None:
+    check_weights(directory, read_config(directory))
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        check(directory)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def edit(directory: Path, change: Callable[[Raw], Raw]) -> Path:
+    save_file(change(load_file(directory / SINGLE)), directory / SINGLE)
+    return directory
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", ["1GB", "10KB"])
+def test_every_family_has_the_tensors_of_transformers(
+    tmp_path: Path, family: str, tied: bool, size: str
+) -> None:
+    save(tmp_path, family, size, tie_word_embeddings=tied)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert len(files) == 1 if size == "1GB" else len(files) > 3
+    found = {name: tuple(x.shape) for file in files for name, x in load_file(file).items()}
+    assert expected_shapes(read_config(tmp_path)) == found
+    check(tmp_path)
+
+
+def test_a_header_says_what_the_file_holds(single: Path) -> None:
+    raw, content = load_file(single / SINGLE), (single / SINGLE).read_bytes()
+    header = read_header(single / SINGLE)
+    assert header.keys() == raw.keys()
+    for name, one in header.items():
+        values = torch.frombuffer(bytearray(content[one.begin : one.end]), dtype=torch.bfloat16)
+        assert one.dtype == "BF16" and torch.equal(values.view(one.shape), raw[name])
+
+
+def test_a_checkpoint_may_hold_what_follows_from_its_config(single: Path) -> None:
+    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(DIM // 2)}
+    check(edit(single, lambda raw: raw | derived | {"v_head.summary.weight": torch.ones(1, HIDDEN)}))
+
+
+def test_quantised_weights_are_refused_as_such(single: Path) -> None:
+    scale = {DOWN.removesuffix("weight") + "weight_scale": torch.ones(1)}
+    edit(single, lambda raw: raw | {DOWN: raw[DOWN].to(torch.float8_e4m3fn)} | scale)
+    assert "hold scales, model.layers.1.mlp.down_proj.weight_scale; quantised" in refusal(single)
+    edit(single, lambda raw: {name: x for name, x in raw.items() if name not in scale})
+    assert f"hold F8_E4M3, {DOWN}; quantised weights are not supported: take the model" in refusal(single)
+    packed = {DOWN.removesuffix("weight") + "qweight": torch.ones(4, 4, dtype=torch.int32)}
+    edit(single, lambda raw: {name: x for name, x in raw.items() if name != DOWN} | packed)
+    assert "hold scales, model.layers.1.mlp.down_proj.qweight" in refusal(single)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "", "base_model.model.model."])
+def test_another_prefix_is_named(single: Path, prefix: str) -> None:
+    edit(single, lambda raw: {name.replace("model.", prefix, 1): x for name, x in raw.items()})
+    assert f"called {prefix}… where model.… is expected (29 tensors such as" in refusal(single)
+
+
+def test_what_is_missing_left_over_or_misshapen_is_named(single: Path) -> None:
+    whole = load_file(single / SINGLE)
+    lost = {name: x for name, x in whole.items() if name != DOWN}
+    assert f"lack {DOWN}, which config.json asks for" in refusal(edit(single, lambda _raw: lost))
+    bias = {"lm_head.bias": torch.ones(VOCAB)}
+    assert "no place for lm_head.bias" in refusal(edit(single, lambda _raw: whole | bias))
+    more = {f"model.layers.3.{name}": torch.ones(1) for name in ("input_layernorm.weight", "mlp.x")}
+    assert "a layer 3, but config.json says 3 layers" in refusal(edit(single, lambda _raw: whole | more))
+    wide = {DOWN: torch.ones(HIDDEN, INNER + 1)}
+    assert f"{DOWN} is (32, 49), config.json says (32, 48)" in refusal(
+        edit(single, lambda _raw: whole | wide)
+    )
+
+
+def test_shards_that_are_not_there_are_named(sharded: Path) -> None:
+    names = sorted(path.name for path in sharded.glob("*.safetensors"))
+    for name in names[1:3]:
+        (sharded / name).unlink()
+    assert refusal(sharded) == (
+        f"{sharded} lacks 2 of its {len(names)} files of weights, such as {names[1]}: download them"
+    )
+
+
+def test_shards_of_another_copy_are_named(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"][DOWN] = index["weight_map"]["model.embed_tokens.weight"]
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert f"lacks the tensor {DOWN}, which the index says is in it" in refusal(sharded)
+    (sharded / INDEX).unlink()
+    assert "no weights in" in refusal(sharded) and "other .safetensors files" in refusal(sharded)
+
+
+@pytest.mark.parametrize("kept", [-1, -1000, 400, 4])
+def test_a_file_that_ends_too_early_is_named(single: Path, kept: int) -> None:
+    content = (single / SINGLE).read_bytes()
+    (single / SINGLE).write_bytes(content[:kept])
+    said = refusal(single)
+    if kept < 0:
+        assert said.endswith(f"{SINGLE} has {len(content) + kept} bytes of {len(content)}: download it again")
+    else:
+        assert f"{SINGLE} cannot be read as safetensors" in said
+
+
+def test_a_pointer_in_the_place_of_weights_is_named(sharded: Path) -> None:
+    path = sorted(sharded.glob("*.safetensors"))[2]
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n")
+    assert refusal(sharded).startswith(
+        f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull`"
+    )
+
+
+def test_a_gguf_is_left_to_who_reads_it(single: Path) -> None:
+    (single / SINGLE).rename(single / "model.gguf")
+    check(single)

@@ -1,0 +1,346 @@
+"""config.json in the shapes that real models have, what is refused, and layer splits against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from deltafront.service.client.size import SHAPES
+from deltafront.workers.model.directory.json_files import ModelError
+from deltafront.workers.model.directory.layer_shares import LayerShare, balanced
+from deltafront.workers.model.directory.model_config import ModelConfig, RopeConfig, read_config
+
+LLAMA31: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+MISTRAL = LLAMA31 | {"architectures": ["MistralForCausalLM"], "rope_scaling": None, "sliding_window": None}
+
+
+def read(tmp_path: Path, raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return read_config(tmp_path, overrides)
+
+
+def test_llama31_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA31)
+    assert config.head_dim == 128 and config.rope.theta == 500000.0 and config.rope.kind == "llama3"
+    assert config.rope.scaling["original_max_position_embeddings"] == 8192
+    assert config.eos_ids == (128001, 128008, 128009)
+
+
+def test_old_and_new_rope_keys_read_the_same(tmp_path: Path) -> None:
+    rope = LLAMA31["rope_scaling"] | {"rope_theta": 500000.0}
+    new = {key: value for key, value in LLAMA31.items() if key not in ("rope_theta", "rope_scaling")}
+    assert read(tmp_path, LLAMA31) == read(tmp_path, new | {"rope_parameters": rope})
+    oldest = {"type": "linear", "factor": 2.0}
+    linear = read(tmp_path, LLAMA31 | {"rope_scaling": oldest}).rope
+    assert linear == RopeConfig(500000.0, {"rope_type": "linear", "factor": 2.0})
+
+
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [128009, 7]}')
+    assert read(tmp_path, LLAMA31).eos_ids == (128009, 7, 128001, 128008)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SAVED_BY_TRANSFORMERS_5: dict[str, Any] = {
+    key: value for key, value in LLAMA31.items() if key not in ("rope_theta", "rope_scaling")
+} | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("pasted", "message"),
+    [
+        ({"rope_scaling": YARN}, r"rope_parameters \(default\) and another rope_scaling \(yarn\)"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "another rope_scaling"),
+        ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}, "another rope_scaling"),
+        ({"rope_theta": 5e5}, r"several rope_theta, \[1000000.0, 500000.0\]"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, "several rope_theta"),
+    ],
+)
+def test_rope_keys_that_contradict_each_other_are_refused(
+    tmp_path: Path, pasted: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, SAVED_BY_TRANSFORMERS_5 | pasted)
+
+
+def test_rope_keys_that_agree_may_stand_twice(tmp_path: Path) -> None:
+    both = SAVED_BY_TRANSFORMERS_5 | {
+        "rope_parameters": YARN | {"rope_theta": 1e6},
+        "rope_scaling": {"type": "yarn", **{key: YARN[key] for key in YARN if key != "rope_type"}},
+        "rope_theta": 1e6,
+    }
+    assert read(tmp_path, both).rope == RopeConfig(1e6, YARN)
+
+
+def test_the_trained_length_may_stand_at_the_top(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    top = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": scaling, "max_position_embeddings": 40960}
+    assert read(tmp_path, top).rope.scaling["original_max_position_embeddings"] == 40960
+    found = read(tmp_path, top | {"original_max_position_embeddings": 32768})
+    assert found.rope.scaling["original_max_position_embeddings"] == 32768 and found.positions == 131072
+    twice = {"rope_parameters": YARN, "original_max_position_embeddings": 8192}
+    with pytest.raises(ModelError, match="= 8192, but 32768 in its rope scaling"):
+        read(tmp_path, top | twice)
+
+
+@pytest.mark.parametrize("said", [32768, 40960, 131072])
+def test_yarn_raises_the_positions(tmp_path: Path, said: int) -> None:
+    """As vLLM: `factor` times what the model was trained for, whatever max_position_embeddings says."""
+    yarn = SAVED_BY_TRANSFORMERS_5 | {"rope_parameters": YARN, "max_position_embeddings": said}
+    assert read(tmp_path, yarn).positions == 131072
+    assert read(tmp_path, yarn, {"max_position_embeddings": 65536}).positions == 65536
+    linear = {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    assert read(tmp_path, yarn | linear).positions == said
+
+
+def test_overrides_replace_theta_and_positions(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA31, {"rope_theta": 8e6, "max_position_embeddings": 262144})
+    assert config.rope.theta == 8e6 and config.positions == 262144
+    assert config.rope.scaling["original_max_position_embeddings"] == 8192
+    with pytest.raises(ModelError, match="rope_thetta"):
+        read(tmp_path, LLAMA31, {"rope_thetta": 1.0})
+
+
+def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
+    qwen2 = read(
+        tmp_path,
+        MISTRAL
+        | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": False},
+    )
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.sliding_window) == (True, False, None)
+    qwen3 = read(tmp_path, MISTRAL | {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024})
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    mistral = read(tmp_path, MISTRAL)
+    assert (mistral.qkv_bias, mistral.qk_norm, mistral.rope.kind) == (False, False, "default")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0 is not a number above 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4x"}}, "factor = '4x' is not a number above 0"),
+        ({"rope_scaling": {"rope_type": "factors", "factors": [1.0, -1.0]}}, "is not a number above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "full_attention",
+        ),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"num_key_value_heads": 5}, "divide"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' is not a list"),
+        ({"rms_norm_eps": None}, "rms_norm_eps = None is not a number above 0"),
+        ({"rope_theta": "1e4"}, "rope_theta = '1e4' is not a number above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan is not a number above 0"),
+        ({"eos_token_id": {"id": 2}}, "eos_token_id holds something else than token ids"),
+        ({"eos_token_id": True}, r"eos_token_id holds something else than token ids: \[True\]"),
+        ({"eos_token_id": [2, False]}, "eos_token_id holds something else than token ids"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary factor"),
+        ({"rope_scaling": ["yarn"]}, "is not a section of keys"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, LLAMA31 | change)
+
+
+def test_sliding_windows_are_refused_unless_nothing_slides(tmp_path: Path) -> None:
+    windowed = MISTRAL | {"sliding_window": 4096, "max_position_embeddings": 32768}
+    with pytest.raises(ModelError, match="sliding-window"):
+        read(tmp_path, windowed)
+    assert read(tmp_path, windowed, {"max_position_embeddings": 4096}).positions == 4096
+    with pytest.raises(ModelError, match="sliding-window"):
+        read(tmp_path, {key: value for key, value in MISTRAL.items() if key != "sliding_window"})
+    with pytest.raises(ModelError, match="sliding-window"):
+        read(tmp_path, windowed | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True})
+
+
+QWEN = MISTRAL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 8192},
+        {"sliding_window": 8192, "max_window_layers": 31},
+        {"sliding_window": 8192, "max_window_layers": 32},
+        {"sliding_window": None},
+        {"sliding_window": 8192, "layer_types": ["full_attention"] * 32},
+        {"sliding_window": 8192, "layer_types": ["full_attention"] * 31 + ["sliding_attention"]},
+        {"sliding_window": 8192, "use_sliding_window": False},
+        {},
+        {"max_window_layers": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_a_qwen_slides_where_transformers_lets_it(tmp_path: Path, change: dict[str, Any], kind: str) -> None:
+    """Without a window it assumes one of 4,096."""
+    raw = {key: value for key, value in QWEN.items() if key != "sliding_window"} | change
+    raw |= {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    window = theirs.sliding_window if "sliding_attention" in theirs.layer_types else None
+    if window is None:
+        assert read(tmp_path, raw).sliding_window is None
+    else:
+        with pytest.raises(ModelError, match=rf"sliding-window attention \({window} of 131072 positions\)"):
+            read(tmp_path, raw)
+        assert read(tmp_path, raw, {"max_position_embeddings": window}).positions == window
+
+
+def test_dual_chunk_attention_is_refused_beyond_its_chunk(tmp_path: Path) -> None:
+    """Qwen2.5-1M's key; transformers computes another attention than the model was made for."""
+    chunks = {"chunk_size": 65536, "local_size": 8192, "original_max_position_embeddings": 65536}
+    raw = QWEN | {"use_sliding_window": False, "dual_chunk_attention_config": chunks}
+    with pytest.raises(ModelError, match=r"dual_chunk_attention_config: .*beyond 65536 tokens"):
+        read(tmp_path, raw)
+    assert read(tmp_path, raw, {"max_position_embeddings": 65536}).positions == 65536
+    with pytest.raises(ModelError, match="chunk_size"):
+        read(tmp_path, raw | {"dual_chunk_attention_config": {"local_size": 8192}})
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_config(tmp_path)
+
+
+def shape(layers: int, hidden: int, intermediate: int, vocab: int) -> ModelConfig:
+    rope = RopeConfig(1e4)
+    return ModelConfig("LlamaForCausalLM", layers, hidden, intermediate, 4, 2, 16, vocab, 512, 1e-5, rope)
+
+
+def costs_of(config: ModelConfig) -> list[int]:
+    """Multiplications per token of A0, M0, A1, M1 …, written out: q, k, v and output, and for each of 5,700
+    keys a score and a value; gate, up, down. The last layer is q, k and v alone, and the head."""
+    qkv = config.hidden * config.head_dim * (config.q_heads + 2 * config.kv_heads)
+    attention = qkv + config.hidden * config.q_heads * config.head_dim
+    attention += 5_700 * 2 * config.q_heads * config.head_dim
+    mlp = 3 * config.hidden * config.intermediate
+    head = config.vocab * config.hidden // 512
+    return [attention, mlp] * (config.layers - 1) + [qkv + head, 0]
+
+
+def every_cut(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Where to cut A0 M0 A1 M1 … so that each part has an A, which are at the even places."""
+    for cuts in itertools.combinations(range(1, 2 * layers), stages - 1):
+        bounds = [0, *cuts, 2 * layers]
+        if all(any(half % 2 == 0 for half in range(*pair)) for pair in itertools.pairwise(bounds)):
+            yield tuple(bounds)
+
+
+def cuts_of(parts: tuple[LayerShare, ...]) -> tuple[int, ...]:
+    """Such bounds, of parts that must follow one another without gaps."""
+    bounds = [0]
+    for part in parts:
+        halves = sorted([2 * layer for layer in part.layers] + [2 * layer + 1 for layer in part.mlps])
+        assert len(part.layers) > 0 and halves == list(range(bounds[-1], halves[-1] + 1))
+        assert part.layers.start - part.mlps.start in (0, 1) and part.layers.stop - part.mlps.stop in (0, 1)
+        bounds.append(halves[-1] + 1)
+    return tuple(bounds)
+
+
+def shares_of(costs: Sequence[int], bounds: tuple[int, ...]) -> list[int]:
+    return [sum(costs[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 8])
+@pytest.mark.parametrize("vocab", [100, 4_000_000, 400_000_000])
+@pytest.mark.parametrize("intermediate", [128, 4096, 40_000])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_split_is_the_best_of_all(layers: int, vocab: int, intermediate: int, stages: int) -> None:
+    config = shape(layers, 64, intermediate, vocab)
+    if stages > layers:
+        with pytest.raises(ModelError, match="stages"):
+            config.split(stages)
+        return
+    costs, found = costs_of(config), cuts_of(config.split(stages))
+    every = list(every_cut(layers, stages))
+    assert found in every
+    least = min(max(shares_of(costs, bounds)) for bounds in every)
+    assert max(shares_of(costs, found)) == least
+    best = [bounds for bounds in every if max(shares_of(costs, bounds)) == least]
+    inside = min(sum(bound % 2 for bound in bounds) for bounds in best)
+    assert sum(bound % 2 for bound in found) == inside, "layers are cut in two only where that gains"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_costs_are_shared_out_best(seed: int) -> None:
+    """Feed-forward networks, the first layer and the last may cost what they will."""
+    rng = random.Random(seed)
+    layers = rng.randint(1, 7)
+    costs = [rng.randint(1, 9), rng.randint(0, 9)] * layers
+    costs[-2:] = rng.randint(1, 20), 0
+    for stages in range(1, layers + 1):
+        found = cuts_of(balanced(tuple(costs), stages))
+
+        def worth(bounds: tuple[int, ...]) -> tuple[int, int, int]:
+            shares = shares_of(costs, bounds)
+            return max(shares), sum(bound % 2 for bound in bounds), sum(share**2 for share in shares)
+
+        assert worth(found) == min(worth(bounds) for bounds in every_cut(layers, stages))
+
+
+def test_two_stages_of_llama_8b_share_a_layer() -> None:
+    """The first would have 16 layers else, and the second 15 and what is left of the last."""
+    config = SHAPES["8b"]
+    assert config.split(2) == (LayerShare(range(16), range(15)), LayerShare(range(16, 32), range(15, 32)))
+    first, last = shares_of(costs_of(config), cuts_of(config.split(2)))
+    layer = sum(costs_of(config)[:2])
+    assert max(first, last) < 15.8 * layer
+
+
+def test_layers_stay_whole_where_a_cut_gains_nothing() -> None:
+    """Of four stages one has eight layers' worth whatever is done."""
+    for name, stages in (("8b", 4), ("8b", 8), ("70b", 4), ("70b", 8)):
+        parts = SHAPES[name].split(stages)
+        each = SHAPES[name].layers // stages
+        assert [len(part.layers) for part in parts] == [each] * stages
+        assert all(part.layers == part.mlps for part in parts)
+
+
+def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
+    light, heavy = shape(12, 64, 128, 1000).split(3), shape(12, 64, 128, 40_000_000).split(3)
+    assert [len(part.layers) for part in light] == [4, 4, 4]
+    assert len(heavy[-1].layers) < len(heavy[0].layers)

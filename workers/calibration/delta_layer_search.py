@@ -1,0 +1,208 @@
+"""Searches Δ-layers by what page selection does to answers.
+
+`delta_layers.py` adds up the attention that sparse layers miss, but layers of equal losses cost answers very
+differently. So its choices only begin a search. Each document is read densely once and its K/V kept. Then the
+rows that a decode step computes for answers go through the layers again, with the pages that a choice of
+Δ-layers selects, and their predictions are compared with dense ones.
+
+Shape suffixes as in `delta_layers.py`; R rows, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from ...kernels.constants import PAGE_TOKENS
+from ...kernels.interface import AttentionInput
+from ..model.decoder.stack import LayerStack
+from .delta_layers import Calibration, choose, kept_pages
+from .dense_pass import embedded, read_densely
+from .probes import Document, with_answers
+from .sensitivity import divergence
+
+ROWS = 96
+"""Rows of a text that are read with each choice."""
+
+Layers = tuple[int, ...]
+
+
+class DecodedRows:
+    """A densely read text, and the rows that a decode step would compute for its answers."""
+
+    @torch.inference_mode()
+    def __init__(self, stack: LayerStack, text: Document) -> None:
+        """Raises ValueError for a text without an answer of two tokens or more."""
+        ids, answers = with_answers(text)
+        later = [row for before, row in pairwise(answers) if row == before + 1]
+        if not later:
+            raise ValueError("a search for Δ-layers needs questions whose answers have two tokens or more")
+        places = torch.linspace(0, len(later) - 1, min(ROWS, len(later))).long().tolist()
+        self._stack = stack
+        self._rows = [later[place] for place in places]
+        self._positions_R = torch.tensor(self._rows, device=stack.device)
+        self._kv: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._entering: list[torch.Tensor] = []
+        self.tokens = len(ids)
+
+        def keep(_layer: int, x: AttentionInput) -> None:
+            self._kv.append((x.k_BGSD[0], x.v_BGSD[0]))
+
+        hidden_TC = embedded(stack, ids)
+        for layer in stack.layers:
+            self._entering.append(hidden_TC[self._rows])
+            hidden_TC = read_densely(stack, hidden_TC, keep, range(layer, layer + 1))
+        self._dense_RC = hidden_TC[self._rows]
+
+    @torch.inference_mode()
+    def divergence(self, delta_layers: Layers, dense: Collection[int], budget: int, recency: int) -> float:
+        """Return the rows' mean KL(dense | selected pages) of next-token distributions.
+
+        K/V of earlier tokens are those of dense reading.
+
+        Args:
+            dense: Layers behind the first Δ-layer that attend to everything too.
+            budget, recency: In pages.
+        """
+        first = delta_layers[0]
+        kept_RS: torch.Tensor | None = None
+
+        def attend(layer: int, q_RHD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
+            nonlocal kept_RS
+            sparse = layer not in delta_layers and layer not in dense
+            out_RHD, weights_GJRS = self._attend(layer, q_RHD, k_RGD, v_RGD, kept_RS if sparse else None)
+            if layer in delta_layers:
+                kept_RS = self._kept(weights_GJRS, budget, recency)
+            return out_RHD
+
+        hidden_RC = self._stack.forward(
+            self._entering[first], self._positions_R, attend, range(first, self._stack.layers.stop)
+        )
+        return float(divergence(self._stack, self._dense_RC, hidden_RC).mean())
+
+    def _attend(
+        self,
+        layer: int,
+        q_RHD: torch.Tensor,
+        k_RGD: torch.Tensor,
+        v_RGD: torch.Tensor,
+        kept_RS: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out_RHD and weights_GJRS over the text's keys, with each row's own K/V in its place."""
+        k_GSD, v_GSD = self._kv[layer]
+        rows, heads, dim = q_RHD.shape
+        groups = k_GSD.shape[0]
+        q_GJRD = q_RHD.transpose(0, 1).reshape(groups, heads // groups, rows, dim)
+        logits_GJRS = q_GJRD.float() @ k_GSD.float().transpose(1, 2)[:, None]
+        own_GJR = torch.einsum("gjrd,rgd->gjr", q_GJRD.float(), k_RGD.float())
+        place_R = self._positions_R
+        row_R = torch.arange(rows, device=place_R.device)
+        logits_GJRS[..., row_R, place_R] = own_GJR
+        future_RS = torch.arange(k_GSD.shape[1], device=place_R.device) > place_R[:, None]
+        hidden_RS = future_RS if kept_RS is None else future_RS | ~kept_RS
+        weights_GJRS = (logits_GJRS * dim**-0.5).masked_fill_(hidden_RS, float("-inf")).softmax(-1)
+        out_GJRD = (weights_GJRS.to(v_GSD.dtype) @ v_GSD[:, None]).float()
+        changed_GRD = (v_RGD.transpose(0, 1) - v_GSD[:, place_R]).float()
+        out_GJRD += weights_GJRS[..., row_R, place_R][..., None] * changed_GRD[:, None]
+        return out_GJRD.flatten(0, 1).transpose(0, 1).to(q_RHD.dtype), weights_GJRS
+
+    def _kept(self, weights_GJRS: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
+        """Return bool_RS: keys on selected pages."""
+        kept_RP = kept_pages(weights_GJRS.amax((0, 1)), self._positions_R, budget, recency)
+        return kept_RP.repeat_interleave(PAGE_TOKENS, dim=1)[:, : weights_GJRS.shape[3]]
+
+
+def refine(
+    stack: LayerStack,
+    texts: Sequence[Document],
+    calibration: Calibration,
+    dense_layers: int,
+    *,
+    budget: int,
+    recency: int,
+    full_layers: Collection[int],
+    told: Callable[[str], None] = lambda _what: None,
+) -> Calibration:
+    """Replace Δ-layers by those of a `search`. It keeps the K/V of all texts on the device."""
+    read = [DecodedRows(stack, text) for text in texts]
+    loss_LL = torch.tensor(calibration.losses, dtype=torch.float64)
+    delta_layers, cost = search(
+        read, loss_LL, dense_layers, budget=budget, recency=recency, full_layers=full_layers, told=told
+    )
+    return replace(calibration, delta_layers=delta_layers, divergence=cost)
+
+
+def search(
+    texts: Sequence[DecodedRows],
+    loss_LL: torch.Tensor,
+    dense_layers: int,
+    *,
+    budget: int,
+    recency: int,
+    full_layers: Collection[int],
+    told: Callable[[str], None] = lambda _what: None,
+) -> tuple[Layers, float]:
+    """Search Δ-layers that leave `dense_layers` layers dense.
+
+    Dense are the layers before the first Δ-layer, the Δ-layers, and `full_layers` behind it. Each first
+    Δ-layer has a start (`choose`). From the best, one Δ-layer at a time moves to the least divergence, until
+    no move helps.
+
+    Returns:
+        Δ-layers, and the mean divergence of texts.
+
+    Raises:
+        ValueError: No choice has so many dense layers.
+    """
+    layers = loss_LL.shape[0]
+
+    def cost(delta_layers: Layers) -> float:
+        if delta_layers not in known:
+            parts = [text.divergence(delta_layers, full_layers, budget, recency) for text in texts]
+            known[delta_layers] = sum(parts) / len(parts)
+        return known[delta_layers]
+
+    known: dict[Layers, float] = {}
+    starts = list(_starts(loss_LL, dense_layers, full_layers))
+    if not starts:
+        raise ValueError(f"no choice of Δ-layers leaves {dense_layers} of {layers} layers dense")
+    for start in starts:
+        told(f"Δ-layers {_shown(start)}: divergence {cost(start):.4f}")
+    best = min(starts, key=cost)
+    improved = True
+    while improved:
+        improved = False
+        for moved in _moves(best, layers, full_layers):
+            if cost(moved) < cost(best):
+                best, improved = moved, True
+        told(f"Δ-layers {_shown(best)}: divergence {cost(best):.4f} ({len(known)} choices read)")
+    return best, cost(best)
+
+
+def _starts(loss_LL: torch.Tensor, dense_layers: int, full_layers: Collection[int]) -> Iterator[Layers]:
+    """Yield the choice of least loss for each first Δ-layer."""
+    layers = loss_LL.shape[0]
+    for first in range(layers - 1):
+        if first in full_layers:
+            continue
+        after = sum(layer > first for layer in full_layers)
+        count = dense_layers - first - after
+        free = sum(first < layer < layers - 1 and layer not in full_layers for layer in range(layers))
+        if 1 <= count <= free + 1:
+            yield choose(loss_LL, count, full_layers, first)
+
+
+def _moves(delta_layers: Layers, layers: int, full_layers: Collection[int]) -> Iterator[Layers]:
+    """Yield each choice in which one Δ-layer but the first is another."""
+    first, taken = delta_layers[0], set(delta_layers) | set(full_layers)
+    for left in delta_layers[1:]:
+        for layer in range(first + 1, layers - 1):
+            if layer not in taken:
+                yield tuple(sorted({*delta_layers, layer} - {left}))
+
+
+def _shown(delta_layers: Layers) -> str:
+    return ",".join(map(str, delta_layers))

@@ -1,0 +1,176 @@
+"""Chooses Δ-layers: layers whose page selection serves the layers behind them best.
+
+A sparse layer reads the pages that the Δ-layer before it chose, and loses the attention outside them. One
+dense pass gives all layers' page scores, these give each layer's loss for each layer that may choose, and
+dynamic programming finds the least sum. If a text has questions, only queries that give answers count: layers
+chosen on prose miss what is retrieved, and so do DELTA's, those of the largest 1 - cos between attention
+maps, on SmolLM2.
+
+Shape suffixes: L layers (two L: choosing layer, reading layer), Q queries, P pages, S keys, T tokens, H query
+heads, G key/value heads, D head dimension, J = H / G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.constants import PAGE_TOKENS
+from ...kernels.interface import AttentionInput
+from ..model.decoder.stack import LayerStack
+from .dense_pass import embedded, read_densely
+from .probes import Document, with_answers
+
+QUERIES = 64
+"""Queries of a text whose maps are compared."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Chosen Δ-layers.
+
+    Args:
+        losses: [a][b]: mean page score that layer b loses, against its best pages, if layer a chooses.
+        tokens: Of each text.
+        divergence: Of answers decoded with these layers, if measured.
+    """
+
+    delta_layers: tuple[int, ...]
+    losses: tuple[tuple[float, ...], ...]
+    tokens: tuple[int, ...]
+    divergence: float | None = None
+
+
+def calibrate(
+    stack: LayerStack,
+    texts: Sequence[Document],
+    count: int,
+    *,
+    budget: int = 64,
+    recency: int = 8,
+    full_layers: Collection[int] = (0, 1),
+) -> Calibration:
+    """Choose `count` Δ-layers from a dense pass over each text, with questions and answers.
+
+    Args:
+        budget, recency: K and L of the selection, in pages. Good texts have four times the budget.
+
+    Raises:
+        ValueError: A text is too short or too long, or numbers do not fit together.
+    """
+    if not 0 < recency < budget:
+        raise ValueError(f"recency {recency} must be positive and less than the budget of {budget} pages")
+    read = [with_answers(text) for text in texts]
+    for ids, _answers in read:
+        if len(ids) > stack.config.positions:
+            raise ValueError(
+                f"{len(ids)} tokens are more than the model's {stack.config.positions} positions"
+            )
+    each = []
+    for ids, answers in read:
+        positions = looked_at(len(ids), answers)
+        each.append(losses(attention_maps(stack, ids, positions), positions, budget, recency))
+    mean_LL = torch.stack(each).mean(0)
+    table = tuple(tuple(row) for row in mean_LL.tolist())
+    return Calibration(choose(mean_LL, count, full_layers), table, tuple(len(ids) for ids, _answers in read))
+
+
+def shortest_text(budget: int) -> int:
+    """Return the tokens that a budget, in pages, needs."""
+    return max(2 * QUERIES, 2 * (budget * PAGE_TOKENS + 1))
+
+
+def looked_at(tokens: int, answers: Sequence[int]) -> list[int]:
+    """Pick at most QUERIES positions, evenly, of the answers or else the second half. Raises ValueError for a
+    short text."""
+    if not answers and tokens < 2 * QUERIES:
+        raise ValueError(f"{tokens} tokens are too few to calibrate on: give at least {2 * QUERIES}")
+    among = answers or range(tokens // 2, tokens)
+    places = torch.linspace(0, len(among) - 1, min(QUERIES, len(among))).long().tolist()
+    return [among[place] for place in places]
+
+
+def attention_maps(stack: LayerStack, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """Return maps_LQS (float32, CPU): the largest weight of each key over heads, DELTA's token score."""
+    maps: list[torch.Tensor] = []
+
+    def look(_layer: int, x: AttentionInput) -> None:
+        maps.append(_largest_weights(x, torch.tensor(positions, device=stack.device)).cpu())
+
+    read_densely(stack, embedded(stack, ids), look)
+    return torch.stack(maps)
+
+
+def _largest_weights(x: AttentionInput, positions_Q: torch.Tensor) -> torch.Tensor:
+    """Return map_QS of one layer."""
+    tokens, dim = x.k_BGSD.shape[2:]
+    q_GJQD = x.q_BHTD[0, :, positions_Q].float().view(-1, x.group, len(positions_Q), dim)
+    logits_GJQS = q_GJQD @ x.k_BGSD[0].float().transpose(1, 2)[:, None] * x.scale
+    future_QS = torch.arange(tokens, device=positions_Q.device) > positions_Q[:, None]
+    weights_GJQS = logits_GJQS.masked_fill(future_QS, float("-inf")).softmax(-1)
+    map_QS: torch.Tensor = weights_GJQS.amax((0, 1))
+    return map_QS
+
+
+def losses(maps_LQS: torch.Tensor, positions: Sequence[int], budget: int, recency: int) -> torch.Tensor:
+    """Return loss_LL[a, b] (see `Calibration`). Raises ValueError if all pages would be chosen."""
+    positions_Q = torch.tensor(positions)
+    tokens = maps_LQS.shape[2]
+    if tokens // 2 <= budget * PAGE_TOKENS:
+        raise ValueError(
+            f"{tokens} tokens are too few for a budget of {budget} pages: give four times as many"
+        )
+    kept_LQP = kept_pages(maps_LQS, positions_Q, budget, recency).double()
+    score_LQP = _page_scores(maps_LQS)
+    found_LL = torch.einsum("aqp,bqp->ab", kept_LQP, score_LQP) / len(positions_Q)
+    return (found_LL.diagonal() - found_LL).clamp(min=0.0)
+
+
+def kept_pages(map_XQS: torch.Tensor, positions_Q: torch.Tensor, budget: int, recency: int) -> torch.Tensor:
+    """Return bool_XQP: the last `recency` pages up to the query's own and the best others, `budget` in all
+    (DELTA, Algorithm 2). X: any dimensions."""
+    score_XQP = _page_scores(map_XQS)
+    page_P = torch.arange(score_XQP.shape[-1], device=map_XQS.device)
+    last_Q1 = positions_Q[:, None] // PAGE_TOKENS
+    recent_QP = (page_P > last_Q1 - recency) & (page_P <= last_Q1)
+    rivals_XQP = score_XQP.masked_fill(recent_QP | (page_P > last_Q1), -1.0)
+    best_XQK = rivals_XQP.topk(min(budget - recency, len(page_P)), dim=-1).indices
+    return recent_QP.expand(score_XQP.shape).scatter(-1, best_XQK, True)
+
+
+def _page_scores(map_XQS: torch.Tensor) -> torch.Tensor:
+    """Return score_XQP, float64: sums over pages."""
+    padded_XQS = torch.nn.functional.pad(map_XQS, (0, -map_XQS.shape[-1] % PAGE_TOKENS))
+    return padded_XQS.view(*padded_XQS.shape[:-1], -1, PAGE_TOKENS).sum(-1).double()
+
+
+def choose(
+    loss_LL: torch.Tensor, count: int, full_layers: Collection[int], first: int | None = None
+) -> tuple[int, ...]:
+    """Return the `count` layers that lose least if each chooses for sparse layers up to the next.
+
+    Layers before the first are dense, so it is `first`, or in the first quarter of the candidates. The last
+    layer is none: nothing behind it would use its selection.
+    """
+    layers = loss_LL.shape[0]
+    candidates = [layer for layer in range(layers - 1) if layer not in full_layers]
+    if not 1 <= count <= len(candidates):
+        raise ValueError(f"{count} Δ-layers cannot be chosen among {len(candidates)} layers")
+    sparse_L = torch.tensor([layer not in full_layers for layer in range(layers)])
+    until_LL = torch.cumsum((loss_LL * sparse_L).triu(1), dim=1).tolist()
+    # plans[layer]: least loss with n layers from `layer` on, `layer` the first of them, and which.
+    plans: dict[int, tuple[float, tuple[int, ...]]] = {
+        layer: (until_LL[layer][-1], (layer,)) for layer in candidates
+    }
+    for _ in range(count - 1):
+        plans = {
+            layer: min((until_LL[layer][later - 1] + loss, (layer, *rest)) for later, (loss, rest) in after)
+            for layer in candidates
+            if (after := [(later, plan) for later, plan in plans.items() if later > layer])
+        }
+    if first is not None:
+        return plans[first][1]
+    limit = candidates[len(candidates) // 4]
+    return min(plan for layer, plan in plans.items() if layer <= limit)[1]

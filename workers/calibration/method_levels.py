@@ -1,0 +1,168 @@
+"""Makes the levels of a profile: curves and costs of documents, allocated to mean densities.
+
+Shape suffixes as in `curves.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from ...kernels.build import build, options_for, part_of
+from ...kernels.interface import AttentionInput, Coverage
+from ...kernels.methods import MethodSpec, method_spec, registered
+from ...kernels.options import ScoredOptions
+from ...kernels.selectors.scored import ScoredSelector
+from ..model.calibrated.levels import levels_of
+from ..model.calibrated.profile import Level, MethodLevels, Profile, shaping_options
+from ..model.decoder.stack import LayerStack
+from .allocation import allocate
+from .curves import Curves, curves
+from .dense_pass import embedded, read_densely, state_spec
+from .probes import ANSWER_WEIGHT, Document
+from .sensitivity import LayerCosts, layer_costs
+from .thresholds import adjusted_quotas, least_adjusted
+
+Allocation = Literal["marginal", "threshold"]
+"""By marginal gain (`allocation.py`), or as XAttention does (`thresholds.py`)."""
+
+COSTED_AT = 0.5
+"""The quota at which layers' costs are measured: about a mean density of 8% at 128K."""
+
+GROWTH = 0.4
+"""A level of density d, made for the longest documents, means d (longest / tokens)^GROWTH for others: a row's
+tiles grow."""
+
+Told = Callable[[str], None]
+
+
+def method_levels(
+    stack: LayerStack,
+    probes: Mapping[int, Sequence[Document]],
+    method: MethodSpec,
+    densities: Sequence[float],
+    *,
+    told: Told = lambda _what: None,
+    allocation: Allocation = "marginal",
+    answer_weight: float = ANSWER_WEIGHT,
+    profile: Profile | None = None,
+) -> MethodLevels:
+    """Make levels of these densities for each length of document.
+
+    Each document is read densely once for each layer, and once more.
+
+    Args:
+        probes: Length in tokens → documents.
+        told: It hears of progress.
+        answer_weight: Weight of answers' divergence beside that of the tail.
+        profile: A density means itself at the longest prompts of its levels and the new ones.
+
+    Raises:
+        ValueError: The method ranks no tiles by a score, or the least possible density is above a density.
+    """
+    require_thresholds(method)
+    shaping = shaping_options(method)
+    costed = method_spec(method.name, {**shaping, "outside": True, "tau": COSTED_AT, "min_tokens": 0})
+    old = [] if profile is None else levels_of(profile, method)
+    levels = []
+    for tokens, documents in sorted(probes.items()):
+        measured, costs = [], []
+        for number, document in enumerate(documents):
+            told(f"{tokens} tokens, document {number + 1} of {len(documents)}: errors of heads")
+            measured.append(curves(stack, document, selector_of(costed)))
+            told(f"{tokens} tokens, document {number + 1} of {len(documents)}: costs of layers")
+            costs.append(layer_costs(stack, document, build(costed)))
+        for density in densities:
+            longest = max([*probes, *(level.tokens for level in old if level.density == density)])
+            share = min(1.0, density * (longest / tokens) ** GROWTH)
+            told(f"{tokens} tokens: thresholds for a density of {share:.3f}")
+            thresholds = head_thresholds(measured, costs, share, allocation, answer_weight)
+            really = realised(stack, documents, costed, thresholds)
+            aimed = max(share * min(1.0, share / really), least_density(measured, allocation))
+            thresholds = head_thresholds(measured, costs, min(share, aimed), allocation, answer_weight)
+            levels.append(Level(density=density, tokens=tokens, share=round(share, 4), amounts=thresholds))
+    return MethodLevels(method=method.name, options=shaping, levels=tuple(levels))
+
+
+def require_thresholds(method: MethodSpec) -> None:
+    if not issubclass(registered(method).form, ScoredOptions) or method.correction:
+        raise ValueError(f"{method.name} has no thresholds to calibrate: it ranks no tiles by a score")
+
+
+def least_density(measured: Sequence[Curves], allocation: Allocation) -> float:
+    """Return what sink and window, or the least thresholds, take on average."""
+    density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
+    if allocation == "threshold":
+        least = least_adjusted(density_LHI.flatten(0, 1), measured[0].quotas)
+    else:
+        least = float(density_LHI.amin(-1).double().mean())
+    return least * (1 + 1e-6)
+
+
+def realised(
+    stack: LayerStack,
+    documents: Sequence[Document],
+    method: MethodSpec,
+    thresholds: Sequence[Sequence[float]],
+) -> float:
+    """Return the density over documents read with these thresholds. It exceeds that of dense activations,
+    which gave them."""
+    sparse = build(
+        method_spec(method.name, {**method.values, "density": 1.0}), lambda layer, _: thresholds[layer]
+    )
+    seen: list[Coverage] = []
+
+    def look(layer: int, x: AttentionInput) -> torch.Tensor:
+        out_BHTD, covered = sparse.attend(x, sparse.new_state(state_spec(x, layer)))
+        seen.append(covered)
+        return out_BHTD
+
+    for document in documents:
+        read_densely(stack, embedded(stack, document.ids), look)
+    return float(sum(covered.computed.sum() for covered in seen)) / sum(covered.causal for covered in seen)
+
+
+def selector_of(method: MethodSpec) -> ScoredSelector:
+    preset = registered(method)
+    assert preset.selector is not None
+    selector = part_of(preset.selector)(options_for(method))
+    assert isinstance(selector, ScoredSelector)
+    return selector
+
+
+def head_thresholds(
+    measured: Sequence[Curves],
+    costs: Sequence[LayerCosts],
+    share: float,
+    allocation: Allocation = "marginal",
+    answer_weight: float = ANSWER_WEIGHT,
+) -> tuple[tuple[float, ...], ...]:
+    """Return each head's quota for a mean density of at most `share` and the least change of predictions.
+
+    A head's error counts as much as its layer's errors cost: in the tail for the text, in answers for its
+    facts.
+    """
+    density_LHI = torch.stack([curve.density_LHI for curve in measured]).mean(0)
+    quotas = measured[0].quotas
+
+    def loss(errors: list[torch.Tensor], costs: list[torch.Tensor]) -> torch.Tensor:
+        error_LHI = torch.stack(errors).mean(0)
+        error_L = error_LHI[..., quotas.index(COSTED_AT)].sum(1)
+        # A layer in which that quota drops nothing costs nothing and has no error.
+        weight_L = torch.stack(costs).mean(0) / torch.where(error_L > 0, error_L, 1.0)
+        return error_LHI * weight_L[:, None, None]
+
+    loss_LHI = loss([curve.error_LHI for curve in measured], [cost.tail_L for cost in costs])
+    loss_LHI += answer_weight * loss(
+        [curve.fact_error_LHI for curve in measured], [cost.answer_L for cost in costs]
+    )
+    layers, heads, _ = loss_LHI.shape
+    density_HI, loss_HI = density_LHI.flatten(0, 1), loss_LHI.flatten(0, 1)
+    if allocation == "threshold":
+        chosen = adjusted_quotas(density_HI, loss_HI, quotas, share)
+    else:
+        points = zip(density_HI.tolist(), loss_HI.tolist(), strict=True)
+        chosen = allocate([list(zip(*curve, quotas, strict=True)) for curve in points], share)
+    return tuple(tuple(chosen[heads * layer : heads * (layer + 1)]) for layer in range(layers))

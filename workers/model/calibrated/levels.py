@@ -1,0 +1,63 @@
+"""Chooses a request's thresholds from a model's profile, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ....kernels.interface import Thresholds
+from ....kernels.methods import MethodError, MethodSpec, registered
+from ....kernels.options import ScoredOptions
+from .profile import Level, Profile, shaping_options
+
+
+def thresholds_for(profile: Profile | None, spec: MethodSpec) -> Thresholds | None:
+    """Return what `kernels.build` takes for a method's `density`; None if it asks for none.
+
+    The level of the nearest length, by ratio, counts. Between densities, thresholds are interpolated. Raises
+    MethodError for a density that the profile does not reach.
+    """
+    asked = spec.values.get("density", 0.0)
+    if not asked or not issubclass(registered(spec).form, ScoredOptions):
+        return None
+    where = f"method_options.density = {asked}"
+    if profile is None:
+        raise MethodError("method_options.density", f"{where}: the model has no profile (model.profile)")
+    levels = levels_of(profile, spec)
+    below = [level for level in levels if level.density <= asked]
+    above = [level for level in levels if level.density >= asked]
+    if not below or not above:
+        raise MethodError(
+            "method_options.density", f"{where}: the model's profile has {_offer(profile)}; 0 goes by tau"
+        )
+    low, high = max(level.density for level in below), min(level.density for level in above)
+    sparser = [level for level in below if level.density == low]
+    denser = [level for level in above if level.density == high]
+    share = 0.0 if high == low else (asked - low) / (high - low)
+
+    def thresholds(layer: int, tokens: int) -> Sequence[float]:
+        few, many = (nearest(family, tokens).thresholds[layer] for family in (sparser, denser))
+        return [low_ + share * (high_ - low_) for low_, high_ in zip(few, many, strict=True)]
+
+    return thresholds
+
+
+def nearest(levels: Sequence[Level], tokens: int) -> Level:
+    """Return the level of the nearest length, by ratio; the shorter of two."""
+    return min(levels, key=lambda level: (abs(math.log(level.tokens / tokens)), level.tokens))
+
+
+def levels_of(profile: Profile, spec: MethodSpec) -> list[Level]:
+    wanted = spec.name.partition("+")[0], shaping_options(spec)
+    same = (method for method in profile.prefill if (method.method, method.options) == wanted)
+    return [level for method in same for level in method.levels]
+
+
+def _offer(profile: Profile) -> str:
+    offers = []
+    for method in profile.prefill:
+        options = ", ".join(f"{key}={value}" for key, value in method.options.items())
+        bounds = sorted({f(level.density for level in method.levels) for f in (min, max)})
+        densities = " to ".join(f"{density:g}" for density in bounds)
+        offers.append(f"{densities} for {method.method} with {options}")
+    return "; ".join(offers) or "no levels"

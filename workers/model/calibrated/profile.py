@@ -1,0 +1,244 @@
+"""A model's profile: what was calibrated for it, in a JSON file, without torch.
+
+`prefill` has levels for a method and the options that shape its scores: thresholds for each layer and query
+head that reach a mean density at a length of prompt. `decode` has the Δ-layers and the page budget. `figures`
+says what held-out texts reached, for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import reprlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ....kernels.methods import PRESETS, MethodError, MethodSpec, method_spec, registered
+from ....kernels.options import ScoredOptions, Value
+from ...settings import Count, DecodeConfig, Layer, ModelSpec
+from ..directory.digest import model_digest
+from ..directory.json_files import ModelError
+from ..directory.model_config import ModelConfig, read_config
+from ..directory.store import model_directory, profile_file
+
+_OF_THE_RULE = frozenset({"tau", "outside", "density", "share", "min_tokens"})
+"""Levels stand for these, or they decide whether the method is used. Other options shape scores."""
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ProfileError(ModelError):
+    """The message names the key."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ProfiledModel(_Section):
+    """digest: `model_digest`. name: for people."""
+
+    name: str
+    digest: Sha256
+
+
+class ProfiledText(_Section):
+    """The digest of a text's bytes, and how many of its tokens were read."""
+
+    sha256: Sha256
+    tokens: Count
+
+    @classmethod
+    def of(cls, text: str, tokens: int) -> ProfiledText:
+        return cls(sha256=hashlib.sha256(text.encode()).hexdigest(), tokens=tokens)
+
+
+class Level(_Section):
+    """A rule's thresholds, [layer][query head], called `amounts` in the file.
+
+    Args:
+        density: A request asks for it: the mean share of causal tiles at the longest prompts.
+        share: The same at prompts of `tokens`.
+    """
+
+    density: Annotated[float, Field(gt=0, le=1)]
+    tokens: Count
+    share: Annotated[float, Field(gt=0, le=1)]
+    thresholds: tuple[tuple[Share, ...], ...] = Field(alias="amounts")
+
+
+class MethodLevels(_Section):
+    """options: all that shape scores (`shaping_options`)."""
+
+    method: str
+    options: dict[str, Any]
+    levels: Annotated[tuple[Level, ...], Field(min_length=1)]
+
+
+class DecodePages(_Section):
+    """Keys of the configuration's `decode`."""
+
+    full_layers: tuple[Layer, ...]
+    delta_layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
+    page_budget: Count
+    recency: Count
+
+
+class Profile(_Section):
+    format: Literal[1]
+    model: ProfiledModel
+    texts: tuple[ProfiledText, ...]
+    prefill: tuple[MethodLevels, ...]
+    decode: DecodePages | None = None
+    figures: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        for problem in (*self._repeated(), *self._decode_problems()):
+            raise ValueError(problem)
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """Raises ProfileError that names file and key."""
+        try:
+            return cls.model_validate_json(path.read_bytes(), strict=True)
+        except OSError as error:
+            raise ProfileError(f"{path} cannot be read: {error.strerror}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = _problem(first["loc"], first["type"], first["msg"], first["input"])
+            raise ProfileError(f"{path}: {problem}") from None
+
+    def write(self, path: Path) -> None:
+        """Rows of numbers share a line. The old file stays until the new one is complete. Raises
+        ProfileError."""
+        text = json.dumps(
+            self.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False, allow_nan=False
+        )
+        rows = re.sub(r"\[\n[\d\s.,e+-]*\]", lambda match: " ".join(match[0].split()), text)
+        new = path.with_name(f".{path.name}.new")
+        try:
+            new.write_text(rows + "\n", encoding="utf-8")
+            new.replace(path)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            raise ProfileError(f"{path} cannot be written: {error.strerror}") from None
+
+    def plus(self, made: MethodLevels, texts: Sequence[ProfiledText]) -> Profile:
+        """Add levels made on `texts`, in place of those of the same method, options, density and length."""
+        families = {_key(levels): levels for levels in self.prefill}
+        key = _key(made)
+        old = families[key].levels if key in families else ()
+        levels = {(level.tokens, level.density): level for level in (*old, *made.levels)}
+        families[key] = made.model_copy(update={"levels": tuple(levels[at] for at in sorted(levels))})
+        new = tuple(text for text in texts if text not in self.texts)
+        return self.model_copy(update={"prefill": tuple(families.values()), "texts": (*self.texts, *new)})
+
+    def check(self, config: ModelConfig, digest: str) -> None:
+        """Raises ProfileError, naming the key, unless it fits this model and the methods as they are."""
+        for problem in self._misfits(config, digest):
+            raise ProfileError(problem)
+
+    def _repeated(self) -> Iterator[str]:
+        for place in _seconds([(levels.method, levels.options) for levels in self.prefill]):
+            yield f"prefill[{place}]: {self.prefill[place].method} with these options is there already"
+        for place, method in enumerate(self.prefill):
+            for number in _seconds([(level.density, level.tokens) for level in method.levels]):
+                where, level = f"prefill[{place}].levels[{number}]", method.levels[number]
+                yield f"{where}: density {level.density} at {level.tokens} tokens is there already"
+
+    def _decode_problems(self) -> Iterator[str]:
+        if self.decode is None:
+            return
+        for problem in DecodeConfig(**self.decode.model_dump()).contradictions():
+            yield f"decode.{problem}"
+
+    def _misfits(self, config: ModelConfig, digest: str) -> Iterator[str]:
+        if digest != self.model.digest:
+            yield (
+                f"model.digest: it was made for {self.model.name}, {self.model.digest[:12]}…; this model "
+                f"with its adapter and overrides is {digest[:12]}…: calibrate it"
+            )
+        for place, method in enumerate(self.prefill):
+            yield from _method_problems(f"prefill[{place}]", method)
+            for number, level in enumerate(method.levels):
+                yield from _shape_problems(f"prefill[{place}].levels[{number}].amounts", level, config)
+        decode = self.decode
+        for key in ("full_layers", "delta_layers") if decode is not None else ():
+            for layer in getattr(decode, key):
+                if layer >= config.layers:
+                    yield f"decode.{key}: layer {layer} of a model with {config.layers} layers"
+
+
+def load_profile(model: ModelSpec) -> Profile | None:
+    """Load and check the profile that a spec names. Raises ProfileError that names the key and the file."""
+    if model.profile is None:
+        return None
+    try:
+        path = profile_file(model.profile)
+        profile = Profile.read(path)
+    except ModelError as error:
+        raise ProfileError(f"model.profile: {error}") from None
+    try:
+        profile.check(read_config(model_directory(model.path), model.overrides), model_digest(model))
+    except ProfileError as error:
+        raise ProfileError(f"model.profile: {path}: {error}") from None
+    return profile
+
+
+def shaping_options(spec: MethodSpec) -> dict[str, Value]:
+    """Return the options that scores and forced tiles depend on. Thresholds hold for them alone."""
+    return {key: spec.values[key] for key in registered(spec).options if key not in _OF_THE_RULE}
+
+
+def _key(levels: MethodLevels) -> tuple[Any, ...]:
+    return levels.method, *sorted(levels.options.items())
+
+
+def _seconds(keys: Sequence[Any]) -> Iterator[int]:
+    """Return places of keys that occurred before."""
+    return (place for place, key in enumerate(keys) if key in keys[:place])
+
+
+def _method_problems(where: str, method: MethodLevels) -> Iterator[str]:
+    preset = PRESETS.get(method.method)
+    if preset is None or not issubclass(preset.form, ScoredOptions):
+        yield f"{where}.method = {method.method!r}: no method that ranks tiles by a score"
+        return
+    known = shaping_options(method_spec(method.method))
+    for key, value in method.options.items():
+        if key not in known:
+            yield f"{where}.options.{key}: no option that shapes scores; these do: {', '.join(known)}"
+        elif not isinstance(value, int | float):
+            yield f"{where}.options.{key} = {reprlib.repr(value)}: must be a number"
+    if missing := known.keys() - method.options.keys():
+        yield f"{where}.options: lacks {', '.join(sorted(missing))}"
+    try:
+        method_spec(method.method, method.options)
+    except MethodError as error:
+        yield f"{where}.{error.field.removeprefix('method_')}: {error}"
+
+
+def _shape_problems(where: str, level: Level, config: ModelConfig) -> Iterator[str]:
+    if len(level.thresholds) != config.layers:
+        yield f"{where}: {len(level.thresholds)} rows for {config.layers} layers"
+    for layer, row in enumerate(level.thresholds):
+        if len(row) != config.q_heads:
+            yield f"{where}[{layer}]: {len(row)} numbers for {config.q_heads} query heads"
+
+
+def _problem(loc: tuple[int | str, ...], kind: str, message: str, value: Any) -> str:
+    """Say one of pydantic's errors in a line. loc: empty for the whole file."""
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+    if kind == "missing":
+        return f"key {where!r} is missing"
+    if kind == "extra_forbidden":
+        return f"unknown key {where!r}"
+    message = message.removeprefix("Value error, ").replace("Input should", "must", 1)
+    return f"{where} = {reprlib.repr(value)}: {message}" if loc else message

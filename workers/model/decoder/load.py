@@ -1,0 +1,66 @@
+"""Loads a model, or one stage's share, into a `LayerStack`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...progress import Tell, silent
+from ...settings import ModelSpec
+from ..directory.json_files import ModelError
+from ..directory.model_config import read_config
+from ..directory.store import adapter_directory, model_directory
+from ..weights.stack_weights import StackSpec, read_stack
+from .stack import LayerStack
+
+
+def load_stack(directory: str | Path, spec: StackSpec, tell: Tell = silent) -> LayerStack:
+    """Raises ModelError as `read_stack` does."""
+    return LayerStack(spec, read_stack(directory, spec, tell))
+
+
+def load_model(
+    model: ModelSpec, device: torch.device | str, stage: int = 0, stages: int = 1, tell: Tell = silent
+) -> LayerStack:
+    """Load one of `stages` shares of a model; by default all of it.
+
+    Raises:
+        ModelError: The model cannot be loaded, split or quantised like that.
+        ValueError: The dtype is unknown.
+    """
+    _check_quantisation(model, torch.device(device))
+    directory = model_directory(model.path)
+    config = read_config(directory, model.overrides)
+    share = config.split(stages)[stage]
+    spec = StackSpec(
+        config=config,
+        layers=share.layers,
+        mlps=share.mlps,
+        embedding=stage == 0,
+        head=stage == stages - 1,
+        dtype=torch_dtype(model),
+        device=torch.device(device),
+        adapter=None if model.adapter is None else adapter_directory(model.adapter),
+        quantisation=model.quantisation,
+    )
+    return load_stack(directory, spec, tell)
+
+
+def _check_quantisation(model: ModelSpec, device: torch.device) -> None:
+    kind = model.quantisation
+    if kind is None:
+        return
+    if device.type != "cuda":
+        raise ModelError(f"model.quantisation: {kind} needs a GPU, not {device.type}")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ModelError(f"model.quantisation: {kind} needs a GPU that multiplies 8-bit floats, not {name}")
+
+
+def torch_dtype(model: ModelSpec) -> torch.dtype:
+    """Raises ValueError for a dtype that we do not compute in."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if model.dtype not in known:
+        raise ValueError(f"model dtype {model.dtype!r} is unknown; known: {', '.join(known)}")
+    return known[model.dtype]

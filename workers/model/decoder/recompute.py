@@ -1,0 +1,119 @@
+"""Computes a document's blocks again, densely, because a question looks at them.
+
+Sparse prefill loses answers at the facts: their tokens lacked something when they were read. Only the
+question tells which few blocks it asks for. Sources: selective recomputation (CacheBlend, Yao et al. 2024,
+section 4) of what a dense reading rectifies (Rectified Sparse Attention, Sun et al. 2025, section 2.3).
+
+Shape suffixes: T tokens of the question, H query heads, G key/value heads, D head dimension, S keys, M blocks
+of BLOCK keys, J = H / G, X = J x T, P recomputed rows (B blocks of BLOCK).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ....kernels.constants import BLOCK
+from ....kernels.executors.block_sparse import BlockSparseExecutor
+from ....kernels.interface import AttentionInput, TileMask, no_phase
+from ....kernels.layers.rope import KVRows
+from .stack import AttentionCalls, LayerStack
+
+QUESTION_ROWS = 64
+"""Last rows of a question that select blocks."""
+KEYS_AT_ONCE = 1 << 17
+"""Keys scored at once, to save memory."""
+
+
+class BlockAttention:
+    """The largest share of attention that a question's last rows give each block, in any head or layer."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._mass_M: torch.Tensor | None = None
+
+    def add(self, q_THD: torch.Tensor, k_GSD: torch.Tensor) -> None:
+        """Add a layer's rotated queries and its keys, of which the first `tokens` count."""
+        mass_M = attention_by_block(q_THD[-QUESTION_ROWS:], k_GSD[:, : self._tokens])
+        self._mass_M = mass_M if self._mass_M is None else torch.maximum(self._mass_M, mass_M)
+
+    def most(self, count: int) -> list[int]:
+        """Return the complete blocks with the most attention, at most `count`, ascending.
+
+        Block 0 is never among them, because its rows saw everything. The last block comes last, because heads
+        that look nearby give it most.
+        """
+        complete = self._tokens // BLOCK
+        if self._mass_M is None or complete < 2:
+            return []
+        mass_M = self._mass_M[1:complete].clone()
+        mass_M[-1] = -1.0
+        best = mass_M.topk(min(count, complete - 1)).indices
+        return sorted(1 + block for block in best.tolist())
+
+
+def attention_by_block(q_THD: torch.Tensor, k_GSD: torch.Tensor) -> torch.Tensor:
+    """Return mass_M (float32): the largest share of a row in one head on each block. Rows see all keys."""
+    groups, _, dim = k_GSD.shape
+    q_TGJD = (q_THD * dim**-0.5).reshape(len(q_THD), groups, -1, dim)
+    q_GXD = q_TGJD.transpose(0, 1).flatten(1, 2)
+    masses_GM = []
+    for q_XD, k_SD in zip(q_GXD.to(k_GSD.dtype), k_GSD, strict=True):
+        parts = [_lse_by_block(q_XD, part_SD) for part_SD in k_SD.split(KEYS_AT_ONCE)]
+        lse_XM = torch.cat(parts, dim=1)
+        masses_GM.append((lse_XM - lse_XM.logsumexp(-1, keepdim=True)).amax(0))
+    return torch.stack(masses_GM).amax(0).exp()
+
+
+def _lse_by_block(q_XD: torch.Tensor, k_SD: torch.Tensor) -> torch.Tensor:
+    logits_XS = F.pad((q_XD @ k_SD.T).float(), (0, -len(k_SD) % BLOCK), value=float("-inf"))
+    return logits_XS.view(len(q_XD), -1, BLOCK).logsumexp(-1)
+
+
+def rows_of_blocks(blocks: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """Return positions_P."""
+    first_B1 = torch.tensor(blocks, device=device)[:, None] * BLOCK
+    return (first_B1 + torch.arange(BLOCK, device=device)).flatten()
+
+
+def recompute(
+    stack: LayerStack,
+    ids_P: torch.Tensor,
+    blocks: Sequence[int],
+    kv_rows: Callable[[int], KVRows],
+    seen: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Compute the blocks' K and V in all layers, with dense attention over everything before.
+
+    Args:
+        ids_P: The blocks' tokens.
+        blocks: Complete blocks, ascending.
+        kv_rows: Where a layer's new K and V go.
+        seen: Called next, returns k_GSD and v_GSD of all tokens before the last block, then the blocks' new
+            ones again.
+    """
+    config, device = stack.config, stack.device
+    mask, dense = _tiles_before(blocks, config.q_heads, device), BlockSparseExecutor()
+    start = blocks[-1] * BLOCK
+
+    def attend(layer: int, q_PHD: torch.Tensor) -> torch.Tensor:
+        k_GSD, v_GSD = seen(layer)
+        q_BHTD = q_PHD.transpose(0, 1)[None].to(k_GSD.dtype)
+        x = AttentionInput.of(q_BHTD, k_GSD[None], v_GSD[None], q_start=start)
+        out_BHTD = dense.attend(x, mask, None, no_phase)
+        return out_BHTD[0].transpose(0, 1).to(q_PHD.dtype)
+
+    stack.run(stack.embed(ids_P), rows_of_blocks(blocks, device), AttentionCalls(kv_rows, attend))
+
+
+def _tiles_before(blocks: Sequence[int], heads: int, device: torch.device) -> TileMask:
+    """The n-th block reads all blocks before it, and its own keys n blocks behind the last block's start."""
+    behind = blocks[-1]
+    index_BM = torch.arange(behind + len(blocks), dtype=torch.int16).repeat(len(blocks), 1)
+    for n, block in enumerate(blocks):
+        index_BM[n, block] = behind + n
+    count_B = torch.tensor(blocks, dtype=torch.int32) + 1
+    index_BHNM = index_BM.to(device).expand(1, heads, -1, -1).contiguous()
+    return TileMask(index_BHNM, count_B.to(device).expand(1, heads, -1).contiguous())

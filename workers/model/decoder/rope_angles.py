@@ -1,0 +1,88 @@
+"""Rotary position embedding with the scalings of the Llama family.
+
+Shape suffixes: T tokens, D head dimension, F = D / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..directory.json_files import ModelError
+from ..directory.model_config import RopeConfig
+
+
+class Rope:
+    """`kernels/layers/rope.py` rotates by these angles."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str) -> None:
+        frequencies_F, self._magnitude = inverse_frequencies(config, head_dim)
+        self._frequencies_F = frequencies_F.to(device)
+
+    def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, float32 [T, 1, F], which all layers share."""
+        angle_T1F = positions_T.to(torch.float32)[:, None, None] * self._frequencies_F
+        return angle_T1F.cos() * self._magnitude, angle_T1F.sin() * self._magnitude
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Return radians per token, float32 [F], and a factor on cos and sin, which YaRN has."""
+    exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    base_F = 1.0 / config.theta**exponent_F
+    scaling = config.scaling
+    if config.kind == "default":
+        return base_F, 1.0
+    if config.kind == "linear":
+        return base_F / float(scaling["factor"]), 1.0
+    if config.kind == "llama3":
+        return _llama3(base_F, scaling), 1.0
+    if config.kind == "yarn":
+        return _yarn(base_F, config.theta, scaling)
+    if config.kind == "factors":
+        factors_F = torch.tensor(scaling["factors"], dtype=torch.float32)
+        if factors_F.shape != base_F.shape:
+            raise ModelError(
+                f"rope has {factors_F.numel()} frequency factors for {base_F.numel()} frequencies"
+            )
+        return base_F / factors_F, 1.0
+    raise ModelError(f"rope scaling {config.kind!r} is not supported")
+
+
+def _llama3(base_F: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1: slow channels are slowed by `factor`, fast ones kept, those between interpolated.
+
+    Speed counts as turns over the original context.
+    """
+    factor = float(scaling["factor"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns_F = float(scaling["original_max_position_embeddings"]) * base_F / (2 * math.pi)
+    keep_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
+    return keep_F * base_F + (1.0 - keep_F) * base_F / factor
+
+
+def _yarn(base_F: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023), sections 3.2 (interpolation by parts) and 3.4 (attention temperature).
+
+    The ramp runs over channels between those that turn beta_fast and beta_slow times, as in the authors'
+    code; equation 20 has it over turns.
+    """
+    factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+    last = 2 * base_F.numel() - 1
+
+    def channel(turns: float) -> float:
+        return base_F.numel() * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    first_kept = channel(float(scaling.get("beta_fast") or 32))
+    first_scaled = channel(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        first_kept, first_scaled = math.floor(first_kept), math.ceil(first_scaled)
+    start, end = max(first_kept, 0), min(first_scaled, last)
+    width = end - start if end != start else 0.001
+    ramp_F = ((torch.arange(base_F.numel(), dtype=torch.float32) - start) / width).clamp(0.0, 1.0)
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return base_F * (1.0 - ramp_F) + base_F / factor * ramp_F, float(magnitude)

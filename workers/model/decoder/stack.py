@@ -1,0 +1,255 @@
+"""The decoder of the Llama family, for any contiguous part of its layers.
+
+The caller attends (`LayerAttention`), because it knows where K/V live. So one loop (`LayerStack.run`)
+computes prefill chunks and batched decode steps. Each step between matrix products is one kernel
+(`kernels/layers`), and nothing waits for the device.
+
+Shape suffixes: T tokens, C hidden size, H query heads, G key/value heads, X = H + 2 G, D head dimension, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ....kernels.interface import Phase, no_phase
+from ....kernels.layers.norm import LinearInput, add_norm
+from ....kernels.layers.rope import HeadNorm, KVRows, rotate_and_store
+from ..directory.json_files import ModelError
+from ..directory.model_config import ModelConfig
+from ..weights.projections import Fp8Linear, Linear
+from ..weights.stack_weights import AttentionWeights, MlpWeights, StackSpec, StackWeights
+from .rope_angles import Rope
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""attend(layer, q_THD, k_TGD, v_TGD) -> out_THD, for a text whose K/V nobody keeps. q and k are rotated."""
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerAttention(Protocol):
+    """The caller's part of each layer, which goes by its number in the model."""
+
+    def kv_rows(self, layer: int) -> KVRows:
+        """Say where K and V go. Nothing of the layer is launched before."""
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor | None:
+        """Attend with rotated queries, whose K and V are in `kv_rows`.
+
+        Returns:
+            out_THD of the rows that later layers need, the last ones; None if they need none.
+        """
+
+
+@dataclass(frozen=True)
+class AttentionCalls:
+    kv_rows: Callable[[int], KVRows]
+    attend: Callable[[int, torch.Tensor], torch.Tensor | None]
+
+
+@dataclass
+class Residual:
+    """The residual stream. The next norm adds `update_TC` on its way."""
+
+    hidden_TC: torch.Tensor
+    update_TC: torch.Tensor | None = None
+
+    def total(self) -> torch.Tensor:
+        return self.hidden_TC if self.update_TC is None else self.hidden_TC + self.update_TC
+
+    def keep_last(self, rows: int) -> None:
+        first = len(self.hidden_TC) - rows
+        if first:
+            self.hidden_TC = self.hidden_TC[first:]
+            self.update_TC = None if self.update_TC is None else self.update_TC[first:]
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """The weights of a half that another stack computes are None."""
+
+    number: int
+    config: ModelConfig
+    attention: AttentionWeights | None
+    mlp_weights: MlpWeights | None
+
+    def qkv(self, residual: Residual, angles: Angles, kv: KVRows) -> torch.Tensor:
+        """Return rotated q_THD, normed if the model does so. K and V go to `kv`."""
+        weights, config = self._attention, self.config
+        qkv_TO = weights.qkv(self._norm(residual, weights.input_norm_C, weights.qkv))
+        qkv_TXD = qkv_TO.view(-1, config.q_heads + 2 * config.kv_heads, config.head_dim)
+        norm = None if weights.qk_norm_JD is None else HeadNorm(weights.qk_norm_JD, config.rms_eps)
+        return rotate_and_store(qkv_TXD, *angles, norm, kv)
+
+    def attend_out(self, residual: Residual, out_THD: torch.Tensor) -> None:
+        """Add the output projection of attention."""
+        residual.hidden_TC = residual.total()
+        residual.update_TC = self._attention.output(out_THD.flatten(1))
+
+    def mlp(self, residual: Residual) -> None:
+        """Add the MLP, unless another stack does."""
+        weights = self.mlp_weights
+        if weights is not None:
+            normed = self._norm(residual, weights.post_norm_C, weights.gate_up)
+            residual.update_TC = weights.down(weights.gate_up.gated(normed))
+
+    @property
+    def output_weight_CO(self) -> torch.Tensor:
+        return self._attention.output.weight_OI
+
+    @property
+    def _attention(self) -> AttentionWeights:
+        if self.attention is None:
+            raise ModelError(f"this stack does not have the attention of layer {self.number}")
+        return self.attention
+
+    def _norm(self, residual: Residual, weight_C: torch.Tensor, taker: Linear | Fp8Linear) -> LinearInput:
+        return norm_of(residual, weight_C, self.config.rms_eps, taker)
+
+
+def norm_of(residual: Residual, weight_C: torch.Tensor, eps: float, taker: Linear | Fp8Linear) -> LinearInput:
+    """Add up the stream and return its norm, in the form that `taker` takes."""
+    sum_TC, normed = add_norm(residual.hidden_TC, residual.update_TC, weight_C, eps, taker.quantised)
+    residual.hidden_TC, residual.update_TC = sum_TC, None
+    return normed
+
+
+class LayerStack:
+    """Some layers of a model, with the embedding or the head if it has these ends.
+
+    It may begin with the MLP of the layer before `layers`, and end without its last MLP: other stacks compute
+    these.
+    """
+
+    def __init__(self, spec: StackSpec, weights: StackWeights) -> None:
+        layers, mlps = spec.layers, spec.share.mlps
+        if layers.step != 1 or not layers or layers.start < 0 or layers.stop > spec.config.layers:
+            raise ModelError(f"layers {layers} are not a contiguous part of the model's {spec.config.layers}")
+        before, after = layers.start - mlps.start, layers.stop - mlps.stop
+        if mlps.step != 1 or mlps.start < 0 or before not in (0, 1) or after not in (0, 1):
+            raise ModelError(f"MLPs of layers {mlps} do not go with the attention of layers {layers}")
+        self.config = spec.config
+        self.layers = layers
+        self.mlps = mlps
+        self.dtype = spec.dtype
+        self.device = spec.device
+        self._weights = weights
+        self._layers = [
+            DecoderLayer(
+                number,
+                spec.config,
+                weights.attentions[number - layers.start] if number in layers else None,
+                weights.mlps[number - mlps.start] if number in mlps else None,
+            )
+            for number in range(mlps.start if mlps else layers.start, layers.stop)
+        ]
+        self._rope = Rope(spec.config.rope, spec.config.head_dim, self.device)
+
+    def layer(self, number: int) -> DecoderLayer:
+        return self._layers[number - self._layers[0].number]
+
+    @property
+    def has_head(self) -> bool:
+        return self._weights.head is not None
+
+    @property
+    def quantised(self) -> bool:
+        return self._weights.attentions[0].qkv.quantised
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Ids, of any integer dtype, must be in range: CUDA cannot report it."""
+        if self._weights.embedding_VC is None:
+            raise ModelError("this stack has no embedding: only the first stage embeds tokens")
+        return F.embedding(ids_T.to(self.device, torch.int64), self._weights.embedding_VC)
+
+    def forward(
+        self,
+        hidden_TC: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        layers: range | None = None,
+    ) -> torch.Tensor:
+        """`run` with K and V of each layer in fresh memory."""
+        return self.run(hidden_TC, positions_T, _FreshKV(self, len(hidden_TC), attend), layers=layers)
+
+    def run(
+        self,
+        hidden_TC: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: LayerAttention,
+        *,
+        layers: range | None = None,
+        phase: Phase = no_phase,
+    ) -> torch.Tensor:
+        """Run the layers, for prefill, decode, recomputed blocks and calibration alike.
+
+        Args:
+            positions_T: Each row's absolute position, in any order.
+            attention: The caller's part of each layer.
+            layers: Some of the stack's layers; by default all.
+            phase: Times everything here as "projection". `attention` times itself.
+
+        Returns:
+            hidden_TC of the rows that are still needed.
+        """
+        layers = self.layers if layers is None else layers
+        with phase("projection"):
+            angles, residual = self.angles(positions_T), Residual(hidden_TC)
+            if layers.start == self.layers.start and self._layers[0].attention is None:
+                self._layers[0].mlp(residual)  # the stack before computed its attention
+        for layer in map(self.layer, layers):
+            kv = attention.kv_rows(layer.number)
+            with phase("projection"):
+                q_THD = layer.qkv(residual, angles, kv)
+            out_THD = attention.attend(layer.number, q_THD)
+            if out_THD is None:
+                break
+            residual.keep_last(len(out_THD))
+            with phase("projection"):
+                layer.attend_out(residual, out_THD)
+                layer.mlp(residual)
+        with phase("projection"):
+            return residual.total()
+
+    def angles(self, positions_T: torch.Tensor) -> Angles:
+        return self._rope.angles(positions_T.to(self.device))
+
+    def compile_products(self) -> None:
+        """Compile kernels for products of many rows."""
+        attention = self._weights.attentions[0]
+        products = [attention.qkv, attention.output]
+        if self._weights.mlps:
+            products += [self._weights.mlps[0].gate_up, self._weights.mlps[0].down]
+        for product in products:
+            product.compile()
+
+    def logits(self, hidden_TC: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits_TV. Pass only the rows that are sampled from."""
+        if self._weights.head is None or self._weights.final_norm_C is None:
+            raise ModelError("this stack has no LM head: only the last stage gives logits")
+        head = self._weights.head
+        normed = norm_of(Residual(hidden_TC), self._weights.final_norm_C, self.config.rms_eps, head)
+        return head(normed).float()
+
+
+class _FreshKV:
+    def __init__(self, stack: LayerStack, rows: int, attend: Attend) -> None:
+        self._stack, self._attend = stack, attend
+        self._rows_T = torch.arange(rows, device=stack.device)
+        self._shape = rows, stack.config.kv_heads, stack.config.head_dim
+        self._kv: KVRows | None = None
+
+    def kv_rows(self, layer: int) -> KVRows:
+        stack = self._stack
+        k_TGD, v_TGD = (torch.empty(self._shape, dtype=stack.dtype, device=stack.device) for _ in "kv")
+        self._kv = KVRows(k_TGD, v_TGD, self._rows_T)
+        return self._kv
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        assert self._kv is not None
+        return self._attend(layer, q_THD, self._kv.k_RGD, self._kv.v_RGD)

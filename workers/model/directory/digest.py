@@ -1,0 +1,80 @@
+"""A digest of a model: equal models share it, and whatever changes a model's numbers changes it.
+
+It covers the decoder's shape with overrides, and each tensor's name, type, shape and first values, an
+adapter's too. That costs a few reads of 4 KiB a layer. File layout, the bounds of a prompt and the dtype of
+computation do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...settings import ModelSpec
+from .headers import read_header
+from .json_files import ModelError, read_json
+from .model_config import read_config
+from .store import adapter_directory, model_directory, weight_file, weight_index
+
+SAMPLE_BYTES = 4096
+"""Training and merging change a whole matrix, so its first rows tell."""
+
+_NO_NUMBERS = ("positions", "eos_ids")
+
+_ADAPTER_SCALE = ("lora_alpha", "use_rslora")
+"""The rank is in the tensors' shapes."""
+
+Tensor = tuple[str, str, list[int], bytes]
+"""Name, type, shape and first bytes."""
+
+
+def model_digest(model: ModelSpec) -> str:
+    """Return a sha256 in hexadecimal. Raises ModelError for files that are missing or cannot be read."""
+    directory = model_directory(model.path)
+    shape = dataclasses.asdict(read_config(directory, model.overrides))
+    digest = hashlib.sha256()
+    _add(digest, {key: value for key, value in shape.items() if key not in _NO_NUMBERS}, _weights(directory))
+    if model.adapter is not None:
+        adapter = adapter_directory(model.adapter)
+        config = read_json(adapter / "adapter_config.json")
+        scale = {key: config.get(key) or False for key in _ADAPTER_SCALE}
+        _add(digest, scale, _safetensors(adapter / "adapter_model.safetensors"))
+    return digest.hexdigest()
+
+
+def _add(digest: Any, about: dict[str, Any], tensors: Iterable[Tensor]) -> None:
+    digest.update(json.dumps(about, sort_keys=True).encode())
+    for name, kind, shape, sample in sorted(tensors):
+        digest.update(json.dumps([name, kind, shape]).encode())
+        digest.update(sample)
+
+
+def _weights(directory: Path) -> Iterator[Tensor]:
+    index = weight_index(directory)
+    for path in [weight_file(directory)] if index is None else set(index.values()):
+        yield from _gguf(path) if path.suffix == ".gguf" else _safetensors(path)
+
+
+def _safetensors(path: Path) -> Iterator[Tensor]:
+    stored = read_header(path)
+    with path.open("rb") as file:
+        for name, tensor in stored.items():
+            file.seek(tensor.begin)
+            sample = file.read(min(tensor.end - tensor.begin, SAMPLE_BYTES))
+            yield name, tensor.dtype, list(tensor.shape), sample
+
+
+def _gguf(path: Path) -> Iterator[Tensor]:
+    from gguf import GGUFReader
+
+    try:
+        reader: Any = GGUFReader(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as GGUF: {error}") from None
+    for tensor in reader.tensors:
+        sample = tensor.data.reshape(-1).view("uint8")[:SAMPLE_BYTES].tobytes()
+        yield tensor.name, tensor.tensor_type.name, [int(size) for size in tensor.shape], sample

@@ -1,0 +1,184 @@
+"""Compares weights with a configuration by their files' headers alone, in milliseconds and without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .json_files import ModelError, refuse_pointer
+from .model_config import ModelConfig
+from .store import weight_file, weight_index
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_SCALES = (
+    "_scale",
+    "_scale_inv",
+    "_scales",
+    "_zero_point",
+    "qweight",
+    "qzeros",
+    "g_idx",
+    "_packed",
+    ".absmax",
+)
+"""Tensors of quantised checkpoints have such suffixes."""
+_DERIVED = ".rotary_emb.inv_freq"
+"""Old checkpoints have it. The configuration implies it."""
+_OF_ANOTHER = "take weights and config.json of one model"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in bytes begin .. end - 1 of a file."""
+
+    dtype: str
+    shape: Shape
+    begin: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file by name.
+
+    The file begins with the length of its JSON header (uint64), whose offsets count from its end. Raises
+    ModelError for another or truncated file.
+    """
+    try:
+        refuse_pointer(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            content = json.loads(file.read(min(start, size) - 8))
+        tensors = dict(_tensors(content, start))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
+    end = max((tensor.end for tensor in tensors.values()), default=start)
+    if size != end:
+        raise ModelError(f"{path} has {size} bytes of {end}: download it again")
+    return tensors
+
+
+def _tensors(content: Mapping[str, dict[str, list[int]]], start: int) -> Iterator[tuple[str, Stored]]:
+    for name, about in content.items():
+        if name != "__metadata__":
+            begin, end = about["data_offsets"]
+            yield name, Stored(str(about["dtype"]), tuple(about["shape"]), start + begin, start + end)
+
+
+def check_weights(directory: Path, config: ModelConfig) -> None:
+    """Check that each tensor of the decoder is complete, in its shape and in 16 bits or more, and that none
+    is left.
+
+    GGUF weights are checked when they are read. Raises ModelError that says what to do.
+    """
+    stored = _stored(directory)
+    if stored is None:
+        return
+    expected = expected_shapes(config)
+    if config.tied_embeddings and HEAD in stored:  # loading compares it with the embedding
+        table = expected[EMBEDDING] if EMBEDDING in stored else expected.pop(EMBEDDING)
+        expected[HEAD] = table
+    for problem in _problems(stored, expected, config):
+        raise ModelError(f"{directory}: {problem}")
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return shapes by Hugging Face's names. A head that is the embedding has none."""
+    hidden, inner = config.hidden, config.intermediate
+    table = {EMBEDDING: (config.vocab, hidden), "model.norm.weight": (hidden,)}
+    head = {} if config.tied_embeddings else {HEAD: (config.vocab, hidden)}
+    layer: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.o_proj.weight": (hidden, config.q_heads * config.head_dim),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    for name, heads in (("q", config.q_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+        layer[f"self_attn.{name}_proj.weight"] = (heads * config.head_dim, hidden)
+        if config.qkv_bias:
+            layer[f"self_attn.{name}_proj.bias"] = (heads * config.head_dim,)
+        if config.qk_norm and name != "v":
+            layer[f"self_attn.{name}_norm.weight"] = (config.head_dim,)
+    numbers = range(config.layers)
+    layers = {f"model.layers.{number}.{name}": layer[name] for number in numbers for name in layer}
+    return {**table, **head, **layers}
+
+
+def _stored(directory: Path) -> dict[str, Stored] | None:
+    index = weight_index(directory)
+    if index is None:
+        single = weight_file(directory)
+        return None if single.suffix == ".gguf" else read_header(single)
+    files = sorted(set(index.values()))
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ModelError(
+            f"{directory} lacks {len(missing)} of its {len(files)} files of weights, such as {missing[0]}: "
+            "download them"
+        )
+    headers = {path: read_header(path) for path in files}
+    for name, path in index.items():
+        if name not in headers[path]:
+            raise ModelError(f"{path} lacks the tensor {name}, which the index says is in it: download both")
+    return {name: headers[path][name] for name, path in index.items()}
+
+
+def _problems(
+    stored: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
+) -> Iterator[str]:
+    """The likeliest cause comes first: a quantised model also lacks tensors."""
+    yield from _quantised(stored)
+    missing = [name for name in expected if name not in stored]
+    if missing and (prefix := _prefix(stored)) is not None:
+        yield (
+            f"tensors are called {prefix}… where model.… is expected ({_several(missing)}): save the "
+            "language model by itself"
+        )
+    if missing:
+        yield f"the weights lack {_several(missing)}, which config.json asks for: {_OF_ANOTHER}"
+    yield from _left_over(stored, expected, config)
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            yield f"tensor {name} is {stored[name].shape}, config.json says {shape}: {_OF_ANOTHER}"
+
+
+def _quantised(stored: Mapping[str, Stored]) -> Iterator[str]:
+    advice = "quantised weights are not supported: take the model in 16 bits"
+    if scales := [name for name in stored if name.endswith(_SCALES)]:
+        yield f"the weights hold scales, {_several(scales)}; {advice}"
+    if odd := [name for name, tensor in stored.items() if tensor.dtype not in _DTYPES]:
+        yield f"the weights hold {stored[odd[0]].dtype}, {_several(odd)}; {advice}"
+
+
+def _prefix(stored: Iterable[str]) -> str | None:
+    for end in ("embed_tokens.weight", "layers.0.mlp.down_proj.weight"):
+        for name in stored:
+            if name.endswith(end) and name != f"model.{end}":
+                return name.removesuffix(end)
+    return None
+
+
+def _left_over(
+    stored: Mapping[str, Stored], expected: Mapping[str, Shape], config: ModelConfig
+) -> Iterator[str]:
+    """Heads for other uses are not left over."""
+    left = [name for name in stored if name.startswith(("model.", "lm_head.")) and name not in expected]
+    left = [name for name in left if not name.endswith(_DERIVED)]
+    beyond = f"model.layers.{config.layers}."
+    if any(name.startswith(beyond) for name in left):
+        yield f"the weights have a layer {config.layers}, but config.json says {config.layers} layers"
+    if left:
+        yield f"the decoder has no place for {_several(left)}: {_OF_ANOTHER}"
+
+
+def _several(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} tensors such as {names[0]}"

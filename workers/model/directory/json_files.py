@@ -1,0 +1,42 @@
+"""Reads a model directory's JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_LFS_POINTER = b"version https://git-lfs.github.com/"
+
+
+class ModelError(ValueError):
+    """A model directory, weight file or adapter cannot be used. The message says what to do."""
+
+
+def refuse_pointer(path: Path) -> None:
+    """Refuse the pointer that git leaves in a file's place without Git LFS."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelError(
+                f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` there, or download it"
+            )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object. Raises ModelError that names the file."""
+    try:
+        refuse_pointer(path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist: a model directory needs a {path.name}") from None
+    except ModelError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}: download it again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} does not contain a JSON object, but a {type(content).__name__}")
+    return content
+
+
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

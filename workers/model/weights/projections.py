@@ -1,0 +1,77 @@
+"""Linear layers: each matrix product with weights in the decoder, the head included.
+
+Another form of weights changes this file and `stack_weights.py`. Shape suffixes: T tokens, I input width, O
+output width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ....kernels.layers.fp8 import Fp8Rows, product, quantise_rows
+from ....kernels.layers.linear import compile_products, linear, swiglu_linear
+from ....kernels.layers.norm import LinearInput
+from ....kernels.layers.swiglu import swiglu
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x_TI -> x · weightᵀ + bias, in the weight's dtype."""
+
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None = None
+
+    @property
+    def quantised(self) -> bool:
+        """It multiplies in 8 bits and is best given rows of e4m3."""
+        return False
+
+    def __call__(self, x_TI: LinearInput) -> torch.Tensor:
+        return linear(_plain(x_TI), self.weight_OI, self.bias_O)
+
+    def gated(self, x_TI: LinearInput) -> LinearInput:
+        """Return SiLU(gate) · up, side by side in this layer, in the form that the next one takes."""
+        return swiglu_linear(_plain(x_TI), self.weight_OI, self.bias_O)
+
+    def compile(self) -> None:
+        """Compile kernels for products of many rows."""
+        compile_products(self.weight_OI)
+
+
+@dataclass(frozen=True)
+class Fp8Linear:
+    """Weights in e4m3 with a factor for each output channel. It quantises plain rows, and returns `dtype`."""
+
+    weight: Fp8Rows
+    bias_O: torch.Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, linear: Linear) -> Fp8Linear:
+        return cls(quantise_rows(linear.weight_OI), linear.bias_O, linear.weight_OI.dtype)
+
+    @property
+    def weight_OI(self) -> torch.Tensor:
+        return self.weight.dequantised(self.dtype)
+
+    @property
+    def quantised(self) -> bool:
+        return True
+
+    def __call__(self, x_TI: LinearInput) -> torch.Tensor:
+        rows_TI = x_TI if isinstance(x_TI, Fp8Rows) else quantise_rows(x_TI)
+        return product(rows_TI, self.weight, self.bias_O, self.dtype)
+
+    def gated(self, x_TI: LinearInput) -> LinearInput:
+        return swiglu(self(x_TI), fp8=True)
+
+    def compile(self) -> None:
+        """Many rows use the kernels of few."""
+
+
+def _plain(x_TI: LinearInput) -> torch.Tensor:
+    if isinstance(x_TI, Fp8Rows):
+        raise TypeError("a linear layer with plain weights takes no quantised rows")
+    return x_TI

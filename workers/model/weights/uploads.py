@@ -1,0 +1,75 @@
+"""Copies weights from files to a GPU, several tensors at a time, through pinned memory.
+
+One thread reads mapped memory far slower than storage or bus could. So each thread fills two pinned buffers
+in turn, and a full one goes to the GPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+THREADS = min(8, os.cpu_count() or 1)
+_BUFFER_BYTES = 32 << 20
+Buffer = tuple[torch.Tensor, Any]
+"""Pinned bytes, and the event after which they may be filled again."""
+
+
+class Uploads:
+    """Any number of threads may call `copy`. Copies go to the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = threading.local()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy from the host to a contiguous tensor on the device. The source may go afterwards."""
+        if self._device.type != "cuda" or source.dtype != target.dtype:
+            target.copy_(source)
+            return
+        source_B = source.contiguous().view(-1).view(torch.uint8)
+        target_B = target.view(-1).view(torch.uint8)
+        for start in range(0, source_B.numel(), _BUFFER_BYTES):
+            buffer_B, left = self._next_buffer()
+            left.synchronize()
+            part_B = source_B[start : start + _BUFFER_BYTES]
+            filled_B = buffer_B[: part_B.numel()].copy_(part_B)
+            target_B[start : start + _BUFFER_BYTES].copy_(filled_B, non_blocking=True)
+            left.record(torch.cuda.current_stream(self._device))
+
+    def _next_buffer(self) -> Buffer:
+        if not hasattr(self._own, "turn"):
+            self._own.turn = deque(_pinned() for _ in range(2))
+        self._own.turn.rotate()
+        buffer: Buffer = self._own.turn[0]
+        return buffer
+
+
+def _pinned() -> Buffer:
+    event: Any = torch.cuda.Event  # untyped in torch
+    return torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), event()
+
+
+def in_threads(make: Callable[[Item], Made], items: Iterable[Item], threads: int) -> Iterator[Made]:
+    """Yield make(item) in order. Threads run at most one more than `threads` ahead of the caller."""
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[Future[Made]] = deque()
+        try:
+            for item in items:
+                pending.append(pool.submit(make, item))
+                if len(pending) > threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
