@@ -1,4 +1,4 @@
-"""What one caller can do to the doors by sending what is too much: their memory, and how long others wait.
+"""Memory of the doors, and waits of others, while one caller sends too much.
 
     python -m deltafront.benchmarks.door_memory [--config FILE] [--message-mib 64] [--only N …] [--json FILE]
 
@@ -149,7 +149,7 @@ def small_requests(address: str, stop: Any, waits: Any) -> None:
 
 
 class Memory:
-    """Of a service's doors, in MiB: `peaks` by process, while the block runs."""
+    """Memory of a service's doors in MiB. `peaks`: by process, while the block runs."""
 
     def __init__(self, service: int) -> None:
         self._doors = [one for one in psutil.Process(service).children(recursive=True) if _is_door(one)]

@@ -32,7 +32,7 @@ _COLUMN, _LINE = 0.62, 0.36
 """Inches of a column and of a unit of height."""
 _DPI = 96
 _LEAST_POINTS = 6.0
-"""Of a row with a name."""
+"""Height of a row with a name."""
 _FEW = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 _GREEN, _GREY = "#73bf69", "#d9d9d9"
 _NAMED = {"green": _GREEN, "orange": "#ff9830", "red": "#f2495c"}

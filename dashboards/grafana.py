@@ -213,7 +213,7 @@ def _options(panel: Panel) -> Json:
 
 
 def _units(panel: Panel) -> Json:
-    """Of a heat map: its unit is that of a histogram's bounds, or else of what the cells show."""
+    """A heat map has the unit of its histogram's bounds, or else of its cells."""
     bounds, cells = (panel.unit, "short") if panel.cumulative else ("short", panel.unit)
     return {"yAxis": {"unit": bounds}, "cellValues": {"unit": cells}}
 

@@ -93,10 +93,10 @@ class DoorConfig:
     of a collector's OTLP over HTTP, such as http://collector:4318/v1/traces, or `console`. Empty: there are
     none."""
     max_message_bytes: Annotated[int, Field(ge=1 << 22, le=(1 << 31) - 1)] = 16 << 20
-    """Of a request. A door holds a few times as much for each that it is receiving."""
+    """Bytes of a request. A door holds a few times as much for each that it is receiving."""
     text_bytes: Annotated[int, Field(ge=1 << 22)] = 64 << 20
-    """Of requests whose text is not tokenised yet, at one replica; memory for about six times as much. More
-    get RESOURCE_EXHAUSTED. One caller's long texts take half of it at most."""
+    """Bytes of requests whose text is not tokenised yet, at one replica. They take six times as much memory.
+    More get RESOURCE_EXHAUSTED. One caller's long texts take half of it at most."""
     tokens_file: Path | None = None
     """Bearer tokens, one a line (`service/door/auth.py`). None: everybody may call, and sessions belong to
     nobody."""

@@ -1,4 +1,4 @@
-"""What is changed in the configuration of the HAProxy before the doors, so that its refusals are the doors'.
+"""Changes to the configuration of the HAProxy before the doors, so that it refuses in the doors' form.
 
 They are HTML or a bare text otherwise, and a head of more than 16 kB is none that it can read. The
 configuration is Serve's own. So the program that Serve starts (`haproxy.py`) runs this file first, with
@@ -40,7 +40,7 @@ def _goes(line: str) -> bool:
 
 
 def _after(line: str, folder: Path) -> list[str]:
-    """What follows a line of Serve's."""
+    """Lines to add after a line of Serve's."""
     if line == "global":
         return [f"tune.bufsize {_BUFFER}"]
     if line == "defaults":

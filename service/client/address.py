@@ -1,4 +1,4 @@
-"""What is wrong with an address, in words: one that is none, and one where something else answers."""
+"""Mistakes in an address, in words: no address at all, or one where something else answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAID = (
     ),
     ("hostname verification", "tls", "has a certificate for another name: use the name that it is for"),
 )
-"""What gRPC says of a connection → the argument that is wrong, and what to do."""
+"""gRPC's words about a connection → the wrong argument, and what to do."""
 
 
 def check_address(address: str) -> None:
@@ -37,7 +37,7 @@ def check_address(address: str) -> None:
 
 
 def mistaken(address: str, details: str) -> InvalidArgument | None:
-    """What gRPC's words tell of an address where something else answers."""
+    """Explain gRPC's words about an address where something else answers."""
     said = details.lower()
     for words, argument, what in _SAID:
         if words in said:

@@ -1,4 +1,4 @@
-"""What of a service others than this machine's own processes can reach."""
+"""Ports of a service that processes of other machines can reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..listening import is_local, joined
 
 
 def listens(door: DoorConfig) -> Iterator[tuple[str, str, int]]:
-    """What for, host and port, of all that a configuration names. Everything else is at loopback."""
+    """Purpose, host and port of every port that a configuration names. All others are at loopback."""
     yield "gRPC", door.host, door.grpc_port
     yield "OpenAI", door.host, door.http_port
     if door.tls_certificate is not None:

@@ -1,4 +1,4 @@
-"""What a service that was killed leaves behind: processes, and a folder.
+"""Processes and a folder that a killed service leaves behind.
 
 A service locks a file in its folder. The kernel lets the lock go when the service is dead, however it died.
 Every process of Ray's and HAProxy's has a file in that folder open to write its log. So whoever gets the lock

@@ -124,7 +124,7 @@ def _last_words(sessions: Path) -> None:
 
 
 def check_start(settings: ServiceConfig) -> None:
-    """What is looked for before anything starts; first what killed services have left is cleared away. Raises
+    """Check the machine before anything starts, after clearing away what killed services have left. Raises
     ConfigError for libraries and GPUs that are not there, and for a port that is taken and does not become
     free as it does when a killed service dies."""
     check_sockets(tempfile.gettempdir())
@@ -362,7 +362,7 @@ def inner_ports(grpc_port: int) -> dict[str, str]:
 
 
 def agent_ports(grpc_port: int) -> dict[str, int]:
-    """Of a node's agents, by Ray's name for each."""
+    """Ports of a node's agents, by Ray's name for each."""
     return {name: _block(grpc_port) + len(_ALONE) + number for number, name in enumerate(_AGENTS)}
 
 

@@ -29,7 +29,7 @@ def default_log(grpc_port: int) -> Path:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[Console]:
-    """What this process and its children write goes to the file, as long as the block runs; the console that
+    """Send the output of this process and its children to the file while the block runs; the console that
     it gives still writes to standard error. Raises ConfigError if the file cannot be made."""
     try:
         path.unlink(missing_ok=True)  # who reads the last start's may go on

@@ -1,4 +1,4 @@
-"""What a configuration needs of this machine, looked for before Ray starts: libraries, and CUDA."""
+"""Libraries and CUDA that a configuration needs on this machine, looked for before Ray starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config import ConfigError, ServiceConfig
 
 _LIBRARIES = ("torch", "safetensors", "tokenizers", "transformers")
-"""What every service loads."""
+"""Libraries that every service loads."""
 _DRIVER, _CUDA_PART = "libcuda.so.1", "libtorch_cuda.so"
 _NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE."""

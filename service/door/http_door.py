@@ -50,10 +50,10 @@ _INSTEAD = {
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "this server generates text, and makes no embeddings",
 }
-"""What to do about paths of OpenAI's that are not served."""
+"""Advice for paths of OpenAI's that are not served."""
 
 _JSON_BYTES = 6
-"""Of a character, escaped."""
+"""Bytes of an escaped character."""
 _RECEIVE_S = 60.0
 """How long a client may take to send a request."""
 

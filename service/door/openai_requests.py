@@ -57,11 +57,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _NOT_HERE = "is not supported by this server: leave it out"
 _ONE = "asks for more than the limit: this server gives 1 answer a request"
 _IN_WORDS = {"n": _ONE, "best_of": _ONE}
-"""What is said of a field instead of _NOT_HERE."""
+"""Refusals of fields that have words of their own instead of _NOT_HERE."""
 _SEED_BITS = 64
 _MAX_PARTS = 4096
 _MAX_VALUES = 1 << 17
-"""Of a conversation's JSON, about. Each takes much more memory than its bytes."""
+"""Values in a conversation's JSON, about. Each takes much more memory than its bytes."""
 _MAX_TEXT_VALUES = 1 << 21
 """The same of a completion's, whose prompt may have one for each token."""
 _BETWEEN_VALUES = (b",", b":", b"[", b"{")

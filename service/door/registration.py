@@ -43,7 +43,7 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 MESSAGE_SIZE_VARIABLE = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 """How long a message may be, to Serve's servers."""
 _RECEIVING_BYTES = 256 << 20
-"""Of messages that are being received, if all were as long as they may be."""
+"""Bytes of all messages that are being received, if each were as long as it may be."""
 _WAIT_S = 10.0
 """How long a call waits until others have been received."""
 _RECEIVE_S = 60.0
@@ -125,7 +125,7 @@ class _Handler:
     request_streaming: bool = True
 
     def _replace(self, **changes: Any) -> _Handler:
-        """What Serve would have called with one request is called with the first of a stream."""
+        """Call with the first request of a stream what Serve would call with one request."""
         unary, stream = changes.pop("unary_unary", None), changes.pop("unary_stream", None)
         changes["stream_unary"] = unary and _received_unary(_plain_unary(unary), self.receiving)
         changes["stream_stream"] = stream and _received_stream(_plain_stream(stream), self.receiving)

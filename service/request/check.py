@@ -35,7 +35,7 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Of messages → as chat templates know them."""
+"""A message's role → its name in chat templates."""
 _MAX_SALT = 128
 _UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau")}
 """Options that another one, above 0, takes the place of (`kernels.options.ScoredOptions`)."""

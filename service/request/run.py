@@ -220,7 +220,7 @@ class Requests:
 
     @property
     def most_bytes(self) -> int:
-        """Of a request that may fit the model: a prompt, what is appended, and what stands beside them."""
+        """Most bytes of a request that may fit the model: prompt, appended text and all fields."""
         return 2 * self._limits.most_characters + _BESIDE_TEXT
 
     def _counted(

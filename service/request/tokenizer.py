@@ -45,7 +45,7 @@ _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 """Where a long text may be cut: before a single space between two letters."""
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
 _MARKED = re.compile("\N{ASTERISM}([^\N{ASTERISM}]+)\N{ASTERISM}")
-"""What stands for a message's content where only its place matters."""
+"""It stands for a message's content where only the place matters."""
 
 
 class TemplateError(ValueError):
@@ -183,7 +183,7 @@ class TextTokenizer:
     def _chat(
         self, before: Sequence[Message], messages: Sequence[Message], answer: bool, limit: Limit
     ) -> bytes:
-        """What messages add to those before. Control tokens are the template's alone."""
+        """Encode messages behind earlier ones. Control tokens are the template's alone."""
         rendered, numbered = self._following(before, messages, answer)
         control = self._control
         if not control.veiled and control.spelt_in(rendered) == control.spelt_in(numbered):
@@ -216,7 +216,7 @@ class TextTokenizer:
     def _following(
         self, before: Sequence[Message], messages: Sequence[Message], answer: bool
     ) -> tuple[str, str]:
-        """What a rendering of messages adds to that of those before, and what it adds if they say numbers.
+        """The text that messages add to the rendering of earlier ones, and what it adds if they say numbers.
         Raises TemplateError if something of a message is missing in it, or something of what was before is
         said again."""
         head = self._render(before, False) if before else ""
