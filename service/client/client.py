@@ -26,7 +26,7 @@ from ..door import wire
 from ..door.status import from_status, is_ours
 from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
-from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SpecialTokens, Wishes
+from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SamplingParams, SpecialTokens
 from ..request.plan import packed
 from .address import check_address, mistaken
 from .losses import Losses
@@ -170,7 +170,7 @@ class DeltafrontClient:
             else _prompt(append, special_tokens, "append", chat_template_kwargs),
             method=method,
             options=options or {},
-            sampling=Wishes(temperature, top_p, top_k, seed, stops, max_tokens, ignore_eos),
+            sampling=SamplingParams(temperature, top_p, top_k, seed, stops, max_tokens, ignore_eos),
             page_selection=PageSelection(page_selection),
             recompute_blocks=recompute_blocks,
             session_ttl_s=session_ttl_s,

@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument, NotFound
-from ..request.calls import GenerateRequest, Prompt, SpecialTokens, Wishes
+from ..request.calls import GenerateRequest, Prompt, SamplingParams, SpecialTokens
 from ..request.check import check_count
 from ..request.plan import packed
 
@@ -182,7 +182,7 @@ def _asked(
         append=append,
         method=fields.method,
         options=fields.options,
-        sampling=Wishes(
+        sampling=SamplingParams(
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,

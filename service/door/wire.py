@@ -31,7 +31,7 @@ from ..request.answers import (
     ServerInfo,
     Timings,
 )
-from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SpecialTokens, Wishes
+from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SamplingParams, SpecialTokens
 from ..request.check import check_count
 
 _Message = TypeVar("_Message", bound=Message)
@@ -197,8 +197,8 @@ def _whole_again(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _read_sampling(message: pb.SamplingOptions) -> Wishes:
-    return Wishes(
+def _read_sampling(message: pb.SamplingOptions) -> SamplingParams:
+    return SamplingParams(
         temperature=message.temperature,
         top_p=message.top_p if message.HasField("top_p") else None,
         top_k=message.top_k,

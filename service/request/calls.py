@@ -38,7 +38,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SamplingParams:
     """How to sample, unchecked. None: the server's default."""
 
     temperature: float = 0.0
@@ -73,7 +73,7 @@ class GenerateRequest(PrefillRequest):
 
     session_id: str | None = None
     append: Prompt | None = None
-    sampling: Wishes = field(default_factory=Wishes)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     page_selection: PageSelection = PageSelection.DEFAULT
     recompute_blocks: int | None = None
     answered_ids: bytes = field(default=b"", repr=False)

@@ -20,7 +20,15 @@ from ...workers.model.calibrated.levels import thresholds_for
 from ...workers.model.calibrated.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument, TooLong
-from .calls import GenerateCall, GenerateRequest, Messages, PrefillCall, PrefillRequest, Prompt, Wishes
+from .calls import (
+    GenerateCall,
+    GenerateRequest,
+    Messages,
+    PrefillCall,
+    PrefillRequest,
+    Prompt,
+    SamplingParams,
+)
 
 _MAX_STOPS = 16
 _MAX_STOP_BYTES = 256
@@ -237,7 +245,7 @@ def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
     return blocks
 
 
-def _sampling(wishes: Wishes, limits: Limits) -> Sampling:
+def _sampling(wishes: SamplingParams, limits: Limits) -> Sampling:
     top_p = 1.0 if wishes.top_p is None else wishes.top_p
     default = min(limits.default_max_tokens, limits.positions)
     max_tokens = default if wishes.max_tokens is None else wishes.max_tokens

@@ -21,7 +21,7 @@ from deltafront.service.request.answers import (
     ServerInfo,
     Timings,
 )
-from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
+from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, SamplingParams
 from deltafront.workers.messages.events import FinishReason, Progress, Session, Token, Usage
 from deltafront.workers.messages.requests import PageSelection
 
@@ -59,16 +59,16 @@ common = {
     "deadline": maybe(moments),
     "request_id": texts,
 }
-wishes = st.builds(
-    Wishes, numbers, maybe(numbers), small, counts, st.lists(texts, max_size=3).map(tuple), maybe(small),
-    st.booleans(),
+sampling_params = st.builds(
+    SamplingParams, numbers, maybe(numbers), small, counts, st.lists(texts, max_size=3).map(tuple),
+    maybe(small), st.booleans(),
 )  # fmt: skip
 requests = st.builds(
     GenerateRequest,
     **common,
     session_id=maybe(texts),
     append=maybe(prompts),
-    sampling=wishes,
+    sampling=sampling_params,
     page_selection=st.sampled_from(PageSelection),
     recompute_blocks=maybe(small),
 ).filter(lambda request: request.prompt is None or request.session_id is None)
@@ -145,7 +145,7 @@ def test_no_plain_value_is_lost() -> None:
     """Classes that are mapped by their fields' names have the contract's names."""
     for plain, message in ((Progress, pb.Progress), (Token, pb.Token), (Usage, pb.Usage)):
         assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name)
-    assert set(Wishes.__dataclass_fields__) == set(pb.SamplingOptions.DESCRIPTOR.fields_by_name)
+    assert set(SamplingParams.__dataclass_fields__) == set(pb.SamplingOptions.DESCRIPTOR.fields_by_name)
     for plain, message in ((ProfileInfo, pb.Profile), (ProfileLevel, pb.ProfileLevel)):
         assert set(plain.__dataclass_fields__) == set(message.DESCRIPTOR.fields_by_name)
     assert set(ServerInfo.__dataclass_fields__) == set(pb.GetServerInfoResponse.DESCRIPTOR.fields_by_name)

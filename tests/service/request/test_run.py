@@ -12,13 +12,13 @@ import pytest
 
 from deltafront.service.errors import Code, DeltafrontError
 from deltafront.service.request.answers import GenerateFinished, RequestEvent
-from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, Wishes
+from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, SamplingParams
 from deltafront.workers.messages.events import Token
 
 from ..inprocess import HANG_S, House
 from ..test_requests import expected, ids, nothing_left
 
-ASKED = GenerateRequest(Prompt(text="hello"), sampling=Wishes(max_tokens=4))
+ASKED = GenerateRequest(Prompt(text="hello"), sampling=SamplingParams(max_tokens=4))
 WRONG: dict[str, tuple[GenerateRequest, str]] = {
     "two sources": (replace(ASKED, session_id="d0.x", append=ASKED.prompt), "source: is both"),
     "two forms": (replace(ASKED, prompt=Prompt(text="x", token_ids=b"1234")), "prompt: is several things"),
@@ -73,7 +73,7 @@ def test_what_goes_wrong_in_reading_is_hidden(house: House) -> None:
 
 
 def test_closing_the_stream_frees_everything(house: House) -> None:
-    endless = replace(ASKED, sampling=Wishes(max_tokens=5000))
+    endless = replace(ASKED, sampling=SamplingParams(max_tokens=5000))
     events = house.loop.run(_events(house, lambda: endless, stop=3))
     assert len(events) == 3
     nothing_left(house)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.errors import InvalidArgument, Overloaded, TooLong
 from deltafront.service.request import tokenizer as module
-from deltafront.service.request.calls import GenerateRequest, Prompt, Wishes
+from deltafront.service.request.calls import GenerateRequest, Prompt, SamplingParams
 from deltafront.service.request.check import MAX_MESSAGES
 from deltafront.service.request.texts import SHORT, Held, Texts
 from deltafront.service.request.tokenizer import Limit, Stopped, TextTokenizer, TextTooLong
@@ -245,7 +245,7 @@ def test_text_is_let_go_once_it_is_tokenised(house: House) -> None:
     async def run() -> int:
         def read() -> GenerateRequest:
             return GenerateRequest(
-                Prompt(text="".join(marker)), sampling=Wishes(max_tokens=50, ignore_eos=True)
+                Prompt(text="".join(marker)), sampling=SamplingParams(max_tokens=50, ignore_eos=True)
             )
 
         stream = house.door._requests.generate([], read, len(marker))
