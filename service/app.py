@@ -31,7 +31,7 @@ from .fleet.scaling import GroupsByBacklog, WorkersByLoad
 from .fleet.view import Fleet
 from .listening import joined
 from .metrics import DIRECTORY_VARIABLE, Metrics
-from .wiring import local_model, observer, requests, span_sink, tls_files, traced
+from .wiring import local_model, observer, request_handler, span_sink, tls_files, traced
 
 APP_NAME = "deltafront"
 SERVICERS = (
@@ -89,7 +89,16 @@ class DoorReplica(FrontDoor):
         gate = Gate(settings.door.tls_port) if settings.door.tls_certificate else None
         self._tracing = traced(settings.door, self._id)
         super().__init__(
-            requests(settings, fleet, metrics, address, self._id, self._end_elsewhere, gate, self._tracing)
+            request_handler(
+                settings,
+                fleet,
+                metrics,
+                metrics_address=address,
+                door_id=self._id,
+                end_elsewhere=self._end_elsewhere,
+                gate=gate,
+                traced=self._tracing,
+            )
         )
         self._fleet = fleet
         fleet.start()

@@ -26,11 +26,11 @@ from .fleet.view import Fleet
 from .gauges import state_of
 from .metrics import Metrics
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
-from .request.attempt import Resources
-from .request.callers import Allowance
+from .request.callers import Allowance, Callers
 from .request.check import Limits
-from .request.run import EndElsewhere, Requests, nowhere_else
-from .request.tokenizer import TextTokenizer
+from .request.handler import EndElsewhere, RequestHandler, nowhere_else
+from .request.resources import Resources
+from .request.text.tokenizer import TextTokenizer
 from .tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -63,32 +63,40 @@ def shown_name(spec: ModelSpec) -> str:
     return name if spec.adapter is None else f"{name} + {Path(spec.adapter).name}"
 
 
-def requests(
+def request_handler(
     settings: ServiceConfig,
     fleet: Fleet,
     metrics: Metrics,
+    *,
     metrics_address: str,
     door_id: str = "",
     end_elsewhere: EndElsewhere = nowhere_else,
     gate: Gate | None = None,
     traced: Tracing | None = None,
-) -> Requests:
+) -> RequestHandler:
     """What an edge hands requests to. door_id: tells this door from others. traced: None for no tracing.
     Raises ModelError, FileNotFoundError or ConfigError."""
     directory, door, decode = Path(settings.model.path), settings.door, settings.decode
     model, profile = read_config(directory, settings.model.overrides), load_profile(settings.model)
     tokenizer = TextTokenizer.load(directory)
-    resources = Resources(
+    callers = Callers(
         door_id,
-        repr(settings.model),
-        fleet,
-        tokenizer,
-        metrics,
-        door,
-        model.vocab,
-        model.positions,
-        model.eos_ids,
-        traced or Tracing(),
+        lambda: (use for worker in fleet.view.workers.values() for use in worker.uses),
+        fleet.ask,
+        door.max_requests,
+    )
+    resources = Resources(
+        door=door_id,
+        model=repr(settings.model),
+        fleet=fleet,
+        callers=callers,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        settings=door,
+        vocabulary=model.vocab,
+        positions=model.positions,
+        eos_ids=model.eos_ids,
+        tracing=traced or Tracing(),
     )
     limits = Limits(
         vocabulary=model.vocab,
@@ -122,7 +130,7 @@ def requests(
         profile=None if profile is None else _profile(profile),
         recompute_blocks=decode.recompute_blocks,
     )
-    return Requests(resources, limits, authenticator(door, gate).caller, about, end_elsewhere)
+    return RequestHandler(resources, limits, authenticator(door, gate).caller, about, end_elsewhere)
 
 
 def _methods(prefill: PrefillConfig) -> list[MethodInfo]:

@@ -73,8 +73,8 @@ ROOMS = {
     "service.client": """kernels.methods workers.messages workers.settings workers.model.directory
         workers.model.calibrated workers.model.decoder workers.calibration workers.kv.pages.pool
         service.errors service.config service.haproxy service.listening service.door.wire service.door.status
-        service.request.answers service.request.calls service.request.plan
-        service.request.tokenizer service.wiring service.app protos""",
+        service.request.answers service.request.calls service.request.text.tokenizer
+        service.wiring service.app protos""",
 }
 
 # A package of others → the only modules or rooms that take it.

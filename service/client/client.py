@@ -26,8 +26,14 @@ from ..door import wire
 from ..door.status import from_status, is_ours
 from ..errors import Cancelled, ConnectionLost, DeltafrontError, InvalidArgument, NotFound, Unavailable
 from ..request.answers import GenerateFinished, PrefillFinished, ServerInfo
-from ..request.calls import GenerateRequest, PrefillRequest, Prompt, SamplingParams, SpecialTokens
-from ..request.plan import packed
+from ..request.calls import (
+    GenerateRequest,
+    PrefillRequest,
+    Prompt,
+    SamplingParams,
+    SpecialTokens,
+    packed,
+)
 from .address import check_address, mistaken
 from .losses import Losses
 from .tls import Tls

@@ -18,7 +18,7 @@ from ...workers.messages.methods import MethodError, MethodSpec
 from ...workers.model.directory.json_files import ModelError
 from ..config import ConfigError, ServiceConfig, load
 from ..request.answers import Timings
-from ..request.tokenizer import TextTokenizer
+from ..request.text.tokenizer import TextTokenizer
 from ..wiring import local_model
 from . import terminal
 from .terminal import ADDRESS, Address, Bearer, Method, Options, Tls, err

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2
 from ...protos.v1 import deltafront_pb2 as pb
 from ...workers.messages.events import Usage
 from ..errors import DeltafrontError, NotFound, TooLong
-from ..request.run import Requests
+from ..request.handler import RequestHandler
 from .registration import SERVICE, Sent
 from .status import details, status, trailers
 from .wire import (
@@ -34,7 +34,6 @@ from .wire import (
 
 _HEALTH_WATCH_S = 1.0
 _M = TypeVar("_M", bound=Message)
-_R = TypeVar("_R")
 
 
 class Context(Protocol):
@@ -49,64 +48,64 @@ class Context(Protocol):
 class FrontDoor:
     """The servicer of DeltafrontService and of Health."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: RequestHandler) -> None:
         self._requests = requests
 
     async def Prefill(
         self, request: Sent[pb.PrefillRequest], grpc_context: Context
     ) -> AsyncIterator[pb.PrefillResponse]:
-        stream = self._requests.prefill(
-            grpc_context.invocation_metadata(),
-            self._reader(request, read_prefill_request),
-            request.size,
-            request.request_id,
-        )
+        metadata, request_id = grpc_context.invocation_metadata(), request.request_id
         with _StatusOn(grpc_context):
-            async with contextlib.aclosing(stream) as events:
-                async for event in events:
-                    yield prefill_response(event)
+            async with self._requests.accept(
+                "Prefill", metadata, request_id=request_id, size=request.size
+            ) as accepted:
+                stream = self._requests.prefill(accepted, read_prefill_request(self._message(request)))
+                async with contextlib.aclosing(stream) as events:
+                    async for event in events:
+                        yield prefill_response(event)
         yield pb.PrefillResponse()  # takes the status along
 
     async def Generate(
         self, request: Sent[pb.GenerateRequest], grpc_context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        stream = self._requests.generate(
-            grpc_context.invocation_metadata(),
-            self._reader(request, read_generate_request),
-            request.size,
-            request.request_id,
-        )
+        metadata, request_id = grpc_context.invocation_metadata(), request.request_id
         with _StatusOn(grpc_context):
-            async with contextlib.aclosing(stream) as events:
-                async for event in events:
-                    if not isinstance(event, Usage):
-                        yield generate_response(event)
+            async with self._requests.accept(
+                "Generate", metadata, request_id=request_id, size=request.size
+            ) as accepted:
+                stream = self._requests.generate(accepted, read_generate_request(self._message(request)))
+                async with contextlib.aclosing(stream) as events:
+                    async for event in events:
+                        if not isinstance(event, Usage):
+                            yield generate_response(event)
         yield pb.GenerateResponse()  # takes the status along
 
     async def CancelRequest(
         self, request: Sent[pb.CancelRequestRequest], grpc_context: Context
     ) -> pb.CancelRequestResponse:
         ended = 0
-        read = self._reader(request, lambda readable: readable.request_id)
         with _StatusOn(grpc_context):
-            ended = await self._requests.cancel_request(grpc_context.invocation_metadata(), read)
+            async with self._requests.accept("CancelRequest", grpc_context.invocation_metadata()) as accepted:
+                ended = await self._requests.cancel_request(accepted, self._message(request).request_id)
         return pb.CancelRequestResponse(requests=ended)
 
     async def ReleaseSession(
         self, request: Sent[pb.ReleaseSessionRequest], grpc_context: Context
     ) -> pb.ReleaseSessionResponse:
-        read = self._reader(request, lambda readable: readable.session_id)
+        metadata = grpc_context.invocation_metadata()
         with _StatusOn(grpc_context):
-            await self._requests.release_session(grpc_context.invocation_metadata(), read)
+            async with self._requests.accept("ReleaseSession", metadata) as accepted:
+                await self._requests.release_session(accepted, self._message(request).session_id)
         return pb.ReleaseSessionResponse()
 
     async def GetServerInfo(
         self, request: Sent[pb.GetServerInfoRequest], grpc_context: Context
     ) -> pb.GetServerInfoResponse:
         answer = pb.GetServerInfoResponse()
-        read = self._reader(request, lambda readable: readable)
         with _StatusOn(grpc_context):
-            answer = server_info(await self._requests.server_info(grpc_context.invocation_metadata(), read))
+            async with self._requests.accept("GetServerInfo", grpc_context.invocation_metadata()):
+                self._message(request)
+                answer = server_info(await self._requests.server_info())
         return answer
 
     async def List(
@@ -114,7 +113,7 @@ class FrontDoor:
     ) -> health_pb2.HealthListResponse:
         answer = health_pb2.HealthListResponse()
         with _StatusOn(grpc_context):
-            self._reader(request, lambda readable: readable)()
+            self._message(request)
             one = health_pb2.HealthCheckResponse(status=self._health())
             answer = health_pb2.HealthListResponse(statuses={"": one, SERVICE.full_name: one})
         return answer
@@ -124,7 +123,7 @@ class FrontDoor:
     ) -> health_pb2.HealthCheckResponse:
         answer = health_pb2.HealthCheckResponse()
         with _StatusOn(grpc_context):
-            service = self._reader(request, _service)()
+            service = self._message(request).service
             if not _known_service(service):
                 raise NotFound(f"there is no service {service!r} here")
             answer = health_pb2.HealthCheckResponse(status=self._health())
@@ -136,7 +135,7 @@ class FrontDoor:
         """The status, and again whenever it changes, until the client leaves."""
         last, service = None, None
         with _StatusOn(grpc_context):
-            service = self._reader(request, _service)()
+            service = self._message(request).service
         if service is None:
             yield health_pb2.HealthCheckResponse()  # takes the status along
             return
@@ -148,15 +147,12 @@ class FrontDoor:
                 last = status
             await asyncio.sleep(_HEALTH_WATCH_S)
 
-    def _reader(self, message: Sent[_M], read: Callable[[_M], _R]) -> Callable[[], _R]:
-        most = self._requests.most_bytes
-
-        def readable() -> _R:
-            if message.size > most:
-                raise TooLong("request", f"{message.size} bytes cannot fit this model: at most {most} do")
-            return read(message.read())
-
-        return readable
+    def _message(self, sent: Sent[_M]) -> _M:
+        """Read what was sent. Raises InvalidArgument, or TooLong before a long one is read."""
+        most = self._requests.max_request_bytes
+        if sent.size > most:
+            raise TooLong("request", f"{sent.size} bytes cannot fit this model: at most {most} do")
+        return sent.read()
 
     def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:
         reply = health_pb2.HealthCheckResponse
@@ -180,10 +176,6 @@ class _StatusOn:
         self._context.set_details(details(error))
         self._context.set_trailing_metadata(trailers(error))
         return True
-
-
-def _service(request: health_pb2.HealthCheckRequest) -> str:
-    return str(request.service)
 
 
 def _known_service(name: str) -> bool:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 
 from starlette.applications import Starlette
@@ -26,9 +26,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...workers.messages.events import Progress, Token, Usage
 from ..errors import DeltafrontError, Unavailable
+from ..request.accepted import Accepted
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
-from ..request.calls import GenerateRequest
-from ..request.run import Requests
+from ..request.handler import Headers, RequestHandler
 from .event_stream import EventStream, watched
 from .openai_answers import (
     CHAT,
@@ -61,7 +61,9 @@ _RECEIVE_S = 60.0
 class HttpDoor:
     """`app` is the ASGI application. max_body_bytes: a longer request gets 413."""
 
-    def __init__(self, requests: Requests, max_body_bytes: int, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(
+        self, requests: RequestHandler, max_body_bytes: int, keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
         self._requests = requests
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
@@ -99,7 +101,8 @@ class HttpDoor:
         return JSONResponse(model_card(info, self._started))
 
     async def _info(self, request: Request) -> ServerInfo:
-        return await self._requests.server_info(request.headers.items(), lambda: None)
+        async with self._requests.accept("GetServerInfo", request.headers.items()):
+            return await self._requests.server_info()
 
     async def _chat(self, request: Request) -> ASGIApp:
         return await self._answer(CHAT, request)
@@ -108,26 +111,13 @@ class HttpDoor:
         return await self._answer(TEXT, request)
 
     async def _answer(self, form: AnswerForm, request: Request) -> ASGIApp:
-        refused: list[DeltafrontError] = []
-        sent: list[bytes] = []
-        try:
-            sent.append(await self._body(request))
-        except DeltafrontError as error:
-            refused.append(error)
-        size = sum(map(len, sent))
         reply = Reply(form, self._requests.model, form.prefix + uuid.uuid4().hex)
-        asked: list[Asked] = []
-
-        def read() -> GenerateRequest:
-            """Once; nothing keeps the text."""
-            for error in refused:
-                raise error
-            request, wanted = form.read(sent.pop(), reply.model, reply.request_id)
-            asked.append(wanted)
-            return request
-
-        events = self._requests.generate(request.headers.items(), read, size, reply.request_id)
-        return _Answer(reply, events, asked, self._keep_alive_s)
+        body: bytes | DeltafrontError
+        try:
+            body = await self._body(request)
+        except DeltafrontError as error:
+            body = error
+        return _Answer(self._requests, reply, request.headers.items(), body, self._keep_alive_s)
 
     async def _body(self, request: Request) -> bytes:
         """Raises Unauthenticated or Overloaded before it is read, and HTTPException for what is too long, or
@@ -136,7 +126,7 @@ class HttpDoor:
         expected, size = int(length) if length.isdecimal() else 0, 0
         self._check_length(expected)
         owner = self._requests.owner(request.headers.items())
-        with self._requests.texts.hold(owner, expected) as held:
+        with self._requests.text_budget.hold(owner, expected) as held:
             try:
                 async with asyncio.timeout(_RECEIVE_S):
                     async for part in request.stream():
@@ -149,41 +139,65 @@ class HttpDoor:
         return b"".join(body)
 
     def _check_length(self, size: int) -> None:
-        most = min(self._max_body_bytes, _JSON_BYTES * self._requests.most_bytes)
+        most = min(self._max_body_bytes, _JSON_BYTES * self._requests.max_request_bytes)
         if size > most:
             raise HTTPException(413, f"the request is longer than {most} bytes")
 
 
 class _Answer:
-    """The response to one request. asked: empty until the request has been read, so before any event."""
+    """The response to one request. body: as it was received, or why it was not."""
 
     def __init__(
         self,
+        requests: RequestHandler,
         reply: Reply,
-        events: AsyncGenerator[RequestEvent, None],
-        asked: Sequence[Asked],
+        headers: Headers,
+        body: bytes | DeltafrontError,
         keep_alive_s: float,
     ) -> None:
+        self._requests = requests
         self._reply = reply
-        self._events = events
-        self._asked = asked
+        self._headers = headers
+        self._body = body
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        source = watched(self._events, receive, self._keep_alive_s)
+        reply, size = self._reply, len(self._body) if isinstance(self._body, bytes) else 0
         try:
+            async with self._requests.accept(
+                "Generate", self._headers, request_id=reply.request_id, size=size
+            ) as accepted:
+                asked, events = self._begin(accepted)
+                await self._send(asked, watched(events, receive, self._keep_alive_s), scope, receive, send)
+        except DeltafrontError as error:
+            refused = _refused(error, reply.form.source)
+            refused.headers["x-request-id"] = reply.request_id  # as the audit log has it
+            await refused(scope, receive, send)
+
+    def _begin(self, accepted: Accepted) -> tuple[Asked, AsyncGenerator[RequestEvent, None]]:
+        """Nothing keeps the body, or its text. Raises DeltafrontError."""
+        body, self._body = self._body, b""
+        if isinstance(body, DeltafrontError):
+            raise body
+        request, asked = self._reply.form.read(body, self._reply.model, self._reply.request_id)
+        return asked, self._requests.generate(accepted, request)
+
+    async def _send(
+        self,
+        asked: Asked,
+        source: AsyncGenerator[RequestEvent | None, None],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Raises DeltafrontError if it comes before anything was sent."""
+        with contextlib.suppress(ClientDisconnect):  # nobody is there to be told
             async with contextlib.aclosing(source):
                 events = _after(await anext(source), source)
-                if self._asked[0].stream:
-                    await self._stream(events, EventStream(send))
+                if asked.stream:
+                    await self._stream(asked, events, EventStream(send))
                 else:
                     await JSONResponse(await self._whole(events))(scope, receive, send)
-        except DeltafrontError as error:
-            refused = _refused(error, self._reply.form.source)
-            refused.headers["x-request-id"] = self._reply.request_id  # as the audit log has it
-            await refused(scope, receive, send)
-        except ClientDisconnect:
-            pass  # nobody is there to be told
 
     async def _whole(self, events: AsyncIterator[RequestEvent | None]) -> Json:
         text, answer = "", Json()
@@ -194,9 +208,11 @@ class _Answer:
                 answer = self._reply.answer(text + event.text, event)
         return answer
 
-    async def _stream(self, events: AsyncIterator[RequestEvent | None], stream: EventStream) -> None:
+    async def _stream(
+        self, asked: Asked, events: AsyncIterator[RequestEvent | None], stream: EventStream
+    ) -> None:
         """Raises DeltafrontError if it comes before anything was sent."""
-        asked, usage = self._asked[0], None
+        usage = None
         try:
             async for event in events:
                 if event is None:

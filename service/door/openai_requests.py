@@ -21,9 +21,8 @@ from pydantic_core import from_json
 
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument, NotFound
-from ..request.calls import GenerateRequest, Prompt, SamplingParams, SpecialTokens
+from ..request.calls import GenerateRequest, Prompt, SamplingParams, SpecialTokens, packed
 from ..request.check import check_count
-from ..request.plan import packed
 
 _ASK_FOR_NOTHING: Mapping[str, Sequence[object]] = {
     "n": (1,),

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from ..errors import Unauthenticated
-from ..request.run import Headers
+from ..request.handler import Headers
 from .registration import HEALTH, SERVICE, Receiving, add_deltafront_to_server, add_health_to_server
 
 _STREAMS = {method.name for one in (SERVICE, HEALTH) for method in one.methods if method.server_streaming}

@@ -5,7 +5,8 @@ Plain data, free of protobuf and Ray. The Python client makes the same requests 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -79,39 +80,44 @@ class GenerateRequest(PrefillRequest):
     answered_ids: bytes = field(default=b"", repr=False)
 
 
-@dataclass(frozen=True)
-class PrefillCall:
-    """Checked; `check.py` makes it. owner: whose session it becomes. trace: as in `PrefillJob`."""
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A checked request; `check.py` makes it.
+
+    Args:
+        owner: whose prompt and session it is.
+        prompt: what is read first; None for a request that continues a session.
+        append: what follows prompt or session.
+        sampling: `max_tokens` is 0 for a Prefill, which keeps the prompt and answers nothing.
+        cut: `max_tokens` is a default, and cut to what the model's positions leave.
+        keep_ttl_s: how long the prompt stays as a session; 0: no session is made.
+        deadline: seconds since the epoch.
+        answered: the part of the answer that the client has.
+        trace: as in `PrefillJob`.
+    """
 
     request_id: str
     owner: str
-    prompt: Prompt
-    method: MethodSpec
-    ttl_s: float
-    deadline: float | None
-    cache_salt: str = ""
-    trace: str = ""
-
-
-@dataclass(frozen=True)
-class GenerateCall:
-    """Checked: prompt or session_id. keep_ttl_s: 0 unless the prompt is to become a session.
-    sampling.max_tokens is the client's wish or the default; cut: it is the default, which is cut to what the
-    model's positions leave. trace: as in `PrefillJob`."""
-
-    request_id: str
-    owner: str
-    prompt: Prompt | None
-    session_id: str | None
-    append: Prompt | None
+    prompt: Prompt | None = None
+    session_id: str | None = None
+    append: Prompt | None = None
     method: MethodSpec
     sampling: Sampling
-    stop: tuple[str, ...]
-    page_selection: PageSelection
-    recompute_blocks: int
-    keep_ttl_s: float
-    deadline: float | None
+    stop: tuple[str, ...] = ()
+    page_selection: PageSelection = PageSelection.DEFAULT
+    recompute_blocks: int = 0
+    keep_ttl_s: float = 0.0
+    deadline: float | None = None
     answered: tuple[int, ...] = ()
-    cut: bool = True
+    cut: bool = False
     cache_salt: str = ""
     trace: str = ""
+
+    @property
+    def prefill_only(self) -> bool:
+        return self.sampling.max_tokens == 0
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Ids as little-endian uint32 (array's I is 4 bytes on every platform that Ray runs on)."""
+    return array("I", ids).tobytes()

@@ -20,15 +20,7 @@ from ...workers.model.calibrated.levels import thresholds_for
 from ...workers.model.calibrated.profile import Profile
 from ...workers.settings import MAX_RECOMPUTE_BLOCKS, PrefillConfig
 from ..errors import DeadlineExceeded, InvalidArgument, TooLong
-from .calls import (
-    GenerateCall,
-    GenerateRequest,
-    Messages,
-    PrefillCall,
-    PrefillRequest,
-    Prompt,
-    SamplingParams,
-)
+from .calls import Call, GenerateRequest, Messages, PrefillRequest, Prompt, SamplingParams
 
 _MAX_STOPS = 16
 _MAX_STOP_BYTES = 256
@@ -75,25 +67,27 @@ class Limits:
         return self.positions * self.longest_token
 
 
-def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> PrefillCall:
+def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
     """Raises InvalidArgument or DeadlineExceeded."""
     if request.prompt is None:
         raise InvalidArgument("prompt", "is missing: give text, messages or token_ids")
-    return PrefillCall(
+    ttl_s = limits.default_ttl_s if request.session_ttl_s is None else request.session_ttl_s
+    return Call(
         request_id=_request_id(request.request_id),
         owner=owner,
         prompt=_prompt("prompt", request.prompt, limits),
         method=_method(request.method, request.options, limits),
-        ttl_s=limits.default_ttl_s if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
+        sampling=Sampling(max_tokens=0),
+        keep_ttl_s=_ttl(ttl_s, limits),
         deadline=_deadline(request.deadline),
         cache_salt=_cache_salt(request.cache_salt),
     )
 
 
-def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> GenerateCall:
+def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
     """Raises InvalidArgument or DeadlineExceeded."""
     _check_source(request)
-    return GenerateCall(
+    return Call(
         request_id=_request_id(request.request_id),
         owner=owner,
         prompt=None if request.prompt is None else _prompt("prompt", request.prompt, limits),
@@ -245,22 +239,22 @@ def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
     return blocks
 
 
-def _sampling(wishes: SamplingParams, limits: Limits) -> Sampling:
-    top_p = 1.0 if wishes.top_p is None else wishes.top_p
+def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
+    top_p = 1.0 if params.top_p is None else params.top_p
     default = min(limits.default_max_tokens, limits.positions)
-    max_tokens = default if wishes.max_tokens is None else wishes.max_tokens
-    if not math.isfinite(wishes.temperature) or wishes.temperature < 0:
-        raise InvalidArgument("sampling.temperature", f"{wishes.temperature} must be a number of at least 0")
+    max_tokens = default if params.max_tokens is None else params.max_tokens
+    if not math.isfinite(params.temperature) or params.temperature < 0:
+        raise InvalidArgument("sampling.temperature", f"{params.temperature} must be a number of at least 0")
     if not (math.isfinite(top_p) and 0 < top_p <= 1):
         raise InvalidArgument("sampling.top_p", f"{top_p} must be above 0 and at most 1")
-    if not 0 <= wishes.top_k <= _MAX_TOP_K:
-        raise InvalidArgument("sampling.top_k", f"{wishes.top_k} must be between 0 (off) and {_MAX_TOP_K}")
+    if not 0 <= params.top_k <= _MAX_TOP_K:
+        raise InvalidArgument("sampling.top_k", f"{params.top_k} must be between 0 (off) and {_MAX_TOP_K}")
     if not 1 <= max_tokens <= limits.positions:
         bounds = f"between 1 and the model's {limits.positions} positions"
         raise InvalidArgument(
             "sampling.max_tokens", f"{max_tokens} must be {bounds}; for no answer use Prefill"
         )
-    return Sampling(wishes.temperature, top_p, wishes.top_k, wishes.seed, max_tokens, wishes.ignore_eos)
+    return Sampling(params.temperature, top_p, params.top_k, params.seed, max_tokens, params.ignore_eos)
 
 
 def _stop(stops: tuple[str, ...]) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ class Service:
 
     def tried_again(self, since: float) -> list[float]:
         """When doors that live sent a request to another worker, in seconds after `since` (of the epoch)."""
-        lines = (line.split(" WARNING:deltafront.service.request.attempt:try ") for line in self._log())
+        lines = (line.split(" WARNING:deltafront.service.request.run.attempt:try ") for line in self._log())
         times = (datetime.strptime(parts[0], "%Y-%m-%d %H:%M:%S,%f") for parts in lines if len(parts) > 1)
         return sorted(at.timestamp() - since for at in times if at.timestamp() > since)
 

@@ -12,7 +12,7 @@ from deltafront.kernels.methods import load
 from deltafront.service.client import DeltafrontClient, losses
 from deltafront.service.config import ServiceConfig
 from deltafront.service.metrics import Metrics
-from deltafront.service.request import attempt
+from deltafront.service.request.run import attempt
 from deltafront.service.tracing import Tracing
 
 from . import fakes

@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,9 @@ from deltafront.service.door.tls import Gate
 from deltafront.service.errors import WorkerFailed, WorkerHandoffFailed, WorkerLost
 from deltafront.service.fleet.view import Fleet
 from deltafront.service.metrics import Metrics
+from deltafront.service.request.answers import RequestEvent
+from deltafront.service.request.calls import GenerateRequest, PrefillRequest
+from deltafront.service.request.handler import RequestHandler
 from deltafront.service.tracing import Tracing
 from deltafront.workers.messages.requests import DecodeFailed, PrefillFailed
 from deltafront.workers.messages.stages import HandoffFailed
@@ -99,6 +102,23 @@ def wait_until(true: Callable[[], object], otherwise: str, every_s: float = 0.01
     while not true():
         assert time.monotonic() < until, otherwise
         time.sleep(every_s)
+
+
+async def edge(
+    requests: RequestHandler, read: Callable[[], PrefillRequest], size: int = 0
+) -> AsyncGenerator[RequestEvent, None]:
+    """What every edge does with a request, without a protocol."""
+    async with requests.accept("edge", [], size=size) as accepted:
+        request = read()
+        stream = (
+            requests.generate(accepted, request)
+            if isinstance(request, GenerateRequest)
+            else requests.prefill(accepted, request)
+        )
+        del request
+        async with contextlib.aclosing(stream):
+            async for event in stream:
+                yield event
 
 
 class Cut:
@@ -259,7 +279,17 @@ async def open_house(
 
     name = f"door{len(others)}"
     gate = Gate(config.door.tls_port) if config.door.tls_certificate else None
-    door = FrontDoor(wiring.requests(config, fleet, metrics, "nowhere:1", name, end_elsewhere, gate, traced))
+    handler = wiring.request_handler(
+        config,
+        fleet,
+        metrics,
+        metrics_address="nowhere:1",
+        door_id=name,
+        end_elsewhere=end_elsewhere,
+        gate=gate,
+        traced=traced,
+    )
+    door = FrontDoor(handler)
     house = House(door, fleet, directory, metrics, "", loop, [], beside, config, gate)
     for other in others:
         other.beside.append(house)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from deltafront.service.client import losses
-from deltafront.service.request import attempt
+from deltafront.service.request.run import attempt
 
 from ..chaos.fuzz import fuzz
 from ..chaos.play import play

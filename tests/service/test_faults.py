@@ -10,7 +10,7 @@ import pytest
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, Token
 from deltafront.service.errors import NotFound, Overloaded, Unavailable
-from deltafront.service.request import attempt
+from deltafront.service.request.run import attempt
 from deltafront.workers.messages.events import FinishReason
 from deltafront.workers.messages.requests import RefusalReason, Refused
 

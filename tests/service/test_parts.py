@@ -33,7 +33,8 @@ from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.gauges import WorkerState
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.callers import Allowance, Caller
-from deltafront.service.request.plan import packed, plan_answer, plan_session
+from deltafront.service.request.calls import packed
+from deltafront.service.request.run.plan import plan_answer
 from deltafront.service.request.timings import REPLAY, TtftClock
 from deltafront.service.tracing import Interval
 
@@ -92,7 +93,9 @@ def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: 
     positions = 50
     head, tail, said = packed(range(prompt)), packed(range(append)), list(range(streamed))
     try:
-        plan = plan_answer(head, tail, wanted, positions, said, keep)
+        plan = plan_answer(
+            head, tail, max_tokens=wanted, positions=positions, answered=said, keep=keep, cut=True
+        )
     except InvalidArgument as error:
         assert prompt + append >= positions
         assert error.field == "prompt"
@@ -104,21 +107,21 @@ def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: 
 
 
 def test_an_answer_that_was_asked_for_is_planned_whole_or_refused() -> None:
-    assert plan_answer(packed(range(40)), b"", 10, 50, [], keep=False, cut=False).max_tokens == 10
+    assert plan_answer(packed(range(40)), b"", max_tokens=10, positions=50).max_tokens == 10
     with pytest.raises(InvalidArgument, match=r"40 tokens and max_tokens of 11 .* or ask for less"):
-        plan_answer(packed(range(40)), b"", 11, 50, [], keep=False, cut=False)
+        plan_answer(packed(range(40)), b"", max_tokens=11, positions=50)
 
 
 def test_what_a_session_has_answered_is_appended_to_it() -> None:
-    plan = plan_answer(b"", packed([7]), 9, 50, [1, 2], keep=True)
+    plan = plan_answer(b"", packed([7]), max_tokens=9, positions=50, answered=[1, 2], keep=True)
     assert (plan.read_ids, plan.answered_ids) == (packed([7, 1, 2]), b"")
     assert (plan.max_tokens, plan.keep_tokens) == (7, 0)
 
 
 def test_a_session_may_fill_the_model() -> None:
-    assert plan_session(packed(range(50)), 50).keep_tokens == 50
+    assert plan_answer(packed(range(50)), b"", max_tokens=0, positions=50, keep=True).keep_tokens == 50
     with pytest.raises(InvalidArgument, match="51 tokens exceed the model's 50 positions"):
-        plan_session(packed(range(51)), 50)
+        plan_answer(packed(range(51)), b"", max_tokens=0, positions=50, keep=True)
 
 
 # --- errors ----------------------------------------------------------------------------------------------

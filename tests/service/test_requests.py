@@ -20,7 +20,7 @@ from deltafront.service.client import (
     Token,
 )
 from deltafront.service.errors import Cancelled, InvalidArgument, NotFound, Overloaded
-from deltafront.service.request import attempt, run
+from deltafront.service.request.run import attempt, request_run
 from deltafront.workers.messages.requests import RefusalReason, Refused
 
 from .fakes import EOS, next_token
@@ -201,7 +201,7 @@ def test_a_deadline_that_comes_after_a_stop_string_was_met(
         await ended(request_id)
 
     ended = house.decode.cancel
-    monkeypatch.setattr(run, "within", noted)
+    monkeypatch.setattr(request_run, "within", noted)
     monkeypatch.setattr(house.decode, "cancel", cancel)
     house.decode.script = list(b"abSTOPnever")
     text, _, finish, _ = collect(client.generate("p", max_tokens=16, stop=["STOP"], timeout_s=HANG_S))

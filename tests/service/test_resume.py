@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Progress
-from deltafront.service.request import reading
+from deltafront.service.request.run import reading
 from deltafront.workers.messages.events import LayerDensity, PrefillReport
 from deltafront.workers.messages.requests import PrefillJob, RefusalReason, Refused
 

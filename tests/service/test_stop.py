@@ -15,12 +15,12 @@ from deltafront.service import wiring
 from deltafront.service.fleet.view import Fleet
 from deltafront.service.metrics import Metrics
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt
-from deltafront.service.request.run import Requests
+from deltafront.service.request.handler import RequestHandler
 from deltafront.workers.messages.events import Token
 
 from .directory import LocalDirectory
 from .fakes import FakeDecode, FakeGroup
-from .inprocess import Cut, settings
+from .inprocess import Cut, edge, settings
 
 ASKED = GenerateRequest(Prompt(text="x" * 300))
 READ = PrefillRequest(Prompt(text="x" * 300))
@@ -43,7 +43,9 @@ class Door:
         self.group = FakeGroup("prefill:g0", lambda _worker, *what: self.decode.deliver(*what))
         directory = LocalDirectory([Cut(self.group)], [Cut(self.decode)])  # type: ignore[list-item]
         self.fleet = Fleet(directory, wiring.observer(found), config.door.refresh_s, config.door.renew_s)
-        self.requests: Requests = wiring.requests(config, self.fleet, found, "nowhere:1")
+        self.requests: RequestHandler = wiring.request_handler(
+            config, self.fleet, found, metrics_address="nowhere:1"
+        )
         self.streams: list[AsyncGenerator[Any, None]] = []
 
     async def begin(self) -> None:
@@ -52,12 +54,12 @@ class Door:
         self.fleet.start()
         self.decode.pause_at = 1
         for _ in range(2):
-            self.streams.append(self.requests.generate([], lambda: ASKED, 0))
+            self.streams.append(edge(self.requests, lambda: ASKED))
             while not isinstance(await anext(self.streams[-1]), Token):
                 pass
         self.group.pause_at = 1
         for _ in range(2):
-            self.streams.append(self.requests.prefill([], lambda: READ, 0))
+            self.streams.append(edge(self.requests, lambda: READ))
             await anext(self.streams[-1])
         for stream in self.streams[::2]:
             await stream.aclose()

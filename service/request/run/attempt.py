@@ -1,4 +1,4 @@
-"""The steps that Prefill and Generate share: tokenise, admit and reserve, read the prompt, try again."""
+"""One try at a request on workers, and how often it is tried again."""
 
 from __future__ import annotations
 
@@ -8,58 +8,23 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from types import TracebackType
 
-import numpy as np
-
-from ...workers.messages.events import PrefillReport, Progress
-from ...workers.roles import Leased
-from ..config import DoorConfig
-from ..errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    TooLong,
-    Unavailable,
-    WorkerError,
-    WorkerHandoffFailed,
-)
-from ..fleet.view import Fleet
-from ..metrics import Metrics
-from ..tracing import Tracing
-from .answers import RequestEvent
-from .callers import Share
-from .calls import Prompt
-from .texts import Held
-from .timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
-from .tokenizer import Limit, TemplateError, TextTokenizer, TextTooLong
+from ....workers.messages.events import PrefillReport
+from ....workers.roles import Leased
+from ...errors import DeadlineExceeded, Unavailable, WorkerError, WorkerHandoffFailed
+from ...fleet.view import Fleet
+from ..resources import Resources
+from ..timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
 
 log = logging.getLogger(__name__)
 
-Emit = Callable[[RequestEvent], None]
 Mark = Callable[[str], None]
 _FIRST_PAUSE_S = 0.25
 """Before a replay, where no other worker is left; four times as long before each next one, because a worker
 takes seconds to come back."""
 BUSY_RETRY_S = 5.0
 """Where nobody knows yet how long work takes."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What every request needs; made once by the door, whose name among doors is `door`. model: tells it from
-    every other."""
-
-    door: str
-    model: str
-    fleet: Fleet
-    tokenizer: TextTokenizer
-    metrics: Metrics
-    settings: DoorConfig
-    vocabulary: int
-    positions: int
-    eos_ids: tuple[int, ...]
-    tracing: Tracing
 
 
 class Attempt:
@@ -69,9 +34,8 @@ class Attempt:
     the middle of being cancelled.
     """
 
-    def __init__(self, fleet: Fleet, share: Share) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.request_id = uuid.uuid4().hex
-        self.share = share
         self._fleet = fleet
         self._open: list[Leased] = []
 
@@ -97,46 +61,12 @@ class Attempt:
 async def within(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Bound a block by a moment of the wall clock. Raises DeadlineExceeded."""
     try:
-        async with asyncio.timeout(None if deadline is None else deadline - time.time()) as scope:
-            yield scope
+        async with asyncio.timeout(None if deadline is None else deadline - time.time()) as limit:
+            yield limit
     except TimeoutError:
-        if not scope.expired():
+        if not limit.expired():
             raise
         raise DeadlineExceeded("the deadline passed before the answer was complete") from None
-
-
-async def tokenize(resources: Resources, held: Held, prompt: Prompt, *, follows: bool, answer: bool) -> bytes:
-    """Ids of a prompt, in a thread. follows: it is appended to something, so it opens nothing. answer:
-    messages end with the assistant's opening. Raises InvalidArgument naming the field."""
-    if prompt.token_ids is not None:
-        return prompt.token_ids
-    name = "append" if follows else "prompt"
-    messages = prompt.messages or ()
-    try:
-        tokenizer = resources.tokenizer.with_variables(prompt.chat_template_kwargs)
-    except TemplateError as error:
-        raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
-
-    def encode(stopped: Callable[[], bool]) -> bytes:
-        limit = Limit(resources.positions, stopped)
-        if prompt.text is not None:
-            rule = prompt.special_tokens
-            return tokenizer.encode(prompt.text, opening=not follows, special_tokens=rule, limit=limit)
-        if follows:
-            return tokenizer.encode_chat_append(messages, limit=limit)
-        return tokenizer.encode_chat(messages, answer=answer, limit=limit)
-
-    try:
-        ids = await held.work(encode)
-    except TemplateError as error:
-        raise InvalidArgument(f"{name}.messages", str(error)) from None
-    except TextTooLong as error:
-        raise TooLong(name, str(error)) from None
-    if not ids:
-        raise InvalidArgument(name, "has no tokens: it is empty to the model's tokenizer")
-    if int(np.frombuffer(ids, dtype="<u4").max()) >= resources.vocabulary:
-        raise InvalidArgument(name, "contains a special token that this model has no embedding for")
-    return ids
 
 
 class Replays:
@@ -176,25 +106,13 @@ class Replays:
         self.mark(REPLAY)
 
     def mark(self, part: str) -> None:
-        """What passed since the last mark was `part` of TTFT."""
+        """Count the time since the last mark as `part` of TTFT."""
         if not self._streaming():
             self._clock.lap(part)
 
     def read(self, report: PrefillReport | None, *, lost: bool = False) -> None:
-        """A prefill group did `report` since the last mark. lost: and died; the rest of that time is lost."""
+        """Count the time since the last mark as a prefill group's, by its report. lost: the group died, and
+        the rest of that time is lost."""
         if not self._streaming():
             parts = {} if report is None else prefill_parts(report)
             self._clock.span(parts, REPLAY if lost else TRANSPORT)
-
-
-class Forward:
-    """Progress that only goes forward, however often a prompt is read again from an earlier point on."""
-
-    def __init__(self, emit: Emit) -> None:
-        self._emit = emit
-        self._furthest = 0
-
-    def __call__(self, event: Progress) -> None:
-        if event.tokens_done > self._furthest:
-            self._furthest = event.tokens_done
-            self._emit(event)

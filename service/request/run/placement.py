@@ -5,16 +5,14 @@ A worker's no is passed on to the next one; only when all have said it does the 
 
 from __future__ import annotations
 
-import asyncio
 import math
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
-from ...workers.roles import DecodeWorker
-from ..errors import (
+from ....workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
+from ....workers.roles import DecodeWorker
+from ...errors import (
     DeadlineExceeded,
     DeltafrontError,
     Internal,
@@ -23,16 +21,15 @@ from ..errors import (
     Overloaded,
     TooLong,
 )
-from ..fleet import admission
-from ..fleet.known import Charge
-from ..fleet.sessions import NO_SESSION
-from .attempt import BUSY_RETRY_S, Attempt, Mark, Resources
+from ...fleet import admission
+from ...fleet.known import Charge
+from ...fleet.sessions import NO_SESSION
+from ..resources import Resources
+from .attempt import BUSY_RETRY_S, Attempt, Mark
 from .plan import Plan
 
 ASK_ANOTHER = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
 """What one worker refuses for, and another may not."""
-_PAUSES_S = (0.0, 0.2, 0.2)
-"""The longest before each try to have pages confirmed."""
 
 
 @dataclass(frozen=True)
@@ -123,20 +120,12 @@ def comes_back(refused: Refused) -> tuple[bool, float]:
 
 
 async def reserve(attempt: Attempt, worker: DecodeWorker, reservation: Reservation) -> Reserved | Refused:
-    """Take pages, or be told why not. Raises Overloaded where the caller has more than it may with them: they
-    are given back, and taken again a moment later in case that others were."""
-    for longest_pause in _PAUSES_S:
-        await asyncio.sleep(random.uniform(0.0, longest_pause))
-        attempt.add(worker)
-        answer = await worker.reserve(reservation)
-        if isinstance(answer, Refused):
-            attempt.settle(worker)
-            return answer
-        if await attempt.share.confirmed():
-            return answer
-        await worker.cancel(attempt.request_id)
+    """Take pages, or be told why not."""
+    attempt.add(worker)
+    answer = await worker.reserve(reservation)
+    if isinstance(answer, Refused):
         attempt.settle(worker)
-    raise attempt.share.refusal()
+    return answer
 
 
 def refusal(refused: Refused) -> DeltafrontError:

@@ -8,13 +8,13 @@ other K/V of them than decoding did.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact
-from ...workers.messages.requests import ID_BYTES, recompute_pages
-from ..errors import TooLong
+from ....workers.messages.methods import PAGE_TOKENS, MethodSpec, is_exact
+from ....workers.messages.requests import ID_BYTES, recompute_pages
+from ...errors import TooLong
+from ..calls import packed
 
 
 @dataclass(frozen=True)
@@ -61,38 +61,35 @@ class Plan:
 def plan_answer(
     prompt: bytes,
     append: bytes,
+    *,
     max_tokens: int,
     positions: int,
-    streamed: Sequence[int],
-    keep: bool,
-    cut: bool = True,
+    answered: Sequence[int] = (),
+    keep: bool = False,
+    cut: bool = False,
 ) -> Plan:
-    """A Generate request. cut: max_tokens is nobody's wish, and cut to what the model's positions leave.
+    """Plan an attempt.
 
-    Raises TooLong if the answer does not fit, or, where it is cut, not even a token of it. For a session
-    `prompt` is empty and the session's own length is checked by the worker that knows it.
+    Args:
+        prompt: little-endian uint32; empty for a session, whose length its worker knows and checks.
+        append: what follows prompt or session.
+        max_tokens: of the whole answer; 0: the prompt is read, and nothing is answered.
+        answered: the part of the answer that the client has.
+        keep: make the prompt a session.
+        cut: max_tokens is a default, and cut to what the model's positions leave.
+    Raises: TooLong if the answer does not fit, or, where it is cut, not even a token of it.
     """
     read = prompt + append
     tokens = len(read) // ID_BYTES
     if tokens + (1 if cut else max_tokens) > positions:
         answer = "an answer" if cut else f"max_tokens of {max_tokens}"
-        what = f"{tokens} tokens and {answer} do not fit the model's {positions} positions: shorten it"
+        both = f"{tokens} tokens and {answer} do not fit"
+        what = both if cut or max_tokens else f"{tokens} tokens exceed"
         less = "" if cut or tokens >= positions else ", or ask for less"
-        raise TooLong("prompt" if prompt else "append", what + less)
-    left = min(max_tokens, positions - tokens) - len(streamed)
+        raise TooLong(
+            "prompt" if prompt else "append", f"{what} the model's {positions} positions: shorten it{less}"
+        )
+    left = min(max_tokens, positions - tokens) - len(answered)
     if not prompt:
-        return Plan(read + packed(streamed), left)
-    return Plan(read, left, len(prompt) // ID_BYTES if keep else 0, packed(streamed))
-
-
-def plan_session(prompt: bytes, positions: int) -> Plan:
-    """A Prefill request: no answer."""
-    tokens = len(prompt) // ID_BYTES
-    if tokens > positions:
-        raise TooLong("prompt", f"{tokens} tokens exceed the model's {positions} positions: shorten it")
-    return Plan(prompt, 0, tokens)
-
-
-def packed(ids: Sequence[int]) -> bytes:
-    """Ids as little-endian uint32 (array's I is 4 bytes on every platform that Ray runs on)."""
-    return array("I", ids).tobytes()
+        return Plan(read + packed(answered), left)
+    return Plan(read, left, len(prompt) // ID_BYTES if keep else 0, packed(answered))

@@ -12,14 +12,14 @@ import asyncio
 import hashlib
 from dataclasses import dataclass, replace
 
-from ...workers.messages.events import LINK_BYTES, Prefix
-from ...workers.messages.methods import PAGE_TOKENS, MethodSpec
-from ...workers.messages.requests import ID_BYTES, GenerateJob, Reservation
-from ...workers.roles import DecodeWorker
-from ..config import DoorConfig
-from ..errors import WorkerError, WorkerLost
-from ..fleet.known import staying
-from ..fleet.view import Fleet
+from ....workers.messages.events import LINK_BYTES, Prefix
+from ....workers.messages.methods import PAGE_TOKENS, MethodSpec
+from ....workers.messages.requests import ID_BYTES, GenerateJob, Reservation
+from ....workers.roles import DecodeWorker
+from ...config import DoorConfig
+from ...errors import WorkerError, WorkerLost
+from ...fleet.known import staying
+from ...fleet.view import Fleet
 
 PAGE_BYTES = PAGE_TOKENS * ID_BYTES
 _LEAST_TOKENS = 128

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from ...workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, summed_by_layer
-from ...workers.messages.methods import resume_step
-from ...workers.messages.requests import PrefillJob, RefusalReason, Refused
-from ...workers.roles import Group
-from ..errors import WorkerError, WorkerFailed, WorkerLost
-from ..fleet.known import Charge
-from .attempt import Attempt, Replays, Resources
-from .calls import GenerateCall, PrefillCall
+from ....workers.messages.events import ChunkRead, PrefillDone, PrefillReport, Progress, summed_by_layer
+from ....workers.messages.methods import resume_step
+from ....workers.messages.requests import PrefillJob, RefusalReason, Refused
+from ....workers.roles import Group
+from ...errors import WorkerError, WorkerFailed, WorkerLost
+from ...fleet.known import Charge
+from ..calls import Call
+from ..resources import Resources
+from .attempt import Attempt, Replays
 from .placement import ASK_ANOTHER, Placed, admitted, comes_back, refusal
 from .plan import Plan
 
@@ -35,7 +36,7 @@ class _Reached:
 
 
 class Reading:
-    """One prompt on its way into one reservation. progress: told how far it is."""
+    """One prompt on its way into one reservation."""
 
     def __init__(
         self,
@@ -43,38 +44,39 @@ class Reading:
         attempt: Attempt,
         placed: Placed,
         plan: Plan,
-        call: PrefillCall | GenerateCall,
-        progress: Callable[[Progress], None],
+        call: Call,
         replays: Replays,
     ) -> None:
         self._resources = resources
         self._attempt = attempt
         self._placed = placed
         self._plan = plan
-        self._progress = progress
         self._replays = replays
         self._step = resume_step(call.method)
-        wants_logits = plan.max_tokens > 0
         self._job = PrefillJob(
-            attempt.request_id,
-            plan.read_ids,
-            call.method,
-            placed.worker.name,
-            placed.deadline,
-            wants_logits,
+            request_id=attempt.request_id,
+            token_ids=plan.read_ids,
+            method=call.method,
+            decode_worker=placed.worker.name,
+            deadline=placed.deadline,
+            wants_logits=plan.max_tokens > 0,
             trace=call.trace,
         )
         self._reached: dict[int, _Reached] = {}
         """By the number of tokens."""
 
-    async def run(self) -> PrefillReport:
-        """What it took in all, without what was lost. Raises DeltafrontError, and WorkerError where the
-        reservation is lost."""
+    async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
+        """Read the prompt, and return what it took in all, without what was lost.
+
+        Args:
+            progress: told how far it is.
+        Raises: DeltafrontError; WorkerError where the reservation is lost.
+        """
         fleet, settings = self._resources.fleet, self._resources.settings
         groups = self._placed.groups
         while True:
             try:
-                report = await self._on_one_of(groups)
+                report = await self._on_one_of(groups, progress)
             except WorkerError as error:
                 await self._resume(error)
                 await fleet.ready(settings.worker_wait_s)
@@ -108,7 +110,7 @@ class Reading:
         tokens = self._plan.read_tokens - self._job.start
         self._resources.fleet.charge(Charge(group, tokens, self._placed.worker.name, 0))
 
-    async def _on_one_of(self, groups: Iterable[str]) -> PrefillReport:
+    async def _on_one_of(self, groups: Iterable[str], progress: Callable[[Progress], None]) -> PrefillReport:
         """A group whose queue is full passes it on to the next. Raises what the soonest of their refusals
         says if all are."""
         refused: list[Refused] = []
@@ -116,10 +118,10 @@ class Reading:
             if refused:
                 self._charge(name)
             group = self._resources.fleet.group(name)
-            outcome = await self._on(group)
+            outcome = await self._on(group, progress)
             if isinstance(outcome, Refused) and outcome.reason is RefusalReason.DUPLICATE:
                 await group.cancel(self._job.request_id)  # it was out of reach for a while, and still has it
-                outcome = await self._on(group)
+                outcome = await self._on(group, progress)
             if isinstance(outcome, PrefillReport):
                 return outcome
             refused.append(outcome)
@@ -127,13 +129,14 @@ class Reading:
                 break  # every group would say the same
         raise refusal(min(refused, key=comes_back) if refused[-1].reason in ASK_ANOTHER else refused[-1])
 
-    async def _on(self, group: Group) -> PrefillReport | Refused:
+    async def _on(self, group: Group, progress: Callable[[Progress], None]) -> PrefillReport | Refused:
         """A group that fails a request has ended it; one that is out of reach does when nobody renews it."""
         self._attempt.add(group)
         try:
             async for event in group.prefill(self._job):
                 if isinstance(event, ChunkRead):
                     self._chunk_read(event)
+                    progress(Progress(event.tokens_done, event.tokens_total))
                 else:
                     self._attempt.settle(group)
                     return event.report if isinstance(event, PrefillDone) else event
@@ -145,7 +148,6 @@ class Reading:
     def _chunk_read(self, event: ChunkRead) -> None:
         if event.tokens_done < event.tokens_total:  # the last chunk is needed in any case, for its logits
             self._reached[event.tokens_done] = _Reached(event.so_far, self._whole(event.so_far))
-        self._progress(Progress(event.tokens_done, event.tokens_total))
 
     def _whole(self, report: PrefillReport) -> PrefillReport:
         """With what groups before this one have read."""

@@ -1,47 +1,50 @@
-"""One Generate request, from ids to its finish event."""
+"""One request, from its checked call to its last event.
+
+The K/V of its prompt comes from one of three sources: a prefill group reads the prompt, a session of its
+owner holds the prompt's beginning, or a session is what the request continues. A decode worker that has the
+K/V then answers, or, for a Prefill (`max_tokens` 0), keeps it as a session.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ...workers.messages.events import (
+from ....workers.messages.events import (
     DecodeReport,
     FinishEvent,
     FinishReason,
     FirstTokenTimings,
-    PrefillReport,
-    Progress,
     Session,
+    SessionKept,
     Token,
-    Usage,
 )
-from ...workers.messages.methods import is_exact
-from ...workers.messages.requests import (
+from ....workers.messages.methods import is_exact
+from ....workers.messages.requests import (
     ID_BYTES,
     GenerateJob,
+    KeepSession,
     RefusalReason,
     Refused,
     Reservation,
     Reserved,
 )
-from ...workers.roles import DecodeWorker
-from ..errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
-from ..fleet.sessions import NO_SESSION, worker_of
-from .answers import GenerateFinished, density_of, timings_of
-from .attempt import Attempt, Emit, Forward, Replays, Resources, tokenize
-from .callers import Share
-from .calls import GenerateCall, Prompt
-from .detokenize import Match
+from ....workers.roles import DecodeWorker
+from ...errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
+from ...fleet.sessions import NO_SESSION, worker_of
+from ..accepted import Accepted
+from ..callers import Share
+from ..calls import Call, Prompt
+from ..resources import Resources
+from .answer import Answer
+from .attempt import Attempt, Replays, within
 from .placement import place, refusal, reserve
 from .plan import Plan, plan_answer
-from .prefix import chain_of, find, links_of
+from .prefix import FoundPrefix, chain_of, find, links_of
 from .reading import Reading
-from .streamed import Streamed
-from .texts import Held
-from .timings import TtftClock, decode_parts
+from .tokenize import tokenize
 
 _STOPPING_S = 5.0
 """How long to wait for what a worker has to say of an answer that is complete."""
@@ -49,169 +52,173 @@ _STOPPING_S = 5.0
 _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
 
-class Generation:
-    """State that outlives an attempt, so that a replay goes on from what was streamed. limit: the
-    call's deadline."""
+@dataclass(frozen=True)
+class _TokenIds:
+    """A request's, as little-endian uint32. chain: the prompt's links, as `chain_of` makes them."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        call: GenerateCall,
-        clock: TtftClock,
-        emit: Emit,
-        share: Share,
-        limit: asyncio.Timeout,
-        held: Held,
-    ) -> None:
-        self._held = held
-        self._share = share
-        self._limit = limit
+    prompt: bytes = b""
+    append: bytes = b""
+    chain: bytes = b""
+
+
+class RequestRun:
+    """State that outlives an attempt, so that a replay goes on from what was streamed."""
+
+    def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
         self._resources = resources
         self._call = call
-        self._clock = clock
-        self._emit = emit
-        self._streamed = Streamed(resources.tokenizer.decode, call, resources.eos_ids)
-        self._replays = Replays(resources, clock, lambda: bool(self._streamed.ids))
-        self._forward = Forward(emit)
-        self._prompt = b""
-        self._append = b""
-        self._last_token_at = time.monotonic()
-        self._gaps: list[float] = []
-        self._chain = b""
-        self._before = 0
-        self._cached = 0
-        self._session: tuple[DecodeWorker, Session] | None = None
-        self._prefill: PrefillReport | None = None
-        self._decoded: list[DecodeReport] = []
+        self._accepted = accepted
+        self._answer = Answer(resources, call, accepted)
+        self._replays = Replays(resources, accepted.clock, self._answer.streaming)
+        self._ids = _TokenIds()
+        self._kept: tuple[DecodeWorker, Session] | None = None
+        """The session made on the way, which the client hears of at the end."""
 
     async def run(self) -> None:
-        """Emit Progress …, Usage, Token …, GenerateFinished. Raises DeltafrontError."""
-        await self._tokenize()
-        self._clock.lap("tokenize")
-        call = self._call
-        if call.prompt is not None and self._resources.settings.prefix_reuse:
-            whole, model = self._prompt + self._append, self._resources.model
-            self._chain = await asyncio.to_thread(
-                chain_of, whole, call.owner, model, call.method, call.cache_salt
-            )
-        once = self._answer_prompt if call.session_id is None else self._answer_session
-        try:
-            await self._replays.run(once)
-        except BaseException:
-            self._forget_session()
-            raise
+        """Emit Progress …, Usage, Token …, GenerateFinished; or Progress …, PrefillFinished. Raises
+        DeltafrontError."""
+        accepted, callers = self._accepted, self._resources.callers
+        async with callers.request(accepted.caller) as share, within(self._call.deadline) as limit:
+            self._ids = await self._tokenize()
+            accepted.clock.lap("tokenize")
+            source = self._from_prompt if self._call.session_id is None else self._from_session
+            try:
+                await self._replays.run(lambda: source(share, limit))
+            except BaseException:
+                self._release_kept()
+                raise
 
-    async def _tokenize(self) -> None:
+    async def _tokenize(self) -> _TokenIds:
         """Text is not kept beside its ids."""
-        resources, held, call = self._resources, self._held, self._call
+        resources, text, call = self._resources, self._accepted.text, self._call
+        prompt = append = chain = b""
         if call.prompt is not None:
-            answer = call.append is None
-            self._prompt = await tokenize(resources, held, call.prompt, follows=False, answer=answer)
+            answer = call.append is None and not call.prefill_only
+            prompt = await tokenize(resources, text, call.prompt, follows=False, answer=answer)
         if call.append is not None:
-            self._append = await tokenize(resources, held, call.append, follows=True, answer=True)
-        self._call = replace(call, prompt=call.prompt and Prompt(), append=None)
-        held.release()
+            append = await tokenize(resources, text, call.append, follows=True, answer=True)
+        self._call = call = replace(call, prompt=call.prompt and Prompt(), append=None)
+        text.release()
+        self._answer.own_tokens = len(prompt + append) // ID_BYTES
+        if call.prompt is not None and resources.settings.prefix_reuse:
+            chain = await asyncio.to_thread(
+                chain_of, prompt + append, call.owner, resources.model, call.method, call.cache_salt
+            )
+        return _TokenIds(prompt, append, chain)
 
     def _plan(self) -> Plan:
         """Only the worker of a session knows whether that was read exactly."""
-        call, positions = self._call, self._resources.positions
-        wanted, keep = call.sampling.max_tokens, call.keep_ttl_s > 0
-        said, cut = self._streamed.ids, call.cut
-        plan = plan_answer(self._prompt, self._append, wanted, positions, said, keep, cut)
+        call = self._call
+        plan = plan_answer(
+            self._ids.prompt,
+            self._ids.append,
+            max_tokens=call.sampling.max_tokens,
+            positions=self._resources.positions,
+            answered=self._answer.ids,
+            keep=call.keep_ttl_s > 0,
+            cut=call.cut,
+        )
         exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
         return replace(plan, recompute_blocks=0 if exact else call.recompute_blocks)
 
-    async def _answer_prompt(self) -> None:
-        self._forget_session()
-        plan, call = self._plan(), self._call
+    async def _from_prompt(self, share: Share, limit: asyncio.Timeout) -> None:
+        """A prefill group reads the prompt, unless a session holds its beginning."""
+        self._release_kept()
+        plan, resources = self._plan(), self._resources
         if self._is_complete(plan):
             return
-        if await self._answer_prefix(plan):
+        found = await find(
+            resources.fleet, resources.settings, self._call.owner, plan.read_ids, self._ids.chain
+        )
+        if found is not None and await self._from_prefix(share, limit, plan, found):
             return
-        self._cached = 0
-        await self._share.take(plan.read_tokens + plan.answer_tokens)
-        with Attempt(self._resources.fleet, self._share) as attempt:
+        self._answer.cached_tokens = 0
+        await share.take(plan.read_tokens + plan.answer_tokens)
+        with Attempt(resources.fleet) as attempt:
             reservation = self._reservation(attempt, plan)
-            placed = await place(self._resources, attempt, plan, reservation, self._replays.mark)
-            reading = Reading(self._resources, attempt, placed, plan, call, self._progress, self._replays)
-            report = await reading.run()
-            if not self._streamed.ids:
-                self._prefill = report
-            await self._decode(attempt, placed.worker, self._job(attempt, plan))
+            placed = await place(resources, attempt, plan, reservation, self._replays.mark)
+            reading = Reading(resources, attempt, placed, plan, self._call, self._replays)
+            self._answer.prompt_read(await reading.run(self._answer.progress))
+            if self._call.prefill_only:
+                await self._keep(attempt, placed.worker, plan)
+            else:
+                await self._decode(attempt, placed.worker, self._job(attempt, plan), limit)
 
-    async def _answer_prefix(self, plan: Plan) -> bool:
-        """Continue from a session that holds the prompt's beginning, of which a token at least is left to be
-        read, whatever has been answered. False if there is none, or no more: then the prompt is read like any
-        other."""
-        call, resources = self._call, self._resources
-        found = await find(resources.fleet, resources.settings, call.owner, plan.read_ids, self._chain)
-        if found is None:
-            return False
-        plan = replace(plan, recompute_blocks=call.recompute_blocks)  # its worker knows how it was read
-        await self._share.take(plan.read_tokens - found.tokens + plan.answer_tokens)
-        with Attempt(resources.fleet, self._share) as attempt:
+    async def _from_prefix(
+        self, share: Share, limit: asyncio.Timeout, plan: Plan, found: FoundPrefix
+    ) -> bool:
+        """Continue from a session that holds the prompt's beginning. At least one token is left to be read,
+        whatever has been answered. False if the session is gone: then the prompt is read like any other.
+
+        A worker keeps a session on the way to an answer, so a Prefill has an answer of one token here.
+        """
+        resources, blocks = self._resources, self._call.recompute_blocks
+        # Only the session's worker knows whether that was read exactly.
+        plan = replace(plan, recompute_blocks=blocks, max_tokens=max(1, plan.max_tokens))
+        await share.take(plan.read_tokens - found.tokens + plan.answer_tokens)
+        with Attempt(resources.fleet) as attempt:
             reservation = found.reservation(self._reservation(attempt, plan))
             if isinstance(await reserve(attempt, found.worker, reservation), Refused):
                 return False
-            self._cached = found.tokens
+            self._answer.cached_tokens = found.tokens
             self._replays.mark("admission")
-            await self._decode(attempt, found.worker, found.job(self._job(attempt, plan), plan.all_ids))
+            job = found.job(self._job(attempt, plan), plan.all_ids)
+            await self._decode(attempt, found.worker, job, limit)
         return True
 
-    async def _answer_session(self) -> None:
-        plan, call = self._plan(), self._call
-        if self._streamed.ended(plan.max_tokens) is not None and not self._before:
-            self._before = self._cached = await self._session_tokens()
+    async def _from_session(self, share: Share, limit: asyncio.Timeout) -> None:
+        """The request continues a session: its worker reads what is appended."""
+        plan, call, answer, fleet = self._plan(), self._call, self._answer, self._resources.fleet
+        if answer.finish_reason(plan.max_tokens) is not None and not answer.session_tokens:
+            answer.session_tokens = answer.cached_tokens = await self._session_tokens()
         if self._is_complete(plan):
             return
-        await self._share.take(plan.read_tokens + plan.max_tokens)
-        with Attempt(self._resources.fleet, self._share) as attempt:
-            worker = await self._resources.fleet.session_worker(worker_of(call.session_id or ""))
+        await share.take(plan.read_tokens + plan.max_tokens)
+        with Attempt(fleet) as attempt:
+            worker = await fleet.session_worker(worker_of(call.session_id or ""))
             try:
-                answer = await reserve(attempt, worker, self._reservation(attempt, plan))
-                if isinstance(answer, Refused) and answer.reason is RefusalReason.POSITIONS and call.cut:
+                reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
+                if isinstance(reserved, Refused) and reserved.reason is RefusalReason.POSITIONS and call.cut:
                     # As a prompt's, whose length is known here.
-                    plan = replace(plan, max_tokens=answer.tokens_left)
+                    plan = replace(plan, max_tokens=reserved.tokens_left)
                     if self._is_complete(plan):
                         return
                     if plan.max_tokens:
-                        answer = await reserve(attempt, worker, self._reservation(attempt, plan))
-                if isinstance(answer, Refused):
-                    raise refusal(answer)
-                self._before = self._cached = answer.session_tokens
+                        reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
+                if isinstance(reserved, Refused):
+                    raise refusal(reserved)
+                answer.session_tokens = answer.cached_tokens = reserved.session_tokens
                 self._replays.mark("admission")
-                await self._decode(attempt, worker, self._job(attempt, plan))
+                await self._decode(attempt, worker, self._job(attempt, plan), limit)
             except WorkerLost as error:
-                self._resources.fleet.forget(error.worker)
+                fleet.forget(error.worker)
                 if self._is_complete(self._plan()):
                     return
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
     async def _session_tokens(self) -> int:
-        """Of the session, for the usage of an answer that is complete; 0 if its worker does not say."""
+        """The session's length, for the usage of an answer that is complete; 0 if its worker does not say."""
         fleet, call = self._resources.fleet, self._call
         try:
-            with Attempt(fleet, self._share) as attempt:
+            with Attempt(fleet) as attempt:
                 async with asyncio.timeout(_STOPPING_S):
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
-                    attempt.add(worker)
-                    request_id, door = attempt.request_id, self._resources.door
-                    nothing = Reservation(request_id, call.owner, 0, 0, call.session_id, door=door)
-                    answer = await worker.reserve(nothing)
+                    nothing = replace(self._reservation(attempt, Plan(b"", 0)), wait=False)
+                    reserved = await reserve(attempt, worker, nothing)
         except (TimeoutError, NotFound, WorkerError):
             return 0
-        return answer.session_tokens if isinstance(answer, Reserved) else 0
+        return reserved.session_tokens if isinstance(reserved, Reserved) else 0
 
     def _reservation(self, attempt: Attempt, plan: Plan) -> Reservation:
         call = self._call
         return Reservation(
-            attempt.request_id,
-            call.owner,
-            plan.read_tokens,
-            plan.max_tokens,
-            call.session_id,
-            plan.keep_tokens,
-            call.page_selection,
+            request_id=attempt.request_id,
+            owner=call.owner,
+            prompt_tokens=plan.read_tokens,
+            max_tokens=plan.max_tokens,
+            session_id=call.session_id,
+            keep_tokens=plan.keep_tokens if plan.max_tokens else 0,
+            page_selection=call.page_selection,
             wait=True,
             deadline=call.deadline,
             door=self._resources.door,
@@ -220,78 +227,54 @@ class Generation:
         )
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
-        """A prompt's K/V comes from a prefill group. What is appended to a session, or has been answered
-        already, goes with the job."""
         call = self._call
         return GenerateJob(
-            attempt.request_id,
-            replace(call.sampling, max_tokens=plan.max_tokens),
+            request_id=attempt.request_id,
+            sampling=replace(call.sampling, max_tokens=plan.max_tokens),
             append_ids=plan.answered_ids if call.session_id is None else plan.read_ids,
             session_id=call.session_id,
             page_selection=call.page_selection,
             keep_tokens=plan.keep_tokens,
             keep_ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
-            chain=links_of(self._chain, plan.keep_tokens),
+            chain=links_of(self._ids.chain, plan.keep_tokens),
             trace=call.trace,
             recompute_blocks=plan.recompute_blocks,
             prompt_ids=self._prompt_ids(plan),
-            answered_tokens=len(self._streamed.ids),
+            answered_tokens=len(self._answer.ids),
         )
 
     def _prompt_ids(self, plan: Plan) -> bytes:
-        """Of a prompt whose blocks are computed again, now or for questions to the session made of it."""
+        """A prompt whose blocks are computed again, now or for questions to the session made of it."""
         call = self._call
         needed = call.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
         return plan.inexact_ids(call.method) if needed else b""
 
-    async def _decode(self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob) -> None:
-        stream = worker.generate(job)
-        first: FirstTokenTimings | None = None
+    async def _decode(
+        self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob, limit: asyncio.Timeout
+    ) -> None:
+        """Stream the answer; a Prefill's one token is for nobody."""
+        stream, report = worker.generate(job), DecodeReport()
         async for event in stream:
             if isinstance(event, FirstTokenTimings):
-                first = event
-                self._note_session(worker, event)
-            elif isinstance(event, Token):
-                if self._token(event, first.report if first is not None else DecodeReport()):
-                    last = await self._stop(attempt, worker, stream)
-                    self._finish(FinishReason.STOP_STRING, last)
-                    return
-            else:
+                report = event.report
+                if event.session is not None:
+                    self._kept, self._answer.session = (worker, event.session), event.session
+            elif isinstance(event, FinishEvent):
                 attempt.settle(worker)
-                if self._session is not None:
+                if self._kept is not None:
                     self._resources.fleet.confirm(worker, attempt.request_id)
-                self._end(worker, event)
+                self._finish(worker, event)
+                return
+            elif not self._call.prefill_only and self._answer.token(event, report):
+                limit.reschedule(None)  # the answer is complete: its deadline has been met
+                last = await self._stop(attempt, worker, stream)
+                self._answer.finish(FinishReason.STOP_STRING, last)
                 return
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
 
-    def _token(self, event: Token, report: DecodeReport) -> bool:
-        """Stream one token; True if a stop string ended the answer."""
-        now, index = time.monotonic(), len(self._streamed.ids)
-        if not index:
-            self._first_token(report)
-            self._emit(Usage(self._prompt_tokens, cached_tokens=self._cached))
-        else:
-            self._gaps.append(now - self._last_token_at)
-            self._resources.metrics.next_token(self._gaps[-1])
-        self._last_token_at = now
-        match = self._streamed.push(event.token_id)
-        self._emit(replace(event, index=index, text=match.text))
-        return match.stopped
-
-    def _first_token(self, report: DecodeReport) -> None:
-        """A request is measured once, by the attempt that got this far."""
-        metrics = self._resources.metrics
-        self._clock.span(decode_parts(report))
-        metrics.first_token(self._clock.read().parts, self._prompt_tokens - self._cached)
-        if self._prefill is not None:
-            metrics.prefilled(self._prefill, self._prompt_tokens)
-            metrics.pulled(report)
-
     async def _stop(self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
-        """Cancel the rest of an answer that is complete, so that its deadline has been met, and wait a little
-        for the worker's last report."""
-        self._limit.reschedule(None)
+        """Cancel the rest of an answer that is complete, and wait a little for the worker's last report."""
         try:
             async with asyncio.timeout(_STOPPING_S):
                 await worker.cancel(attempt.request_id)
@@ -300,68 +283,67 @@ class Generation:
                         attempt.settle(worker)
                         return event.report
         except WorkerLost:
-            self._forget_session()
+            self._release_kept()
         except (TimeoutError, WorkerError):
             pass  # the answer is complete; only its page counts are lost
         return DecodeReport()
 
-    def _end(self, worker: DecodeWorker, event: FinishEvent) -> None:
+    def _finish(self, worker: DecodeWorker, event: FinishEvent) -> None:
+        session = self._answer.session
         if event.reason is FinishReason.DEADLINE:
-            raise DeadlineExceeded("the deadline passed while the answer was being generated")
+            what = "prompt was being read" if self._call.prefill_only else "answer was being generated"
+            raise DeadlineExceeded(f"the deadline passed while the {what}")
         if event.reason in (FinishReason.FAILED, FinishReason.CANCELLED, FinishReason.NO_KV):
-            self._decoded.append(event.report)
+            self._answer.failed(event.report)
             kind = WorkerHandoffFailed if event.reason is FinishReason.NO_KV else WorkerFailed
             raise kind(worker.name, event.message or f"{worker.name} gave the request up")
-        self._finish(event.reason, event.report)
+        if not self._call.prefill_only:
+            self._answer.finish(event.reason, event.report)
+        elif session is None:
+            raise WorkerFailed(worker.name, f"{worker.name} kept no session")
+        else:
+            self._answer.keep(session, event.report)
 
     def _is_complete(self, plan: Plan) -> bool:
         """A worker or a door may die between the last token and the finish event: nothing is left to do."""
-        reason = self._streamed.ended(plan.max_tokens)
+        reason = self._answer.finish_reason(plan.max_tokens)
         if reason is not None:
-            self._finish(reason, DecodeReport())
+            self._answer.finish(reason, DecodeReport())
         return reason is not None
 
-    def _finish(self, reason: FinishReason, report: DecodeReport) -> None:
-        """Text that was held back comes with it, up to a stop string that it may complete."""
-        rest = Match("") if reason is FinishReason.STOP_STRING else self._streamed.flush()
-        reason = FinishReason.STOP_STRING if rest.stopped else reason
-        self._decoded.append(report)
-        held = sum(one.pages_held for one in self._decoded)
-        tokens, answered = self._prompt_tokens, len(self._streamed.ids)
-        metrics, gaps = self._resources.metrics, self._gaps
-        metrics.prompted(tokens, self._cached)
-        metrics.answered(reason, answered, sum(gaps) / len(gaps) if gaps else None)
-        metrics.decoded(self._decoded)
-        finished = GenerateFinished(
-            reason=reason,
-            text=rest.text,
-            usage=Usage(tokens, answered, self._cached),
-            timings=timings_of(self._clock, self._prefill),
-            density=density_of(self._prefill),
-            session=None if self._session is None else self._session[1],
-            page_share=sum(one.pages_attended for one in self._decoded) / held if held else 1.0,
-            request_id=self._call.request_id,
-            recomputed_tokens=sum(one.recomputed_tokens for one in self._decoded),
+    async def _keep(self, attempt: Attempt, worker: DecodeWorker, plan: Plan) -> None:
+        """Make the prompt a session. One that comes into being while its client leaves is released."""
+        call = self._call
+        job = KeepSession(
+            request_id=attempt.request_id,
+            ttl_s=call.keep_ttl_s,
+            deadline=call.deadline,
+            chain=self._ids.chain,
+            trace=call.trace,
+            prompt_ids=plan.inexact_ids(call.method),
         )
-        self._emit(finished)
+        keeping = asyncio.ensure_future(worker.keep(job))
+        try:
+            kept = await asyncio.shield(keeping)
+        except asyncio.CancelledError:
+            self._resources.fleet.spawn(_release(worker, keeping, call.owner))
+            raise
+        if isinstance(kept, Refused):
+            late = kept.reason is RefusalReason.DEADLINE
+            raise refusal(kept) if late else WorkerFailed(worker.name, kept.message)
+        attempt.settle(worker)
+        self._answer.keep(kept.session, kept.report)
 
-    def _progress(self, event: Progress) -> None:
-        """A replay in the middle of the answer reads again, but that is not the client's concern."""
-        if not self._streamed.ids:
-            self._forward(event)
-
-    @property
-    def _prompt_tokens(self) -> int:
-        """Before the answer, a session's included."""
-        return self._before + (len(self._prompt) + len(self._append)) // ID_BYTES
-
-    def _note_session(self, worker: DecodeWorker, event: FirstTokenTimings) -> None:
-        if event.session is not None:
-            self._session = (worker, event.session)
-
-    def _forget_session(self) -> None:
-        """A session of an attempt whose client will never be told its id."""
-        if self._session is not None:
-            worker, session = self._session
+    def _release_kept(self) -> None:
+        """Free a session of an attempt whose client will never be told its id."""
+        if self._kept is not None:
+            worker, session = self._kept
             self._resources.fleet.release(worker, session.session_id, self._call.owner)
-            self._session = None
+            self._kept = self._answer.session = None
+
+
+async def _release(worker: DecodeWorker, keeping: asyncio.Future[SessionKept | Refused], owner: str) -> None:
+    with contextlib.suppress(WorkerError):
+        kept = await keeping
+        if isinstance(kept, SessionKept):
+            await worker.release_session(kept.session.session_id, owner)

@@ -1,4 +1,4 @@
-"""Texts that a door holds until it has their ids: as they were sent, as strings, in the tokenizer.
+"""TextBudget that a door holds until it has their ids: as they were sent, as strings, in the tokenizer.
 
 They are counted in bytes as sent, and what exceeds the door's room is refused. Long ones are tokenised one
 after the other, so that memory does not depend on how many there are; short ones never wait for long ones.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
-from ..errors import Overloaded
-from .callers import RETRY_S
+from ...errors import Overloaded
+from ..callers import RETRY_S
 
 _T = TypeVar("_T")
 SHORT = 1 << 18
@@ -23,27 +23,27 @@ SHORT = 1 << 18
 
 
 @dataclass(eq=False)
-class Held:
+class HeldText:
     """A request's texts. Leaving the block gives their room back, as `release` does before."""
 
     owner: str
     size: int
-    texts: Texts
+    budget: TextBudget
 
     def grow(self, size: int) -> None:
         """To so many bytes. Raises Overloaded."""
         if size > self.size:
-            self.texts.check(self.owner, size, self)
+            self.budget.check(self.owner, size, self)
             self.size = size
 
     async def work(self, call: Callable[[Callable[[], bool]], _T]) -> _T:
         """The call's result, from a thread. It gets a function that says whether it was given up."""
-        return await self.texts.work(self.size, call)
+        return await self.budget.work(self.size, call)
 
     def release(self) -> None:
-        self.texts.drop(self)
+        self.budget.drop(self)
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldText:
         return self
 
     def __exit__(
@@ -52,26 +52,26 @@ class Held:
         self.release()
 
 
-class Texts:
+class TextBudget:
     """most: bytes at once. One caller's long texts take half of it at most, all callers' three quarters; what
     is alone may take all."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._held: set[Held] = set()
+        self._held: set[HeldText] = set()
         self._long = ThreadPoolExecutor(1, "long-texts")
 
-    def hold(self, owner: str, size: int) -> Held:
+    def hold(self, owner: str, size: int) -> HeldText:
         """Raises Overloaded."""
         self.check(owner, size)
-        held = Held(owner, size, self)
+        held = HeldText(owner, size, self)
         self._held.add(held)
         return held
 
-    def drop(self, held: Held) -> None:
+    def drop(self, held: HeldText) -> None:
         self._held.discard(held)
 
-    def check(self, owner: str, size: int, instead_of: Held | None = None) -> None:
+    def check(self, owner: str, size: int, instead_of: HeldText | None = None) -> None:
         """Raises Overloaded if so many bytes more have no room."""
         if size > self._most:
             raise Overloaded(f"{size} bytes are more than this server reads at once, {self._most}")

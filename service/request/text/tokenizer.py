@@ -22,12 +22,12 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import Tokenizer
 
-from ...workers.messages.requests import ID_BYTES
-from ...workers.model.directory.chat_template import OURS, ChatTemplate
-from ...workers.model.directory.json_files import ModelError, refuse_pointer
-from ...workers.model.directory.tokenizer_files import AddedToken, TokenizerFiles
-from .calls import SpecialTokens
-from .control import LOOKED_FOR, ControlTokens, Unhideable
+from ....workers.messages.requests import ID_BYTES
+from ....workers.model.directory.chat_template import OURS, ChatTemplate
+from ....workers.model.directory.json_files import ModelError, refuse_pointer
+from ....workers.model.directory.tokenizer_files import AddedToken, TokenizerFiles
+from ..calls import SpecialTokens
+from .control_tokens import LOOKED_FOR, ControlTokens, Unhideable
 
 Message = Mapping[str, str]
 

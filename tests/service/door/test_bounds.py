@@ -59,11 +59,11 @@ def test_a_body_that_does_not_come_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(http_door, "_RECEIVE_S", 0.1)
     assert b" 408 " in said_to_headers(make_http(house), "Content-Length: 1000")
-    wait_until(lambda: not house.door._requests.texts._held, "its room is kept")
+    wait_until(lambda: not house.door._requests.text_budget._held, "its room is kept")
 
 
 def test_a_door_that_is_full_says_so_before_the_body_is_read(house: House, make_http: Any) -> None:
-    texts = house.door._requests.texts
+    texts = house.door._requests.text_budget
     with texts.hold("somebody", texts._most):
         assert b" 429 " in said_to_headers(make_http(house), "Content-Length: 1000")
         refused = post(make_http(house), chat([{"role": "user", "content": "hi"}]))

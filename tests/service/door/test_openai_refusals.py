@@ -15,7 +15,7 @@ import pytest
 from deltafront.service.door.openai_answers import refusal as refusal_object
 from deltafront.service.door.openai_answers import status_of
 from deltafront.service.errors import Code, DeltafrontError
-from deltafront.service.request import attempt
+from deltafront.service.request.run import attempt
 
 from ..inprocess import House
 from ..test_faults import outcomes

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import json
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,10 +13,8 @@ import pytest
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Token
 from deltafront.service.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from deltafront.service.request.callers import Allowance, Caller, Callers
-from deltafront.workers.messages.requests import RefusalReason, Refused, Reservation, Reserved
 from deltafront.workers.messages.states import OwnerUse
 
-from ..fakes import FakeDecode
 from ..inprocess import House, wait_until
 
 
@@ -130,86 +125,17 @@ def test_a_token_has_its_limits_at_every_door(doors: tuple[House, House]) -> Non
         list(elsewhere.generate("y" * 500, max_tokens=10))
 
 
-async def test_who_gives_way_and_who_waits() -> None:
-    """Doors that let in one too many at the same moment: the first in the order of their names keeps its
-    request once the other has given its pages back, and neither keeps what is never given back."""
-    uses, asked = list[OwnerUse](), list[str]()
-    gives_back: str | None = None
-
-    def door(name: str) -> Callers:
-        async def ask() -> None:
-            asked.append(name)
-            if name == "a" and asked.count("a") == 3:
-                uses[:] = [use for use in uses if use.door != gives_back]
-
-        return Callers(name, lambda: uses, ask)
-
-    first, second, caller = door("a"), door("b"), Caller("c", "c", Allowance(requests=1))
-    async with first.request(caller) as one, second.request(caller) as other:
+async def test_what_comes_to_two_doors_at_the_same_moment_counts_at_each() -> None:
+    """Whatever comes later counts with all of it."""
+    uses = list[OwnerUse]()
+    first, second = (Callers(name, lambda: uses, nothing_new) for name in "ab")
+    caller = Caller("c", "c", Allowance(requests=1))
+    async with first.request(caller), second.request(caller):
         uses[:] = [OwnerUse("c", "a", 1, 10), OwnerUse("c", "b", 1, 10)]
-        assert not await other.confirmed()
-        assert asked == ["b"]
-        assert not await one.confirmed()
-        assert asked == ["b", *"aaaa"]
-        asked.clear()
-        gives_back = "b"
-        assert await one.confirmed()
-        assert asked == [*"aaa"]
-    async with first.request(Caller("d", "d")) as free:
-        assert await free.confirmed()
-        assert asked == [*"aaa"], "nobody is asked about a caller without limits"
-
-
-@pytest.mark.parametrize(("token", "most"), [("gamma", 1), ("alpha", 2)])
-def test_doors_that_are_asked_at_the_same_moment(
-    doors: tuple[House, House], monkeypatch: pytest.MonkeyPatch, token: str, most: int
-) -> None:
-    """As many at each as the token may have at all, and each has its pages, at a worker of its door's, before
-    any is confirmed: no more than that come through, the others are told to come back, and no page stays."""
-    house, other = doors
-    workers = {"door0": house.decode, "door1": house.add_decode("decode:d1")}
-    house.loop.run(house.fleet.refresh())
-    house.loop.run(other.fleet.refresh())
-    for worker in workers.values():
-        worker.pause_at = 1
-    started, all_there = list[str](), asyncio.Event()
-
-    async def reserve_at_once(self: FakeDecode, reservation: Reservation) -> Reserved | Refused:
-        if self is not workers[reservation.door]:
-            return Refused(RefusalReason.PAGES, "the other door's")
-        answer = await FakeDecode.reserve(self, reservation)
-        started.append(reservation.request_id)
-        if len(started) == 2 * most:
-            all_there.set()
-        await all_there.wait()
-        return answer
-
-    for worker in workers.values():
-        monkeypatch.setattr(worker, "reserve", functools.partial(reserve_at_once, worker))
-
-    def ask(address: str) -> str:
-        with DeltafrontClient(address, token) as client:
-            stream = client.generate("x" * 100, max_tokens=50)
-            try:
-                while not isinstance(next(stream), Token):
+        for door in (first, second):
+            with pytest.raises(Overloaded, match="has 1 requests running"):
+                async with door.request(caller):
                     pass
-            except Overloaded as refused:
-                assert refused.retry_after_s
-                return "refused"
-            running.append(address)
-            list(stream)
-            return "answered"
-
-    running = list[str]()
-    with ThreadPoolExecutor(2 * most) as threads:
-        asking = [threads.submit(ask, door.address) for door in doors for _ in range(most)]
-        wait_until(lambda: sum(one.done() for one in asking) + len(running) == 2 * most, "nobody answers")
-        assert len(running) <= most
-        for worker in workers.values():
-            worker.pause_at = -1
-        outcomes = [one.result() for one in asking]
-    assert outcomes.count("answered") == len(running)
-    wait_until(lambda: house.pages_used() == 0, "pages are left")
 
 
 def test_a_client_that_goes_from_door_to_door_is_not_refused(doors: tuple[House, House]) -> None:

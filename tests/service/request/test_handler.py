@@ -15,7 +15,7 @@ from deltafront.service.request.answers import GenerateFinished, RequestEvent
 from deltafront.service.request.calls import GenerateRequest, PrefillRequest, Prompt, SamplingParams
 from deltafront.workers.messages.events import Token
 
-from ..inprocess import HANG_S, House
+from ..inprocess import HANG_S, House, edge
 from ..test_requests import expected, ids, nothing_left
 
 ASKED = GenerateRequest(Prompt(text="hello"), sampling=SamplingParams(max_tokens=4))
@@ -28,10 +28,10 @@ WRONG: dict[str, tuple[GenerateRequest, str]] = {
 
 
 async def _events(
-    house: House, read: Callable[[], GenerateRequest], stop: int | None = None
+    house: House, read: Callable[[], PrefillRequest], stop: int | None = None
 ) -> list[RequestEvent]:
     events: list[RequestEvent] = []
-    async with contextlib.aclosing(house.door._requests.generate([], read, 0)) as stream:
+    async with contextlib.aclosing(edge(house.door._requests, read)) as stream:
         async for event in stream:
             events.append(event)
             if len(events) == stop:
@@ -79,15 +79,16 @@ def test_closing_the_stream_frees_everything(house: House) -> None:
     nothing_left(house)
 
 
-@pytest.mark.parametrize("rpc", ["prefill", "generate"])
-def test_a_session_that_its_client_has_left_before_is_released(house: House, rpc: str) -> None:
+KEPT = [PrefillRequest(ASKED.prompt, session_ttl_s=600.0), replace(ASKED, session_ttl_s=600.0)]
+
+
+@pytest.mark.parametrize("asked", KEPT, ids=lambda asked: type(asked).__name__)
+def test_a_session_that_its_client_has_left_before_is_released(house: House, asked: PrefillRequest) -> None:
     """It would stay until its lease ends, though nobody knows its id."""
-    kept = replace(ASKED, session_ttl_s=600.0)
-    asked = {"prefill": PrefillRequest(ASKED.prompt, session_ttl_s=600.0), "generate": kept}[rpc]
 
     async def leave() -> None:
         requests = house.door._requests
-        async with contextlib.aclosing(getattr(requests, rpc)([], lambda: asked, 0)) as stream:
+        async with contextlib.aclosing(edge(requests, lambda: asked)) as stream:
             await anext(stream)
             async with asyncio.timeout(HANG_S):
                 while requests._tasks:
@@ -99,16 +100,11 @@ def test_a_session_that_its_client_has_left_before_is_released(house: House, rpc
 
 
 def test_one_outcome_each(house: House) -> None:
-    async def prefill() -> list[RequestEvent]:
-        return [e async for e in house.door._requests.prefill([], lambda: PrefillRequest(ASKED.prompt), 0)]
-
     house.loop.run(_events(house, lambda: ASKED))
     house.loop.run(_events(house, lambda: ASKED, stop=1))
-    house.loop.run(prefill())
+    house.loop.run(_events(house, lambda: PrefillRequest(ASKED.prompt)))
     samples = (s for m in house.metrics.registry().collect() for s in m.samples)
     seen = {
-        (s.labels["method_rpc"], s.labels["outcome"]): s.value
-        for s in samples
-        if s.name == "deltafront_requests_total" and s.value
+        s.labels["outcome"]: s.value for s in samples if s.name == "deltafront_requests_total" and s.value
     }
-    assert seen == {("Generate", "finished"): 1, ("Generate", "cancelled"): 1, ("Prefill", "finished"): 1}
+    assert seen == {"finished": 2, "cancelled": 1}

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, losses
 from deltafront.service.fleet.sessions import worker_of
-from deltafront.service.request import attempt
-from deltafront.service.request.plan import packed
-from deltafront.service.request.prefix import chain_of, links_of, worth_it
+from deltafront.service.request.calls import packed
+from deltafront.service.request.run import attempt
+from deltafront.service.request.run.prefix import chain_of, links_of, worth_it
 from deltafront.workers.kv.pages.sessions import shared_links
 from deltafront.workers.messages.events import LINK_BYTES
 from deltafront.workers.messages.methods import PAGE_TOKENS, method_spec
 from deltafront.workers.messages.requests import RefusalReason, Refused
 
-from ..fleet.test_view import changed
-from ..inprocess import House, wait_until
-from ..test_faults import counter
-from ..test_requests import collect, expected, ids, nothing_left
+from ...fleet.test_view import changed
+from ...inprocess import House, wait_until
+from ...test_faults import counter
+from ...test_requests import collect, expected, ids, nothing_left
 
 DENSE = method_spec("dense")
 DOCUMENT = "Call me Ishmael. " * 40
@@ -179,7 +179,7 @@ def test_without_the_session_or_room_beside_it_the_prompt_is_read(
 def test_a_failed_continuation_is_replayed_and_leaves_no_session(
     house: House, client: DeltafrontClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltafront.service.request.attempt._FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr("deltafront.service.request.run.attempt._FIRST_PAUSE_S", 0.02)
     list(client.prefill(DOCUMENT))
     house.decode.fail_after = [3]
     assert answer(client, DOCUMENT, session_ttl_s=30).session is not None

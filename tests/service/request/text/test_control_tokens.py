@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from deltafront.service.request.calls import SpecialTokens
-from deltafront.service.request.control import ControlTokens, _any_of
-from deltafront.service.request.tokenizer import TemplateError, TextTokenizer
+from deltafront.service.request.text.control_tokens import ControlTokens, _any_of
+from deltafront.service.request.text.tokenizer import TemplateError, TextTokenizer
 from deltafront.workers.model.directory.chat_template import ChatTemplate
 
-NOVEL = (Path(__file__).resolve().parents[3] / "deploy" / "demo" / "moby-dick.txt").read_text()[:40_000]
+NOVEL = (Path(__file__).resolve().parents[4] / "deploy" / "demo" / "moby-dick.txt").read_text()[:40_000]
 LLAMA_3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltafront.service.request.detokenize import AnswerText, Detokenizer, StopMatcher
-from deltafront.service.request.tokenizer import TemplateError, TextTokenizer
+from deltafront.service.request.text.detokenize import AnswerText, Detokenizer, StopMatcher
+from deltafront.service.request.text.tokenizer import TemplateError, TextTokenizer
 
-from ..inprocess import TEMPLATE
+from ...inprocess import TEMPLATE
 
 
 def as_bytes(ids: Sequence[int]) -> str:

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from deltafront.service.client import DeltafrontClient
 from deltafront.service.errors import InvalidArgument, Overloaded, TooLong
-from deltafront.service.request import tokenizer as module
 from deltafront.service.request.calls import GenerateRequest, Prompt, SamplingParams
 from deltafront.service.request.check import MAX_MESSAGES
-from deltafront.service.request.texts import SHORT, Held, Texts
-from deltafront.service.request.tokenizer import Limit, Stopped, TextTokenizer, TextTooLong
+from deltafront.service.request.text import tokenizer as module
+from deltafront.service.request.text.text_budget import SHORT, HeldText, TextBudget
+from deltafront.service.request.text.tokenizer import Limit, Stopped, TextTokenizer, TextTooLong
 
-from ..inprocess import HANG_S, House, wait_until
-from ..test_requests import nothing_left
+from ...inprocess import HANG_S, House, edge, wait_until
+from ...test_requests import nothing_left
 from .test_tokenizer_pieces import DIVISIBLE, NOVEL
 
 MOST = 64 << 20
@@ -35,7 +35,7 @@ LONG = 8 << 20
     )
 )
 def test_no_more_is_held_than_there_is_room(asked: list[tuple[str, int, bool]]) -> None:
-    texts, held = Texts(MOST), list[Held]()
+    texts, held = TextBudget(MOST), list[HeldText]()
     for owner, size, leaves in asked:
         if leaves and held:
             held.pop(0).release()
@@ -52,7 +52,7 @@ def test_no_more_is_held_than_there_is_room(asked: list[tuple[str, int, bool]]) 
 
 
 def test_one_caller_leaves_room_for_others_and_all_leave_some_for_short_texts() -> None:
-    texts, held = Texts(MOST), list[Held]()
+    texts, held = TextBudget(MOST), list[HeldText]()
     with pytest.raises(Overloaded):
         held.extend(texts.hold("a", LONG) for _ in range(100))
     held.append(texts.hold("b", LONG))
@@ -63,12 +63,12 @@ def test_one_caller_leaves_room_for_others_and_all_leave_some_for_short_texts() 
 
 def test_more_than_there_ever_is_has_no_time_to_come_back() -> None:
     with pytest.raises(Overloaded) as caught:
-        Texts(MOST).hold("a", MOST + 1)
+        TextBudget(MOST).hold("a", MOST + 1)
     assert caught.value.retry_after_s is None
 
 
 def test_what_grows_is_checked_again() -> None:
-    texts = Texts(MOST)
+    texts = TextBudget(MOST)
     with texts.hold("a", 0) as first, texts.hold("a", LONG):
         first.grow(MOST // 2 - LONG)
         with pytest.raises(Overloaded):
@@ -78,7 +78,7 @@ def test_what_grows_is_checked_again() -> None:
 
 def test_long_texts_take_turns_and_short_ones_do_not_wait() -> None:
     async def run() -> None:
-        texts, free, begun = Texts(MOST), threading.Event(), list[str]()
+        texts, free, begun = TextBudget(MOST), threading.Event(), list[str]()
 
         def long(_stopped: Callable[[], bool]) -> None:
             begun.append("long")
@@ -98,7 +98,7 @@ def test_long_texts_take_turns_and_short_ones_do_not_wait() -> None:
 
 def test_who_leaves_is_not_worked_for() -> None:
     async def run() -> None:
-        texts, seen, begun = Texts(MOST), threading.Event(), threading.Event()
+        texts, seen, begun = TextBudget(MOST), threading.Event(), threading.Event()
 
         def work(stopped: Callable[[], bool]) -> None:
             begun.set()
@@ -195,7 +195,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(
         with pytest.raises(InvalidArgument, match="characters cannot fit the model's 8192 positions"):
             generate(client, prompt)
     with pytest.raises(InvalidArgument, match=r"request: \d+ bytes cannot fit this model"):
-        generate(client, "a" * house.door._requests.most_bytes)
+        generate(client, "a" * house.door._requests.max_request_bytes)
     nothing_left(house)
 
 
@@ -248,8 +248,8 @@ def test_text_is_let_go_once_it_is_tokenised(house: House) -> None:
                 Prompt(text="".join(marker)), sampling=SamplingParams(max_tokens=50, ignore_eos=True)
             )
 
-        stream = house.door._requests.generate([], read, len(marker))
-        held = house.door._requests.texts._held
+        stream = edge(house.door._requests, read, len(marker))
+        held = house.door._requests.text_budget._held
         async for event in stream:
             if type(event).__name__ == "Token":
                 assert not held
@@ -265,7 +265,7 @@ def test_text_is_let_go_once_it_is_tokenised(house: House) -> None:
 def test_a_door_that_holds_enough_refuses_and_its_room_comes_back(
     house: House, client: DeltafrontClient
 ) -> None:
-    texts = house.door._requests.texts
+    texts = house.door._requests.text_budget
     held = texts.hold("somebody", texts._most)
     with pytest.raises(Overloaded, match="as much text to read as it can hold") as caught:
         generate(client, "a")

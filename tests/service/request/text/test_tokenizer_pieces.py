@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, processors, trainers
 from tokenizers import pre_tokenizers as pre
 
-from deltafront.service.request import tokenizer as module
 from deltafront.service.request.calls import SpecialTokens
-from deltafront.service.request.tokenizer import TextTokenizer
+from deltafront.service.request.text import tokenizer as module
+from deltafront.service.request.text.tokenizer import TextTokenizer
 
 PARSE = SpecialTokens.PARSE
-NOVEL = (Path(__file__).resolve().parents[3] / "deploy" / "demo" / "moby-dick.txt").read_text()[:60_000]
+NOVEL = (Path(__file__).resolve().parents[4] / "deploy" / "demo" / "moby-dick.txt").read_text()[:60_000]
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

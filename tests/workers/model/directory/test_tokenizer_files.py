@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from deltafront.service.request.tokenizer import TextTokenizer
+from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.directory.tokenizer_files import TokenizerFiles
 

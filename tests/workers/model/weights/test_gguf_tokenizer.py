@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from deltafront.service.request.tokenizer import TextTokenizer
+from deltafront.service.request.text.tokenizer import TextTokenizer
 from deltafront.workers.model.directory.json_files import ModelError
 from deltafront.workers.model.weights.gguf_tokenizer import end_ids, tokenizer_config, tokenizer_json
 

@@ -1,0 +1,1 @@
+"""One request's run: `request_run.py` is where it begins."""
