@@ -15,7 +15,7 @@ import torch
 
 from ..kernels.constants import PAGE_TOKENS
 from ..kernels.paged_decode import cpu
-from ..kernels.paged_decode.attention import paged_attention, paged_attention_scored, paged_attention_sparse
+from ..kernels.paged_decode.dispatch import paged_attention, paged_attention_scored, paged_attention_sparse
 from ..kernels.paged_decode.page_selection import select_pages
 from ..kernels.paged_decode.pages import PagedInput, SelectedPages
 from ..kernels.testing import assert_rows_close
@@ -145,7 +145,9 @@ def _chosen(config: BenchConfig, budget: int, flashinfer: bool) -> Timed:
         return _attention(x, budget * PAGE_TOKENS, run)
 
     def ours() -> object:
-        return paged_attention_sparse(*_arguments(x), selected_RK, counts_R, scale=x.scale)
+        return paged_attention_sparse(
+            *_arguments(x), selected_RK=selected_RK, counts_R=counts_R, scale=x.scale
+        )
 
     return _attention(x, budget * PAGE_TOKENS, ours)
 
@@ -162,7 +164,10 @@ def _check(config: BenchConfig) -> None:
     assert_rows_close(score_RP, expected_RP, dtype=config.dtype)
     for budget in BUDGETS:
         chosen = select_pages(score_RP, x.lengths_R, budget=budget, recency=RECENCY)
-        sparse_RHD, _ = paged_attention_sparse(*_arguments(x), *chosen, scale=x.scale)
+        selected_RK, counts_R = chosen
+        sparse_RHD, _ = paged_attention_sparse(
+            *_arguments(x), selected_RK=selected_RK, counts_R=counts_R, scale=x.scale
+        )
         assert_rows_close(sparse_RHD, cpu.paged_attention_sparse(SelectedPages(exact, *chosen))[0])
     wide_RP = torch.rand(REQUESTS, config.tokens // PAGE_TOKENS, device=config.device)
     lengths_R = torch.full((REQUESTS,), config.tokens, dtype=torch.int32, device=config.device)

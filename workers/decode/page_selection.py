@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 import torch
 
-from ...kernels.paged_decode.attention import (
+from ...kernels.paged_decode.dispatch import (
     paged_attention,
     paged_attention_scored,
     paged_attention_sparse,
@@ -122,7 +122,11 @@ class StepAttention:
             return paged_attention(*args, scale=self._scale)[0]
         if role is LayerRole.SPARSE:
             assert self._selected is not None  # plan_layers sees to it
-            return paged_attention_sparse(*args, *self._selected, scale=self._scale)[0]
+            selected_RK, counts_R = self._selected
+            out_RHD, _lse = paged_attention_sparse(
+                *args, selected_RK=selected_RK, counts_R=counts_R, scale=self._scale
+            )
+            return out_RHD
         out_RHD, _lse, page_score_RP = paged_attention_scored(*args, scale=self._scale)
         plan = self._plan
         selected_RK, counts_R = select_pages(

@@ -15,7 +15,7 @@ from ...interface import AttentionInput, TileMask
 from ...launches import Launcher, cdiv, next_power_of_2
 from ..inputs import PackedKeys, QueryRows
 from .attention import hopper_kernel
-from .plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST, plan_of
+from .hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST, plan_of
 
 _attend = Launcher(hopper_kernel)
 

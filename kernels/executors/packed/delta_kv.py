@@ -96,7 +96,7 @@ def cpu_attend(
             for n, done in enumerate(chunks_N):
                 rows = slice(n * BLOCK, min((n + 1) * BLOCK, x.q_BHTD.shape[2]))
                 kept = None if packed is None else tuple(part[: offset_C[done]] for part in packed)
-                out = _attend_block(x, b, g, rows, done * chunk, kept, counts)
+                out = _attend_block(x, b, g, rows, exact_from=done * chunk, packed=kept, counts=counts)
                 out_BHTD[b, heads, rows] = out.to(out_BHTD.dtype)
     return out_BHTD
 
@@ -106,6 +106,7 @@ def _attend_block(
     b: int,
     g: int,
     rows: slice,
+    *,
     exact_from: int,
     packed: tuple[torch.Tensor, ...] | None,
     counts: bool,

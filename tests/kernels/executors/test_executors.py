@@ -16,8 +16,8 @@ import torch
 from deltafront.kernels.executors import block_sparse, dense
 from deltafront.kernels.executors.block_sparse import BlockSparseExecutor
 from deltafront.kernels.executors.hopper import launch as hopper_launch
+from deltafront.kernels.executors.hopper.hopper_plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST
 from deltafront.kernels.executors.hopper.launch import by_length
-from deltafront.kernels.executors.hopper.plan import BY_LENGTH, LONGEST_ROWS_FIRST, ONE_HEAD_FIRST
 from deltafront.kernels.executors.packed import delta_kv, delta_xattention, delta_xattention_kernel
 from deltafront.kernels.executors.packed.delta_kv import CHUNK, DeltaKVExecutor
 from deltafront.kernels.executors.packed.delta_xattention import DeltaXAttentionExecutor

@@ -9,7 +9,7 @@ import torch
 
 from deltafront.kernels.constants import PAGE_TOKENS
 from deltafront.kernels.interface import KernelInputError
-from deltafront.kernels.paged_decode import attention, cpu, launch
+from deltafront.kernels.paged_decode import cpu, dispatch, launch
 from deltafront.kernels.paged_decode.launch import SplitPlan
 from deltafront.kernels.paged_decode.page_selection import select_pages
 from deltafront.kernels.paged_decode.pages import PagedInput, SelectedPages
@@ -256,8 +256,8 @@ def test_dispatch_and_one_decode_step_of_delta() -> None:
     """A Δ-layer's scores choose the pages that the next layer attends to."""
     x = make([150, 40])
     args = (x.q_RHD, x.k_PSGD, x.v_PSGD, x.table_RP, x.lengths_R)
-    out_RHD, lse_RH, score_RP = attention.paged_attention_scored(*args, scale=x.scale)
-    full_RHD, full_RH = attention.paged_attention(*args, scale=x.scale)
+    out_RHD, lse_RH, score_RP = dispatch.paged_attention_scored(*args, scale=x.scale)
+    full_RHD, full_RH = dispatch.paged_attention(*args, scale=x.scale)
     assert_rows_close(out_RHD, full_RHD)
     torch.testing.assert_close(lse_RH, full_RH)
     selected_RK, counts_R = select_pages(score_RP, x.lengths_R, budget=4, recency=2)
@@ -265,7 +265,9 @@ def test_dispatch_and_one_decode_step_of_delta() -> None:
     assert selected_RK[0, 2:].tolist() == [8, 9]
     top = torch.topk(score_RP[0, :8], 2).indices.sort().values
     assert selected_RK[0, :2].tolist() == top.tolist()
-    sparse_RHD, _ = attention.paged_attention_sparse(*args, selected_RK, counts_R, scale=x.scale)
+    sparse_RHD, _ = dispatch.paged_attention_sparse(
+        *args, selected_RK=selected_RK, counts_R=counts_R, scale=x.scale
+    )
     expected, _ = cpu.paged_attention_sparse(choose(x, [selected_RK[0].tolist(), [0, 1, 2]]))
     assert_rows_close(sparse_RHD, expected)
 
@@ -273,7 +275,7 @@ def test_dispatch_and_one_decode_step_of_delta() -> None:
 def corrupt(x: PagedInput, **changes: object) -> None:
     values = {name: getattr(x, name) for name in x.__dataclass_fields__} | changes
     scale = values.pop("scale")
-    attention.paged_attention(**values, scale=scale)
+    dispatch.paged_attention(**values, scale=scale)
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def paged_attention_sparse(
     v_PSGD: torch.Tensor,
     table_RP: torch.Tensor,
     lengths_R: torch.Tensor,
+    *,
     selected_RK: torch.Tensor,
     counts_R: torch.Tensor,
-    *,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` over some of each request's pages (DELTA, Algorithm 2, sparse layers).
