@@ -1,4 +1,4 @@
-"""Runs of similar rows, each led by its anchor (DeltaAttention, section 3.1).
+"""Runs of similar rows, each led by its anchor (DeltaAttention, section 4.1.1).
 
 Suffixes: B batch, G heads, S rows, D head dimension, C chunks (S / chunk, rounded up), R rows of a
 chunk, L lanes = batch x heads x chunks. On a GPU a Gram matrix gives `next[i]`, the first later row far from

@@ -39,7 +39,7 @@ class CorrectionState:
 
 
 class Correction:
-    """Equations 5 and 6.
+    """Equations 4, 6 and 7, with the dense end of appendix C. Equation 5 (dense rows alone) is not here.
 
     Every gamma-th row, by absolute position, is dense. Its difference to the sparse row is added to it and to
     the gamma - 1 rows behind it. The prompt's last whole block and the rows after it are dense. Any chunking

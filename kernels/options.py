@@ -104,7 +104,7 @@ class ScoredOptions:
 
 @dataclass(frozen=True)
 class BlockPoolOptions(ScoredOptions):
-    """Block mean pooling, the block-sparse heads of MInference (Jiang et al. 2024, Algorithm 3)."""
+    """Block means, the scores of MInference's block-sparse heads (Jiang et al. 2024, Algorithm 3)."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class AnchorsOptions(ScoredOptions):
 
 @dataclass(frozen=True)
 class DeltaKVOptions:
-    """DeltaAttention section 4.1."""
+    """DeltaAttention section 4.1, with means for the anchors' own rows (docs/papers.md)."""
 
     cos: float = _run_cosine()
     counts: bool = option(True, 0, 1, "weigh an anchor by the length of its run")
@@ -146,7 +146,7 @@ class DeltaKVOptions:
 
 @dataclass(frozen=True)
 class DeltaXAttentionOptions(AntidiagonalOptions):
-    """DeltaAttention section 4.2: XAttention's tiles, the lesser of them over packed keys."""
+    """DeltaAttention section 4.2: XAttention's tiles, the lesser of them over means of runs."""
 
     cos: float = _run_cosine()
     exact_share: float = option(0.1, 0.0, 1.0, "share of a row's kept tiles that is computed exactly")

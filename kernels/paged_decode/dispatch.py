@@ -63,7 +63,7 @@ def paged_attention_sparse(
     counts_R: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`paged_attention` over some of each request's pages (DELTA, Algorithm 2, sparse layers).
+    """`paged_attention` over some of each request's pages (DELTA, Algorithm 1, sparse layers).
 
     selected_RK, counts_R: from `page_selection.select_pages`; a count of 0 reads all pages. lengths_R: the
     full length.

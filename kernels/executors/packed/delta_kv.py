@@ -1,4 +1,4 @@
-"""Delta-KV: far keys packed by runs, near ones exact (DeltaAttention, section 4.1).
+"""Delta-KV: far keys packed by runs, near ones exact (DeltaAttention, section 4.1, with runs' means).
 
 Suffixes as in `runs.py`; J keys that a query block attends to.
 """
@@ -19,7 +19,7 @@ from .pack import pack
 from .runs import PackedRuns, packed_chunks
 
 CHUNK = 512
-"""Tokens in which runs are sought (DeltaAttention section 4.1)."""
+"""Tokens in which runs are sought (DeltaAttention section 4.1.1)."""
 
 
 class DeltaKVExecutor:
@@ -80,7 +80,7 @@ def cpu_attend(
 ) -> torch.Tensor:
     """Attention over the packed chunks before each query block's critical region and the exact keys behind.
 
-    counts: a packed key of n rows weighs n * exp(s) (formula 4), else exp(s).
+    counts: a packed key of n rows weighs n * exp(s) (equation 4), else exp(s).
     """
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
     chunks_N = packed_chunks(x.first_block, x.query_blocks, critical, chunk)
