@@ -33,13 +33,14 @@ def sign_test(lost: int, won: int) -> float:
 
 
 def bootstrap_ratio(
-    documents: Sequence[tuple[int, int]], *, draws: int = 10_000
+    documents: Sequence[tuple[float, float]], *, draws: int = 10_000
 ) -> tuple[float, float] | None:
     """The interval in which 95% of sum(method) / sum(baseline) lie, over whole documents drawn with
-    replacement; documents: (exact of the method, exact of the baseline).
+    replacement. Questions of one document are not independent, so none is drawn by itself.
 
-    None where there is nothing to draw from: less than two documents. Draws in which the baseline has no
-    exact answer are left out; None if all are.
+    documents: (exact of the method, exact of the baseline); for a mean over questions (sum of its values, how
+    many). None where there is nothing to draw from: less than two documents. Draws whose second sum is 0 are
+    left out; None if all are.
     """
     if len(documents) < 2:
         return None

@@ -58,7 +58,8 @@ def line(outcome: Outcome) -> str:
 
 def rows(outcomes: Sequence[Outcome], baseline: str) -> list[Row]:
     """One row for each length, task and case over its documents, in the order in which they came; beside each
-    figure of answers that of `baseline` on the same documents. Keys that do not apply are left out."""
+    figure of answers that of `baseline` on the same documents. `ratio_95` and `logp_95` are drawn over
+    documents, from `by_document`. Keys that do not apply are left out."""
     groups: dict[tuple[int, str, str], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.tokens, outcome.task, outcome.case), []).append(outcome)
@@ -85,9 +86,37 @@ def _row(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
         "perplexity_dense": None if first.perplexity is None else _mean([o.perplexity for o in base]),
         "agree": _mean([o.agree for o in group]),
     }
+    documents = [_document(*pair) for pair in zip(group, base, strict=True)]
     if first.answers:
-        row |= _answers(group, base)
+        row |= _answers(group, base) | _intervals(documents)
+    row["by_document"] = documents
     return {key: value for key, value in row.items() if value is not None}
+
+
+def _document(mine: Outcome, dense: Outcome) -> Row:
+    """What intervals are drawn from, so that whoever has the row can draw them again."""
+    row: Row = {"document": mine.document, "density": mine.density, "kl": mine.kl}
+    if mine.answers:
+        row |= {
+            "questions": len(mine.answers),
+            "exact": sum(exact for _, exact in mine.answers.values()),
+            "exact_dense": sum(dense.answers[about][1] for about in mine.answers),
+            "logp_difference": mean_and_error(
+                [logp - dense.answers[about][0] for about, (logp, _) in mine.answers.items()]
+            )[0],
+        }
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _intervals(documents: Sequence[Row]) -> Row:
+    exact = bootstrap_ratio([(one["exact"], one["exact_dense"]) for one in documents])
+    logp = bootstrap_ratio(
+        [(one["logp_difference"] * one["questions"], one["questions"]) for one in documents]
+    )
+    return {
+        "ratio_95": None if exact is None else list(exact),
+        "logp_95": None if logp is None else list(logp),
+    }
 
 
 def _answers(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
@@ -101,8 +130,6 @@ def _answers(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
     exacts, dense_exacts = [exact for _, exact in answers], [exact for _, exact in dense_answers]
     logps, dense_logps = [logp for logp, _ in answers], [logp for logp, _ in dense_answers]
     changed = changes(dense_exacts, exacts)
-    difference, error = mean_and_error([a - b for a, b in zip(logps, dense_logps, strict=True)])
-    interval = bootstrap_ratio(_exact_by_document(group, base))
     return {
         "questions": len(pairs),
         "exact": sum(exacts),
@@ -110,22 +137,10 @@ def _answers(group: Sequence[Outcome], base: Sequence[Outcome]) -> Row:
         "lost": [names[i] for i in changed.lost],
         "won": [names[i] for i in changed.won],
         "p": sign_test(len(changed.lost), len(changed.won)),
-        "ratio_95": None if interval is None else list(interval),
         "logp": mean_and_error(logps)[0],
         "logp_dense": mean_and_error(dense_logps)[0],
-        "logp_difference": difference,
-        "logp_error": error,
+        "logp_difference": mean_and_error([a - b for a, b in zip(logps, dense_logps, strict=True)])[0],
     }
-
-
-def _exact_by_document(group: Sequence[Outcome], base: Sequence[Outcome]) -> list[tuple[int, int]]:
-    return [
-        (
-            sum(exact for _, exact in mine.answers.values()),
-            sum(dense.answers[about][1] for about in mine.answers),
-        )
-        for mine, dense in zip(group, base, strict=True)
-    ]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -146,7 +161,7 @@ def _error(values: Sequence[float | None]) -> float | None:
 
 _HEADER = (
     "task", "case", "density", "ms", "recompute", "KL ±", "95%", "perplexity", "exact (dense)",
-    "ratio, 95%", "lost, won; p", "logp − dense's ±", "agree",
+    "ratio, 95%", "lost, won; p", "logp − dense's, 95%", "agree",
 )  # fmt: skip
 
 
@@ -162,12 +177,10 @@ def table(found: Sequence[Row]) -> str:
 def _cells(row: Row) -> list[str]:
     exact = ratio = changed = logp = ""
     if "questions" in row:
-        low_high = row.get("ratio_95")
         exact = f"{row['exact']} of {row['questions']} ({row['exact_dense']})"
-        ratio = f"{_number(figure(row, 'exact'), '.3f')}"
-        ratio += f", {low_high[0]:.3f}–{low_high[1]:.3f}" if low_high else ""
+        ratio = _number(figure(row, "exact"), ".3f") + _interval(row.get("ratio_95"), ".3f")
         changed = f"{len(row['lost'])}, {len(row['won'])}; {row['p']:.2g}"
-        logp = f"{row['logp_difference']:+.3f} ± {_number(row.get('logp_error'), '.3f')}"
+        logp = f"{row['logp_difference']:+.3f}" + _interval(row.get("logp_95"), "+.3f")
     kl = f"{_number(row.get('kl'), '.4f')} ± {_number(row.get('kl_error'), '.4f')}" if "kl" in row else ""
     return [
         row["task"],
@@ -184,6 +197,10 @@ def _cells(row: Row) -> list[str]:
         logp,
         _number(row.get("agree"), ".3f"),
     ]
+
+
+def _interval(bounds: Sequence[float] | None, form: str) -> str:
+    return "" if bounds is None else f", {bounds[0]:{form}} to {bounds[1]:{form}}"
 
 
 def _number(value: float | None, form: str) -> str:

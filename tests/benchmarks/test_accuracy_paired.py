@@ -94,6 +94,26 @@ def test_rows_pair_each_case_with_dense() -> None:
     assert "| 5 of 6 (5) |" in table([dpxa])
 
 
+def test_intervals_are_drawn_over_documents_and_can_be_drawn_again_from_the_row() -> None:
+    """Two documents whose questions agree within each: a draw of questions would know the mean well."""
+    asked = [f"key {i}" for i in range(50)]
+    found = [
+        replace(outcome(case, name, 0.0), answers=dict.fromkeys(asked, (logp, True)))
+        for name, lost in (("a", 0.0), ("b", 1.0))
+        for case, logp in (("dense", -0.5), ("dpxa", -0.5 - lost))
+    ]
+    _dense, dpxa = rows(found, "dense")
+    assert dpxa["logp_difference"] == -0.5 and dpxa["logp_95"] == [-1.0, 0.0]
+    drawn = [(one["exact"], one["exact_dense"]) for one in dpxa["by_document"]]
+    assert tuple(dpxa["ratio_95"]) == bootstrap_ratio(drawn) == (1.0, 1.0)
+    assert [one["document"] for one in dpxa["by_document"]] == ["a", "b"]
+
+
+def test_one_document_has_no_interval() -> None:
+    (row,) = rows(OUTCOMES[:1], "dense")
+    assert "ratio_95" not in row and "logp_95" not in row and len(row["by_document"]) == 1
+
+
 def test_prose_has_no_answers() -> None:
     (row,) = rows([replace(outcome("dense", "a", 0.0), task="prose")], "dense")
     assert "questions" not in row and row["perplexity"] == 8.0
