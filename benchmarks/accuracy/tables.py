@@ -8,10 +8,12 @@ from types import MappingProxyType
 from ..markdown import Result, markdown, provenance
 from .front import DECODE, with_front
 
+_OVER_DOCUMENTS = "of dense's, 95% over documents"
+
 
 def accuracy(result: Result) -> str:
     header = (
-        "case", "tokens", "density", "ms", "KL", "exact", "of dense's", "lost, won", "logp − dense's",
+        "case", "tokens", "density", "ms", "KL", "exact", _OVER_DOCUMENTS, "lost, won", "logp − dense's",
     )  # fmt: skip
     rows = [
         [
@@ -21,7 +23,7 @@ def accuracy(result: Result) -> str:
             f"{row['ms']:.0f}",
             f"{row['kl']:.3f}",
             f"{row['exact']} of {row['questions']}",
-            f"{row['exact'] / row['exact_dense']:.3f}",
+            kept(row),
             f"{len(row['lost'])}, {len(row['won'])}",
             f"{row['logp_difference']:+.3f}",
         ]
@@ -30,18 +32,28 @@ def accuracy(result: Result) -> str:
     return markdown(header, rows) + provenance(result, "")
 
 
+def kept(row: Result) -> str:
+    """Exact answers as a share of the baseline's; where it was drawn, the interval over whole documents."""
+    share = f"{row['exact'] / row['exact_dense']:.3f}"
+    if "ratio_95" not in row or not (row["lost"] or row["won"]):
+        return share
+    low, high = row["ratio_95"]
+    return f"{share} ({low:.3f} to {high:.3f})"
+
+
 def baselines(result: Result) -> str:
-    """Methods as their papers have them, each beside itself with the Δ correction."""
+    """Methods in the forms that were run, each beside itself with the Δ correction."""
     of = {row["case"]: row for row in result["rows"]}
-    header = ("method", "density", "s", "KL", "exact", "logp − dense's")
+    header = ("density", "s", "KL", "exact", _OVER_DOCUMENTS, "logp − dense's")
     rows = []
     for case, row in of.items():
         name, _, options = case.partition(":")
         corrected = of.get(f"{name}+delta{options and ':'}{options}")
         if not name.endswith("+delta"):
-            rows.append([f"`{case}`", *_read(row), *(_read(corrected) if corrected else [None] * 5)])
-    again = [f"{name}, with Δ" for name in header[1:]]
-    return markdown((*header, *again), rows) + provenance(result, "")
+            again = _read(corrected) if corrected else [None] * len(header)
+            rows.append([f"`{case}`", result["forms"].get(case), *_read(row), *again])
+    corrected_too = [f"{name}, with Δ" for name in header]
+    return markdown(("method", "what was run", *header, *corrected_too), rows) + provenance(result, "")
 
 
 def _read(row: Result) -> list[str]:
@@ -50,6 +62,7 @@ def _read(row: Result) -> list[str]:
         f"{row['ms'] / 1000:.1f}",
         f"{row['kl']:.3f}",
         f"{row['exact']} of {row['questions']}",
+        kept(row),
         f"{row['logp_difference']:+.3f}",
     ]
 
@@ -70,14 +83,19 @@ def held_out_decode(result: Result) -> str:
 
 
 def held_out_runs(result: Result) -> str:
-    rows = [[run["commit"], run["documents"], f"`{run['arguments']}`"] for run in result["runs"]]
-    return markdown(("commit", "documents, 100 needles each", "arguments"), rows)
+    header = ("commit", "set", "documents, 100 needles each", "tuned on them", "arguments")
+    rows = [
+        [run["commit"], run["set"], run["documents"], run["tuned"], f"`{run['arguments']}`"]
+        for run in result["runs"]
+    ]
+    return markdown(header, rows)
 
 
 def equal_time(result: Result) -> str:
     """What a time of selection and attention buys, the shortest first; answers where they were asked."""
     header = (
-        "method", "density", "ms", "ms, chunks of 16,384", "KL", "exact", "lost, won; p", "logp − dense's",
+        "method", "density", "ms", "ms, chunks of 16,384", "KL", "exact", "lost, won; p over questions",
+        "logp − dense's ± over questions",
     )  # fmt: skip
     cells = [
         [
@@ -106,19 +124,20 @@ def _paired(
 ) -> str:
     """more: columns behind the others, a cell for each row."""
     header = (
-        "case", "method", "tokens", density, "ms", "KL", "exact", "of dense's", "lost, won; p",
-        "logp − dense's", "commit", *more,
+        "case", "method", "tokens", "documents", density, "ms", "KL", "exact", _OVER_DOCUMENTS,
+        "lost, won; p over questions", "logp − dense's ± over questions", "commit", *more,
     )  # fmt: skip
     cells = [
         [
             row["case"],
             f"`{row['method']}`",
             row["tokens"],
+            f"{row['documents']}, {row['set']}",
             f"{row['density']:.3f}",
             f"{row['ms']:.0f}" if "ms" in row else None,
             f"{row['kl']:.3f}" if "kl" in row else None,
             f"{row['exact']} of {row['questions']}",
-            f"{row['exact'] / row['exact_dense']:.3f}",
+            kept(row),
             f"{row['lost']}, {row['won']}; {row['p']:.2g}" if "p" in row else None,
             f"{row['logp_difference']:+.3f}" + (f" ± {row['logp_error']:.3f}" if "logp_error" in row else ""),
             row["commit"],
@@ -132,8 +151,8 @@ def _paired(
 def served(result: Result) -> str:
     """Answers through gRPC; lost and won against the first row."""
     header = (
-        "case", "method", "decode", "tokens", "density", "pages", "first token, s", "exact", "lost, won; p",
-        "same answers",
+        "case", "method", "decode", "tokens", "density", "pages", "first token, s", "exact",
+        "lost, won; p over questions", "same answers",
     )  # fmt: skip
     rows = [
         [

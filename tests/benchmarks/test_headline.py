@@ -1,0 +1,66 @@
+"""README's table: what may stand beside what."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deltafront.benchmarks import headline
+from deltafront.benchmarks.accuracy.tables import kept
+from deltafront.benchmarks.tables import RESULTS, kernels
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+@pytest.fixture
+def lines() -> list[headline.Line]:
+    return headline.lines(results("engine_h200"), results("accuracy_h200"))
+
+
+def test_every_row_has_speed_and_answers(lines: list[headline.Line]) -> None:
+    assert all(what and ours and other and answers for what, ours, other, _faster, answers in lines)
+
+
+def test_sparse_prefills_answers_are_of_both_sets_of_documents(lines: list[headline.Line]) -> None:
+    assert "set A" in lines[0][4] and "set B" in lines[0][4]
+
+
+def test_times_of_two_commits_give_no_ratio(lines: list[headline.Line]) -> None:
+    several = next(line for line in lines if "GPUs as stages" in line[0])
+    assert "another commit" in several[2] and several[3] == ""
+
+
+def test_one_gpu_beside_several_is_a_measured_row(lines: list[headline.Line]) -> None:
+    several = next(line for line in lines if "GPUs as stages" in line[0])
+    (alone,) = (
+        row
+        for row in results("engine_h200")["rows"]
+        if (row["case"], row["tokens"]) == headline.LONGEST and row["gpus"] == 1
+    )
+    assert several[2].startswith(f"{alone['value']:.3g} s")
+
+
+def test_the_pages_that_are_timed_are_those_whose_answers_are_shown(lines: list[headline.Line]) -> None:
+    (pages,) = (line for line in lines if "selected pages" in line[0])
+    (row,) = (row for row in results("accuracy_h200")["rows"] if row["case"] == "delta_256_pages")
+    assert "256" in pages[0] and row["method"].endswith(":256") and kept(row) in pages[4]
+
+
+def test_an_interval_stands_only_where_documents_were_drawn() -> None:
+    row = {"exact": 9, "exact_dense": 10, "lost": 2, "won": 1}
+    assert kept(row) == "0.900"
+    assert kept({**row, "ratio_95": [0.8, 1.05]}) == "0.900 (0.800 to 1.050)"
+    assert kept({**row, "exact": 10, "lost": [], "won": [], "ratio_95": [1.0, 1.0]}) == "1.000"
+
+
+def test_a_kernels_ratio_is_of_the_kernel_as_it_is() -> None:
+    row = {"case": "a", "tokens": 1, "ms": 2.0, "ratio": 1.2, "note": "n"}
+    now = {**row, "since": {"commit": "abc", "times": 1.25}}
+    text = kernels({"rows": [row, now]})
+    assert "| 1.20 | n |" in text
+    assert "| 0.96 | n; ratio of commit abc, which takes 1.250 times as long |" in text
