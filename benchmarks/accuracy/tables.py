@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from ..markdown import Result, markdown, provenance
 from .front import DECODE, with_front
@@ -32,7 +33,7 @@ def accuracy(result: Result) -> str:
     return markdown(header, rows) + provenance(result, "")
 
 
-def kept(row: Result) -> str:
+def kept(row: Mapping[str, Any]) -> str:
     """Exact answers as a share of the baseline's; where it was drawn, the interval over whole documents."""
     share = f"{row['exact'] / row['exact_dense']:.3f}"
     if "ratio_95" not in row or not (row["lost"] or row["won"]):
