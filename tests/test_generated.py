@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltafront.benchmarks import tables
+from deltafront.kernels.methods import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +61,14 @@ def test_what_the_architecture_says_where_to_find_is_there() -> None:
         if not any(re.search(rf"\bclass {owner}\b.*\bdef {name}\(", text, re.DOTALL) for text in sources)
     ]
     assert named and not missing
+
+
+def test_the_papers_tables_have_no_empty_cell_and_name_every_method() -> None:
+    text = (ROOT / "docs" / "papers.md").read_text()
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    assert rows and all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
+    own = [name for name, preset in PRESETS.items() if preset.module == "deltafront.kernels.options"]
+    assert own and not [name for name in own if f"`{name}`" not in text]
 
 
 def test_commands_in_documents_exist() -> None:
