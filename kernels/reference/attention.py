@@ -29,9 +29,10 @@ def reference_attention(x: AttentionInput, kept_BHNM: torch.Tensor | None = None
 
 
 def packed_attention(
-    x: AttentionInput, starts: list[int], critical: int, counts: bool, chunk: int
+    x: AttentionInput, starts: list[int], critical: int, *, counts: bool, means: bool, chunk: int
 ) -> torch.Tensor:
-    """Delta-KV of one head, row by row: each mean repeated, or taken once. fp32. starts: of runs."""
+    """Delta-KV of one head, row by row: each run's mean or anchor repeated, or taken once. fp32. starts: of
+    runs."""
     q, k, v = x.q_BHTD[0, 0].double(), x.k_BGSD[0, 0].double(), x.v_BGSD[0, 0].double()
     rows = []
     for position in range(q.shape[0]):
@@ -40,8 +41,8 @@ def packed_attention(
         for first, stop in zip(starts, [*starts[1:], k.shape[0]], strict=True):
             if first < exact_from:
                 times = stop - first if counts else 1
-                keys += [k[first:stop].mean(0)] * times
-                values += [v[first:stop].mean(0)] * times
+                keys += [k[first:stop].mean(0) if means else k[first]] * times
+                values += [v[first:stop].mean(0) if means else v[first]] * times
         keys += list(k[exact_from : position + 1])
         values += list(v[exact_from : position + 1])
         weights = (torch.stack(keys) @ q[position] * x.scale).softmax(0)
@@ -50,9 +51,15 @@ def packed_attention(
 
 
 def mixed_attention(
-    x: AttentionInput, exact_HNM: torch.Tensor, packed_HNM: torch.Tensor, starts: list[list[int]]
+    x: AttentionInput,
+    exact_HNM: torch.Tensor,
+    packed_HNM: torch.Tensor,
+    starts: list[list[int]],
+    *,
+    means: bool,
 ) -> torch.Tensor:
-    """DeltaXAttention of one sequence, row by row: exact tiles, and packed ones as repeated means. fp32.
+    """DeltaXAttention of one sequence, row by row: exact tiles, and packed ones as repeated means or anchors.
+    fp32.
 
     Args:
         exact_HNM, packed_HNM: bool, by query block and key block; the diagonal is exact.
@@ -62,9 +69,10 @@ def mixed_attention(
     for h in range(x.q_BHTD.shape[1]):
         g = h // x.group
         k, v = x.k_BGSD[0, g].double().clone(), x.v_BGSD[0, g].double().clone()
-        mean_k, mean_v = k.clone(), v.clone()
+        packed_k, packed_v = k.clone(), v.clone()
         for first, stop in zip(starts[g], [*starts[g][1:], k.shape[0]], strict=True):
-            mean_k[first:stop], mean_v[first:stop] = k[first:stop].mean(0), v[first:stop].mean(0)
+            packed_k[first:stop] = k[first:stop].mean(0) if means else k[first]
+            packed_v[first:stop] = v[first:stop].mean(0) if means else v[first]
         for row in range(x.q_BHTD.shape[2]):
             keys, values = [], []
             for m in range((x.q_start + row) // BLOCK + 1):
@@ -73,8 +81,8 @@ def mixed_attention(
                     keys.append(k[tile])
                     values.append(v[tile])
                 elif bool(packed_HNM[h, row // BLOCK, m]):
-                    keys.append(mean_k[tile])
-                    values.append(mean_v[tile])
+                    keys.append(packed_k[tile])
+                    values.append(packed_v[tile])
             logits = torch.cat(keys) @ x.q_BHTD[0, h, row].double() * x.scale
             out_BHTD[0, h, row] = (logits.softmax(0) @ torch.cat(values)).float()
     return out_BHTD

@@ -114,7 +114,8 @@ def test_what_no_method_takes_is_refused(
 
 def test_values_take_the_type_of_their_field() -> None:
     values = method_spec("delta_kv", {"counts": 0.0, "critical": 256.0, "cos": 1}).values
-    assert values == {"counts": False, "critical": 256, "cos": 1, "min_tokens": 4096}
+    given = {"counts": False, "critical": 256, "cos": 1}
+    assert values == {**given, "distance": 0.0, "means": True, "min_tokens": 4096}
     assert type(values["counts"]) is bool and type(values["critical"]) is int
 
 

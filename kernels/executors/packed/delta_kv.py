@@ -1,4 +1,4 @@
-"""Delta-KV: far keys packed by runs, near ones exact (DeltaAttention, section 4.1, with runs' means).
+"""Delta-KV: far keys packed by runs, near ones exact (DeltaAttention, section 4.1).
 
 Suffixes as in `runs.py`; J keys that a query block attends to.
 """
@@ -27,8 +27,14 @@ class DeltaKVExecutor:
 
     def __init__(self, options: DeltaKVOptions) -> None:
         self.cos = options.cos
+        self.distance = options.distance
         self.critical = options.critical
-        self._how: dict[str, Any] = {"chunk": CHUNK, "critical": options.critical, "counts": options.counts}
+        self._how: dict[str, Any] = {
+            "chunk": CHUNK,
+            "critical": options.critical,
+            "counts": options.counts,
+            "means": options.means,
+        }
 
     def new_state(self, spec: StateSpec) -> PackedRuns:
         return PackedRuns.empty(spec, CHUNK)
@@ -40,7 +46,7 @@ class DeltaKVExecutor:
         x.require_aligned("delta_kv")
         state.check(x, "delta_kv")
         with phase("anchors"):
-            state.extend(x.k_BGSD, CHUNK, self.cos)
+            state.extend(x.k_BGSD, CHUNK, self.cos, self.distance)
         with phase("attention"):
             if runs_on_cpu(x.q_BHTD, "delta_kv"):
                 return cpu_attend(x, state, **self._how)
@@ -59,14 +65,18 @@ class DeltaKVExecutor:
 
 
 def cpu_pack_head(
-    k_SD: torch.Tensor, v_SD: torch.Tensor, start_P: torch.Tensor, end: int
+    k_SD: torch.Tensor, v_SD: torch.Tensor, start_P: torch.Tensor, end: int, *, means: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One row per run: mean key, mean value (both rounded as the cache would) and length: keys_PD, values_PD,
-    length_P, float32.
+    """One row per run: key, value (both rounded as the cache would) and length: keys_PD, values_PD, length_P,
+    float32.
 
-    start_P: first rows of the runs, which cover positions start_P[0] .. end-1.
+    Args:
+        start_P: first rows of the runs, which cover positions start_P[0] .. end-1. They are the anchors.
+        means: of a run's rows; else the anchor's own (DeltaAttention, section 4.1.2).
     """
     length_P = torch.diff(start_P, append=start_P.new_tensor([end]))
+    if not means:
+        return k_SD[start_P.long()].float(), v_SD[start_P.long()].float(), length_P.float()
     first = int(start_P[0])
     run_S = torch.repeat_interleave(torch.arange(start_P.numel()), length_P.long())
     zeros_PD = torch.zeros(start_P.numel(), k_SD.shape[1])
@@ -76,7 +86,7 @@ def cpu_pack_head(
 
 
 def cpu_attend(
-    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool
+    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, means: bool
 ) -> torch.Tensor:
     """Attention over the packed chunks before each query block's critical region and the exact keys behind.
 
@@ -92,7 +102,7 @@ def cpu_attend(
             if chunks_N[-1] > 0:
                 start_P = state.start_BGP[b, g, : offset_C[chunks_N[-1]]]
                 end = chunks_N[-1] * chunk
-                packed = cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end)
+                packed = cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end, means=means)
             for n, done in enumerate(chunks_N):
                 rows = slice(n * BLOCK, min((n + 1) * BLOCK, x.q_BHTD.shape[2]))
                 kept = None if packed is None else tuple(part[: offset_C[done]] for part in packed)
@@ -135,10 +145,10 @@ def _attend_block(
 
 
 def kernel_attend(
-    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool
+    x: AttentionInput, state: PackedRuns, *, chunk: int, critical: int, counts: bool, means: bool
 ) -> torch.Tensor:
     chunks = packed_chunks(x.first_block, x.query_blocks, critical, chunk)[-1]
-    packed = pack(x, state, chunks=chunks, chunk=chunk, critical=critical, counts=counts)
+    packed = pack(x, state, chunks=chunks, chunk=chunk, critical=critical, counts=counts, means=means)
     out_BHTD = new_output(x)
     launch(x, QueryRows(x.q_BHTD, out_BHTD, x.q_start), packed=packed)
     return out_BHTD

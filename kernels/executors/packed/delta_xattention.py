@@ -6,6 +6,7 @@ Suffixes as in `runs.py`; J keys attended to.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -26,6 +27,8 @@ class DeltaXAttentionExecutor:
 
     def __init__(self, options: DeltaXAttentionOptions) -> None:
         self.cos = options.cos
+        self.distance = options.distance
+        self._how: dict[str, Any] = {"exact_share": options.exact_share, "means": options.means}
         self.exact_share = options.exact_share
 
     def new_state(self, spec: StateSpec) -> PackedRuns:
@@ -37,11 +40,11 @@ class DeltaXAttentionExecutor:
         kept = self._check(x, mask)
         state.check(x, "delta_xattention")
         with phase("anchors"):
-            state.extend(x.k_BGSD, BLOCK, self.cos)
+            state.extend(x.k_BGSD, BLOCK, self.cos, self.distance)
         with phase("attention"):
             if runs_on_cpu(x.q_BHTD, "delta_xattention"):
-                return cpu_attend(x, kept, state, exact_share=self.exact_share)
-            return kernel_attend(x, kept, state, exact_share=self.exact_share)
+                return cpu_attend(x, kept, state, **self._how)
+            return kernel_attend(x, kept, state, **self._how)
 
     def computed_tiles(self, x: AttentionInput, mask: TileMask | None, state: PackedRuns) -> torch.Tensor:
         """A packed row counts 1/128 of a tile."""
@@ -93,7 +96,9 @@ def exact_entries(score_M: torch.Tensor, exact_share: float) -> torch.Tensor:
     return exact_M
 
 
-def cpu_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float) -> torch.Tensor:
+def cpu_attend(
+    x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float, means: bool
+) -> torch.Tensor:
     """Kept tiles: `exact_share` of them and the diagonal exact, the rest over their runs."""
     assert mask.score_BHNM is not None
     out_BHTD = torch.empty(x.q_BHTD.shape, dtype=x.q_BHTD.dtype)
@@ -103,7 +108,7 @@ def cpu_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_sh
             g = h // x.group
             if h % x.group == 0:
                 offset_M = state.offset_BGC[b, g, : state.chunks + 1].long()
-                packed = _packed(x, state, b, g, int(offset_M[-1]))
+                packed = _packed(x, state, b, g, int(offset_M[-1]), means)
             for n in range(x.query_blocks):
                 count = counts[b][h][n]
                 tile_M = mask.index_BHNM[b, h, n, :count].long()
@@ -115,12 +120,15 @@ def cpu_attend(x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_sh
     return out_BHTD
 
 
-def _packed(x: AttentionInput, state: PackedRuns, b: int, g: int, runs: int) -> tuple[torch.Tensor, ...]:
+def _packed(
+    x: AttentionInput, state: PackedRuns, b: int, g: int, runs: int, means: bool
+) -> tuple[torch.Tensor, ...]:
     if runs == 0:
         nothing = torch.zeros(0, x.q_BHTD.shape[3])
         return nothing, nothing, torch.zeros(0)
     end = state.chunks * BLOCK
-    return cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], state.start_BGP[b, g, :runs], end)
+    start_P = state.start_BGP[b, g, :runs]
+    return cpu_pack_head(x.k_BGSD[b, g], x.v_BGSD[b, g], start_P, end, means=means)
 
 
 def _runs_of(tile_M: torch.Tensor, offset_M: torch.Tensor) -> torch.Tensor:

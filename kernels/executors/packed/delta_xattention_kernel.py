@@ -138,12 +138,12 @@ def mixed_kernel(
 
 
 def kernel_attend(
-    x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float
+    x: AttentionInput, mask: TileMask, state: PackedRuns, *, exact_share: float, means: bool
 ) -> torch.Tensor:
     check_launch(x)
     q, k, v = x.q_BHTD, x.k_BGSD, x.v_BGSD
     out = new_output(x)
-    packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True)
+    packed = pack(x, state, chunks=state.chunks, chunk=BLOCK, critical=0, counts=True, means=means)
     exact_BHNM = kernel_exact_table(mask, exact_share)
     size = 64 if q.dtype == torch.float32 else BLOCK
     mixed_kernel[(triton.cdiv(q.shape[2], size), q.shape[0] * q.shape[1])](

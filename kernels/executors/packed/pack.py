@@ -21,10 +21,11 @@ def pack_kernel(
     k_ptr, v_ptr, start_ptr, offset_ptr, packed_k_ptr, packed_v_ptr, weight_ptr,
     stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs,
     heads, start_slots, offset_slots, packed_slots, chunks,
-    D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr,
+    D: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, COUNTS: tl.constexpr, MEANS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """RUNS runs of one key head: sums over their rows, by a product with the 0/1 table run x row."""
+    """RUNS runs of one key head: sums over their rows, by a product with the 0/1 table run x row, or the
+    rows that lead them."""
     head = tl.program_id(1).to(tl.int64)
     runs = tl.load(offset_ptr + head * offset_slots + chunks)
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
@@ -35,34 +36,51 @@ def pack_kernel(
     dim = tl.arange(0, D)
     k_base = k_ptr + head // heads * stride_kb + head % heads * stride_kg
     v_base = v_ptr + head // heads * stride_vb + head % heads * stride_vg
-    k_sum = tl.zeros([RUNS, D], tl.float32)
-    v_sum = tl.zeros([RUNS, D], tl.float32)
-    for begin in range(first, end, ROWS):
-        row = begin + tl.arange(0, ROWS)
-        member = (row[None, :] >= start[:, None]) & (row[None, :] < stop[:, None])
-        valid = (row < end)[:, None]
-        row_64 = row.to(tl.int64)[:, None]
-        v = tl.load(v_base + row_64 * stride_vs + dim[None, :], mask=valid, other=0.0)
-        v_sum = tl.dot(member.to(v.dtype), v, v_sum, input_precision=PRECISION)
-        k = tl.load(k_base + row_64 * stride_ks + dim[None, :], mask=valid, other=0.0)
-        k_sum = tl.dot(member.to(k.dtype), k, k_sum, input_precision=PRECISION)
     length = tl.where(valid_run, stop - start, 1).to(tl.float32)
-    k_sum = k_sum / length[:, None]
+    if MEANS:
+        k_row = tl.zeros([RUNS, D], tl.float32)
+        v_sum = tl.zeros([RUNS, D], tl.float32)
+        for begin in range(first, end, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            member = (row[None, :] >= start[:, None]) & (row[None, :] < stop[:, None])
+            valid = (row < end)[:, None]
+            row_64 = row.to(tl.int64)[:, None]
+            v = tl.load(v_base + row_64 * stride_vs + dim[None, :], mask=valid, other=0.0)
+            v_sum = tl.dot(member.to(v.dtype), v, v_sum, input_precision=PRECISION)
+            k = tl.load(k_base + row_64 * stride_ks + dim[None, :], mask=valid, other=0.0)
+            k_row = tl.dot(member.to(k.dtype), k, k_row, input_precision=PRECISION)
+        k_row = k_row / length[:, None]
+    else:
+        row_64 = start.to(tl.int64)[:, None]
+        led = valid_run[:, None]
+        k_row = tl.load(k_base + row_64 * stride_ks + dim[None, :], mask=led, other=0.0).to(tl.float32)
+        v_row = tl.load(v_base + row_64 * stride_vs + dim[None, :], mask=led, other=0.0).to(tl.float32)
+        v_sum = v_row * length[:, None]
     if not COUNTS:
         v_sum = v_sum / length[:, None]
         length = tl.full([RUNS], 1.0, tl.float32)
     # The attention kernel reads whole tiles: zeros after the last run.
     stored = run < tl.cdiv(runs, _BLOCK) * _BLOCK
     place = (head * packed_slots + run)[:, None] * D + dim[None, :]
-    tl.store(packed_k_ptr + place, k_sum.to(packed_k_ptr.dtype.element_ty), mask=stored[:, None])
+    tl.store(packed_k_ptr + place, k_row.to(packed_k_ptr.dtype.element_ty), mask=stored[:, None])
     tl.store(packed_v_ptr + place, v_sum.to(packed_v_ptr.dtype.element_ty), mask=stored[:, None])
     tl.store(weight_ptr + head * packed_slots + run, length, mask=stored)
 
 
 def pack(
-    x: AttentionInput, state: PackedRuns, *, chunks: int, chunk: int, critical: int, counts: bool
+    x: AttentionInput,
+    state: PackedRuns,
+    *,
+    chunks: int,
+    chunk: int,
+    critical: int,
+    counts: bool,
+    means: bool,
 ) -> PackedKeys:
-    """The packed rows of the first `chunks` chunks, in scratch that fits one run per row."""
+    """The packed rows of the first `chunks` chunks, in scratch that fits one run per row.
+
+    counts, means: as in `DeltaKVOptions`.
+    """
     batch, heads, _, dim = x.k_BGSD.shape
     slots = chunks * chunk + BLOCK
     shape, device = (batch, heads, slots), x.k_BGSD.device
@@ -96,6 +114,7 @@ def pack(
         RUNS=runs,
         ROWS=64,
         COUNTS=counts,
+        MEANS=means,
         PRECISION="ieee" if x.k_BGSD.dtype == torch.float32 else "tf32",
         num_warps=4,
     )
@@ -110,6 +129,6 @@ _TYPES = {
     "weight_ptr": "*fp32",
     **dict.fromkeys(_NUMBERS, "i32"),
 }
-_SIZES = {"D": 128, "RUNS": 64, "ROWS": 64, "COUNTS": True, "PRECISION": "tf32"}
+_SIZES = {"D": 128, "RUNS": 64, "ROWS": 64, "COUNTS": True, "MEANS": True, "PRECISION": "tf32"}
 
-COMPILE_CASES = [(pack_kernel, _TYPES, _SIZES)]
+COMPILE_CASES = [(pack_kernel, _TYPES, _SIZES), (pack_kernel, _TYPES, _SIZES | {"MEANS": False})]

@@ -47,13 +47,17 @@ class PackedRuns:
         if keys > self.max_tokens:
             raise KernelInputError(f"{name}: {keys} keys exceed the state's max_tokens {self.max_tokens}")
 
-    def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float) -> None:
-        """Find the runs of the chunks completed since the last call. No host sync."""
+    def extend(self, k_BGSD: torch.Tensor, chunk: int, cos: float, distance: float = 0.0) -> None:
+        """Find the runs of the chunks completed since the last call. No host sync.
+
+        distance: Euclidean, in place of the cosine where it is above 0 (DeltaAttention, equation 2).
+        """
         complete = k_BGSD.shape[2] // chunk
         if complete <= self.chunks:
             return
         begin = self.chunks * chunk
-        found_BGS = find_anchors(k_BGSD[:, :, begin : complete * chunk], cos, chunk, "cosine")
+        threshold, metric = (distance, "euclidean") if distance > 0 else (cos, "cosine")
+        found_BGS = find_anchors(k_BGSD[:, :, begin : complete * chunk], threshold, chunk, metric)
         self._append(found_BGS.reshape(*found_BGS.shape[:2], -1, chunk), begin)
         self.chunks = complete
 

@@ -24,6 +24,7 @@ from deltafront.kernels.executors.packed.delta_xattention import DeltaXAttention
 from deltafront.kernels.executors.packed.runs import PackedRuns
 from deltafront.kernels.interface import AttentionInput, KernelInputError, TileMask, no_phase
 from deltafront.kernels.options import DeltaKVOptions, DeltaXAttentionOptions
+from deltafront.kernels.reference.anchor_scan import run_starts
 from deltafront.kernels.reference.attention import mixed_attention, packed_attention, reference_attention
 from deltafront.kernels.testing import (
     assert_rows_close,
@@ -114,16 +115,26 @@ def test_a_row_may_see_nothing_of_its_first_tile(start: int, head_dim: int) -> N
     assert_rows_close(found, reference_attention(whole)[:, :, start:])
 
 
+SIMILAR = [{"cos": 0.8}, {"distance": 2.2}]
+
+
+@pytest.mark.parametrize("similar", SIMILAR, ids=["cosine", "distance"])
+@pytest.mark.parametrize("means", [True, False])
 @pytest.mark.parametrize("counts", [True, False])
-def test_packing_repeats_means(counts: bool) -> None:
+def test_packing_repeats_a_row_for_each_of_its_run(
+    counts: bool, means: bool, similar: dict[str, float]
+) -> None:
     x = with_runs(random_input(700, q_heads=1, kv_heads=1, head_dim=16))
-    executor = DeltaKVExecutor(DeltaKVOptions(cos=0.8, counts=counts, critical=128))
+    executor = DeltaKVExecutor(DeltaKVOptions(**similar, counts=counts, means=means, critical=128))
     state = executor.new_state(spec_of(x))
     found = executor.attend(x, None, state, no_phase)
     runs = int(state.offset_BGC[0, 0, -1])
     assert 100 < runs < 300
     starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(512, 700)]
-    assert_rows_close(found, packed_attention(x, starts, 128, counts, CHUNK))
+    metric, threshold = ("cosine", 0.8) if "cos" in similar else ("euclidean", 2.2)
+    (found_starts,) = run_starts(x.k_BGSD[:, :, :512], threshold, CHUNK, metric)
+    assert starts[:runs] == found_starts
+    assert_rows_close(found, packed_attention(x, starts, 128, counts=counts, means=means, chunk=CHUNK))
 
 
 def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
@@ -142,18 +153,19 @@ def test_duplicated_keys_pack_without_loss_only_with_counts() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_lesser_tiles_repeat_means(share: float) -> None:
+@pytest.mark.parametrize("means", [True, False])
+def test_lesser_tiles_repeat_a_row_for_each_of_its_run(share: float, means: bool) -> None:
     whole = with_runs(random_input(700, q_heads=2, kv_heads=1, head_dim=16))
     x = chunk_of(whole, 128, 690)
     mask = random_mask(x, 0.7)
-    executor = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=share))
+    executor = DeltaXAttentionExecutor(DeltaXAttentionOptions(cos=0.8, exact_share=share, means=means))
     state = executor.new_state(spec_of(whole))
     found = executor.attend(x, mask, state, no_phase)
     runs = int(state.offset_BGC[0, 0, state.chunks])
     assert 100 < runs < 400
     starts = [*state.start_BGP[0, 0, :runs].tolist(), *range(state.chunks * 128, 690)]
     exact = table_of(x, replace(mask, index_BHNM=mask.index_BHNM.where(best_of(mask, share), -1)))
-    assert_rows_close(found, mixed_attention(x, exact[0], table_of(x, mask)[0], [starts]))
+    assert_rows_close(found, mixed_attention(x, exact[0], table_of(x, mask)[0], [starts], means=means))
 
 
 def best_of(mask: TileMask, share: float) -> torch.Tensor:
@@ -183,21 +195,24 @@ def test_the_kernels_equal_the_cpu_forms(shape: dict[str, int], dtype: torch.dty
     mixed = DeltaXAttentionExecutor(MIXED)
     state = mixed.new_state(spec_of(x))
     state.extend(x.k_BGSD, 128, mixed.cos)
-    with poisoned_empty():
-        found = delta_xattention_kernel.kernel_attend(x, mask, state, exact_share=0.3)
-    expected = delta_xattention.cpu_attend(
-        as_stored(x), mask_on_cpu(mask), state_on_cpu(state), exact_share=0.3
-    )
-    assert_rows_close(found.cpu(), expected)
+    for means in (True, False):
+        options: dict[str, Any] = {"exact_share": 0.3, "means": means}
+        with poisoned_empty():
+            found = delta_xattention_kernel.kernel_attend(x, mask, state, **options)
+        expected = delta_xattention.cpu_attend(
+            as_stored(x), mask_on_cpu(mask), state_on_cpu(state), **options
+        )
+        assert_rows_close(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("counts", [True, False])
-def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, counts: bool) -> None:
+@pytest.mark.parametrize("means", [True, False])
+def test_the_packed_kernel_equals_the_cpu_form(dtype: torch.dtype, counts: bool, means: bool) -> None:
     x = with_runs(random_input(900, rows=260, q_heads=2, kv_heads=1, dtype=dtype, device=DEVICE))
     state = PackedRuns.empty(spec_of(x), CHUNK)
     state.extend(x.k_BGSD, CHUNK, 0.8)
-    options = {"chunk": CHUNK, "critical": 128, "counts": counts}
+    options = {"chunk": CHUNK, "critical": 128, "counts": counts, "means": means}
     with poisoned_empty():
         found = delta_kv.kernel_attend(x, state, **options)  # type: ignore[arg-type]
     expected = delta_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)  # type: ignore[arg-type]
@@ -214,7 +229,7 @@ def test_exact_keys_begin_with_each_block(critical: int, head_dim: int) -> None:
         )
         state = PackedRuns.empty(spec_of(x), CHUNK)
         state.extend(x.k_BGSD, CHUNK, 0.8)
-        options: dict[str, Any] = {"chunk": CHUNK, "critical": critical, "counts": True}
+        options: dict[str, Any] = {"chunk": CHUNK, "critical": critical, "counts": True, "means": True}
         expected = delta_kv.cpu_attend(as_stored(x), state_on_cpu(state), **options)
         for start in starts:
             with poisoned_empty():
