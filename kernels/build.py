@@ -51,7 +51,7 @@ def build(spec: MethodSpec, thresholds: Thresholds | None = None) -> Attention:
         )
     method: Attention = Composition(selector, part_of(preset.executor)(options))
     if spec.correction:
-        method = Correction(method, int(values["gamma"]))
+        method = Correction(method, int(values["gamma"]), spread=bool(values["spread"]))
     shortest = int(values.get("min_tokens", 0))
     if shortest > 0:
         method = DenseWhenShort(method, Composition(None, DenseExecutor()), shortest)

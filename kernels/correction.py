@@ -39,18 +39,20 @@ class CorrectionState:
 
 
 class Correction:
-    """Equations 4, 6 and 7, with the dense end of appendix C. Equation 5 (dense rows alone) is not here.
+    """Equations 4 to 7, with the dense end of appendix C.
 
-    Every gamma-th row, by absolute position, is dense. Its difference to the sparse row is added to it and to
-    the gamma - 1 rows behind it. The prompt's last whole block and the rows after it are dense. Any chunking
-    gives the same result.
+    Every gamma-th row, by absolute position, is dense. Its difference to the sparse row is added to it and,
+    with `spread`, to the gamma - 1 rows behind it (equations 6 and 7). Without, the dense rows stand among
+    sparse ones (equation 5, the paper's "recompute"). The prompt's last whole block and the rows after it are
+    dense. Any chunking gives the same result.
     """
 
-    def __init__(self, inner: Attention, gamma: int) -> None:
+    def __init__(self, inner: Attention, gamma: int, *, spread: bool = True) -> None:
         if gamma < 1:
             raise KernelInputError(f"correction: gamma {gamma} is less than 1")
         self.inner = inner
         self.gamma = gamma
+        self.spread = spread
 
     def new_state(self, spec: StateSpec) -> CorrectionState:
         shape = (spec.batch, spec.q_heads, spec.head_dim)
@@ -73,7 +75,9 @@ class Correction:
         first, tail = -x.q_start % self.gamma, self._tail_begin(x)
         strided_BHRD, last_BHRD = dense_rows(x, first, self.gamma, tail)
         body_BHTD = out_BHTD[:, :, :tail]
-        if tail > 0:
+        if not self.spread:
+            body_BHTD[:, :, first :: self.gamma] = strided_BHRD
+        elif tail > 0:
             carried_BHD = state.carried_BHD
             state.carried_BHD = add_differences(body_BHTD, strided_BHRD, carried_BHD, first, self.gamma)
         out_BHTD[:, :, tail:] = last_BHRD

@@ -88,14 +88,14 @@ def mixed_attention(
     return out_BHTD
 
 
-def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int) -> torch.Tensor:
-    """The Δ correction of a whole prompt's sparse_BHTD, row by row."""
+def corrected(x: AttentionInput, sparse_BHTD: torch.Tensor, gamma: int, *, spread: bool) -> torch.Tensor:
+    """The Δ correction of a whole prompt's sparse_BHTD, row by row. spread: equation 6; else equation 5."""
     dense_BHTD = reference_attention(x)
     out_BHTD = sparse_BHTD.clone()
     for row in range(out_BHTD.shape[2]):
         anchor = row // gamma * gamma
         if row >= (x.prompt_tokens // BLOCK - 1) * BLOCK:
             out_BHTD[:, :, row] = dense_BHTD[:, :, row]
-        else:
+        elif spread or row == anchor:
             out_BHTD[:, :, row] += dense_BHTD[:, :, anchor] - sparse_BHTD[:, :, anchor]
     return out_BHTD

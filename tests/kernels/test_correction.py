@@ -65,11 +65,12 @@ def in_chunks(method: Correction, x: AttentionInput, cuts: list[int]) -> torch.T
 
 @pytest.mark.parametrize("gamma", [1, 48, 64, 200])
 @pytest.mark.parametrize("tokens", [640, 600])
-def test_definition_and_chunks(tokens: int, gamma: int) -> None:
+@pytest.mark.parametrize("spread", [True, False])
+def test_definition_and_chunks(tokens: int, gamma: int, spread: bool) -> None:
     x = random_input(tokens, q_heads=3, kv_heads=1, head_dim=16)
     noise = Noise(x)
-    method = Correction(noise, gamma)
-    expected = corrected(x, noise.out_BHTD, gamma)
+    method = Correction(noise, gamma, spread=spread)
+    expected = corrected(x, noise.out_BHTD, gamma, spread=spread)
     for cuts in ([], [128], [256, 384, 512]):
         assert_rows_close(in_chunks(method, x, cuts), expected)
 

@@ -79,7 +79,7 @@ def test_defaults_are_within_their_bounds_and_build(name: str) -> None:
     assert spec.module.startswith("deltafront.kernels.") and not spec.correction
     build(spec)
     corrected = method_spec(f"{name}+delta", {"gamma": 32})
-    assert corrected.correction and corrected.values == {**given, "gamma": 32}
+    assert corrected.correction and corrected.values == {**given, "gamma": 32, "spread": True}
     build(corrected)
 
 
