@@ -171,5 +171,5 @@ class CorrectionOptions:
 
     gamma: int = option(64, 1, 4096, "every gamma-th query row is computed densely")
     spread: bool = option(
-        True, 0, 1, "add a dense row's difference to the rows behind it; 0: to itself alone"
+        True, 0, 1, "add a dense row's difference to the rows behind it; 0: not"
     )
