@@ -15,9 +15,10 @@ its answer densely.
 question is asked by itself, over the document in which the N blocks that it looks at most have been computed
 again with dense attention. Its density counts these tiles, a question's mean; its time them and finding the
 blocks, a question's median, which stands beside it. The document's tail is the method's own.
---decode (Δ-layers, page budget, recency): answers decoded with page selection after dense prefill, and by
-full decode; how many are as full decode's, as `density` the share of its pages read, all layers counted, and
-the time of page selection and attention in all layers of a step of all questions; KL of the answers' tokens.
+--decode (Δ-layers, page budget, recency; or quest:BUDGET, a baseline whose time says nothing): answers
+decoded with page selection after dense prefill, and by full decode; how many are as full decode's, as
+`density` the share of its pages read, all layers counted, and the time of page selection and attention in all
+layers of a step of all questions; KL of the answers' tokens.
 A table says which are on the Pareto front of time, exact answers and log-probability.
 --quantisation fp8: every method, dense among them, once more with the layers quantised; it is compared with
 dense in --dtype.
@@ -283,7 +284,7 @@ def _arguments() -> argparse.Namespace:
     add("--tasks", type=told(_task), nargs="+", default=[("needles", 16)], metavar="TASK:COUNT")
     add("--methods", type=told(known_method), nargs="+", default=["dpxa"])
     add("--recompute", type=int, nargs="+", default=[], metavar="BLOCKS", help="for each question by itself")
-    add("--decode", nargs="+", default=[], metavar="LAYERS:BUDGET[:RECENCY]")
+    add("--decode", nargs="+", default=[], metavar="LAYERS:BUDGET[:RECENCY]|quest:BUDGET")
     add("--questions-in-prompt", action="store_true", help="each ends a prompt, instead of a session's")
     add("--decode-questions", type=int, default=40)
     add("--gate", type=told(parse_gate), nargs="+", default=[], metavar="METHOD:FIGURE>=NUMBER,…")

@@ -1,4 +1,5 @@
-"""DELTA's page selection while answers are decoded: all questions on a document as rows of one batch.
+"""Page selection while answers are decoded, DELTA's or Quest's: all questions on a document are rows of one
+batch.
 
 The rows share the document's whole pages; each has pages of its own for the document's last, unfilled page,
 its question and its answer. The question is read densely, as a session's is; then every row steps at once,
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from deltafront.benchmarks.accuracy.predictions import predicted
+from deltafront.benchmarks.accuracy.quest import QuestAttention, QuestPlan
 from deltafront.benchmarks.accuracy.questions import Answered, ask, padded
 from deltafront.benchmarks.reader import Reader
 from deltafront.workers.calibration.probes import Question
@@ -53,12 +55,18 @@ class _Steps:
     milliseconds: float
 
 
-def parse_selection(given: str, layers: int) -> LayerPlan:
-    """`8,14,18,20,21:256` or `…:256:8`: Δ-layers, page budget, recency. Raises ValueError."""
+Selection = LayerPlan | QuestPlan
+
+
+def parse_selection(given: str, layers: int) -> Selection:
+    """`8,14,18,20,21:256` or `…:256:8`: Δ-layers, page budget, recency. `quest:256`: Quest's, with this
+    budget. Raises ValueError."""
     delta_layers, *numbers = given.split(":")
+    if delta_layers == "quest" and len(numbers) == 1 and int(numbers[0]) > 0:
+        return QuestPlan(layers, int(numbers[0]))
     chosen = tuple(int(layer) for layer in delta_layers.split(","))
     if not 1 <= len(numbers) <= 2:
-        raise ValueError(f"no page selection {given!r}: LAYER,LAYER…:BUDGET[:RECENCY]")
+        raise ValueError(f"no page selection {given!r}: LAYER,LAYER…:BUDGET[:RECENCY] or quest:BUDGET")
     budget, recency = [*map(int, numbers), DecodeConfig.recency][:2]
     config = DecodeConfig(full_layers=(), delta_layers=chosen, page_budget=budget, recency=recency)
     return plan_layers(config, layers)
@@ -121,7 +129,7 @@ class AnswerDecoder:
         self._cache.write_rows(layer, pages_T, slots_T, k_RLGD.flatten(0, 1), v_RLGD.flatten(0, 1))
 
     @torch.inference_mode()
-    def decode(self, plan: LayerPlan | None) -> Decoded:
+    def decode(self, plan: Selection | None) -> Decoded:
         """Answers by this page selection; None: with every page."""
         forced = self._full if plan is None else self._decode(plan, forced=True)
         greedy = self._greedy if plan is None else self._decode(plan, forced=False)
@@ -144,7 +152,7 @@ class AnswerDecoder:
         return (torch.arange(int(steps_R.max()))[:, None] < steps_R).to(self._reader.stack.device)
 
     @torch.inference_mode()
-    def _decode(self, plan: LayerPlan | None, *, forced: bool) -> _Steps:
+    def _decode(self, plan: Selection | None, *, forced: bool) -> _Steps:
         """plan: None is full decode. forced: each step is given the right token, not the likeliest."""
         stack, questions = self._reader.stack, self._questions
         device, steps = stack.device, max(len(q.gold) for q in questions) - 1
@@ -171,13 +179,22 @@ class AnswerDecoder:
         share, milliseconds = read / held, statistics.median(spent)
         return _Steps(torch.stack(hiddens), torch.stack(logps), torch.stack(bests), share, milliseconds)
 
-    def _step(self, plan: LayerPlan, selects: bool, positions_R: torch.Tensor) -> StepAttention:
+    def _step(
+        self, plan: Selection, selects: bool, positions_R: torch.Tensor
+    ) -> StepAttention | QuestAttention:
         lengths_R = (positions_R + 1).to(torch.int32)
         rows = BatchRows(self._table_RP, lengths_R, torch.ones_like(lengths_R) if selects else None)
-        return StepAttention(plan, rows, self._reader.stack.config.head_dim**-0.5)
+        scale = self._reader.stack.config.head_dim**-0.5
+        if isinstance(plan, QuestPlan):
+            return QuestAttention(plan, rows, scale)
+        return StepAttention(plan, rows, scale)
 
     def _forward(
-        self, ids_R: torch.Tensor, positions_R: torch.Tensor, attention: StepAttention, timer: PhaseTimer
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        attention: StepAttention | QuestAttention,
+        timer: PhaseTimer,
     ) -> torch.Tensor:
         def attend(layer: int, q_RHD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
             self._write(layer, self._table_RP, positions_R[:, None], k_RGD[:, None], v_RGD[:, None])

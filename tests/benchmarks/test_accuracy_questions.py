@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from deltafront.benchmarks.accuracy import questions as batched
 from deltafront.benchmarks.accuracy.decode import AnswerDecoder, parse_selection
 from deltafront.benchmarks.accuracy.predictions import perplexity
+from deltafront.benchmarks.accuracy.quest import QuestAttention, QuestPlan
 from deltafront.benchmarks.accuracy.questions import (
     Answered,
     ask,
@@ -28,7 +29,7 @@ from deltafront.kernels.methods import MethodError
 from deltafront.service.config import load
 from deltafront.workers.calibration.probes import Question
 from deltafront.workers.calibration.sensitivity import divergence
-from deltafront.workers.decode.page_selection import plan_layers
+from deltafront.workers.decode.page_selection import BatchRows, plan_layers
 from deltafront.workers.model.decoder.load import load_stack
 from deltafront.workers.model.directory.model_config import read_config
 from deltafront.workers.model.weights.stack_weights import StackSpec
@@ -163,7 +164,7 @@ def decoder(reader: Reader, asked: list[Question]) -> AnswerDecoder:
     return AnswerDecoder(reader, asked)
 
 
-@pytest.mark.parametrize("given", ["1,3:999:8", None])
+@pytest.mark.parametrize("given", ["1,3:999:8", "quest:999", None])
 def test_every_page_selected_is_full_decode(
     reader: Reader, decoder: AnswerDecoder, asked: list[Question], given: str | None
 ) -> None:
@@ -191,7 +192,29 @@ def test_few_pages_are_a_smaller_share(reader: Reader, decoder: AnswerDecoder, a
     assert few.kl > 1e-3
 
 
-@pytest.mark.parametrize("given", ["8,14", "1:16:8:2", "1,3:4:9", "7:16"])
+def test_quest_reads_the_pages_of_the_largest_bounds(
+    reader: Reader, decoder: AnswerDecoder, asked: list[Question]
+) -> None:
+    """By the paper's definition, one head after the other; few pages are a smaller share."""
+    generator = torch.Generator().manual_seed(5)
+    q_HD, k_SHD, v_SHD = (torch.randn(*n, 8, generator=generator) for n in ((3,), (75, 3), (75, 3)))
+    rows = BatchRows(torch.arange(5)[None].int(), torch.tensor([75]), None)
+    found_HD = QuestAttention(QuestPlan(5, 2), rows, 0.3)._attend_row(q_HD, k_SHD, v_SHD)
+    for h in range(3):
+        pages = [range(first, min(first + 16, 75)) for first in range(0, 75, 16)]
+        bounds = [
+            sum(max(float(q_HD[h, d] * k_SHD[s, h, d]) for s in page) for d in range(8)) for page in pages
+        ]
+        best = max(range(4), key=bounds.__getitem__)
+        read = [*pages[best], *pages[4]]
+        weights = (k_SHD[read, h] @ q_HD[h] * 0.3).softmax(0)
+        torch.testing.assert_close(found_HD[h], weights @ v_SHD[read, h])
+        assert all(bounds[n] >= float(k_SHD[s, h] @ q_HD[h]) for n in range(5) for s in pages[n])
+    few = decoder.decode(parse_selection("quest:4", 5))
+    assert few.share == pytest.approx((2 + 3 * 4 / 27) / 5, abs=0.01) and few.kl > 1e-3
+
+
+@pytest.mark.parametrize("given", ["8,14", "1:16:8:2", "1,3:4:9", "7:16", "quest:0", "quest:1:2"])
 def test_refused_page_selections(given: str) -> None:
     with pytest.raises(ValueError):
         parse_selection(given, 5)
