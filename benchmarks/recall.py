@@ -27,8 +27,14 @@ from torch.nn import functional
 
 from ..kernels.constants import BLOCK
 from ..kernels.interface import AttentionInput, no_phase
-from ..kernels.options import AnchorsOptions, AntidiagonalOptions, BlockPoolOptions, NaiveOptions
-from ..kernels.selectors.anchors.selector import AnchorsSelector
+from ..kernels.options import (
+    AnchorsOptions,
+    AntidiagonalOptions,
+    BlockPoolOptions,
+    NaiveOptions,
+    ThesisAnchorsOptions,
+)
+from ..kernels.selectors.anchors.selector import AnchorsSelector, ThesisAnchorsSelector
 from ..kernels.selectors.grouped.antidiagonal import AntidiagonalSelector
 from ..kernels.selectors.grouped.block_pool import BlockPoolSelector
 from ..kernels.selectors.grouped.naive import NaiveSelector
@@ -52,15 +58,10 @@ ESTIMATORS: dict[str, Callable[[], ScoredSelector]] = {
     "dpxa_not_relaxed": lambda: AnchorsSelector(_OURS, k_relax=None),
     "dpxa_cells": lambda: AnchorsSelector(_OURS, row_normalised=False),
     "dpxa_unweighted": lambda: AnchorsSelector(_OURS, weighted=False),
-    "dpxa_thesis": lambda: AnchorsSelector(
-        replace(_OURS, q_anchors=BLOCK, k_anchors=BLOCK),
-        k_relax=None,
-        weighted=False,
-        row_normalised=False,
-    ),
+    "dpxa_thesis": lambda: ThesisAnchorsSelector(ThesisAnchorsOptions(tau=0.9)),
 }
 """dpxa: as served. The others change one thing of it, dpxa_means two (what it was before); dpxa_thesis is
-the thesis's form: every anchor of both sides, unweighted, cells of a block sharing one normaliser."""
+the thesis's form (`ThesisAnchorsSelector`)."""
 
 
 @dataclass(frozen=True)

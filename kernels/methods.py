@@ -25,6 +25,7 @@ from .options import (
     NaiveOptions,
     Option,
     StreamingOptions,
+    ThesisAnchorsOptions,
     Value,
     options_of,
 )
@@ -235,6 +236,14 @@ def _register_own() -> None:
         f"{selectors}.anchors.selector:AnchorsSelector",
         sparse,
         source="DeltaAttention section 4.3, with the changes of docs/decisions/0003",
+        from_keys=True,
+    )
+    register(
+        "dpxa_thesis",
+        ThesisAnchorsOptions,
+        f"{selectors}.anchors.selector:ThesisAnchorsSelector",
+        sparse,
+        source="DeltaAttention section 4.3",
         from_keys=True,
     )
     register(

@@ -143,6 +143,14 @@ class AnchorsOptions(ScoredOptions):
 
 
 @dataclass(frozen=True)
+class ThesisAnchorsOptions(ScoredOptions):
+    """DPXA as DeltaAttention section 4.3 has it. Every anchor of both sides counts, once; a query block's
+    scores share one sum."""
+
+    cos: float = option(0.75, -1.0, 1.0, "cosine at or above which a row joins its anchor's run")
+
+
+@dataclass(frozen=True)
 class DeltaKVOptions:
     """DeltaAttention section 4.1. Its packed rows are the anchors' own (`means=0`), its distance Euclidean or
     cosine (Table 3)."""

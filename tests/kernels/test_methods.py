@@ -37,6 +37,7 @@ OWN = {
     "delta_xattention",
     "dense",
     "dpxa",
+    "dpxa_thesis",
     "naive",
     "streaming",
     "xattention",

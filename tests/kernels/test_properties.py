@@ -28,7 +28,7 @@ OWN = [name for name in PRESETS if PRESETS[name].form.__module__.startswith("del
 """Without what other tests have registered from outside the package."""
 METHODS = [name for name in OWN if not reads_whole_prompts(name)]
 SELECTING = [name for name in METHODS if PRESETS[name].selector is not None]
-SCORED = ("xattention", "dpxa", "naive", "block_pool", "delta_xattention")
+SCORED = ("xattention", "dpxa", "dpxa_thesis", "naive", "block_pool", "delta_xattention")
 """Those that choose by a score, with any of the rules."""
 OUTSIDE: dict[str, Value] = {"outside": True, "sink": 129, "window": 129}
 FORMS: dict[str, dict[str, Value]] = {
@@ -56,7 +56,7 @@ LEAN: dict[str, dict[str, Value]] = {
 FULL: dict[str, dict[str, Value]] = {
     "streaming": {"window": 1 << 20},
     "delta_kv": {"cos": 1.0},
-    **{name: {"tau": 1.0} for name in ("xattention", "dpxa", "naive", "block_pool")},
+    **{name: {"tau": 1.0} for name in ("xattention", "dpxa", "dpxa_thesis", "naive", "block_pool")},
     "delta_xattention": {"tau": 1.0, "exact_share": 1.0},
     **{name: {"share": 1.0} for name in FORMS if name.endswith(" share")},
 }

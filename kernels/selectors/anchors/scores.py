@@ -189,10 +189,13 @@ _SCORE = {
     **dict.fromkeys(("first_row_block", "slab_blocks"), "i32"),
 }
 _OURS = {"Q_SLOTS": 8, "K_SLOTS": 32, "WEIGHTED": True, "X": _TILE, "W": 4, "STAGES": 2}
+_THESIS = {"Q_SLOTS": BLOCK, "K_SLOTS": BLOCK, "WEIGHTED": False, "X": _TILE, "W": 1, "STAGES": 2}
 
 COMPILE_CASES = [
     (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
     (_score_kernel, _SCORE, {"D": 128, **_OURS, "DIAGONAL": True}),
     (_score_kernel, _SCORE, {"D": 64, **_OURS, "DIAGONAL": False}),
     (_score_kernel, _SCORE, {"D": 128, **_OURS, "Q_SLOTS": 32, "K_SLOTS": 64, "DIAGONAL": False}),
+    (_score_kernel, _SCORE, {"D": 128, **_THESIS, "DIAGONAL": False}, {"num_warps": 8, "maxnreg": 128}),
+    (_score_kernel, _SCORE, {"D": 128, **_THESIS, "DIAGONAL": True}),
 ]

@@ -8,7 +8,7 @@ import torch
 
 from ...constants import BLOCK
 from ...interface import AttentionInput, KernelInputError, Phase, StateSpec
-from ...options import AnchorsOptions
+from ...options import AnchorsOptions, ThesisAnchorsOptions
 from ..scored import ScoredSelector, ScoredState, SlabSums
 from .cpu import cpu_scores, cpu_summarise
 from .form import AnchorSettings, BlockAnchors, Representative, SideSettings
@@ -27,8 +27,7 @@ class KeyAnchors(ScoredState):
 
 
 class AnchorsSelector(ScoredSelector):
-    """The keyword arguments are benchmarks' (`benchmarks.recall`): the thesis has 128 anchors a side, k_relax
-    None, weighted and row_normalised False."""
+    """The keyword arguments are for ablations (`benchmarks.recall`), and for the thesis's form."""
 
     name = "anchors"
 
@@ -92,6 +91,14 @@ class AnchorsSelector(ScoredSelector):
         return self.form.q.cap, lambda first, blocks: score_sums(
             x, queries, state.table, self.form, first, blocks
         )
+
+
+class ThesisAnchorsSelector(AnchorsSelector):
+    """The thesis's form: every anchor has a slot, and the cells of a query block share one sum."""
+
+    def __init__(self, options: ThesisAnchorsOptions) -> None:
+        ours = AnchorsOptions(**vars(options), q_anchors=BLOCK, k_anchors=BLOCK)
+        super().__init__(ours, k_relax=None, weighted=False, row_normalised=False)
 
 
 def _first_missing(x: AttentionInput, state: KeyAnchors) -> int:

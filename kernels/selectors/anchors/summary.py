@@ -218,5 +218,6 @@ COMPILE_CASES = [
     (_fill_kernel, _FILL, {"D": 128, **_KEYS}),
     (_fill_kernel, {**_FILL, "vector_ptr": "*fp8e4nv"}, {"D": 128, **_KEYS, "MEAN": False}),
     (_fill_kernel, _FILL, {"D": 128, **_KEYS, "CAP": 64, "SLOTS": 64}),
+    (_fill_kernel, _FILL, {"D": 128, "CAP": BLOCK, "SLOTS": BLOCK, "LEVELS": 1, "MEAN": False}),
     (_fill_kernel, _FILL, {"D": 64, "CAP": 8, "SLOTS": 16, "LEVELS": 1, "MEAN": False}),
 ]

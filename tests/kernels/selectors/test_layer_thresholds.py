@@ -18,7 +18,7 @@ from deltafront.kernels.testing import spec_of, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THRESHOLDS = {0: (0.7, 0.7, 0.7), 3: (0.3, 0.6, 0.9), 7: (1.0, 0.5, 0.2)}
-SCORED = ["block_pool", "delta_xattention", "dpxa", "naive", "xattention"]
+SCORED = ["block_pool", "delta_xattention", "dpxa", "dpxa_thesis", "naive", "xattention"]
 
 
 def thresholds_of(layer: int, _tokens: int) -> tuple[float, ...]:
