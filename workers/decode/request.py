@@ -159,5 +159,11 @@ class DecodeRequest:
         assert self.ended is not None
         reason, message = self.ended
         self.events.put_nowait(
-            FinishEvent(self.request_id, reason, self.produced, self.times.report(), message)
+            FinishEvent(
+                request_id=self.request_id,
+                reason=reason,
+                completion_tokens=self.produced,
+                report=self.times.report(),
+                message=message,
+            )
         )

@@ -38,13 +38,13 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
     most = max(1, PIECE_BYTES // token_bytes)
     for layer in cache.layers:
         for start in range(0, tokens, most):
-            yield KVRange(request_id, layer, start, min(most, tokens - start))
+            yield KVRange(request_id=request_id, layer=layer, start=start, tokens=min(most, tokens - start))
 
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
     """Copy a piece on the decode worker. Raises KVCacheError for tokens that the pages do not hold."""
     k_TGD, v_TGD = cache.read(wanted.layer, pages, wanted.start, wanted.tokens)
-    return HostKV(as_numpy(k_TGD), as_numpy(v_TGD))
+    return HostKV(k=as_numpy(k_TGD), v=as_numpy(v_TGD))
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,7 +55,9 @@ def pages_of(pages: int, positions: int = 4096) -> PageManager:
 
 
 def reserve(pages: PageManager, prompt: int, new: int, **more: Any) -> RequestPages:
-    answer = pages.reserve(Reservation("r", "me", prompt, new, **more), now=0.0)
+    answer = pages.reserve(
+        Reservation(request_id="r", owner="me", prompt_tokens=prompt, max_tokens=new, **more), now=0.0
+    )
     assert isinstance(answer, RequestPages), answer
     return answer
 
@@ -136,7 +138,10 @@ def test_too_large_counts_the_copy_of_a_sessions_last_page() -> None:
     session = pages.hand_over(first, 40, "me", 10.0, now=0.0)
     first.end()
     assert isinstance(reserve(pages, 1, 7, session_id=session.session_id), RequestPages)
-    refused = pages.reserve(Reservation("r", "me", 1, 8, session.session_id), now=0.0)
+    refused = pages.reserve(
+        Reservation(request_id="r", owner="me", prompt_tokens=1, max_tokens=8, session_id=session.session_id),
+        now=0.0,
+    )
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.TOO_LARGE
 
 
@@ -162,7 +167,17 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
     for prompt, new, keep, at, end in steps:
         session = known[at % len(known)] or None
         keep_tokens = prompt if keep and session is None else 0
-        answer = pages.reserve(Reservation("r", "me", prompt, new, session, keep_tokens), now)
+        answer = pages.reserve(
+            Reservation(
+                request_id="r",
+                owner="me",
+                prompt_tokens=prompt,
+                max_tokens=new,
+                session_id=session,
+                keep_tokens=keep_tokens,
+            ),
+            now,
+        )
         now += 1.0
         if isinstance(answer, Refused):
             continue

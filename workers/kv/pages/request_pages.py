@@ -130,13 +130,13 @@ class PageManager:
             session = self.sessions.find(reservation.session_id, reservation.owner, now)
             if session is None:
                 message = f"session {reservation.session_id} does not exist or has expired"
-                return Refused(RefusalReason.NO_SESSION, message)
+                return Refused(reason=RefusalReason.NO_SESSION, message=message)
         before = self._before(reservation, session)
         total = before + reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
         if total > self._positions:
             return Refused(
-                RefusalReason.POSITIONS,
-                f"{before} session tokens, {reservation.prompt_tokens} prompt tokens and "
+                reason=RefusalReason.POSITIONS,
+                message=f"{before} session tokens, {reservation.prompt_tokens} prompt tokens and "
                 f"{reservation.max_tokens} new tokens exceed the model's {self._positions} positions",
                 tokens_left=max(0, self._positions - (total - reservation.max_tokens)),
             )
@@ -168,14 +168,18 @@ class PageManager:
         least = pages_for(total, size) + spare + own + (1 if before % size else 0)
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
-            return Refused(RefusalReason.TOO_LARGE, message, least, self.pool.free)
+            return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=least, free=self.pool.free)
         if behind:
             message = f"{behind} reservations wait for KV pages already"
-            return Refused(RefusalReason.PAGES, message, fresh + spare + own, self.pool.free)
+            return Refused(
+                reason=RefusalReason.PAGES, message=message, needed=fresh + spare + own, free=self.pool.free
+            )
         try:
             taken = self.pool.allocate(fresh + spare + own)
         except OutOfPages as error:
-            return Refused(RefusalReason.PAGES, str(error), error.needed, error.free)
+            return Refused(
+                reason=RefusalReason.PAGES, message=str(error), needed=error.needed, free=error.free
+            )
         self.pool.share(shared)
         table, spares = shared + taken[:fresh], taken[fresh : fresh + spare]
         held = RequestPages(self.pool, table, before, spares, own=taken[fresh + spare :])

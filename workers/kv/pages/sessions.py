@@ -29,7 +29,7 @@ class KeptSession:
 
     @property
     def told(self) -> Session:
-        return Session(self.session_id, self.expires, self.tokens)
+        return Session(session_id=self.session_id, expires=self.expires, tokens=self.tokens)
 
 
 class SessionsTable:
@@ -98,7 +98,7 @@ class SessionsTable:
             if session.owner == owner and session.expires > now:
                 tokens = self._pool.page_tokens * shared_links(session.chain, chain)
                 if tokens > (best.tokens if best else 0):
-                    best = Prefix(session.session_id, tokens)
+                    best = Prefix(session_id=session.session_id, tokens=tokens)
         return best
 
     def release(self, session_id: str, owner: str, now: float) -> bool:
