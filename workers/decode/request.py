@@ -24,7 +24,7 @@ from .times import RequestTimes
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class DecodeRequest:
     """One request, which `DecodeRequests` keeps and engine and scheduler move on.
 

@@ -19,7 +19,7 @@ PageCopy = tuple[int, int]
 """Source and target."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RequestPages:
     """A request's page table, and a spare page for a kept session's partly filled last page.
 
@@ -182,7 +182,9 @@ class PageManager:
             )
         self.pool.share(shared)
         table, spares = shared + taken[:fresh], taken[fresh : fresh + spare]
-        held = RequestPages(self.pool, table, before, spares, own=taken[fresh + spare :])
+        held = RequestPages(
+            pool=self.pool, table=table, session_tokens=before, spare=spares, own=taken[fresh + spare :]
+        )
         if session is not None:
             held.session_ids = session.ids[: before * ID_BYTES]
         if session is not None and before % size:

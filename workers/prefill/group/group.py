@@ -131,6 +131,7 @@ class ControllerActor(Leaving):
         name: str,
         stages: Sequence[Any],
         config: PrefillConfig,
+        *,
         nodes: tuple[str, ...],
         work: ModelWork | None,
         pairing: str,
@@ -231,8 +232,8 @@ class PrefillGroup(Replica):
             rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
             ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
         nodes, work = tuple(dict.fromkeys(node for node, _ in loaded)), loaded[0][1]
-        pair = pairing(model, handoff)
-        self._start_head(ControllerActor, 0, 0, 0, stages, config, nodes, work, pair, spans)
+        about = {"nodes": nodes, "work": work, "pairing": pairing(model, handoff), "spans": spans}
+        self._start_head(ControllerActor, 0, 0, 0, stages, config, **about)
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:

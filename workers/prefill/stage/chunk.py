@@ -14,7 +14,7 @@ from ...messages.stages import ChunkCommand, ChunkReport
 from .phases import PhaseTimer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ChunkWork:
     """A chunk, its timer and its sums.
 
