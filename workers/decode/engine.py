@@ -281,7 +281,7 @@ class DecodeEngine:
             request.selects_pages = self._plan.selects_pages(job.page_selection, self._config.page_selection)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
-            self._manager.prepare_keep(request.pages, job.keep_tokens)
+            self._manager.prepare_session(request.pages, job.keep_tokens)
         except (ValueError, OutOfPages) as error:
             request.close(FinishReason.FAILED, str(error))
             return
@@ -296,7 +296,7 @@ class DecodeEngine:
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
             owner = request.reservation.owner
-            kept = self._manager.keep(
+            kept = self._manager.keep_session(
                 request.pages,
                 job.keep_tokens,
                 owner,
@@ -336,7 +336,7 @@ class DecodeEngine:
             expired = reason is FinishReason.DEADLINE
             return Refused(reason=RefusalReason.DEADLINE, message=message) if expired else missing
         tokens, owner = request.reservation.prompt_tokens, request.reservation.owner
-        session = self._manager.hand_over(
+        session = self._manager.keep_session(
             request.pages, tokens, owner, job.ttl_s, self._wall(), chain=job.chain, ids=ids
         )
         request.close(FinishReason.STOP, "")

@@ -192,15 +192,15 @@ class PageManager:
             self.pool.share(session.pages[-1:])
         return held
 
-    def prepare_keep(self, held: RequestPages, tokens: int) -> None:
-        """Make sure that `keep` cannot fail, and name the page to copy first. Raises OutOfPages where none
-        was reserved."""
+    def prepare_session(self, held: RequestPages, tokens: int) -> None:
+        """Make sure that `keep_session` cannot fail for a request that goes on, and name the page to copy
+        first. Raises OutOfPages where none was reserved."""
         full, rest = divmod(tokens, self.pool.page_tokens)
         if rest:
             held.spare = held.spare or self.pool.allocate(1)
             held.copy_out = (held.taken[full], held.spare[0])
 
-    def keep(
+    def keep_session(
         self,
         held: RequestPages,
         tokens: int,
@@ -211,31 +211,19 @@ class PageManager:
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
-        """Make a session of the first `tokens` tokens of a request that goes on. Full pages are shared, and
-        the copied one changes hands."""
-        shared = held.taken[: tokens // self.pool.page_tokens]
+        """Make a session of a request's first `tokens` tokens.
+
+        Full pages are shared. If the request goes on, `prepare_session` comes first, and the copy of the
+        partly filled page changes hands. If it ends here, that page itself is shared.
+        """
+        size = self.pool.page_tokens
         copied = () if held.copy_out is None else held.copy_out[1:]
+        shared = held.taken[: tokens // size if copied else pages_for(tokens, size)]
         session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain=chain, ids=ids)
         self.pool.share(shared)
         if copied:
             held.spare, held.copy_out = (), None
         return session
-
-    def hand_over(
-        self,
-        held: RequestPages,
-        tokens: int,
-        owner: str,
-        ttl_s: float,
-        now: float,
-        *,
-        chain: bytes = b"",
-        ids: bytes = b"",
-    ) -> KeptSession:
-        """Make a session of the first `tokens` tokens of a request that ends here."""
-        pages = held.table[: pages_for(tokens, self.pool.page_tokens)]
-        self.pool.share(pages)
-        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain=chain, ids=ids)
 
 
 def _check_counts(reservation: Reservation) -> None:
