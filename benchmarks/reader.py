@@ -32,7 +32,7 @@ from deltafront.workers.settings import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ModelSpec(
-    "smollm2-135m-instruct",
+    path="smollm2-135m-instruct",
     adapter=str(ROOT / "deploy" / "models" / "smollm2-135m-128k"),
     rope_theta=8e6,
     max_position_embeddings=131_072,

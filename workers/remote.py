@@ -204,12 +204,14 @@ def failure_of(error: RayError) -> Failure:
 # --- starting -------------------------------------------------------------------------------------------
 
 
-def start_actor(actor_class: Any, cpus: float, gpus: float, options: dict[str, Any], *arguments: Any) -> Any:
+def start_actor(
+    actor_class: Any, cpus: float, gpus: float, options: dict[str, Any], *arguments: Any, **named: Any
+) -> Any:
     """Start an actor of a class that `hosts` has completed. Ray never restarts it."""
     commanded = Form.COMMAND in actor_class.forms.values()
     lanes = {"concurrency_groups": _THREADS} if commanded else {"max_concurrency": _CALLS}
     made = ray.remote(max_restarts=0, **lanes)(actor_class)
-    return made.options(num_cpus=cpus, num_gpus=gpus, **options).remote(*arguments)
+    return made.options(num_cpus=cpus, num_gpus=gpus, **options).remote(*arguments, **named)
 
 
 def placement_of(cpus: float, gpus: float, actors: int) -> tuple[list[dict[str, float]], str]:

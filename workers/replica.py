@@ -104,11 +104,13 @@ class Replica:
         self._actors.append(start_actor(actor_class, cpus, gpus, self._where(bundle), *arguments))
         return self._actors[-1]
 
-    def _start_head(self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any) -> None:
+    def _start_head(
+        self, actor_class: Any, bundle: int, cpus: float, gpus: float, *arguments: Any, **named: Any
+    ) -> None:
         """Start the actor that doors find. Its name is new each time, as Ray may still know the old one."""
         self.name = self._prefix + secrets.token_hex(4)
         options = {"name": self.name, "namespace": NAMESPACE, **self._where(bundle)}
-        self.head = start_actor(actor_class, cpus, gpus, options, self.name, *arguments)
+        self.head = start_actor(actor_class, cpus, gpus, options, self.name, *arguments, **named)
         self._actors.append(self.head)
 
     def _where(self, bundle: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ WarmedUp = Annotated[
 """A method's name, or methods with options."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model, and changes to it.
 

@@ -107,7 +107,12 @@ def calibrate_command(
         directory = model_directory(model)
         kind = cast(Dtype, dtype)  # checked when it loads
         spec = ModelSpec(
-            str(directory), adapter, kind, rope_theta, positions, profile=str(profile) if add else None
+            path=str(directory),
+            adapter=adapter,
+            dtype=kind,
+            rope_theta=rope_theta,
+            max_position_embeddings=positions,
+            profile=str(profile) if add else None,
         )
         whole = load_profile(spec)
         asked = _method(method, option)
@@ -127,7 +132,9 @@ def calibrate_command(
             decode = pages | {"delta_layers": found.delta_layers, "page_budget": serving_budget or budget}
             whole = Profile(
                 format=1,
-                model=ProfiledModel(name=shown_name(ModelSpec(model, adapter)), digest=model_digest(spec)),
+                model=ProfiledModel(
+                    name=shown_name(ModelSpec(path=model, adapter=adapter)), digest=model_digest(spec)
+                ),
                 texts=texts,
                 prefill=(),
                 decode=DecodePages.model_validate(decode),

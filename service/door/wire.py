@@ -343,7 +343,11 @@ def _session(session: Session) -> pb.Session:
 
 
 def _read_session(message: pb.Session) -> Session:
-    return Session(message.session_id, message.expires.ToMicroseconds() / _MICRO, message.tokens)
+    return Session(
+        session_id=message.session_id,
+        expires=message.expires.ToMicroseconds() / _MICRO,
+        tokens=message.tokens,
+    )
 
 
 def _parts(parts: dict[str, float]) -> list[pb.TimingPart]:

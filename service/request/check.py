@@ -254,7 +254,14 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
         raise InvalidArgument(
             "sampling.max_tokens", f"{max_tokens} must be {bounds}; for no answer use Prefill"
         )
-    return Sampling(params.temperature, top_p, params.top_k, params.seed, max_tokens, params.ignore_eos)
+    return Sampling(
+        temperature=params.temperature,
+        top_p=top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        max_tokens=max_tokens,
+        ignore_eos=params.ignore_eos,
+    )
 
 
 def _stop(stops: tuple[str, ...]) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ class FakeClient:
         self.held.add(method)
         density = Density(method, 1.0 if method == "dense" else 0.25)
         yield PrefillFinished(
-            Session(method, time.time() + session_ttl_s, len(prompt)),
-            Usage(len(prompt), 0),
+            Session(session_id=method, expires=time.time() + session_ttl_s, tokens=len(prompt)),
+            Usage(prompt_tokens=len(prompt), completion_tokens=0),
             TIMINGS,
             density,
             "",
@@ -55,9 +55,9 @@ class FakeClient:
         number = append[0]
         wrong = session_id != "dense" and (number == 1 or (number == 2 and page_selection == "delta"))
         for index, token in enumerate([number, number + 1 + wrong][:max_tokens]):
-            yield Token(index, token, -0.1)
+            yield Token(index=index, token_id=token, logprob=-0.1)
         share = 0.5 if page_selection == "delta" else 1.0
-        usage = Usage(len(append), max_tokens)
+        usage = Usage(prompt_tokens=len(append), completion_tokens=max_tokens)
         yield GenerateFinished(FinishReason.LENGTH, "", usage, TIMINGS, Density(), None, share, "")
 
     def release(self, session_id: str) -> None:

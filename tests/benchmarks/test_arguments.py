@@ -88,7 +88,7 @@ def test_a_page_selection_is_refused_before_a_document_is_read(
 
 
 def test_no_more_is_read_than_the_model_has_positions(model: Path) -> None:
-    stack = load_model(ModelSpec(str(model), dtype="float32"), "cpu")
+    stack = load_model(ModelSpec(path=str(model), dtype="float32"), "cpu")
     positions = stack.config.positions
     with pytest.raises(ValueError, match=f"{positions + 1} tokens, but the model has {positions} positions"):
         Reader(stack, positions + 1).read([1] * (positions + 1), "dense", 128)

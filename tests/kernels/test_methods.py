@@ -129,7 +129,7 @@ def test_a_selector_from_outside_serves_a_prompt(outside: str, tmp_path: Path) -
     with pytest.raises(MethodError, match="is not one of"):
         method_spec(outside, {"step": 3})
     directory, ids = make_tiny_model(tmp_path / "model"), random_ids(900)
-    model = ModelSpec(str(directory), dtype="float32")
+    model = ModelSpec(path=str(directory), dtype="float32")
     config = PrefillConfig(stages=2, chunk_tokens=256, cache_tokens=1024)
     seen: list[int] = sys.modules[outside].SEEN_LAYERS
     for step, is_dense in ((1, True), (4, False)):

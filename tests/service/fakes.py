@@ -141,17 +141,23 @@ class FakeGroup(Pausing):
                 if job.request_id in self.cancelled[before:]:
                     raise PrefillFailed("it was cancelled")
                 if job.deadline is not None and time.time() > job.deadline:
-                    yield Refused(RefusalReason.DEADLINE, "too late")
+                    yield Refused(reason=RefusalReason.DEADLINE, message="too late")
                     return
                 done = min(begin + self.chunk_tokens, job.tokens)
                 self.chunks_read.append(done)
-                yield ChunkRead(done, job.tokens, self._report(job, done, time.monotonic() - started))
+                yield ChunkRead(
+                    tokens_done=done,
+                    tokens_total=job.tokens,
+                    so_far=self._report(job, done, time.monotonic() - started),
+                )
             delivered = self._deliver(job.decode_worker, job.request_id, job.token_ids, job.attempt)
             if delivered is not None:
                 await delivered
         finally:
             self._open.pop(job.request_id, None)
-        yield PrefillDone(job.request_id, self._report(job, job.tokens, time.monotonic() - started))
+        yield PrefillDone(
+            request_id=job.request_id, report=self._report(job, job.tokens, time.monotonic() - started)
+        )
 
     def _report(self, job: PrefillJob, done: int, wall: float) -> PrefillReport:
         """Ten tiles a layer, of which each stage has one. Of layer 0 everything is computed, of layer 1 what
@@ -159,14 +165,22 @@ class FakeGroup(Pausing):
         tile = 10 / job.tokens
         read, early = done - job.start, max(0.0, min(done, job.tokens / 2) - job.start)
         stage = {"attention": 0.5 * wall, "scoring": 0.1 * wall, "projection": 0.3 * wall}
-        spent = stage["attention"], stage["scoring"]
-        layers = (read * tile, read * tile), (early * tile, read * tile)
+        density = tuple(
+            LayerDensity(
+                layer=layer,
+                computed=computed * tile,
+                causal=read * tile,
+                attention=stage["attention"],
+                choosing=stage["scoring"],
+            )
+            for layer, computed in enumerate((read, early))
+        )
         return PrefillReport(
             queue=0.0,
             wall=wall,
             critical={**stage, "group_overhead": wall - sum(stage.values())},
             stages=(stage, stage),
-            density=tuple(LayerDensity(layer, *tiles, *spent) for layer, tiles in enumerate(layers)),
+            density=density,
             method=job.method.name,
             sampled_share=0.016,
             handoff_bytes=read * 100,
@@ -184,13 +198,13 @@ class FakeGroup(Pausing):
     async def stats(self) -> GroupStats:
         free, waiting = self.total - sum(self._open.values()), int(self.full_with is not None)
         return GroupStats(
-            self.name,
-            self.total,
-            free,
-            len(self._open),
-            waiting,
-            self.waiting_tokens,
-            self.rate,
+            name=self.name,
+            pages_total=self.total,
+            pages_free=free,
+            running=len(self._open),
+            waiting=waiting,
+            waiting_tokens=self.waiting_tokens,
+            tokens_per_second=self.rate,
             max_waiting=waiting or None,
         )
 
@@ -258,23 +272,34 @@ class FakeDecode(Pausing):
         if reservation.session_id is not None:
             session = self._sessions.get(reservation.session_id)
             if session is None or session[0] != reservation.owner:
-                return Refused(RefusalReason.NO_SESSION, "no such session")
+                return Refused(reason=RefusalReason.NO_SESSION, message="no such session")
             before = reservation.prefix_tokens or len(session[1]) // 4
             inexact = reservation.session_id in self._inexact
         need = needed(reservation, before * inexact)
         if need > self.total:  # also where a door has not heard yet how many there are
             message = f"{need} pages needed, {self.total} in all"
-            return Refused(RefusalReason.TOO_LARGE, message, need, free)
+            return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=need, free=free)
         if need > free:
-            return Refused(RefusalReason.PAGES, f"{need} pages needed, {free} free", need, free)
+            return Refused(
+                reason=RefusalReason.PAGES,
+                message=f"{need} pages needed, {free} free",
+                needed=need,
+                free=free,
+            )
         self._requests[reservation.request_id] = _Request(reservation, need, inexact=inexact)
-        return Reserved(need, before)
+        return Reserved(pages=need, session_tokens=before)
 
     async def generate(self, job: GenerateJob) -> AsyncIterator[FirstTokenTimings | Token | FinishEvent]:
         self.jobs.append(job)
         request = self._requests.get(job.request_id)
         if request is None:
-            yield FinishEvent(job.request_id, FinishReason.FAILED, 0, DecodeReport(), "not reserved")
+            yield FinishEvent(
+                request_id=job.request_id,
+                reason=FinishReason.FAILED,
+                completion_tokens=0,
+                report=DecodeReport(),
+                message="not reserved",
+            )
             return
         if job.session_id is None:
             await request.arrived.wait()
@@ -309,7 +334,7 @@ class FakeDecode(Pausing):
             place = len(ids) // 4 - self.script_from if self.script_from else count
             token = self.script[place] if place < len(self.script) else next_token(ids)
             ids += token.to_bytes(4, "little")
-            yield Token(count, token, -0.5)
+            yield Token(index=count, token_id=token, logprob=-0.5)
             count += 1
             if token == EOS and not job.sampling.ignore_eos:
                 reason = FinishReason.STOP
@@ -323,7 +348,9 @@ class FakeDecode(Pausing):
             own_steps=count / 4,
             recomputed_tokens=_recomputed(request, job),
         )
-        yield FinishEvent(job.request_id, reason, count, report, message)
+        yield FinishEvent(
+            request_id=job.request_id, reason=reason, completion_tokens=count, report=report, message=message
+        )
 
     def _read(self, request: _Request, prompt_ids: bytes) -> None:
         assert prompt_ids in (b"", request.ids)
@@ -339,9 +366,9 @@ class FakeDecode(Pausing):
             recomputed_tokens=again,
         )
         if not job.keep_tokens:
-            return FirstTokenTimings(job.request_id, report)
+            return FirstTokenTimings(request_id=job.request_id, report=report)
         session = self._keep(request, job.keep_tokens, job.keep_ttl_s, job.chain)
-        return FirstTokenTimings(job.request_id, report, session)
+        return FirstTokenTimings(request_id=job.request_id, report=report, session=session)
 
     def _keep(self, request: _Request, tokens: int, ttl_s: float, chain: bytes) -> Session:
         self._serial += 1
@@ -351,7 +378,7 @@ class FakeDecode(Pausing):
         self._chains[session_id] = chain[: tokens // PAGE * LINK_BYTES]
         if request.inexact:
             self._inexact.add(session_id)
-        return Session(session_id, expires, tokens)
+        return Session(session_id=session_id, expires=expires, tokens=tokens)
 
     async def keep(self, keep: KeepSession) -> SessionKept | Refused:
         self.kept.append(keep)
@@ -361,7 +388,9 @@ class FakeDecode(Pausing):
         tokens = len(request.ids) // 4
         session = self._keep(request, tokens, keep.ttl_s, keep.chain)
         self._requests.pop(keep.request_id, None)
-        return SessionKept(keep.request_id, session, DecodeReport(handoff_exposed=0.0001))
+        return SessionKept(
+            request_id=keep.request_id, session=session, report=DecodeReport(handoff_exposed=0.0001)
+        )
 
     async def find_prefix(self, owner: str, chain: bytes) -> Prefix | None:
         def links(session_id: str) -> int:
@@ -370,7 +399,9 @@ class FakeDecode(Pausing):
 
         mine = [name for name, (whose, _ids, _expires) in self._sessions.items() if whose == owner]
         best = max(mine, key=links, default=None)
-        return Prefix(best, PAGE * links(best)) if best is not None and links(best) else None
+        return (
+            Prefix(session_id=best, tokens=PAGE * links(best)) if best is not None and links(best) else None
+        )
 
     async def resume(self, request_id: str, points: Sequence[int], attempt: int) -> int:
         if request_id not in self._requests:
@@ -400,7 +431,14 @@ class FakeDecode(Pausing):
     async def stats(self) -> DecodeStats:
         free, sessions = self.total - self.used(), len(self._sessions)
         return DecodeStats(
-            self.name, self.total, free, len(self._requests), 0, sessions, PAGE, tuple(self._uses())
+            name=self.name,
+            pages_total=self.total,
+            pages_free=free,
+            running=len(self._requests),
+            waiting=0,
+            sessions=sessions,
+            page_tokens=PAGE,
+            uses=tuple(self._uses()),
         )
 
     def _uses(self) -> Iterator[OwnerUse]:
@@ -412,9 +450,9 @@ class FakeDecode(Pausing):
                 if (reservation.owner, reservation.door) == (owner, door)
             ]
             tokens = sum(reservation.prompt_tokens + reservation.max_tokens for reservation in mine)
-            yield OwnerUse(owner, door, len(mine), tokens)
+            yield OwnerUse(owner=owner, door=door, requests=len(mine), tokens=tokens)
         for owner, ids, _expires in self._sessions.values():
-            yield OwnerUse(owner, "", 0, len(ids) // 4)
+            yield OwnerUse(owner=owner, door="", requests=0, tokens=len(ids) // 4)
 
 
 def _recomputed(request: _Request, job: GenerateJob) -> int:

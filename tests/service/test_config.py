@@ -52,7 +52,7 @@ def test_the_samples_are_valid(path: Path) -> None:
 
 def test_values_reach_the_workers_as_their_own_types() -> None:
     config = parse({"model": {"path": "m", "rope_theta": "8e6"}, "decode": {"delta_layers": [4, 9]}})
-    assert config.model == ModelSpec("m", rope_theta=8e6)
+    assert config.model == ModelSpec(path="m", rope_theta=8e6)
     assert config.decode == DecodeConfig(delta_layers=(4, 9))
     assert config.with_model(path="n").model.path == "n"
 
@@ -294,7 +294,7 @@ def test_the_builder_is_what_serve_accepts(model: Path) -> None:
 
 
 def test_what_changes_kv_keeps_groups_and_workers_apart() -> None:
-    model, handoff = ModelSpec("m"), HandoffConfig()
+    model, handoff = ModelSpec(path="m"), HandoffConfig()
     same = pairing(model, handoff)
     assert pairing(replace(model, profile="p"), replace(handoff, ack_timeout_s=1.0)) == same
     changes: list[dict[str, Any]] = [{"path": "n"}, {"rope_theta": 9.0}, {"dtype": "float32"}]

@@ -232,7 +232,7 @@ def test_the_next_worker_is_asked_when_one_is_full(house: House, client: Deltafr
     house.loop.run(house.fleet.refresh())
 
     async def no(_order: object) -> Refused:
-        return Refused(RefusalReason.PAGES, "just taken")
+        return Refused(reason=RefusalReason.PAGES, message="just taken")
 
     first.reserve = no  # type: ignore[method-assign,assignment]
     text, *_ = collect(client.generate(PROMPT, max_tokens=4))
@@ -258,7 +258,7 @@ def test_a_full_pool_is_refused_with_a_time(house: House, client: DeltafrontClie
 
 
 def busy(seconds: float | None) -> Refused:
-    return Refused(RefusalReason.BUSY, "64 prompts wait already", retry_after_s=seconds)
+    return Refused(reason=RefusalReason.BUSY, message="64 prompts wait already", retry_after_s=seconds)
 
 
 def test_the_next_group_is_asked_when_ones_queue_is_full(house: House, client: DeltafrontClient) -> None:
@@ -328,7 +328,9 @@ def test_where_all_are_full_it_waits_at_the_worker_that_has_room_first(
     house.loop.run(house.fleet.refresh())
 
     def full(seconds: float) -> Refused:
-        return Refused(RefusalReason.PAGES, "just taken", 40, 0, seconds)
+        return Refused(
+            reason=RefusalReason.PAGES, message="just taken", needed=40, free=0, retry_after_s=seconds
+        )
 
     first.busy, second.busy = [full(9.0)], [full(2.0)]
     text, *_ = collect(client.generate(PROMPT, max_tokens=4, timeout_s=HANG_S))

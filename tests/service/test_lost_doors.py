@@ -132,10 +132,10 @@ def fill_the_positions(house: House, client: DeltafrontClient) -> None:
     *_, made = client.prefill(PROMPT)
     assert isinstance(made, PrefillFinished)
     house.losses = [(4, CODES[0])]
-    house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much", tokens_left=4)]
+    house.decode.busy = [Refused(reason=RefusalReason.POSITIONS, message="too much", tokens_left=4)]
     stream = client.generate(session_id=made.session.session_id, append="q")
     events = [next(stream) for _ in range(4)]
-    house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much")]
+    house.decode.busy = [Refused(reason=RefusalReason.POSITIONS, message="too much")]
     _, _, finish, _ = collect([*events, *stream])
     assert (finish.reason, finish.usage.completion_tokens) == ("length", 4)
     assert [reservation.max_tokens for reservation in house.decode.reservations[-3:]] == [9, 4, 5]

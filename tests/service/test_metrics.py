@@ -229,14 +229,27 @@ def test_every_series_names_the_model(tmp_path: Path) -> None:
 
 STATES: dict[str, tuple[Any, WorkerState]] = {
     "group": (
-        GroupStats("g", 100, 75, running=2, waiting=3, waiting_tokens=5000, tokens_per_second=250.0),
+        GroupStats(
+            name="g",
+            pages_total=100,
+            pages_free=75,
+            running=2,
+            waiting=3,
+            waiting_tokens=5000,
+            tokens_per_second=250.0,
+        ),
         WorkerState(0.25, 75, 100, 2, 3, queue_tokens=5000, tokens_per_second=250.0, up=1),
     ),
     "decode worker": (
-        DecodeStats("d", 100, 100, running=1, waiting=0, sessions=4, draining=True),
+        DecodeStats(
+            name="d", pages_total=100, pages_free=100, running=1, waiting=0, sessions=4, draining=True
+        ),
         WorkerState(0.0, 100, 100, 1, 0, sessions=4, up=1, draining=1),
     ),
-    "nothing": (DecodeStats("d", 0, 0, 0, 0, 0), WorkerState(up=1)),
+    "nothing": (
+        DecodeStats(name="d", pages_total=0, pages_free=0, running=0, waiting=0, sessions=0),
+        WorkerState(up=1),
+    ),
 }
 
 

@@ -111,7 +111,7 @@ def test_an_answer_that_was_asked_for_and_does_not_fit_behind_a_session_is_refus
 ) -> None:
     *_, result = client.prefill("some document", session_ttl_s=60)
     session = result.session.session_id
-    house.decode.busy = [Refused(RefusalReason.POSITIONS, "too much", tokens_left=2)]
+    house.decode.busy = [Refused(reason=RefusalReason.POSITIONS, message="too much", tokens_left=2)]
     with pytest.raises(InvalidArgument, match="append: too much"):
         list(client.generate(session_id=session, append="what?", max_tokens=8))
     client.release(session)
@@ -130,7 +130,7 @@ def test_an_answer_of_the_default_length_is_cut_to_what_a_session_leaves_of_the_
 def cut_to_what_a_session_leaves(house: House, client: DeltafrontClient) -> None:
     *_, result = client.prefill("some document", session_ttl_s=60)
     session = result.session.session_id
-    no = partial(Refused, RefusalReason.POSITIONS, "too much")
+    no = partial(Refused, reason=RefusalReason.POSITIONS, message="too much")
     house.decode.busy = [no(tokens_left=2)]
     text, _, finish, _ = collect(client.generate(session_id=session, append="what?"))
     assert text == expected(ids("some document") + ids("what?", bos=False), 2)

@@ -106,7 +106,7 @@ def test_a_group_that_was_out_of_reach_and_still_has_the_request_lets_go_of_it(
     stream = client.generate(PROMPT, max_tokens=5)
     house.group.pause_at = 3
     events = [next(stream) for _ in range(3)]
-    house.group.busy = [Refused(RefusalReason.DUPLICATE, "it is already running here")]
+    house.group.busy = [Refused(reason=RefusalReason.DUPLICATE, message="it is already running here")]
     house.group.pause_at = -1
     text, *_ = collect([*events, *stream])
     assert text == expected(ids(PROMPT), 5)
@@ -192,7 +192,7 @@ def report(read: int, computed: float, **more: Any) -> PrefillReport:
         "wall": 2.0,
         "critical": {"attention": 1.5, "group_overhead": 0.5},
         "stages": ({"attention": 1.5}, {"attention": 1.0}),
-        "density": (LayerDensity(0, computed, read),),
+        "density": (LayerDensity(layer=0, computed=computed, causal=read),),
         "method": "dpxa",
         "sampled_share": 0.1,
         "handoff_bytes": read,
@@ -208,7 +208,10 @@ def test_two_reports_together() -> None:
             30.0,
             critical={"attention": 1.0, "queue_of_others": 1.0},
             stages=({"attention": 2.0}, {"kv_write": 1.0}),
-            density=(LayerDensity(0, 30.0, 300), LayerDensity(1, 1.0, 100)),
+            density=(
+                LayerDensity(layer=0, computed=30.0, causal=300),
+                LayerDensity(layer=1, computed=1.0, causal=100),
+            ),
             sampled_share=0.2,
             launch_bound=(0.25, 0.5),
         ),
@@ -219,5 +222,8 @@ def test_two_reports_together() -> None:
     assert (both.queue, both.wall, both.handoff_bytes) == (2.0, 4.0, 400)
     assert both.critical == {"attention": 2.5, "group_overhead": 0.5, "queue_of_others": 1.0}
     assert both.stages == ({"attention": 3.5}, {"attention": 1.0, "kv_write": 1.0})
-    assert both.density == (LayerDensity(0, 80.0, 400), LayerDensity(1, 1.0, 100))
+    assert both.density == (
+        LayerDensity(layer=0, computed=80.0, causal=400),
+        LayerDensity(layer=1, computed=1.0, causal=100),
+    )
     assert both.sampled_share == pytest.approx((0.1 * 100 + 0.2 * 400) / 500)

@@ -341,7 +341,7 @@ def test_raw_responses_keep_the_contract(
     request = pb.GenerateRequest(prompt=pb.Prompt(text="x"), sampling=pb.SamplingOptions(max_tokens=2))
     kinds = [r.WhichOneof("event") for r in call(request, metadata=[("authorization", "Bearer alpha")])]
     assert kinds == ["progress", "token", "token", "finish"]
-    assert Progress(1, 2).tokens_total == 2
+    assert Progress(tokens_done=1, tokens_total=2).tokens_total == 2
 
 
 @pytest.fixture

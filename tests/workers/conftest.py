@@ -165,12 +165,12 @@ class Bench:
         await asyncio.gather(
             *(self.engine.announce(piece) for piece in self.pieces(request_id, prompt, chunk))
         )
-        await self.engine.first_logits(FirstLogits(request_id, prompt.logits))
+        await self.engine.first_logits(FirstLogits(request_id=request_id, logits=prompt.logits))
 
     async def reserve(self, request_id: str, prompt: int, new: int, **more: Any) -> Reserved:
         given = {"owner": "me", **more}
         answer = await self.engine.reserve(
-            Reservation(request_id, prompt_tokens=prompt, max_tokens=new, **given)
+            Reservation(request_id=request_id, prompt_tokens=prompt, max_tokens=new, **given)
         )
         assert isinstance(answer, Reserved), answer
         return answer
@@ -197,14 +197,20 @@ class Bench:
         """Reservation, prefill and generate."""
         await self.reserve(request_id, len(ids), sampling.max_tokens, keep_tokens=keep_tokens)
         await self.deliver(request_id, ids)
-        return await self.collect(GenerateJob(request_id, sampling, keep_tokens=keep_tokens, **more))
+        return await self.collect(
+            GenerateJob(request_id=request_id, sampling=sampling, keep_tokens=keep_tokens, **more)
+        )
 
     async def ask_session(
         self, request_id: str, session_id: str, ids: list[int], sampling: Sampling, **more: Any
     ) -> Answer:
         await self.reserve(request_id, len(ids), sampling.max_tokens, session_id=session_id)
         packed = np.asarray(ids, dtype="<u4").tobytes()
-        return await self.collect(GenerateJob(request_id, sampling, packed, session_id, **more))
+        return await self.collect(
+            GenerateJob(
+                request_id=request_id, sampling=sampling, append_ids=packed, session_id=session_id, **more
+            )
+        )
 
 
 @pytest.fixture

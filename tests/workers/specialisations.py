@@ -133,7 +133,7 @@ def stage_after_warm_up(
         device=str(DEVICE),
         warm_up=tuple(case.warm_up),
     )
-    spec = ModelSpec(directory, quantisation=case.quantisation)
+    spec = ModelSpec(path=directory, quantisation=case.quantisation)
     model = read_config(directory)
     neighbours: Activations = _Neighbours(model.hidden, torch.bfloat16)
     sender = mock.MagicMock()
@@ -152,7 +152,7 @@ def decode_after_warm_up(directory: str, seen: set[tuple[str, str]]) -> set[tupl
     """What appended text and decode steps add to what the warm-up of a decode worker has seen."""
     layers = {"full_layers": (0,), "delta_layers": (1,)}
     config = DecodeConfig(cache_tokens=ROOM, max_batch=6, device=str(DEVICE), **layers)
-    stack = load_model(ModelSpec(directory), config.device)
+    stack = load_model(ModelSpec(path=directory), config.device)
     plan = plan_layers(config, stack.config.layers)
     pages = ROOM // PAGE_TOKENS
     runner = DecodeRunner(stack, plan, pages=pages, max_batch=config.max_batch, max_pages=pages)

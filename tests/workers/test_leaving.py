@@ -15,13 +15,45 @@ from deltafront.workers.replica import Replica
 
 from .timeless import timeless
 
-BUSY = GroupStats("prefill:x", 9, 9, 1, 0, 10, 1.0)
-WAITED_FOR = GroupStats("prefill:x", 9, 9, 0, 1, 10, 1.0)
-IDLE = GroupStats("prefill:x", 9, 9, 0, 0, 0, 1.0)
-LENT = GroupStats("prefill:x", 9, 5, 0, 0, 0, 1.0)
+BUSY = GroupStats(
+    name="prefill:x",
+    pages_total=9,
+    pages_free=9,
+    running=1,
+    waiting=0,
+    waiting_tokens=10,
+    tokens_per_second=1.0,
+)
+WAITED_FOR = GroupStats(
+    name="prefill:x",
+    pages_total=9,
+    pages_free=9,
+    running=0,
+    waiting=1,
+    waiting_tokens=10,
+    tokens_per_second=1.0,
+)
+IDLE = GroupStats(
+    name="prefill:x",
+    pages_total=9,
+    pages_free=9,
+    running=0,
+    waiting=0,
+    waiting_tokens=0,
+    tokens_per_second=1.0,
+)
+LENT = GroupStats(
+    name="prefill:x",
+    pages_total=9,
+    pages_free=5,
+    running=0,
+    waiting=0,
+    waiting_tokens=0,
+    tokens_per_second=1.0,
+)
 """Nothing is read any more, but decode workers still read from its pages."""
-KEPT = DecodeStats("decode:x", 9, 8, 0, 0, 1)
-EMPTY = DecodeStats("decode:x", 9, 9, 0, 0, 0)
+KEPT = DecodeStats(name="decode:x", pages_total=9, pages_free=8, running=0, waiting=0, sessions=1)
+EMPTY = DecodeStats(name="decode:x", pages_total=9, pages_free=9, running=0, waiting=0, sessions=0)
 
 
 class Hosted:

@@ -30,7 +30,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     context = SimpleNamespace(get_node_id=lambda: "node")
     for module in (group, worker):
         monkeypatch.setattr(module.ray, "get_runtime_context", lambda: context)
-    return ModelSpec(str(make_tiny_model(tmp_path)), dtype="float32")
+    return ModelSpec(path=str(make_tiny_model(tmp_path)), dtype="float32")
 
 
 @dataclass

@@ -64,7 +64,7 @@ class Line:
 @asynccontextmanager
 async def group(directory: Path, line: Line, stages: int = 2) -> AsyncIterator[PrefillController]:
     config = PrefillConfig(stages=stages, cache_tokens=1024, chunk_tokens=CHUNK, stream_lease_s=600.0)
-    made = local_controller(ModelSpec(str(directory), dtype="float32"), config, line, line)
+    made = local_controller(ModelSpec(path=str(directory), dtype="float32"), config, line, line)
     try:
         yield made
     finally:
@@ -72,7 +72,14 @@ async def group(directory: Path, line: Line, stages: int = 2) -> AsyncIterator[P
 
 
 def job_of(name: str, method: MethodSpec, start: int = 0, attempt: int = 0) -> PrefillJob:
-    return PrefillJob(name, IDS, method, "decode:test", start=start, attempt=attempt)
+    return PrefillJob(
+        request_id=name,
+        token_ids=IDS,
+        method=method,
+        decode_worker="decode:test",
+        start=start,
+        attempt=attempt,
+    )
 
 
 async def read(controller: PrefillController, job: PrefillJob, until: int = TOKENS) -> list[Any]:
@@ -89,7 +96,10 @@ async def read(controller: PrefillController, job: PrefillJob, until: int = TOKE
 
 async def held(engine: DecodeEngine, name: str) -> list[np.ndarray]:
     """All that a request holds: K and V of each layer, and its logits."""
-    parts = [await engine.kv(KVRange(name, layer, 0, TOKENS)) for layer in range(LAYERS)]
+    parts = [
+        await engine.kv(KVRange(request_id=name, layer=layer, start=0, tokens=TOKENS))
+        for layer in range(LAYERS)
+    ]
     request = engine._requests.find(name)
     assert request is not None and request.inbox.logits_V is not None
     return [*(x for part in parts for x in (part.k, part.v)), request.inbox.logits_V]
@@ -116,7 +126,9 @@ async def test_a_resumed_prompt_is_the_same_to_the_bit(
     assert sum(one.tokens for one in line.fetched) == LAYERS * 4 * CHUNK
     both = [await held(run.engine, name) for name in ("whole", "resumed")]
     assert all(np.array_equal(one, other) for one, other in zip(*both, strict=True))
-    answers = [await run.collect(GenerateJob(name, SAMPLING)) for name in ("whole", "resumed")]
+    answers = [
+        await run.collect(GenerateJob(request_id=name, sampling=SAMPLING)) for name in ("whole", "resumed")
+    ]
     assert answers[0].ids == answers[1].ids and len(answers[0].ids) == SAMPLING.max_tokens
 
 
@@ -155,7 +167,7 @@ async def test_where_no_kv_comes_back_the_request_fails_and_the_group_lives(
         start = await run.engine.resume("a", [2 * CHUNK], 2)
         assert start == 2 * CHUNK
         await read(controller, job_of("a", METHODS[0], start=start, attempt=2))
-    assert len((await run.collect(GenerateJob("a", SAMPLING))).ids) == SAMPLING.max_tokens
+    assert len((await run.collect(GenerateJob(request_id="a", sampling=SAMPLING))).ids) == SAMPLING.max_tokens
 
 
 @pytest.mark.parametrize("start", [-128, 64, TOKENS, 768])

@@ -139,12 +139,12 @@ class DecodeEngine:
         pool, running = self._manager.pool, self._scheduler.running
         waiting = max(0, self._requests.unended - running) + len(self._requests.queue)
         return DecodeStats(
-            self.name,
-            pool.total,
-            pool.free,
-            running,
-            waiting,
-            len(self._manager.sessions),
+            name=self.name,
+            pages_total=pool.total,
+            pages_free=pool.free,
+            running=running,
+            waiting=waiting,
+            sessions=len(self._manager.sessions),
             decoding=self._scheduler.submitted,
             uses=tuple(self._requests.uses()),
         )
@@ -160,7 +160,7 @@ class DecodeEngine:
             try:
                 self._plan.selects_pages(reservation.page_selection, self._config.page_selection)
             except PageSelectionError as error:
-                return Refused(RefusalReason.SELECTION, str(error))
+                return Refused(reason=RefusalReason.SELECTION, message=str(error))
         return await self._requests.reserve(reservation)
 
     async def announce(self, announcement: KVAnnouncement) -> None:
@@ -237,7 +237,13 @@ class DecodeEngine:
         if request is None or request.job is not None:
             why = "is not reserved here, or was cancelled" if request is None else "is already generating"
             message = f"request {job.request_id} {why}"
-            yield FinishEvent(job.request_id, FinishReason.FAILED, 0, DecodeReport(), message)
+            yield FinishEvent(
+                request_id=job.request_id,
+                reason=FinishReason.FAILED,
+                completion_tokens=0,
+                report=DecodeReport(),
+                message=message,
+            )
             return
         try:
             self._begin(request, job)
@@ -275,7 +281,7 @@ class DecodeEngine:
             request.selects_pages = self._plan.selects_pages(job.page_selection, self._config.page_selection)
             if not 0 <= job.keep_tokens <= request.prompt_tokens:
                 raise ValueError(f"keep_tokens {job.keep_tokens} is not within {request.prompt_tokens}")
-            self._manager.prepare_keep(request.pages, job.keep_tokens)
+            self._manager.prepare_session(request.pages, job.keep_tokens)
         except (ValueError, OutOfPages) as error:
             request.close(FinishReason.FAILED, str(error))
             return
@@ -290,7 +296,7 @@ class DecodeEngine:
         job, session = request.job, None
         if job is not None and job.keep_tokens > 0:
             owner = request.reservation.owner
-            kept = self._manager.keep(
+            kept = self._manager.keep_session(
                 request.pages,
                 job.keep_tokens,
                 owner,
@@ -300,11 +306,15 @@ class DecodeEngine:
                 ids=request.known_ids.tobytes(),
             )
             request.kept, session = kept, kept.told
-        request.events.put_nowait(FirstTokenTimings(request.request_id, request.times.report(), session))
+        request.events.put_nowait(
+            FirstTokenTimings(request_id=request.request_id, report=request.times.report(), session=session)
+        )
 
     async def keep(self, job: KeepSession) -> SessionKept | Refused:
         request = self._requests.find(job.request_id)
-        missing = Refused(RefusalReason.NO_SESSION, f"request {job.request_id} is not reserved here")
+        missing = Refused(
+            reason=RefusalReason.NO_SESSION, message=f"request {job.request_id} is not reserved here"
+        )
         if request is None or request.job is not None or request.reservation.session_id is not None:
             return missing
         ids = prompt_ids(request.reservation, job.prompt_ids, self._model.vocab)
@@ -324,14 +334,14 @@ class DecodeEngine:
             if reason is FinishReason.FAILED:
                 raise DecodeFailed(message)
             expired = reason is FinishReason.DEADLINE
-            return Refused(RefusalReason.DEADLINE, message) if expired else missing
+            return Refused(reason=RefusalReason.DEADLINE, message=message) if expired else missing
         tokens, owner = request.reservation.prompt_tokens, request.reservation.owner
-        session = self._manager.hand_over(
+        session = self._manager.keep_session(
             request.pages, tokens, owner, job.ttl_s, self._wall(), chain=job.chain, ids=ids
         )
         request.close(FinishReason.STOP, "")
         report = request.times.report()
-        return SessionKept(job.request_id, session.told, report)
+        return SessionKept(request_id=job.request_id, session=session.told, report=report)
 
     async def cancel(self, request_id: str) -> None:
         self._requests.queue.cancel(request_id)

@@ -24,7 +24,7 @@ from .times import RequestTimes
 DecodeEvent = FirstTokenTimings | Token | FinishEvent
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class DecodeRequest:
     """One request, which `DecodeRequests` keeps and engine and scheduler move on.
 
@@ -159,5 +159,11 @@ class DecodeRequest:
         assert self.ended is not None
         reason, message = self.ended
         self.events.put_nowait(
-            FinishEvent(self.request_id, reason, self.produced, self.times.report(), message)
+            FinishEvent(
+                request_id=self.request_id,
+                reason=reason,
+                completion_tokens=self.produced,
+                report=self.times.report(),
+                message=message,
+            )
         )

@@ -74,7 +74,9 @@ class DecodeRequests:
 
     async def reserve(self, reservation: Reservation) -> Reserved | Refused:
         if self.live(reservation.request_id) is not None or reservation.request_id in self.queue:
-            return Refused(RefusalReason.DUPLICATE, f"a request {reservation.request_id} is already here")
+            return Refused(
+                reason=RefusalReason.DUPLICATE, message=f"a request {reservation.request_id} is already here"
+            )
         return await self.queue.reserve(reservation)
 
     def _take(self, reservation: Reservation, behind: int) -> Reserved | Refused:
@@ -96,7 +98,7 @@ class DecodeRequests:
         arrival = KVArrival(self._layers, expected)
         request.inbox = KVInbox(arrival, held, partial(self._kv_changed, request))
         self._requests[reservation.request_id] = request
-        return Reserved(held.count, held.session_tokens)
+        return Reserved(pages=held.count, session_tokens=held.session_tokens)
 
     def _pages_came_back(self) -> None:
         if self.queue:
@@ -138,7 +140,7 @@ class DecodeRequests:
         for owner, held in self.manager.sessions.held():
             tokens[owner, ""] += held
         for (owner, door), held in tokens.items():
-            yield OwnerUse(owner, door, requests[owner, door], held)
+            yield OwnerUse(owner=owner, door=door, requests=requests[owner, door], tokens=held)
 
     def renew(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -232,7 +232,9 @@ class DecodeScheduler:
             return
         if request.produced == 0:
             self._before_first(request)
-        request.events.put_nowait(Token(request.produced, choice.token, choice.logprob))
+        request.events.put_nowait(
+            Token(index=request.produced, token_id=choice.token, logprob=choice.logprob)
+        )
         request.token = choice.token
         request.produced += 1
         assert request.job is not None  # a request without a job is never ready

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..messages.events import DecodeReport
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RequestTimes:
     """Seconds of one monotonic clock; None: not yet.
 

@@ -6,12 +6,10 @@ Shape suffixes: docs/glossary.md. bfloat16 travels as uint16, since numpy has no
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from ..messages.stages import HostKV, KVRange
@@ -19,7 +17,7 @@ from ..messages.states import NAMESPACE
 from ..roles import KVReceiver, sent
 from .cache import PagedKVCache
 from .handoff.protocols import HandoffError, plain
-from .host_copies import NUMPY_TYPES, as_numpy
+from .host_copies import as_numpy, as_tensor
 
 PIECE_BYTES = 8 << 20
 _AHEAD = 3
@@ -38,32 +36,23 @@ def pieces(request_id: str, cache: PagedKVCache, tokens: int) -> Iterator[KVRang
     most = max(1, PIECE_BYTES // token_bytes)
     for layer in cache.layers:
         for start in range(0, tokens, most):
-            yield KVRange(request_id, layer, start, min(most, tokens - start))
+            yield KVRange(request_id=request_id, layer=layer, start=start, tokens=min(most, tokens - start))
 
 
 def to_host(cache: PagedKVCache, pages: Sequence[int], wanted: KVRange) -> HostKV:
     """Copy a piece on the decode worker. Raises KVCacheError for tokens that the pages do not hold."""
     k_TGD, v_TGD = cache.read(wanted.layer, pages, wanted.start, wanted.tokens)
-    return HostKV(as_numpy(k_TGD), as_numpy(v_TGD))
+    return HostKV(k=as_numpy(k_TGD), v=as_numpy(v_TGD))
 
 
 def from_host(kv: HostKV, wanted: KVRange, cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a piece as k_TGD, v_TGD on the stage's host, perhaps read-only. Raises HandoffError for K/V of
     another model."""
     shape = wanted.tokens, cache.kv_heads, cache.head_dim
-    k_TGD, v_TGD = (_tensor(x, shape, cache.dtype, wanted) for x in (kv.k, kv.v))
-    return k_TGD, v_TGD
-
-
-def _tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype, wanted: KVRange) -> torch.Tensor:
-    expected = np.dtype(NUMPY_TYPES[dtype])
-    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != expected:
-        received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
-        raise HandoffError(f"K/V of {wanted.request_id} came back as {received}, not {expected} {shape}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the object store's arrays are read only
-        x = torch.from_numpy(array)
-    return x.view(dtype) if dtype == torch.bfloat16 else x
+    try:
+        return as_tensor(kv.k, shape, cache.dtype), as_tensor(kv.v, shape, cache.dtype)
+    except ValueError as error:
+        raise HandoffError(f"K/V of {wanted.request_id} came back as {error}") from None
 
 
 class RayKVSource:

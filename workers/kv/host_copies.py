@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,18 @@ class HostCopies:
 
     def revoke(self) -> None:
         """Nobody reads the pages themselves."""
+
+
+def as_tensor(array: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Share an array from `as_numpy` with torch. Raises ValueError unless it has this shape and dtype."""
+    expected = np.dtype(NUMPY_TYPES[dtype])
+    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != expected:
+        received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+        raise ValueError(f"{received}, not {expected} {shape}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the object store's arrays are read only
+        x = torch.from_numpy(array)
+    return x.view(dtype) if dtype == torch.bfloat16 else x
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 
 class PeerMemory(Protocol):
@@ -46,13 +47,9 @@ class CudaPeerMemory:
         self.home = home()
 
     def export(self, x: torch.Tensor) -> Any:
-        from torch.multiprocessing.reductions import reduce_tensor
-
         return reduce_tensor(x)[1]  # type: ignore[no-untyped-call]
 
     def open(self, handle: Any) -> torch.Tensor:
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         here = [*handle]
         here[_DEVICE_ARGUMENT] = index  # the exporter's number means nothing here

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerDensity:
     """One layer's computed and causal tiles, summed over heads. attention, choosing: seconds of attention,
     and of anchors, scoring, selection and correction."""
@@ -23,18 +23,18 @@ def summed_by_layer(layers: Iterable[LayerDensity]) -> tuple[LayerDensity, ...]:
     """Sum the densities of several chunks or groups by layer."""
     sums: dict[int, LayerDensity] = {}
     for layer in layers:
-        before = sums.get(layer.layer, LayerDensity(layer.layer, 0.0, 0.0))
+        before = sums.get(layer.layer, LayerDensity(layer=layer.layer, computed=0.0, causal=0.0))
         sums[layer.layer] = LayerDensity(
-            layer.layer,
-            before.computed + layer.computed,
-            before.causal + layer.causal,
-            before.attention + layer.attention,
-            before.choosing + layer.choosing,
+            layer=layer.layer,
+            computed=before.computed + layer.computed,
+            causal=before.causal + layer.causal,
+            attention=before.attention + layer.attention,
+            choosing=before.choosing + layer.choosing,
         )
     return tuple(sums[layer] for layer in sorted(sums))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     tokens_done: int
     tokens_total: int
@@ -61,7 +61,7 @@ class PrefillReport:
     launch_bound: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkRead:
     """The group has read `tokens_done` tokens. so_far: the report of these chunks."""
 
@@ -70,13 +70,13 @@ class ChunkRead:
     so_far: PrefillReport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefillDone:
     request_id: str
     report: PrefillReport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Token:
     """One token of an answer. index: from 0. logprob: natural log under the model's unmodified distribution.
     text: added by the door; empty while characters or stop strings are incomplete."""
@@ -103,7 +103,7 @@ class FinishReason(StrEnum):
     """A newer server's reason; only clients see it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Session:
     """A prompt whose K/V a decode worker keeps. expires: seconds since the epoch."""
 
@@ -117,7 +117,7 @@ LINK_BYTES = 16
 prefixes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prefix:
     """A session that holds a prompt's first `tokens` tokens, in whole pages."""
 
@@ -125,7 +125,7 @@ class Prefix:
     tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Usage:
     """Tokens of one request. cached_tokens: of the prompt, not read again."""
 
@@ -159,7 +159,7 @@ class DecodeReport:
     recomputed_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstTokenTimings:
     """Sent just before the first Token. session: kept from the prompt, if asked for."""
 
@@ -168,7 +168,7 @@ class FirstTokenTimings:
     session: Session | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FinishEvent:
     request_id: str
     reason: FinishReason
@@ -177,7 +177,7 @@ class FinishEvent:
     message: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SessionKept:
     request_id: str
     session: Session

@@ -17,7 +17,7 @@ TAIL_TOKENS = 128
 whole blocks precede it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """temperature 0 is greedy; top_k 0 and top_p 1 are off. A seed's stream does not depend on the batch."""
 
@@ -37,7 +37,7 @@ class PageSelection(StrEnum):
     """Pages that a Δ-layer scored best (DELTA, Algorithm 2)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reservation:
     """Ask a decode worker for pages for prompt_tokens + max_tokens (0: prefill only).
 
@@ -89,7 +89,7 @@ class RefusalReason(StrEnum):
     """The id is in use here."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Refused:
     """A worker's no; nothing was taken. needed, free: pages. tokens_left: of the model's positions, for an
     answer. retry_after_s: when to ask again; None: never, or unknown."""
@@ -102,7 +102,7 @@ class Refused:
     tokens_left: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reserved:
     """A worker's yes. session_tokens: of the session's prefix that the request builds on."""
 
@@ -110,7 +110,7 @@ class Reserved:
     session_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrefillJob:
     """A prompt to read. token_ids: little-endian uint32. decode_worker: the actor that reserved pages for
     request_id and gets the K/V. start: tokens to fetch from there instead of computing them, a multiple of
@@ -132,7 +132,7 @@ class PrefillJob:
         return len(self.token_ids) // 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateJob:
     """Decode from a prefilled prompt (session_id None) or from a session, plus appended tokens.
 
@@ -157,7 +157,7 @@ class GenerateJob:
     answered_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KeepSession:
     """Turn a finished prefill into a session, found by `chain`, once the last page is here. prompt_ids: as in
     `GenerateJob`."""

@@ -88,7 +88,7 @@ class KVAnnouncement:
     attempt: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KVRange:
     """K/V of one layer for tokens start .. start+tokens-1 that a stage wants back."""
 
@@ -98,7 +98,7 @@ class KVRange:
     tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HostKV:
     """A KVRange's host arrays k and v, [tokens, kv_heads, head_dim]."""
 
@@ -106,7 +106,7 @@ class HostKV:
     v: Any = field(repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstLogits:
     """Logits of the prompt's last position, float32 [V] (numpy)."""
 

@@ -10,7 +10,7 @@ RATE_LASTS_S = 60.0
 """A group's rate stands so long for the next prompt's when nothing is read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupStats:
     """A prefill group as admission sees it.
 
@@ -46,7 +46,7 @@ class GroupStats:
         return self.tokens_per_second if self.idle_s < RATE_LASTS_S else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnerUse:
     """What an owner's requests through one door hold on a decode worker, in tokens of K/V. No door: in
     sessions."""
@@ -57,7 +57,7 @@ class OwnerUse:
     tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeStats:
     """A decode worker as admission sees it.
 

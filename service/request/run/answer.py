@@ -108,7 +108,7 @@ class Answer:
         now, index = time.monotonic(), len(self.ids)
         if not index:
             self._first_token(report)
-            self._accepted.emit(Usage(self.prompt_tokens, cached_tokens=self.cached_tokens))
+            self._accepted.emit(Usage(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens))
         else:
             self._gaps.append(now - self._last_token_at)
             self._metrics.next_token(self._gaps[-1])
@@ -146,7 +146,11 @@ class Answer:
         finished = GenerateFinished(
             reason=reason,
             text=rest.text,
-            usage=Usage(self.prompt_tokens, len(self.ids), self.cached_tokens),
+            usage=Usage(
+                prompt_tokens=self.prompt_tokens,
+                completion_tokens=len(self.ids),
+                cached_tokens=self.cached_tokens,
+            ),
             timings=timings_of(self._accepted.clock, self._prefill),
             density=density_of(self._prefill),
             session=self.session,
@@ -164,7 +168,7 @@ class Answer:
         self._metrics.prompted(self.prompt_tokens, self.cached_tokens)
         finished = PrefillFinished(
             session=session,
-            usage=Usage(self.prompt_tokens, cached_tokens=self.cached_tokens),
+            usage=Usage(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens),
             timings=timings_of(clock, self._prefill),
             density=density_of(self._prefill),
             request_id=self._accepted.request_id,

@@ -136,7 +136,7 @@ class Reading:
             async for event in group.prefill(self._job):
                 if isinstance(event, ChunkRead):
                     self._chunk_read(event)
-                    progress(Progress(event.tokens_done, event.tokens_total))
+                    progress(Progress(tokens_done=event.tokens_done, tokens_total=event.tokens_total))
                 else:
                     self._attempt.settle(group)
                     return event.report if isinstance(event, PrefillDone) else event

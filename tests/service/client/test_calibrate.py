@@ -55,7 +55,7 @@ def test_the_layers_come_as_a_line_of_the_configuration(model: Path, tmp_path: P
     ids = [
         [ord(letter) - 97 if letter != " " else 26 for letter in text[:400]] for text in (PROSE, PROSE[::-1])
     ]
-    stack = load_model(ModelSpec(str(model), dtype="float32"), "cpu")
+    stack = load_model(ModelSpec(path=str(model), dtype="float32"), "cpu")
     expected = calibrate(stack, [Document(one, []) for one in ids], 2, budget=6, recency=2)
     assert yaml.safe_load(done.stdout) == {"delta_layers": list(expected.delta_layers)}
     everything = json.loads(run(model, *texts, *options, "--json").stdout)
@@ -84,7 +84,7 @@ def test_a_profile_is_written_for_the_model_with_its_overrides(model: Path, tmp_
         path,
     )
     assert done.exit_code == 0, done.output
-    own = ModelSpec(str(model), rope_theta=2e4, profile=str(path))
+    own = ModelSpec(path=str(model), rope_theta=2e4, profile=str(path))
     profile = load_profile(own)
     assert profile is not None and profile.decode is not None
     assert list(profile.decode.delta_layers) == yaml.safe_load(done.stdout)["delta_layers"]
@@ -106,7 +106,7 @@ def test_levels_are_made_for_each_density_and_length(model: Path, tmp_path: Path
         model, "--text", tmp_path / "one.txt", *pages, *levels, "--option", "sink=2", "--profile", path
     )
     assert done.exit_code == 0, done.output
-    profile = load_profile(ModelSpec(str(model), profile=str(path)))
+    profile = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert profile is not None and profile.decode is not None and profile.decode.page_budget == 9
     (found,) = profile.prefill
     assert found.method == "block_pool" and found.options["sink"] == 2
@@ -125,7 +125,7 @@ def test_levels_by_xattentions_thresholds_say_so(model: Path, tmp_path: Path) ->
         given = ("--allocation", allocation, "--profile", path)
         done = run(model, "--text", tmp_path / "one.txt", *pages, *level, *given)
         assert done.exit_code == 0, done.output
-        profiles.append(load_profile(ModelSpec(str(model), profile=str(path))))
+        profiles.append(load_profile(ModelSpec(path=str(model), profile=str(path))))
     marginal, threshold = profiles
     assert marginal is not None and threshold is not None
     assert marginal.figures == {"allocation": "marginal"}
@@ -157,12 +157,12 @@ def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_pat
     pages = ("--layers", 2, "--budget", 6, "--recency", 2, "--tokens", 400)
     levels = ("--length", 600, "--profile", path)
     assert run(model, *one, *pages, *levels, "--density", 0.8, "--density", 0.9).exit_code == 0
-    first = load_profile(ModelSpec(str(model), profile=str(path)))
+    first = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert first is not None
     both = (*one, "--text", tmp_path / "two.txt")
     done = run(model, *both, *levels, "--length", 400, "--density", 0.9, "--questions", 0, "--add")
     assert done.exit_code == 0 and done.stdout == "", done.output
-    again = load_profile(ModelSpec(str(model), profile=str(path)))
+    again = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert again is not None and again.decode == first.decode and again.figures == first.figures
     (found,) = again.prefill
     assert [(level.density, level.tokens) for level in found.levels] == [(0.9, 400), (0.8, 600), (0.9, 600)]
@@ -170,7 +170,7 @@ def test_levels_are_added_to_a_profile_which_keeps_the_rest(model: Path, tmp_pat
     assert [text.sha256 for text in again.texts][:1] == [text.sha256 for text in first.texts]
     other = run(model, *one, *levels, "--density", 0.9, "--option", "sink=200", "--add")
     assert other.exit_code == 0, other.output
-    grown = load_profile(ModelSpec(str(model), profile=str(path)))
+    grown = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert grown is not None and grown.prefill[0] == found
     assert [level.density for level in grown.prefill[1].levels] == [0.9]
     stranger = run(model, *one, *levels, "--density", 0.9, "--rope-theta", 2e4, "--add")
@@ -196,9 +196,9 @@ def test_a_shorter_length_that_is_added_reads_what_it_would_have_in_one_run(
     level = (*one, "--density", 0.8, "--profile", path)
     assert run(model, *level, *pages, "--length", 600).exit_code == 0
     assert run(model, *level, "--length", 400, "--add").exit_code == 0
-    added = load_profile(ModelSpec(str(model), profile=str(path)))
+    added = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert run(model, *level, *pages, "--length", 600, "--length", 400).exit_code == 0
-    once = load_profile(ModelSpec(str(model), profile=str(path)))
+    once = load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert added is not None and once is not None and added.prefill == once.prefill
     shares = [(level.tokens, level.share) for level in added.prefill[0].levels]
     assert shares == [(400, round(0.8 * 1.5**0.4, 4)), (600, 0.8)]

@@ -251,7 +251,7 @@ def test_serve_names_a_misspelt_key(tmp_path: Path, model: Path) -> None:
 def test_another_model_leaves_the_files_model_behind() -> None:
     demo = Path(__file__).parents[3] / "deploy" / "config" / "demo.yaml"
     settings = _settings(demo, "owner/name", None)
-    assert settings.model == ModelSpec("owner/name", dtype=settings.model.dtype)
+    assert settings.model == ModelSpec(path="owner/name", dtype=settings.model.dtype)
     assert (settings.decode.page_selection, settings.decode.delta_layers) == ("full", ())
     assert settings.door.model_name == ""
     assert _settings(demo, None, None).model.adapter is not None

@@ -46,7 +46,7 @@ def picture(config: Path, *arguments: object) -> Any:
 def expected(config: Path) -> TilesRead:
     path = config.read_text().split("path: ")[1].split(",")[0]
     spec = method_spec("streaming", {"min_tokens": 0, "window": 1})
-    return tiles_read(ModelSpec(path, dtype="float32"), IDS, spec, 256)
+    return tiles_read(ModelSpec(path=path, dtype="float32"), IDS, spec, 256)
 
 
 def test_the_terminal_shows_every_layer_and_head(config: Path) -> None:

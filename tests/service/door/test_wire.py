@@ -73,15 +73,15 @@ requests = st.builds(
     recompute_blocks=maybe(small),
 ).filter(lambda request: request.prompt is None or request.session_id is None)
 
-sessions = st.builds(Session, texts, moments, counts)
-usages = st.builds(Usage, counts, counts, counts)
+sessions = st.builds(Session, session_id=texts, expires=moments, tokens=counts)
+usages = st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts)
 timings = st.builds(Timings, numbers, named, st.lists(named, max_size=3), numbers)
 layers = st.dictionaries(small, numbers, max_size=3)
 densities = st.just(Density()) | st.builds(
     Density, st.text(min_size=1, max_size=8), numbers, layers, numbers, numbers
 )
-progress = st.builds(Progress, counts, counts)
-tokens = st.builds(Token, counts, small, numbers, texts)
+progress = st.builds(Progress, tokens_done=counts, tokens_total=counts)
+tokens = st.builds(Token, index=counts, token_id=small, logprob=numbers, text=texts)
 sent = st.sampled_from([FinishReason.STOP, FinishReason.STOP_STRING, FinishReason.LENGTH, FinishReason.OTHER])
 
 

@@ -26,14 +26,27 @@ def group(draw: st.DrawFn, name: str = "g") -> GroupStats:
     total = draw(st.integers(1, 40))
     free = draw(st.integers(0, total))
     return GroupStats(
-        name, total, free, draw(small), draw(st.integers(0, 8)), draw(st.integers(0, 5000)), draw(rates)
+        name=name,
+        pages_total=total,
+        pages_free=free,
+        running=draw(small),
+        waiting=draw(st.integers(0, 8)),
+        waiting_tokens=draw(st.integers(0, 5000)),
+        tokens_per_second=draw(rates),
     )
 
 
 @st.composite
 def worker(draw: st.DrawFn, name: str = "d") -> DecodeStats:
     total = draw(st.integers(1, 40))
-    return DecodeStats(name, total, draw(st.integers(0, total)), draw(small), draw(small), draw(small))
+    return DecodeStats(
+        name=name,
+        pages_total=total,
+        pages_free=draw(st.integers(0, total)),
+        running=draw(small),
+        waiting=draw(small),
+        sessions=draw(small),
+    )
 
 
 groups = st.integers(1, 4).flatmap(lambda n: st.tuples(*(group(f"g{i}") for i in range(n))))
@@ -84,8 +97,17 @@ def test_what_is_admitted_could_run(
 
 def test_a_decode_worker_near_the_stages_is_preferred_among_those_with_room() -> None:
     """Nearness is worth a quarter of a worker's pages, and nothing to one that is full."""
-    g = GroupStats("g", 1000, 1000, 0, 0, 0, 0.0, nodes=("n1", "n2"))
-    far = DecodeStats("far", 100, 80, 0, 0, 0, node="n3")
+    g = GroupStats(
+        name="g",
+        pages_total=1000,
+        pages_free=1000,
+        running=0,
+        waiting=0,
+        waiting_tokens=0,
+        tokens_per_second=0.0,
+        nodes=("n1", "n2"),
+    )
+    far = DecodeStats(name="far", pages_total=100, pages_free=80, running=0, waiting=0, sessions=0, node="n3")
 
     def order(free: int) -> tuple[str, ...]:
         decision = admit(Need(160), (g,), (far, replace(far, name="near", pages_free=free, node="n2")))
@@ -103,8 +125,32 @@ def test_a_decode_worker_near_the_stages_is_preferred_among_those_with_room() ->
 
 
 def test_who_is_taken_away_gets_nothing_new() -> None:
-    staying, leaving = GroupStats("g", 100, 100, 0, 0, 900, 10.0), GroupStats("h", 100, 100, 0, 0, 0, 10.0)
-    ws = DecodeStats("d", 100, 10, 0, 0, 0), DecodeStats("e", 100, 100, 0, 0, 0, draining=True)
+    staying, leaving = (
+        GroupStats(
+            name="g",
+            pages_total=100,
+            pages_free=100,
+            running=0,
+            waiting=0,
+            waiting_tokens=900,
+            tokens_per_second=10.0,
+        ),
+        GroupStats(
+            name="h",
+            pages_total=100,
+            pages_free=100,
+            running=0,
+            waiting=0,
+            waiting_tokens=0,
+            tokens_per_second=10.0,
+        ),
+    )
+    ws = (
+        DecodeStats(name="d", pages_total=100, pages_free=10, running=0, waiting=0, sessions=0),
+        DecodeStats(
+            name="e", pages_total=100, pages_free=100, running=0, waiting=0, sessions=0, draining=True
+        ),
+    )
     decision = admit(Need(160), (staying, replace(leaving, draining=True)), ws)
     assert isinstance(decision, Admitted)
     assert (decision.groups, decision.workers) == (("g",), ("d",))
@@ -112,8 +158,22 @@ def test_who_is_taken_away_gets_nothing_new() -> None:
 
 def test_who_is_taken_away_serves_on_where_nobody_else_is_there() -> None:
     """It has started to drain before who replaces it has loaded."""
-    g = GroupStats("g", 100, 100, 0, 0, 0, 10.0, draining=True)
-    ws = tuple(DecodeStats(name, 100, free, 0, 0, 0, draining=True) for name, free in (("d", 40), ("e", 90)))
+    g = GroupStats(
+        name="g",
+        pages_total=100,
+        pages_free=100,
+        running=0,
+        waiting=0,
+        waiting_tokens=0,
+        tokens_per_second=10.0,
+        draining=True,
+    )
+    ws = tuple(
+        DecodeStats(
+            name=name, pages_total=100, pages_free=free, running=0, waiting=0, sessions=0, draining=True
+        )
+        for name, free in (("d", 40), ("e", 90))
+    )
     decision = admit(Need(160), (g,), ws)
     assert isinstance(decision, Admitted)
     assert (decision.groups, decision.workers) == (("g",), ("e", "d"))
@@ -145,7 +205,7 @@ def test_the_least_loaded_group_is_chosen(
     need: Need, gs: tuple[GroupStats, ...], ws: tuple[DecodeStats, ...]
 ) -> None:
     gs = tuple(replace(g, tokens_per_second=100.0, waiting=0) for g in gs)
-    ws = (*ws, DecodeStats("roomy", 1000, 1000, 0, 0, 0))
+    ws = (*ws, DecodeStats(name="roomy", pages_total=1000, pages_free=1000, running=0, waiting=0, sessions=0))
     need = replace(need, seconds_left=None)
     able = [g for g in gs if need.read_tokens <= g.pages_total * 16]
     decision = admit(need, gs, ws)
@@ -173,7 +233,15 @@ def test_a_retry_time_is_given_exactly_when_waiting_helps(
 
 
 def test_prediction_needs_a_rate() -> None:
-    idle = GroupStats("g", 10, 10, 0, 0, 300, 0.0)
+    idle = GroupStats(
+        name="g",
+        pages_total=10,
+        pages_free=10,
+        running=0,
+        waiting=0,
+        waiting_tokens=300,
+        tokens_per_second=0.0,
+    )
     assert predicted_ttft(Need(100), idle) is None
     assert predicted_ttft(Need(100), replace(idle, tokens_per_second=200.0)) == 2.0
 
@@ -181,8 +249,16 @@ def test_prediction_needs_a_rate() -> None:
 def test_one_slow_prompt_does_not_keep_all_others_out() -> None:
     """A group whose kernels were compiled while it read: nobody with a deadline would be let in to correct
     its rate."""
-    slow = GroupStats("g", 1000, 1000, 0, 0, 0, 100.0)
-    roomy = DecodeStats("d", 1000, 1000, 0, 0, 0)
+    slow = GroupStats(
+        name="g",
+        pages_total=1000,
+        pages_free=1000,
+        running=0,
+        waiting=0,
+        waiting_tokens=0,
+        tokens_per_second=100.0,
+    )
+    roomy = DecodeStats(name="d", pages_total=1000, pages_free=1000, running=0, waiting=0, sessions=0)
     need = Need(6000, 0, 30.0)
     assert isinstance(admit(need, (replace(slow, idle_s=59.0),), (roomy,)), Rejected)
     let_in = admit(need, (replace(slow, idle_s=60.0),), (roomy,))
@@ -190,8 +266,16 @@ def test_one_slow_prompt_does_not_keep_all_others_out() -> None:
 
 
 def test_the_time_to_come_back_is_when_the_deadline_could_hold() -> None:
-    busy = GroupStats("g", 100, 100, 1, 1, 1000, 100.0)
-    roomy = DecodeStats("d", 100, 100, 0, 0, 0)
+    busy = GroupStats(
+        name="g",
+        pages_total=100,
+        pages_free=100,
+        running=1,
+        waiting=1,
+        waiting_tokens=1000,
+        tokens_per_second=100.0,
+    )
+    roomy = DecodeStats(name="d", pages_total=100, pages_free=100, running=0, waiting=0, sessions=0)
     decision = admit(Need(200, 0, 5.0), (busy,), (roomy,))
     assert isinstance(decision, Rejected)
     assert (decision.reason, decision.retry_after_s) == (Reason.BACKLOG, 7.0)

@@ -82,7 +82,15 @@ class FakeContext:
 
 
 def group(waiting_tokens: int) -> GroupStats:
-    return GroupStats("prefill:x", 100, 100, 1, 0, waiting_tokens, 1000.0)
+    return GroupStats(
+        name="prefill:x",
+        pages_total=100,
+        pages_free=100,
+        running=1,
+        waiting=0,
+        waiting_tokens=waiting_tokens,
+        tokens_per_second=1000.0,
+    )
 
 
 def test_a_rising_and_falling_backlog_takes_groups_from_one_to_three_and_back() -> None:
@@ -100,9 +108,16 @@ def test_a_rising_and_falling_backlog_takes_groups_from_one_to_three_and_back() 
 
 def test_workers_follow_pages_and_batch() -> None:
     policy, context = WorkersByLoad(usage=0.5, max_batch=4), FakeContext(1)
-    context.record("a", DecodeStats("decode:a", 100, 10, 3, 60, 2, decoding=9))
+    context.record(
+        "a",
+        DecodeStats(
+            name="decode:a", pages_total=100, pages_free=10, running=3, waiting=60, sessions=2, decoding=9
+        ),
+    )
     assert policy(context)[0] == 3, "nine requests of four at once; ninety pages of fifty each: two"
-    context.record("b", DecodeStats("decode:b", 100, 0, 0, 0, 1))
+    context.record(
+        "b", DecodeStats(name="decode:b", pages_total=100, pages_free=0, running=0, waiting=0, sessions=1)
+    )
     assert policy(context)[0] == 4, "a hundred and ninety pages of fifty each"
 
 

@@ -168,7 +168,18 @@ async def test_a_worker_that_is_found_while_others_are_asked_stays_found() -> No
 
 
 def test_who_leaves_is_the_last_resort_where_all_of_its_role_do() -> None:
-    group, worker = GroupStats("g", 9, 9, 0, 0, 0, 0.0), DecodeStats("d", 9, 9, 0, 0, 0)
+    group, worker = (
+        GroupStats(
+            name="g",
+            pages_total=9,
+            pages_free=9,
+            running=0,
+            waiting=0,
+            waiting_tokens=0,
+            tokens_per_second=0.0,
+        ),
+        DecodeStats(name="d", pages_total=9, pages_free=9, running=0, waiting=0, sessions=0),
+    )
     leaving, gone = replace(worker, name="e", draining=True), replace(group, draining=True)
     for view, last in (
         (View({"g": group}, {"d": worker}), set()),

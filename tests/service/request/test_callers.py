@@ -19,7 +19,11 @@ from ..inprocess import House, wait_until
 
 
 async def test_requests_are_counted_here_and_elsewhere() -> None:
-    uses = [OwnerUse("a", "other", 1, 100), OwnerUse("a", "here", 9, 9000), OwnerUse("b", "other", 5, 500)]
+    uses = [
+        OwnerUse(owner="a", door="other", requests=1, tokens=100),
+        OwnerUse(owner="a", door="here", requests=9, tokens=9000),
+        OwnerUse(owner="b", door="other", requests=5, tokens=500),
+    ]
     callers = Callers("here", lambda: uses, nothing_new)
     caller = Caller("a", "a", Allowance(requests=3))
     async with callers.request(caller), callers.request(caller):
@@ -35,7 +39,10 @@ async def test_requests_are_counted_here_and_elsewhere() -> None:
 
 
 async def test_tokens_are_counted_with_sessions() -> None:
-    uses = [OwnerUse("a", "", 0, 300), OwnerUse("a", "other", 1, 100)]
+    uses = [
+        OwnerUse(owner="a", door="", requests=0, tokens=300),
+        OwnerUse(owner="a", door="other", requests=1, tokens=100),
+    ]
     callers = Callers("here", lambda: uses, nothing_new)
     caller = Caller("a", "a", Allowance(tokens=1000))
     async with callers.request(caller) as share:
@@ -59,7 +66,11 @@ async def nothing_new() -> None:
 
 async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
     """They are asked again, but not where it would not help."""
-    said, now, asked = [OwnerUse("a", "other", 1, 900)], list[OwnerUse](), list[bool]()
+    said, now, asked = (
+        [OwnerUse(owner="a", door="other", requests=1, tokens=900)],
+        list[OwnerUse](),
+        list[bool](),
+    )
 
     async def ask() -> None:
         asked.append(True)
@@ -69,7 +80,7 @@ async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
     caller = Caller("a", "a", Allowance(requests=1, tokens=1000))
     async with callers.request(caller) as share:
         assert len(asked) == 1
-        said[:] = [OwnerUse("a", "", 0, 900)]
+        said[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
         await share.take(200)
         assert len(asked) == 2
         with pytest.raises(Overloaded, match="has 1 requests running"):
@@ -78,7 +89,7 @@ async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
         with pytest.raises(Overloaded, match="1001 tokens are more than"):
             await share.take(1001)
         assert len(asked) == 2, "only this door's own requests and the limit itself were in the way"
-        now[:] = said[:] = [OwnerUse("a", "", 0, 900)]
+        now[:] = said[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
         with pytest.raises(Overloaded, match="holds 900 tokens and may hold 1000: 201 more"):
             await share.take(201)
         assert len(asked) == 3
@@ -131,7 +142,10 @@ async def test_what_comes_to_two_doors_at_the_same_moment_counts_at_each() -> No
     first, second = (Callers(name, lambda: uses, nothing_new) for name in "ab")
     caller = Caller("c", "c", Allowance(requests=1))
     async with first.request(caller), second.request(caller):
-        uses[:] = [OwnerUse("c", "a", 1, 10), OwnerUse("c", "b", 1, 10)]
+        uses[:] = [
+            OwnerUse(owner="c", door="a", requests=1, tokens=10),
+            OwnerUse(owner="c", door="b", requests=1, tokens=10),
+        ]
         for door in (first, second):
             with pytest.raises(Overloaded, match="has 1 requests running"):
                 async with door.request(caller):

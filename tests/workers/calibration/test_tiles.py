@@ -17,7 +17,7 @@ TOKENS, CHUNK = 700, 256
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(str(make_tiny_model(tmp_path_factory.mktemp("tiles"))), dtype="float32")
+    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiles"))), dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["dense", "streaming", "xattention", "dpxa"])

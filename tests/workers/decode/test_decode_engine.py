@@ -108,7 +108,9 @@ async def test_a_session_can_be_kept_of_a_session_and_of_part_of_a_prompt(
     more, question = prompt(25, seed=2), prompt(9, seed=3)
     await run.reserve("longer", len(more), NEW, session_id=part, keep_tokens=95)
     packed = torch.tensor(more, dtype=torch.int32).numpy().tobytes()
-    longer = await run.collect(GenerateJob("longer", GREEDY, packed, part, keep_tokens=95))
+    longer = await run.collect(
+        GenerateJob(request_id="longer", sampling=GREEDY, append_ids=packed, session_id=part, keep_tokens=95)
+    )
     assert longer.ids == expected(document[:70] + more)
     await run.engine.release_session(part, "me")
     answer = await run.ask_session("question", longer.first.session.session_id, question, GREEDY)
@@ -128,16 +130,20 @@ async def test_a_prompt_continues_from_the_beginning_of_a_session(
     held = run.used
     assert await run.engine.find_prefix("you", b"".join(links)) is None
     assert await run.engine.find_prefix("me", b"other" + b"".join(links)) is None
-    assert await run.engine.find_prefix("me", b"".join(links)) == Prefix(kept, 144), "whole pages of 150"
+    assert await run.engine.find_prefix("me", b"".join(links)) == Prefix(session_id=kept, tokens=144), (
+        "whole pages of 150"
+    )
     found = await run.engine.find_prefix("me", b"".join([*links[:5], *links[:5]]))
-    assert found == Prefix(kept, 80)
+    assert found == Prefix(session_id=kept, tokens=80)
     for number, rest in enumerate((prompt(30, seed=5), document[80:])):
         name = f"asked{number}"
         reservation = {"session_id": kept, "prefix_tokens": 80, "keep_tokens": 80 + len(rest)}
         reserved = await run.reserve(name, len(rest), GREEDY.max_tokens, **reservation)
         assert reserved.session_tokens == 80
         packed = torch.tensor(rest, dtype=torch.int32).numpy().tobytes()
-        asked = GenerateJob(name, GREEDY, packed, kept, keep_tokens=80 + len(rest))
+        asked = GenerateJob(
+            request_id=name, sampling=GREEDY, append_ids=packed, session_id=kept, keep_tokens=80 + len(rest)
+        )
         answer = await run.collect(asked)
         assert answer.ids == expected(document[:80] + rest)
         again = await run.ask_session(f"again{number}", answer.first.session.session_id, [7], GREEDY)
@@ -146,7 +152,11 @@ async def test_a_prompt_continues_from_the_beginning_of_a_session(
         await run.engine.renew([name])
     assert run.used == held
     with pytest.raises(ValueError, match="no prefix of 160"):
-        await run.engine.reserve(Reservation("x", "me", 5, 5, kept, prefix_tokens=160))
+        await run.engine.reserve(
+            Reservation(
+                request_id="x", owner="me", prompt_tokens=5, max_tokens=5, session_id=kept, prefix_tokens=160
+            )
+        )
     answer = await run.ask_session("whole", kept, [7, 8], GREEDY)
     assert answer.ids == expected([*document, 7, 8])
 
@@ -156,7 +166,7 @@ async def test_prefill_only_becomes_a_session(bench: Any, expected: Callable[[li
     run = await bench(clock=clock)
     document, question = prompt(75), prompt(10, seed=4)
     await run.reserve("read", 75, 0)
-    keeping = asyncio.create_task(run.engine.keep(KeepSession("read", 30.0)))
+    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="read", ttl_s=30.0)))
     await asyncio.sleep(0.02)
     assert not keeping.done(), "no page is here yet"
     clock.now += 0.5
@@ -188,10 +198,10 @@ async def test_sampled_streams_do_not_depend_on_the_batch(bench: Any) -> None:
     run = await bench(max_batch=3)
     ids = prompt(33)
     samplings = [
-        Sampling(1.0, max_tokens=20, seed=1, ignore_eos=True),
-        Sampling(0.7, top_p=0.8, max_tokens=30, seed=1, ignore_eos=True),
-        Sampling(1.3, top_k=20, max_tokens=25, seed=2, ignore_eos=True),
-        Sampling(0.9, top_k=50, top_p=0.9, max_tokens=40, seed=3, ignore_eos=True),
+        Sampling(temperature=1.0, max_tokens=20, seed=1, ignore_eos=True),
+        Sampling(temperature=0.7, top_p=0.8, max_tokens=30, seed=1, ignore_eos=True),
+        Sampling(temperature=1.3, top_k=20, max_tokens=25, seed=2, ignore_eos=True),
+        Sampling(temperature=0.9, top_k=50, top_p=0.9, max_tokens=40, seed=3, ignore_eos=True),
         Sampling(max_tokens=15, ignore_eos=True),
     ]
     alone = [await run.ask(f"alone-{i}", ids, sampling) for i, sampling in enumerate(samplings)]
@@ -208,7 +218,9 @@ async def test_sampled_streams_do_not_depend_on_the_batch(bench: Any) -> None:
 async def test_logprobs_are_those_of_the_unmodified_distribution(bench: Any) -> None:
     run = await bench()
     ids = prompt(16)
-    answer = await run.ask("a", ids, Sampling(1.5, top_k=5, max_tokens=6, ignore_eos=True, seed=9))
+    answer = await run.ask(
+        "a", ids, Sampling(temperature=1.5, top_k=5, max_tokens=6, ignore_eos=True, seed=9)
+    )
     for event in answer.tokens:
         logits = torch.from_numpy(run.prefill(ids).logits)
         assert event.logprob == pytest.approx(float(logits.log_softmax(-1)[event.token_id]), abs=1e-4)
@@ -259,9 +271,11 @@ async def test_the_parts_add_up_to_the_time_to_the_first_token(bench: Any) -> No
     await run.reserve("late", 150, 4, keep_tokens=150)
     for piece in pieces[:-1]:
         await run.engine.announce(piece)
-    await run.engine.first_logits(FirstLogits("late", made.logits))
+    await run.engine.first_logits(FirstLogits(request_id="late", logits=made.logits))
     began = clock.now
-    stream = run.engine.generate(GenerateJob("late", Sampling(max_tokens=4), keep_tokens=150))
+    stream = run.engine.generate(
+        GenerateJob(request_id="late", sampling=Sampling(max_tokens=4), keep_tokens=150)
+    )
     getting = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     clock.now += 0.2
@@ -273,7 +287,9 @@ async def test_the_parts_add_up_to_the_time_to_the_first_token(bench: Any) -> No
     session, packed = first.session.session_id, torch.tensor(prompt(100), dtype=torch.int32).numpy().tobytes()
     await run.reserve("more", 100, 4, session_id=session)
     began = clock.now
-    more = run.engine.generate(GenerateJob("more", Sampling(max_tokens=4), packed, session))
+    more = run.engine.generate(
+        GenerateJob(request_id="more", sampling=Sampling(max_tokens=4), append_ids=packed, session_id=session)
+    )
     getting = asyncio.ensure_future(anext(more))
     await asyncio.sleep(0)
     clock.now += 1.5  # a batch of one: it waits for the first stream's end

@@ -77,7 +77,12 @@ async def test_a_session_is_its_owners_and_dies_with_its_lease(bench: Any) -> No
     assert gone.reason is RefusalReason.NO_SESSION
     assert (await run.engine.stats()).sessions == 0
     assert run.used > 0, "the running request still holds the shared pages"
-    job = GenerateJob("running", Sampling(max_tokens=30, ignore_eos=True), packed(ids_of(5)), session)
+    job = GenerateJob(
+        request_id="running",
+        sampling=Sampling(max_tokens=30, ignore_eos=True),
+        append_ids=packed(ids_of(5)),
+        session_id=session,
+    )
     answer = await run.collect(job)
     assert len(answer.tokens) == 30
     assert run.used == 0
@@ -99,7 +104,7 @@ async def test_a_job_that_does_not_fit_its_reservation_fails_in_plain_words(
 ) -> None:
     run = await bench()
     await run.reserve("a", 40, 8)
-    answer = await run.collect(replace(GenerateJob("a", SHORT), **change))
+    answer = await run.collect(replace(GenerateJob(request_id="a", sampling=SHORT), **change))
     assert answer.finish.reason is FinishReason.FAILED
     assert words in answer.finish.message
     assert run.used == 0
@@ -114,10 +119,12 @@ async def test_appended_ids_are_checked(bench: Any) -> None:
         ("outside", 2, [1, 199], "outside the vocabulary"),
     ):
         await run.reserve(name, count, 8, session_id=session)
-        answer = await run.collect(GenerateJob(name, SHORT, packed(ids), session))
+        answer = await run.collect(
+            GenerateJob(request_id=name, sampling=SHORT, append_ids=packed(ids), session_id=session)
+        )
         assert answer.finish.reason is FinishReason.FAILED and words in answer.finish.message
     await run.reserve("answered", 40, 8, append_tokens=1)
-    answer = await run.collect(GenerateJob("answered", SHORT, packed([199])))
+    answer = await run.collect(GenerateJob(request_id="answered", sampling=SHORT, append_ids=packed([199])))
     assert "outside the vocabulary" in answer.finish.message
     with pytest.raises(ValueError, match="-1 tokens behind the prompt"):
         await run.reserve("fewer than none", 40, 8, append_tokens=-1)
@@ -127,12 +134,12 @@ async def test_appended_ids_are_checked(bench: Any) -> None:
 
 async def test_generating_without_or_beside_a_reservation_fails(bench: Any) -> None:
     run = await bench()
-    answer = await run.collect(GenerateJob("nobody", SHORT))
+    answer = await run.collect(GenerateJob(request_id="nobody", sampling=SHORT))
     assert answer.finish.reason is FinishReason.FAILED and "not reserved" in answer.finish.message
     await run.reserve("a", 40, 8)
-    first = asyncio.create_task(run.collect(GenerateJob("a", SHORT)))
+    first = asyncio.create_task(run.collect(GenerateJob(request_id="a", sampling=SHORT)))
     await asyncio.sleep(0)
-    second = await run.collect(GenerateJob("a", SHORT))
+    second = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
     assert "already generating" in second.finish.message
     await run.deliver("a", ids_of(40))
     assert len((await first).tokens) == 8
@@ -163,7 +170,7 @@ async def test_a_deadline_ends_a_stream(bench: Any) -> None:
     await run.reserve("a", 40, 400)
     await run.deliver("a", ids_of(40))
     events = []
-    async for event in run.engine.generate(GenerateJob("a", LONG, deadline=1001.0)):
+    async for event in run.engine.generate(GenerateJob(request_id="a", sampling=LONG, deadline=1001.0)):
         events.append(event)
         if isinstance(event, Token) and event.index == 2:
             clock.now = 1001.0
@@ -178,7 +185,7 @@ async def test_what_nobody_renews_is_cancelled(bench: Any) -> None:
     await run.reserve("never-started", 40, 8)
     await run.reserve("renewed", 40, 8)
     await run.reserve("streaming", 40, 8)
-    reading = asyncio.create_task(run.collect(GenerateJob("streaming", SHORT)))
+    reading = asyncio.create_task(run.collect(GenerateJob(request_id="streaming", sampling=SHORT)))
     await asyncio.sleep(0)
     clock.now += 6.0
     await run.engine.renew(["renewed", "nobody"])
@@ -189,7 +196,7 @@ async def test_what_nobody_renews_is_cancelled(bench: Any) -> None:
     assert answer.finish.reason is FinishReason.CANCELLED and "renewed" in answer.finish.message
     assert run.used == 3
     await run.deliver("renewed", ids_of(40))
-    assert len((await run.collect(GenerateJob("renewed", SHORT))).tokens) == 8
+    assert len((await run.collect(GenerateJob(request_id="renewed", sampling=SHORT))).tokens) == 8
 
 
 async def test_a_lease_that_ran_out_while_the_worker_stood_still_may_still_be_renewed(bench: Any) -> None:
@@ -228,7 +235,9 @@ async def test_a_continuation_samples_as_the_whole_answer_did(bench: Any) -> Non
     """Prompt plus what was streamed, with the same seed: randomness is of the position alone."""
     run = await bench()
     ids = ids_of(70)
-    for seed, sampling in enumerate((SHORT, Sampling(1.2, top_k=40, top_p=0.9, seed=5, max_tokens=8))):
+    for seed, sampling in enumerate(
+        (SHORT, Sampling(temperature=1.2, top_k=40, top_p=0.9, seed=5, max_tokens=8))
+    ):
         whole = await run.ask(f"whole{seed}", ids, replace(sampling, ignore_eos=True))
         for streamed in (1, 4, 7):
             left = replace(sampling, max_tokens=8 - streamed, ignore_eos=True)
@@ -246,15 +255,15 @@ async def test_it_tells_what_each_owner_holds_through_each_door(bench: Any) -> N
     await run.reserve("d", 10, 5, owner="you", door="two")
     await run.reserve("resumed", 10, 5, door="two", append_tokens=7)  # of the answer, read behind the prompt
     wanted = {
-        OwnerUse("me", "", 0, 30),
-        OwnerUse("me", "one", 2, 68),
-        OwnerUse("me", "two", 2, 37),
-        OwnerUse("you", "two", 1, 15),
+        OwnerUse(owner="me", door="", requests=0, tokens=30),
+        OwnerUse(owner="me", door="one", requests=2, tokens=68),
+        OwnerUse(owner="me", door="two", requests=2, tokens=37),
+        OwnerUse(owner="you", door="two", requests=1, tokens=15),
     }
     assert set((await run.engine.stats()).uses) == wanted
     for name in (*"abcd", "resumed"):
         await run.engine.cancel(name)
-    assert (await run.engine.stats()).uses == (OwnerUse("me", "", 0, 30),)
+    assert (await run.engine.stats()).uses == (OwnerUse(owner="me", door="", requests=0, tokens=30),)
 
 
 async def test_a_prompt_that_is_kept_counts_once(bench: Any) -> None:
@@ -265,14 +274,19 @@ async def test_a_prompt_that_is_kept_counts_once(bench: Any) -> None:
     prompt = run.prefill(ids)
     for piece in run.pieces("a", prompt):
         await run.engine.announce(piece)
-    await run.engine.first_logits(FirstLogits("a", prompt.logits))
-    job = GenerateJob("a", Sampling(max_tokens=30, ignore_eos=True), keep_tokens=33, keep_ttl_s=60.0)
+    await run.engine.first_logits(FirstLogits(request_id="a", logits=prompt.logits))
+    job = GenerateJob(
+        request_id="a", sampling=Sampling(max_tokens=30, ignore_eos=True), keep_tokens=33, keep_ttl_s=60.0
+    )
     stream = run.engine.generate(job)
     first = await anext(stream)
     assert first.session is not None and first.session.tokens == 33
-    assert set((await run.engine.stats()).uses) == {OwnerUse("me", "", 0, 33), OwnerUse("me", "one", 1, 37)}
+    assert set((await run.engine.stats()).uses) == {
+        OwnerUse(owner="me", door="", requests=0, tokens=33),
+        OwnerUse(owner="me", door="one", requests=1, tokens=37),
+    }
     await run.engine.release_session(first.session.session_id, "me")
-    assert set((await run.engine.stats()).uses) == {OwnerUse("me", "one", 1, 70)}
+    assert set((await run.engine.stats()).uses) == {OwnerUse(owner="me", door="one", requests=1, tokens=70)}
     await stream.aclose()
 
 
@@ -280,7 +294,7 @@ async def test_a_reader_that_leaves_cancels_its_request(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 40, 400)
     await run.deliver("a", ids_of(40))
-    stream = run.engine.generate(GenerateJob("a", LONG))
+    stream = run.engine.generate(GenerateJob(request_id="a", sampling=LONG))
     for _ in range(5):
         await anext(stream)
     await stream.aclose()
@@ -313,11 +327,13 @@ async def test_running_streams_do_not_wait_for_a_long_append(bench: Any) -> None
     session = (await run.ask("a", ids_of(40), SHORT, keep_tokens=40)).first.session.session_id
     await run.reserve("running", 40, 400)
     await run.deliver("running", ids_of(40))
-    stream = run.engine.generate(GenerateJob("running", LONG))
+    stream = run.engine.generate(GenerateJob(request_id="running", sampling=LONG))
     for _ in range(3):
         await anext(stream)
     await run.reserve("long", 500, 4, session_id=session)
-    job = GenerateJob("long", Sampling(max_tokens=4), packed(ids_of(500)), session)
+    job = GenerateJob(
+        request_id="long", sampling=Sampling(max_tokens=4), append_ids=packed(ids_of(500)), session_id=session
+    )
     appending = asyncio.create_task(run.collect(job))
     during = 0
     while not appending.done():
@@ -340,11 +356,17 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_
     async def life(name: str) -> None:
         length = chance.choice(list(prompts))
         on_session = chance.random() < 0.4
-        reservation = Reservation(name, "me", length, 30, session if on_session else None)
+        reservation = Reservation(
+            request_id=name,
+            owner="me",
+            prompt_tokens=length,
+            max_tokens=30,
+            session_id=session if on_session else None,
+        )
         if isinstance(await run.engine.reserve(reservation), Refused):
             return
         cancelling = asyncio.create_task(cancel_later(name, chance.choice((chance.random(), None))))
-        job = GenerateJob(name, Sampling(max_tokens=30, ignore_eos=True), keep_tokens=0)
+        job = GenerateJob(request_id=name, sampling=Sampling(max_tokens=30, ignore_eos=True), keep_tokens=0)
         if on_session:
             job = replace(job, append_ids=packed(ids_of(length)), session_id=session)
         else:
@@ -360,7 +382,7 @@ async def test_random_cancels_at_random_moments_leave_no_page(bench: Any, looks_
         for piece in run.pieces(name, prompts[length], chunk=16):
             await run.engine.announce(piece)
             await asyncio.sleep(chance.random() * 0.002)
-        await run.engine.first_logits(FirstLogits(name, prompts[length].logits))
+        await run.engine.first_logits(FirstLogits(request_id=name, logits=prompts[length].logits))
 
     async def cancel_later(name: str, delay: float | None) -> None:
         with contextlib.suppress(TimeoutError):

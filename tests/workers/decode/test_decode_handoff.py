@@ -33,8 +33,8 @@ async def test_repeated_and_unknown_announcements_are_ignored(bench: Any) -> Non
     for piece in [*pieces, *pieces, replace(pieces[0], request_id="nobody")]:
         await run.engine.announce(piece)
     for message in ("a", "a", "nobody"):
-        await run.engine.first_logits(FirstLogits(message, prompt.logits))
-    answer = await run.collect(GenerateJob("a", SHORT))
+        await run.engine.first_logits(FirstLogits(request_id=message, logits=prompt.logits))
+    answer = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
     assert answer.ids == alone.ids
     assert answer.finish.report.handoff_bytes == alone.finish.report.handoff_bytes
 
@@ -53,8 +53,8 @@ async def test_layers_that_come_together_count_once_each(bench: Any) -> None:
         chunk = pieces[first : first + layers]
         payload = tuple(x for piece in chunk for x in piece.payload)
         await run.engine.announce(replace(chunk[0], payload=payload, layers=layers))
-    await run.engine.first_logits(FirstLogits("a", prompt.logits))
-    answer = await run.collect(GenerateJob("a", SHORT))
+    await run.engine.first_logits(FirstLogits(request_id="a", logits=prompt.logits))
+    answer = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
     assert answer.ids == alone.ids
     assert answer.finish.report.handoff_bytes == alone.finish.report.handoff_bytes
 
@@ -80,7 +80,7 @@ async def test_bad_announcements_fail_the_request_and_reach_the_sender(
     with pytest.raises(Exception, match=words):
         await run.engine.announce(replace(bad, **change))
     assert run.used == 5, "its door may have another group go on"
-    answer = await run.collect(GenerateJob("a", SHORT))
+    answer = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
     assert answer.finish.reason is FinishReason.NO_KV and words in answer.finish.message
     assert run.used == 0
     await run.reserve("a", 70, 8)  # the id is free again
@@ -90,7 +90,7 @@ async def test_bad_announcements_fail_the_request_and_reach_the_sender(
 async def test_a_failed_pull_fails_keep_too(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 70, 0)
-    keeping = asyncio.create_task(run.engine.keep(KeepSession("a", 10.0)))
+    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="a", ttl_s=10.0)))
     piece = run.pieces("a", run.prefill(ids_of(70)))[0]
     with pytest.raises(Exception, match="not 2 arrays"):
         await run.engine.announce(replace(piece, payload="lost"))
@@ -103,7 +103,9 @@ async def test_ids_that_are_not_the_prompt_s_are_refused_and_it_can_be_cancelled
     await run.reserve("a", 70, 0)
     await run.deliver("a", ids_of(70))
     with pytest.raises(ValueError, match="the ids of 69 tokens came with a prompt of 70"):
-        await run.engine.keep(KeepSession("a", 10.0, prompt_ids=np.zeros(69, "<u4").tobytes()))
+        await run.engine.keep(
+            KeepSession(request_id="a", ttl_s=10.0, prompt_ids=np.zeros(69, "<u4").tobytes())
+        )
     await run.engine.cancel("a")
     assert run.used == 0
 
@@ -111,10 +113,10 @@ async def test_ids_that_are_not_the_prompt_s_are_refused_and_it_can_be_cancelled
 async def test_keep_needs_a_request_and_keeps_to_its_deadline(bench: Any) -> None:
     clock = Clock()
     run = await bench(wall=clock)
-    unknown = await run.engine.keep(KeepSession("nobody", 10.0))
+    unknown = await run.engine.keep(KeepSession(request_id="nobody", ttl_s=10.0))
     assert isinstance(unknown, Refused) and unknown.reason is RefusalReason.NO_SESSION
     await run.reserve("a", 70, 0)
-    keeping = asyncio.create_task(run.engine.keep(KeepSession("a", 10.0, deadline=1001.0)))
+    keeping = asyncio.create_task(run.engine.keep(KeepSession(request_id="a", ttl_s=10.0, deadline=1001.0)))
     await asyncio.sleep(0.05)
     clock.now = 1001.0
     late = await keeping
@@ -126,13 +128,13 @@ async def test_wrong_logits_fail_the_request(bench: Any) -> None:
     run = await bench()
     await run.reserve("a", 70, 8)
     with pytest.raises(Exception, match="vocabulary"):
-        await run.engine.first_logits(FirstLogits("a", np.zeros(5, np.float32)))
+        await run.engine.first_logits(FirstLogits(request_id="a", logits=np.zeros(5, np.float32)))
     await run.reserve("b", 70, 8)
     prompt = run.prefill(ids_of(70))
     for piece in run.pieces("b", prompt):
         await run.engine.announce(piece)
-    await run.engine.first_logits(FirstLogits("b", prompt.logits * np.nan))
-    answer = await run.collect(GenerateJob("b", SHORT))
+    await run.engine.first_logits(FirstLogits(request_id="b", logits=prompt.logits * np.nan))
+    answer = await run.collect(GenerateJob(request_id="b", sampling=SHORT))
     assert answer.finish.reason is FinishReason.FAILED and "not finite" in answer.finish.message
 
 

@@ -67,12 +67,12 @@ async def test_a_prompt_that_is_resumed_answers_as_one_that_was_not(bench: Calla
     await run.reserve("a", len(IDS), 8)
     used = run.used
     await announce(run, run.pieces("a", prompt)[: 3 * LAYERS + 2])
-    await run.engine.first_logits(FirstLogits("a", np.zeros(199, np.float32)))
+    await run.engine.first_logits(FirstLogits(request_id="a", logits=np.zeros(199, np.float32)))
     assert await run.engine.resume("a", [32, 64, 96, 128], 1) == 96
     assert run.used == used, "its pages stay"
     await announce(run, run.pieces("a", prompt, attempt=1))
-    await run.engine.first_logits(FirstLogits("a", prompt.logits, 1))
-    answer = await run.collect(GenerateJob("a", SHORT))
+    await run.engine.first_logits(FirstLogits(request_id="a", logits=prompt.logits, attempt=1))
+    answer = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
     assert answer.ids == whole.ids
     assert run.used == 0
 
@@ -89,9 +89,9 @@ async def test_an_answer_goes_on_behind_what_was_answered(
     await run.reserve("rest", len(IDS), left, append_tokens=answered)
     prompt = run.prefill(IDS)
     await announce(run, run.pieces("rest", prompt))
-    await run.engine.first_logits(FirstLogits("rest", np.zeros_like(prompt.logits)))
+    await run.engine.first_logits(FirstLogits(request_id="rest", logits=np.zeros_like(prompt.logits)))
     said = np.asarray(whole.ids[:answered], dtype="<u4").tobytes()
-    rest = await run.collect(GenerateJob("rest", sampling, said))
+    rest = await run.collect(GenerateJob(request_id="rest", sampling=sampling, append_ids=said))
     assert rest.ids == whole.ids[answered:]
     assert rest.finish.report.append_prefill > 0
 
@@ -118,16 +118,16 @@ async def test_kv_that_was_lost_fails_the_request_unless_it_is_resumed(bench: Ca
 
     for name in ("asked", "kept"):
         await half(name)
-    answer = await run.collect(GenerateJob("asked", SHORT))
+    answer = await run.collect(GenerateJob(request_id="asked", sampling=SHORT))
     assert answer.finish.reason is FinishReason.NO_KV and "did not arrive" in answer.finish.message
     with pytest.raises(DecodeFailed, match="did not arrive"):
-        await run.engine.keep(KeepSession("kept", 10.0))
+        await run.engine.keep(KeepSession(request_id="kept", ttl_s=10.0))
     assert run.used == 0
     await half("resumed")
     assert await run.engine.resume("resumed", [32, 64], 1) == 32
     await announce(run, run.pieces("resumed", prompt, attempt=1)[LAYERS:])
-    await run.engine.first_logits(FirstLogits("resumed", prompt.logits, 1))
-    assert len((await run.collect(GenerateJob("resumed", SHORT))).ids) == 8
+    await run.engine.first_logits(FirstLogits(request_id="resumed", logits=prompt.logits, attempt=1))
+    assert len((await run.collect(GenerateJob(request_id="resumed", sampling=SHORT))).ids) == 8
 
 
 def wrong(piece: KVAnnouncement) -> KVAnnouncement:
@@ -163,8 +163,8 @@ async def test_what_is_on_its_way_from_a_reading_that_was_given_up_is_not_writte
     release.set()
     outcomes = await asyncio.gather(*late, return_exceptions=True)
     assert outcomes[0] is None and isinstance(outcomes[1], HandoffError)
-    await run.engine.first_logits(FirstLogits("a", prompt.logits, 1))
-    assert (await run.collect(GenerateJob("a", SHORT))).ids == whole.ids
+    await run.engine.first_logits(FirstLogits(request_id="a", logits=prompt.logits, attempt=1))
+    assert (await run.collect(GenerateJob(request_id="a", sampling=SHORT))).ids == whole.ids
 
 
 async def test_what_a_reading_that_was_given_up_says_later_is_not_heard(bench: Callable[..., Any]) -> None:
@@ -176,10 +176,12 @@ async def test_what_a_reading_that_was_given_up_says_later_is_not_heard(bench: C
     assert await run.engine.resume("a", [32], 2) == 0
     for attempt in (0, 1):
         await run.engine.announce(wrong(run.pieces("a", prompt, attempt=attempt)[0]))
-        await run.engine.first_logits(FirstLogits("a", np.ones_like(prompt.logits), attempt))
+        await run.engine.first_logits(
+            FirstLogits(request_id="a", logits=np.ones_like(prompt.logits), attempt=attempt)
+        )
     await announce(run, run.pieces("a", prompt, attempt=2))
-    await run.engine.first_logits(FirstLogits("a", prompt.logits, 2))
-    assert (await run.collect(GenerateJob("a", SHORT))).ids == whole.ids
+    await run.engine.first_logits(FirstLogits(request_id="a", logits=prompt.logits, attempt=2))
+    assert (await run.collect(GenerateJob(request_id="a", sampling=SHORT))).ids == whole.ids
 
 
 async def test_a_late_end_of_a_reading_does_not_start_a_request_twice(bench: Callable[..., Any]) -> None:
@@ -191,9 +193,11 @@ async def test_a_late_end_of_a_reading_does_not_start_a_request_twice(bench: Cal
     await asyncio.sleep(0)
     assert await run.engine.resume("a", [32], 1) == 0
     await announce(run, run.pieces("a", prompt, attempt=1))
-    await run.engine.first_logits(FirstLogits("a", prompt.logits, 1))
+    await run.engine.first_logits(FirstLogits(request_id="a", logits=prompt.logits, attempt=1))
     said = np.full(200, 5, dtype="<u4").tobytes()
-    answering = asyncio.create_task(run.collect(GenerateJob("a", SHORT, said, answered_tokens=200)))
+    answering = asyncio.create_task(
+        run.collect(GenerateJob(request_id="a", sampling=SHORT, append_ids=said, answered_tokens=200))
+    )
     while not run.engine._scheduler._appending:
         await asyncio.sleep(0)
     release.set()
@@ -220,12 +224,12 @@ async def test_kv_comes_back_as_it_arrived(bench: Callable[..., Any]) -> None:
     await run.reserve("a", len(IDS), 8)
     await announce(run, run.pieces("a", prompt))
     for layer, start, tokens in ((0, 0, 150), (2, 5, 100), (LAYERS - 1, 149, 1)):
-        back = await run.engine.kv(KVRange("a", layer, start, tokens))
+        back = await run.engine.kv(KVRange(request_id="a", layer=layer, start=start, tokens=tokens))
         for array, whole in zip((back.k, back.v), prompt.kv[layer], strict=True):
             assert np.array_equal(array, whole[start : start + tokens])
     for start, tokens in ((0, 161), (-1, 5), (3, 0)):
         with pytest.raises(KVCacheError, match="are not in the 10 pages"):
-            await run.engine.kv(KVRange("a", 0, start, tokens))
+            await run.engine.kv(KVRange(request_id="a", layer=0, start=start, tokens=tokens))
     with pytest.raises(DecodeFailed, match="nobody is not being read"):
-        await run.engine.kv(KVRange("nobody", 0, 0, 1))
+        await run.engine.kv(KVRange(request_id="nobody", layer=0, start=0, tokens=1))
     await run.engine.cancel("a")

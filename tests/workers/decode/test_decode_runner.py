@@ -29,10 +29,10 @@ from ..tiny_model import make_tiny_model
 PAGES, MAX_BATCH = 120, 5
 SAMPLINGS = (
     Sampling(),
-    Sampling(1.0, seed=1),
-    Sampling(0.7, top_k=9, seed=2),
-    Sampling(1.2, top_p=0.6, seed=-3),
-    Sampling(1.0, top_k=30, top_p=0.8, seed=2**64 - 1),
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.7, top_k=9, seed=2),
+    Sampling(temperature=1.2, top_p=0.6, seed=-3),
+    Sampling(temperature=1.0, top_k=30, top_p=0.8, seed=2**64 - 1),
 )
 
 

@@ -76,7 +76,9 @@ def test_who_holds_pages_longer_than_others_did_may_do_so_for_a_while() -> None:
 
 
 def reservation_of(name: str, tokens: int, **more: Any) -> Reservation:
-    return Reservation(name, "me", tokens, 0, **{"wait": True, **more})
+    return Reservation(
+        request_id=name, owner="me", prompt_tokens=tokens, max_tokens=0, **{"wait": True, **more}
+    )
 
 
 async def reserving(run: Any, *reservations: Reservation) -> list[asyncio.Task[Any]]:
@@ -102,7 +104,7 @@ async def test_first_come_first_served_and_nobody_passes(bench: Any) -> None:
     await asyncio.sleep(0.3)
     assert not big.done() and not small.done(), "there is room for the small one, but not its turn"
     await run.engine.cancel("half")
-    assert await big == Reserved(30) and await small == Reserved(1)
+    assert await big == Reserved(pages=30) and await small == Reserved(pages=1)
     for name in ("big", "small"):
         await run.engine.cancel(name)
     assert run.used == 0
@@ -211,7 +213,12 @@ async def test_pages_that_two_sessions_share_come_back_with_the_second(bench: An
     session = first.first.session.session_id
     await run.reserve("b", 16, 2, session_id=session, keep_tokens=656)
     job = GenerateJob(
-        "b", Sampling(max_tokens=2), packed(ids_of(16)), session, keep_tokens=656, keep_ttl_s=600
+        request_id="b",
+        sampling=Sampling(max_tokens=2),
+        append_ids=packed(ids_of(16)),
+        session_id=session,
+        keep_tokens=656,
+        keep_ttl_s=600,
     )
     await run.collect(job)
     await run.engine.renew(["a", "b"])

@@ -33,7 +33,7 @@ def replica(cluster: Any, tiny_llama: Path) -> Iterator[Any]:
     from deltafront.workers.decode.worker import DecodeReplica
 
     config = DecodeConfig(cache_tokens=2048, page_selection="full", stream_lease_s=600.0)
-    replica = DecodeReplica(ModelSpec(str(tiny_llama), dtype="float32"), config)
+    replica = DecodeReplica(ModelSpec(path=str(tiny_llama), dtype="float32"), config)
     yield replica
     replica.stop()
 
@@ -50,17 +50,21 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     from deltafront.workers.kv.handoff.outbox import Delivery
 
     ids = np.random.default_rng(0).integers(0, 198, 70).tolist()
-    sampling = Sampling(0.8, max_tokens=NEW, seed=5, ignore_eos=True)
+    sampling = Sampling(temperature=0.8, max_tokens=NEW, seed=5, ignore_eos=True)
     run = await bench()
     here = await run.ask("here", ids, sampling)
 
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
-    assert await actor.reserve.remote(Reservation("r", "me", 70, NEW)) == Reserved(6)
+    assert await actor.reserve.remote(
+        Reservation(request_id="r", owner="me", prompt_tokens=70, max_tokens=NEW)
+    ) == Reserved(pages=6)
     outbox, prompt, delivery = ObjectStoreOutbox(256 << 20, 60.0), run.prefill(ids), Delivery(replica.name)
     for piece in run.pieces("r", prompt):
         outbox.send_kv(delivery, piece)
-    outbox.send_logits(delivery, FirstLogits("r", prompt.logits))
-    events = [event async for event in stream(actor, GenerateJob("r", sampling, keep_tokens=70))]
+    outbox.send_logits(delivery, FirstLogits(request_id="r", logits=prompt.logits))
+    events = [
+        event async for event in stream(actor, GenerateJob(request_id="r", sampling=sampling, keep_tokens=70))
+    ]
     outbox.check(delivery)
     assert isinstance(events[0], FirstTokenTimings)
     assert isinstance(events[-1], FinishEvent) and events[-1].reason is FinishReason.LENGTH
@@ -71,7 +75,9 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
     stats: DecodeStats = await actor.stats.remote()
     assert (stats.pages_free, stats.sessions, stats.running) == (stats.pages_total - 5, 1, 0)
     assert stats.node == cluster.get_runtime_context().get_node_id()
-    refused = await actor.reserve.remote(Reservation("s", "you", 1, 1, session))
+    refused = await actor.reserve.remote(
+        Reservation(request_id="s", owner="you", prompt_tokens=1, max_tokens=1, session_id=session)
+    )
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.NO_SESSION
     leaving = actor.drain.remote(600.0)
     while not (await actor.stats.remote()).draining:
@@ -85,12 +91,14 @@ async def test_an_answer_through_ray_equals_the_engine_in_one_process(
 async def test_cancelling_a_stream_frees_its_pages(cluster: Any, replica: Any, bench: Any) -> None:
     actor, run = replica.head, await bench()
     prompt = run.prefill([3] * 40)
-    await actor.reserve.remote(Reservation("long", "me", 40, 900))
+    await actor.reserve.remote(Reservation(request_id="long", owner="me", prompt_tokens=40, max_tokens=900))
     for piece in run.pieces("long", prompt):
         await actor.announce.remote(piece)
-    await actor.first_logits.remote(FirstLogits("long", prompt.logits))
+    await actor.first_logits.remote(FirstLogits(request_id="long", logits=prompt.logits))
     seen = []
-    async for event in stream(actor, GenerateJob("long", Sampling(max_tokens=900, ignore_eos=True))):
+    async for event in stream(
+        actor, GenerateJob(request_id="long", sampling=Sampling(max_tokens=900, ignore_eos=True))
+    ):
         seen.append(event)
         if len(seen) == 10:
             await actor.cancel.remote("long")
@@ -110,7 +118,9 @@ async def test_an_actor_that_died_is_replaced_in_place(cluster: Any, replica: An
             await asyncio.sleep(0.05)
     await replica.check_health()
     actor = cluster.get_actor(replica.name, namespace=NAMESPACE)
-    assert await actor.reserve.remote(Reservation("r", "me", 70, NEW)) == Reserved(6)
+    assert await actor.reserve.remote(
+        Reservation(request_id="r", owner="me", prompt_tokens=70, max_tokens=NEW)
+    ) == Reserved(pages=6)
 
 
 async def test_a_replica_that_cannot_replace_its_actor_is_unhealthy_for_good(

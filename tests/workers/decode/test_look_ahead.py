@@ -108,7 +108,7 @@ async def test_pages_of_a_request_that_ended_are_kept_until_its_last_step_has_la
     watch.before_landing = stop_at_two
     await run.reserve("a", 40, 50)
     await run.deliver("a", ids_of(40))
-    reading = asyncio.create_task(run.collect(GenerateJob("a", greedy(50))))
+    reading = asyncio.create_task(run.collect(GenerateJob(request_id="a", sampling=greedy(50))))
     assert await asyncio.to_thread(reached.wait, 30)
     cancelling = asyncio.create_task(run.engine.cancel("a"))
     await asyncio.sleep(0.05)
@@ -142,7 +142,7 @@ async def test_closing_lands_what_is_under_way(bench: Any, monkeypatch: pytest.M
     watch = Watch(run, monkeypatch)
     await run.reserve("a", 40, 400)
     await run.deliver("a", ids_of(40))
-    stream = run.engine.generate(GenerateJob("a", greedy(400)))
+    stream = run.engine.generate(GenerateJob(request_id="a", sampling=greedy(400)))
     for _ in range(4):
         await anext(stream)
     await run.engine.close()

@@ -56,7 +56,7 @@ async def fill_free_pages(run: Any) -> None:
     made = run.prefill(ids_of(prompt))
     for piece in run.pieces("other", made):
         await run.engine.announce(piece)
-    await run.engine.first_logits(FirstLogits("other", made.logits))
+    await run.engine.first_logits(FirstLogits(request_id="other", logits=made.logits))
 
 
 async def test_a_copy_for_a_request_survives_the_sessions_end(bench: Any, late_copies: list[Any]) -> None:
@@ -67,7 +67,9 @@ async def test_a_copy_for_a_request_survives_the_sessions_end(bench: Any, late_c
     assert await run.engine.release_session(session, "me")
     await fill_free_pages(run)
     packed = np.asarray(ids_of(10), dtype="<u4").tobytes()
-    answer = await run.collect(GenerateJob("q", SHORT, packed, session))
+    answer = await run.collect(
+        GenerateJob(request_id="q", sampling=SHORT, append_ids=packed, session_id=session)
+    )
     assert answer.ids == wanted.ids
     await run.engine.cancel("other")
     assert run.used == 0 and not late_copies
@@ -83,7 +85,9 @@ async def test_a_session_is_told_of_when_its_page_is_copied(bench: Any, late_cop
     await run.reserve("q", 10, 8, session_id=session)
     await fill_free_pages(run)
     packed = np.asarray(ids_of(10), dtype="<u4").tobytes()
-    assert (await run.collect(GenerateJob("q", SHORT, packed, session))).ids == wanted.ids
+    assert (
+        await run.collect(GenerateJob(request_id="q", sampling=SHORT, append_ids=packed, session_id=session))
+    ).ids == wanted.ids
     await run.engine.release_session(session, "me")
     await run.engine.cancel("other")
     assert run.used == 0

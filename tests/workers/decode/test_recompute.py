@@ -78,23 +78,27 @@ class Sparse:
     async def ask(self, name: str, ids: list[int], blocks: int, keep_tokens: int = 0) -> Answer:
         await self.reserve_and_deliver(name, ids, blocks, keep_tokens=keep_tokens)
         job = GenerateJob(
-            name, GREEDY, keep_tokens=keep_tokens, recompute_blocks=blocks, prompt_ids=packed(ids)
+            request_id=name,
+            sampling=GREEDY,
+            keep_tokens=keep_tokens,
+            recompute_blocks=blocks,
+            prompt_ids=packed(ids),
         )
         return await self.bench.collect(job)
 
     async def keep(self, ids: list[int], prompt_ids: bytes) -> str:
         await self.reserve_and_deliver("kept", ids, 0)
-        kept = await self.bench.engine.keep(KeepSession("kept", 60.0, prompt_ids=prompt_ids))
+        kept = await self.bench.engine.keep(KeepSession(request_id="kept", ttl_s=60.0, prompt_ids=prompt_ids))
         return str(kept.session.session_id)
 
     async def question(self, name: str, session: str, blocks: int, answered: tuple[int, ...] = ()) -> Answer:
         ids, left = [*QUESTION, *answered], NEW - len(answered)
         await self.bench.reserve(name, len(ids), left, session_id=session, recompute_blocks=blocks)
         job = GenerateJob(
-            name,
-            Sampling(max_tokens=left, ignore_eos=True),
-            packed(ids),
-            session,
+            request_id=name,
+            sampling=Sampling(max_tokens=left, ignore_eos=True),
+            append_ids=packed(ids),
+            session_id=session,
             recompute_blocks=blocks,
             answered_tokens=len(answered),
         )
@@ -169,7 +173,13 @@ async def test_what_is_kept_behind_a_session_does_not_depend_on_the_question(
         more = {"session_id": base, "prefix_tokens": len(DOCUMENT), "keep_tokens": kept}
         await run.reserve(name, len(ids), NEW, recompute_blocks=blocks, **more)
         job = GenerateJob(
-            name, GREEDY, packed(ids), base, keep_tokens=kept, keep_ttl_s=60.0, recompute_blocks=blocks
+            request_id=name,
+            sampling=GREEDY,
+            append_ids=packed(ids),
+            session_id=base,
+            keep_tokens=kept,
+            keep_ttl_s=60.0,
+            recompute_blocks=blocks,
         )
         answer = await run.collect(job)
         assert answer.finish.report.recomputed_tokens == BLOCK * blocks
@@ -234,7 +244,9 @@ async def test_of_a_long_question_to_a_short_session_nothing_that_was_appended_i
     session = await sparse.keep(DOCUMENT[:300], packed(DOCUMENT[:300]))
     ids = tokens(400, 5)
     await sparse.bench.reserve("long", len(ids), NEW, session_id=session, recompute_blocks=8)
-    job = GenerateJob("long", GREEDY, packed(ids), session, recompute_blocks=8)
+    job = GenerateJob(
+        request_id="long", sampling=GREEDY, append_ids=packed(ids), session_id=session, recompute_blocks=8
+    )
     answer = await sparse.bench.collect(job)
     assert answer.finish.reason is FinishReason.LENGTH
     assert answer.finish.report.recomputed_tokens == BLOCK
@@ -249,9 +261,9 @@ async def test_an_answer_goes_on_after_a_death_as_it_would_have(sparse: Sparse) 
     prompt = await sparse.ask("prompt", DOCUMENT, 2)
     await sparse.reserve_and_deliver("resumed", DOCUMENT, 2, append_tokens=5)
     job = GenerateJob(
-        "resumed",
-        Sampling(max_tokens=NEW - 5, ignore_eos=True),
-        packed(prompt.ids[:5]),
+        request_id="resumed",
+        sampling=Sampling(max_tokens=NEW - 5, ignore_eos=True),
+        append_ids=packed(prompt.ids[:5]),
         recompute_blocks=2,
         prompt_ids=packed(DOCUMENT),
         answered_tokens=5,
@@ -265,7 +277,14 @@ async def test_a_session_of_a_prompt_that_was_read_exactly_has_nothing_to_comput
     session = await sparse.keep(DOCUMENT, b"")
     held = sparse.bench.used
     before = await sparse.question("before", session, 0)
-    reservation = Reservation("asked", "me", len(QUESTION), NEW, session_id=session, recompute_blocks=8)
+    reservation = Reservation(
+        request_id="asked",
+        owner="me",
+        prompt_tokens=len(QUESTION),
+        max_tokens=NEW,
+        session_id=session,
+        recompute_blocks=8,
+    )
     reserved = await sparse.bench.engine.reserve(reservation)
     assert reserved.pages == (TOKENS + len(QUESTION) + NEW + PAGE_TOKENS - 1) // PAGE_TOKENS
     await sparse.bench.engine.cancel("asked")
@@ -287,7 +306,7 @@ async def test_a_session_of_a_prompt_that_was_read_exactly_has_nothing_to_comput
 async def test_what_cannot_be_is_refused_plainly(sparse: Sparse, wrong: dict[str, Any], why: str) -> None:
     await sparse.reserve_and_deliver("wrong", DOCUMENT, 2)
     given = {"recompute_blocks": 2, "prompt_ids": packed(DOCUMENT), **wrong}
-    answer = await sparse.bench.collect(GenerateJob("wrong", GREEDY, **given))
+    answer = await sparse.bench.collect(GenerateJob(request_id="wrong", sampling=GREEDY, **given))
     assert answer.finish.reason is FinishReason.FAILED
     assert why in answer.finish.message
 

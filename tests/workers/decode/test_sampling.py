@@ -71,13 +71,13 @@ def test_noise_is_gumbel_distributed_and_uncorrelated_between_positions() -> Non
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(1.0),
-        Sampling(0.5, top_k=7),
-        Sampling(1.5, top_p=0.7),
-        Sampling(0.8, top_k=40, top_p=0.9),
-        Sampling(1.2, top_k=10_000, top_p=0.3),
-        Sampling(1.0, top_k=1),
-        Sampling(1.0, top_p=1e-6),
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5, top_k=7),
+        Sampling(temperature=1.5, top_p=0.7),
+        Sampling(temperature=0.8, top_k=40, top_p=0.9),
+        Sampling(temperature=1.2, top_k=10_000, top_p=0.3),
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1.0, top_p=1e-6),
     ],
 )
 def test_drawn_frequencies_are_those_of_transformers_distribution(sampling: Sampling) -> None:
@@ -97,7 +97,7 @@ def test_filters_keep_what_transformers_keeps(top_k: int, top_p: float) -> None:
     from deltafront.kernels.layers.sampling import _filter
 
     logits = logits_of(8, seed=2)
-    sampling = Sampling(1.0, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p)
     limit = torch.full((8,), min(top_k or VOCAB, VOCAB))
     kept = _filter(logits, limit, torch.full((8, 1), top_p)) > -math.inf
     for row in range(8):
@@ -106,26 +106,32 @@ def test_filters_keep_what_transformers_keeps(top_k: int, top_p: float) -> None:
 
 def test_temperature_zero_is_greedy_whatever_else_is_asked() -> None:
     logits = logits_of(3)
-    rows = [Sampling(0.0), Sampling(0.0, top_k=1, seed=4), Sampling(0.0, top_p=0.1)]
+    rows = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.0, top_k=1, seed=4),
+        Sampling(temperature=0.0, top_p=0.1),
+    ]
     ids, _ = draw(logits, rows, [1, 2, 3])
     assert torch.equal(ids, logits.argmax(-1))
 
 
 def test_a_tiny_temperature_is_finite_and_nearly_greedy() -> None:
     logits = logits_of(4)
-    ids, logprobs = draw(logits, [Sampling(1e-30, top_p=0.9), Sampling(1e-6)] * 2, [1, 2, 3, 4])
+    ids, logprobs = draw(
+        logits, [Sampling(temperature=1e-30, top_p=0.9), Sampling(temperature=1e-6)] * 2, [1, 2, 3, 4]
+    )
     assert torch.equal(ids, logits.argmax(-1)) and bool(torch.isfinite(logprobs).all())
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     logits = logits_of(6, seed=1)
     rows = [
-        Sampling(0.0),
-        Sampling(1.0, seed=1),
-        Sampling(0.7, top_k=9, seed=2),
-        Sampling(1.0, top_p=0.6, seed=-3),
-        Sampling(1.0, top_k=30, top_p=0.8, seed=2**64 - 1),
-        Sampling(2.0, seed=1),
+        Sampling(temperature=0.0),
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=0.7, top_k=9, seed=2),
+        Sampling(temperature=1.0, top_p=0.6, seed=-3),
+        Sampling(temperature=1.0, top_k=30, top_p=0.8, seed=2**64 - 1),
+        Sampling(temperature=2.0, seed=1),
     ]
     positions = [10, 11, 12, 13, 14, 11]
     ids, logprobs = draw(logits, rows, positions)
@@ -139,6 +145,6 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 
 def test_seed_and_position_both_matter() -> None:
     logits = torch.zeros(40, VOCAB)
-    by_seed, _ = draw(logits, [Sampling(1.0, seed=seed) for seed in range(40)], [5] * 40)
-    by_position, _ = draw(logits, [Sampling(1.0, seed=3)] * 40, range(40))
+    by_seed, _ = draw(logits, [Sampling(temperature=1.0, seed=seed) for seed in range(40)], [5] * 40)
+    by_position, _ = draw(logits, [Sampling(temperature=1.0, seed=3)] * 40, range(40))
     assert len(set(by_seed.tolist())) > 30 and len(set(by_position.tolist())) > 30

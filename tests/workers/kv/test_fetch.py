@@ -31,7 +31,11 @@ def test_pieces_are_bounded_and_cover_every_layer(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_goes_to_the_host_comes_back_to_the_bit(dtype: torch.dtype) -> None:
     """From pages that do not follow one another, to others."""
-    here, there, wanted = cache_of(dtype), cache_of(dtype), KVRange("a", 3, 5, 40)
+    here, there, wanted = (
+        cache_of(dtype),
+        cache_of(dtype),
+        KVRange(request_id="a", layer=3, start=5, tokens=40),
+    )
     k_TGD, v_TGD = (torch.randn(50, 2, 8).to(dtype) for _ in "kv")
     here.write_layers((7, 2, 9, 4), 0, {3: (k_TGD, v_TGD)})
     back = from_host(to_host(here, (7, 2, 9, 4), wanted), wanted, there)
@@ -46,7 +50,7 @@ def test_what_goes_to_the_host_comes_back_to_the_bit(dtype: torch.dtype) -> None
 def test_what_is_no_kv_of_this_model_is_refused(array: Any) -> None:
     good = np.zeros((3, 2, 8), np.float32)
     with pytest.raises(HandoffError, match="K/V of a came back as"):
-        from_host(HostKV(good, array), KVRange("a", 2, 0, 3), cache_of())
+        from_host(HostKV(k=good, v=array), KVRange(request_id="a", layer=2, start=0, tokens=3), cache_of())
 
 
 class FakeRay:
@@ -85,13 +89,13 @@ def source_of(**fails: Exception) -> tuple[RayKVSource, FakeRay]:
 
 def test_pieces_come_in_order_with_some_under_way() -> None:
     source, ray = source_of()
-    wanted = [KVRange("a", layer, 0, 9) for layer in range(8)]
+    wanted = [KVRange(request_id="a", layer=layer, start=0, tokens=9) for layer in range(8)]
     assert list(source.fetch("decode:x", iter(wanted))) == [(one, one) for one in wanted]
     assert 1 < ray.most <= 3
 
 
 def test_a_decode_worker_that_dies_fails_the_request_in_one_line() -> None:
-    wanted = [KVRange("a", layer, 0, 9) for layer in range(8)]
+    wanted = [KVRange(request_id="a", layer=layer, start=0, tokens=9) for layer in range(8)]
     source, _ray = source_of(n3=RuntimeError("The actor died\nand so on"))
     with pytest.raises(HandoffError, match=r"decode:x gave no K/V back: RuntimeError: The actor died$"):
         list(source.fetch("decode:x", iter(wanted)))

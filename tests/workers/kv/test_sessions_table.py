@@ -55,7 +55,9 @@ def pages_of(pages: int, positions: int = 4096) -> PageManager:
 
 
 def reserve(pages: PageManager, prompt: int, new: int, **more: Any) -> RequestPages:
-    answer = pages.reserve(Reservation("r", "me", prompt, new, **more), now=0.0)
+    answer = pages.reserve(
+        Reservation(request_id="r", owner="me", prompt_tokens=prompt, max_tokens=new, **more), now=0.0
+    )
     assert isinstance(answer, RequestPages), answer
     return answer
 
@@ -64,10 +66,10 @@ def test_a_request_on_a_session_shares_full_pages_and_copies_the_last() -> None:
     pages = pages_of(20)
     first = reserve(pages, 40, 8, keep_tokens=40)
     assert (len(first.table), len(first.spare)) == (3, 1)
-    pages.prepare_keep(first, 40)
+    pages.prepare_session(first, 40)
     assert first.copy_out == (first.table[2], first.spare[0])
     copied = first.copy_out
-    session = pages.keep(first, 40, "me", 10.0, now=0.0)
+    session = pages.keep_session(first, 40, "me", 10.0, now=0.0)
     assert session.pages[:2] == first.table[:2] and session.pages[2] != first.table[2]
     assert copied == (first.table[2], session.pages[2])
     second = reserve(pages, 10, 20, session_id=session.session_id)
@@ -85,7 +87,7 @@ def test_a_request_on_a_session_shares_full_pages_and_copies_the_last() -> None:
 def test_the_source_of_a_copy_outlives_its_session() -> None:
     pages = pages_of(20)
     first = reserve(pages, 40, 0)
-    session = pages.hand_over(first, 40, "me", 10.0, now=0.0)
+    session = pages.keep_session(first, 40, "me", 10.0, now=0.0)
     first.end()
     second = reserve(pages, 1, 1, session_id=session.session_id)
     pages.sessions.clear()
@@ -119,7 +121,7 @@ def test_pages_are_given_back_by_whichever_comes_last() -> None:
 def test_a_session_of_whole_pages_copies_nothing_and_outlives_its_request() -> None:
     pages = pages_of(20)
     first = reserve(pages, 32, 0)
-    session = pages.hand_over(first, 32, "me", 10.0, now=0.0)
+    session = pages.keep_session(first, 32, "me", 10.0, now=0.0)
     first.end()
     assert pages.pool.used == 2
     second = reserve(pages, 1, 1, session_id=session.session_id)
@@ -133,20 +135,23 @@ def test_a_session_of_whole_pages_copies_nothing_and_outlives_its_request() -> N
 def test_too_large_counts_the_copy_of_a_sessions_last_page() -> None:
     pages = pages_of(4)
     first = reserve(pages, 40, 0)
-    session = pages.hand_over(first, 40, "me", 10.0, now=0.0)
+    session = pages.keep_session(first, 40, "me", 10.0, now=0.0)
     first.end()
     assert isinstance(reserve(pages, 1, 7, session_id=session.session_id), RequestPages)
-    refused = pages.reserve(Reservation("r", "me", 1, 8, session.session_id), now=0.0)
+    refused = pages.reserve(
+        Reservation(request_id="r", owner="me", prompt_tokens=1, max_tokens=8, session_id=session.session_id),
+        now=0.0,
+    )
     assert isinstance(refused, Refused) and refused.reason is RefusalReason.TOO_LARGE
 
 
 def test_room_for_a_kept_page_is_ensured_or_refused_before_work_starts() -> None:
     pages = pages_of(3)
     held = reserve(pages, 33, 1)
-    pages.prepare_keep(held, 32)
+    pages.prepare_session(held, 32)
     assert held.copy_out is None
     with pytest.raises(OutOfPages):
-        pages.prepare_keep(held, 33)
+        pages.prepare_session(held, 33)
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,7 +167,17 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
     for prompt, new, keep, at, end in steps:
         session = known[at % len(known)] or None
         keep_tokens = prompt if keep and session is None else 0
-        answer = pages.reserve(Reservation("r", "me", prompt, new, session, keep_tokens), now)
+        answer = pages.reserve(
+            Reservation(
+                request_id="r",
+                owner="me",
+                prompt_tokens=prompt,
+                max_tokens=new,
+                session_id=session,
+                keep_tokens=keep_tokens,
+            ),
+            now,
+        )
         now += 1.0
         if isinstance(answer, Refused):
             continue
@@ -171,8 +186,8 @@ def test_any_order_of_requests_and_sessions_returns_every_page(steps: list[tuple
             "a shared page must not be written"
         )
         if keep_tokens:
-            pages.prepare_keep(answer, keep_tokens)
-            known.append(pages.keep(answer, keep_tokens, "me", 5.0, now).session_id)
+            pages.prepare_session(answer, keep_tokens)
+            known.append(pages.keep_session(answer, keep_tokens, "me", 5.0, now).session_id)
         holdings.append(answer)
         if end:
             holdings.pop(0).end()

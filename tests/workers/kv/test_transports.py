@@ -159,7 +159,7 @@ async def answer_by(run: Any, make_sender: Callable[[PagedKVCache], KVSender]) -
     cache = PagedKVCache(there.layers, there.kv_heads, there.head_dim, 10, there.dtype, "cpu")
     await run.reserve("a", 70, 8)
     await asyncio.to_thread(send_prompt, run, make_sender(cache), cache, "a", ids_of(70))
-    answer = await run.collect(GenerateJob("a", SHORT))
+    answer = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
     assert run.used == 0
     return answer
 
@@ -265,6 +265,6 @@ async def test_what_is_not_as_announced_fails_the_request(bench: Any, payload: A
             KVAnnouncement(request_id="a", layer=0, start=0, tokens=32, payload=payload)
         )
     assert run.used == 5, "its door may have another group go on"
-    answer = await run.collect(GenerateJob("a", SHORT))
+    answer = await run.collect(GenerateJob(request_id="a", sampling=SHORT))
     assert answer.finish.reason is FinishReason.NO_KV
     assert run.used == 0

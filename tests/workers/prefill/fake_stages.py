@@ -100,7 +100,7 @@ class FakeStage:
         if command.request_id not in self.opened:
             self.wrong.append(f"a chunk of {command.request_id}, which is not open")
         self.trouble(command.request_id)
-        density = (LayerDensity(self.stage, 1.0, 2.0, 0.5, 0.25),)
+        density = (LayerDensity(layer=self.stage, computed=1.0, causal=2.0, attention=0.5, choosing=0.25),)
         phases = {"projection": 0.0004, "activation_wait": 0.0001}
         return ChunkReport(
             request_id=command.request_id,
@@ -152,7 +152,9 @@ def controller_of(
 
 
 def job(name: str, tokens: int, **more: Any) -> PrefillJob:
-    return PrefillJob(name, bytes(4 * tokens), DENSE, "decode:x", **more)
+    return PrefillJob(
+        request_id=name, token_ids=bytes(4 * tokens), method=DENSE, decode_worker="decode:x", **more
+    )
 
 
 async def collect(controller: PrefillController, work: PrefillJob) -> list[Any]:

@@ -28,7 +28,7 @@ first stage an attention alone, and the others a MLP and the next layer's attent
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
+    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 def force(monkeypatch: pytest.MonkeyPatch, halves: Sequence[int]) -> None:

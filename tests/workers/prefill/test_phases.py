@@ -120,7 +120,8 @@ def test_a_chunks_lead_is_from_its_last_launch_to_its_end_on_the_gpu(on_gpu: boo
         timer.mark.return_value = None
     with mock.patch.object(time, "perf_counter", clock.perf_counter):
         work = ChunkWork(
-            ChunkCommand(request_id="r", start=0, tokens=128, last=False, wants_logits=False), timer
+            command=ChunkCommand(request_id="r", start=0, tokens=128, last=False, wants_logits=False),
+            timer=timer,
         )
         clock.now += 0.5
         work.seal()

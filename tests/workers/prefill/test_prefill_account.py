@@ -31,7 +31,7 @@ def report(stage: int, wall: float, lead: float | None = None, **phases: float) 
 
 def test_two_requests_sharing_the_last_stage() -> None:
     """Last stage: another's chunk 7-12 (3 s of it in our window), ours 12-16, another's 16-17, ours 17-19."""
-    account = Account(2, method_spec("dense"), arrived=5.0)
+    account = Account(stages=2, method=method_spec("dense"), arrived=5.0)
     account.other_chunk(1.0, 6.0)
     account.began = 9.0
     account.other_chunk(5.0, 12.0)
@@ -52,7 +52,7 @@ def test_two_requests_sharing_the_last_stage() -> None:
 
 def test_a_gpu_that_is_through_as_soon_as_all_is_launched_has_waited_for_it() -> None:
     """Soon is in the chunk's own time, without its waiting for the stage before; a CPU has no lead."""
-    account = Account(2, method_spec("dense"), arrived=0.0)
+    account = Account(stages=2, method=method_spec("dense"), arrived=0.0)
     account.began = 0.0
     account.own_chunk(
         [report(0, 3.0, 0.59, projection=3.0), report(1, 6.0, 0.61, projection=3.0, activation_wait=3.0)]
@@ -64,7 +64,7 @@ def test_a_gpu_that_is_through_as_soon_as_all_is_launched_has_waited_for_it() ->
 
 @given(st.lists(st.tuples(st.booleans(), seconds, st.floats(0, 1)), max_size=12), seconds)
 def test_critical_always_adds_up_to_wall(chunks: list[tuple[bool, float, float]], gap: float) -> None:
-    account = Account(1, method_spec("dense"), arrived=0.0)
+    account = Account(stages=1, method=method_spec("dense"), arrived=0.0)
     account.began = now = 1.0
     for own, wall, used in chunks:
         now += wall

@@ -60,7 +60,9 @@ async def test_one_prompt_from_start_to_report() -> None:
     assert report.critical["projection"] == pytest.approx(3 * 0.0004)
     assert report.critical["other_requests"] == 0.0
     assert [s["projection"] for s in report.stages] == pytest.approx([0.0012, 0.0012])
-    assert report.density == tuple(LayerDensity(layer, 3.0, 6.0, 1.5, 0.75) for layer in (0, 1))
+    assert report.density == tuple(
+        LayerDensity(layer=layer, computed=3.0, causal=6.0, attention=1.5, choosing=0.75) for layer in (0, 1)
+    )
     assert (report.method, report.sampled_share, report.handoff_bytes) == ("dense", 0.25, 600)
     assert fakes[0].log[:5] == [
         ("open", "a", 0),
@@ -129,7 +131,10 @@ async def test_refusals_take_nothing() -> None:
         (event,) = await collect(controller, work)
         assert isinstance(event, Refused) and event.reason is reason
     assert (await controller.stats()).pages_free == 64 - 57
-    for bad in (PrefillJob("e", b"123", DENSE, "decode:x"), job("f", 0)):
+    for bad in (
+        PrefillJob(request_id="e", token_ids=b"123", method=DENSE, decode_worker="decode:x"),
+        job("f", 0),
+    ):
         with pytest.raises(PrefillFailed, match="not a prompt"):
             await collect(controller, bad)
     await running.aclose()

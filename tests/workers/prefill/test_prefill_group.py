@@ -42,7 +42,7 @@ CONFIG = PrefillConfig(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
+    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,12 @@ async def test_prefill_hands_over_all_layers_and_the_right_logits(
 ) -> None:
     name, actor = decode
     ids = random_ids(600)
-    seen = [e async for e in events_of(group, PrefillJob("r1", ids, DENSE, name))]
+    seen = [
+        e
+        async for e in events_of(
+            group, PrefillJob(request_id="r1", token_ids=ids, method=DENSE, decode_worker=name)
+        )
+    ]
     assert [e.tokens_done for e in seen[:-1]] == [128, 256, 384, 512, 600]
     report = seen[-1].report
     assert isinstance(seen[-1], PrefillDone)
@@ -139,7 +144,7 @@ async def test_prefill_hands_over_all_layers_and_the_right_logits(
 
 
 async def test_cancelling_ends_the_stream_and_frees_every_page(group: PrefillGroup, decode: Any) -> None:
-    job = PrefillJob("r2", random_ids(3000), DENSE, decode[0])
+    job = PrefillJob(request_id="r2", token_ids=random_ids(3000), method=DENSE, decode_worker=decode[0])
     with pytest.raises(PrefillCancelled):
         async for event in events_of(group, job):
             if isinstance(event, ChunkRead):
@@ -191,7 +196,7 @@ async def test_abandoning_overtakes_the_chunk_that_runs_and_commands_keep_their_
 
 
 async def test_a_reader_that_is_cancelled_takes_its_request_along(group: PrefillGroup, decode: Any) -> None:
-    job = PrefillJob("r3", random_ids(3000), DENSE, decode[0])
+    job = PrefillJob(request_id="r3", token_ids=random_ids(3000), method=DENSE, decode_worker=decode[0])
     stream = group.head.prefill.remote(job)
     await (await anext(stream))
     ray.cancel(stream)
@@ -204,18 +209,34 @@ async def test_a_lost_decode_worker_fails_one_request_and_not_the_group(
     group: PrefillGroup, decode: Any
 ) -> None:
     with pytest.raises(PrefillFailed, match="decode:nobody did not take K/V"):
-        async for _ in events_of(group, PrefillJob("r4", random_ids(300), DENSE, "decode:nobody")):
+        async for _ in events_of(
+            group,
+            PrefillJob(
+                request_id="r4", token_ids=random_ids(300), method=DENSE, decode_worker="decode:nobody"
+            ),
+        ):
             pass
     with pytest.raises(PrefillFailed, match="no such request here"):
-        async for _ in events_of(group, PrefillJob("unwanted", random_ids(3000), DENSE, decode[0])):
+        async for _ in events_of(
+            group,
+            PrefillJob(
+                request_id="unwanted", token_ids=random_ids(3000), method=DENSE, decode_worker=decode[0]
+            ),
+        ):
             pass
-    seen = [e async for e in events_of(group, PrefillJob("r5", random_ids(200), DENSE, decode[0]))]
+    seen = [
+        e
+        async for e in events_of(
+            group,
+            PrefillJob(request_id="r5", token_ids=random_ids(200), method=DENSE, decode_worker=decode[0]),
+        )
+    ]
     assert isinstance(seen[-1], PrefillDone)
     assert await drained(group)
 
 
 async def test_a_prompt_that_can_never_fit_is_refused(group: PrefillGroup) -> None:
-    job = PrefillJob("r6", random_ids(5000), DENSE, "decode:any")
+    job = PrefillJob(request_id="r6", token_ids=random_ids(5000), method=DENSE, decode_worker="decode:any")
     (refused,) = [event async for event in events_of(group, job)]
     assert isinstance(refused, Refused)
     assert (refused.reason, refused.needed) == (RefusalReason.TOO_LARGE, 313)
@@ -237,7 +258,12 @@ async def healed(group: PrefillGroup) -> None:
 
 async def assert_reads_rightly(group: PrefillGroup, decode: Any, model: ModelSpec, name: str) -> None:
     ids = random_ids(600)
-    seen = [e async for e in events_of(group, PrefillJob(name, ids, DENSE, decode[0]))]
+    seen = [
+        e
+        async for e in events_of(
+            group, PrefillJob(request_id=name, token_ids=ids, method=DENSE, decode_worker=decode[0])
+        )
+    ]
     assert isinstance(seen[-1], PrefillDone)
     logits_V, _kv = await decode[1].result.remote(name, LAYERS, 600)
     wanted_V, _wanted = whole_prompt(Path(model.path), ids, DENSE)
@@ -254,7 +280,12 @@ async def test_a_killed_stage_ends_the_group_and_only_it_is_loaded_again(
 
     async def run(name: str) -> str:
         with pytest.raises(PrefillFailed) as failure:
-            async for event in events_of(group, PrefillJob(name, random_ids(1800, 3), DENSE, decode[0])):
+            async for event in events_of(
+                group,
+                PrefillJob(
+                    request_id=name, token_ids=random_ids(1800, 3), method=DENSE, decode_worker=decode[0]
+                ),
+            ):
                 if isinstance(event, ChunkRead) and event.tokens_done == 256:
                     ray.kill(group._stages[victim])
         return str(failure.value.cause)
@@ -285,7 +316,10 @@ async def test_a_stopped_stage_is_noticed_ended_and_replaced(
     if not read:
         os.kill(pid, signal.SIGSTOP)
     with pytest.raises(PrefillFailed) as failure:
-        async for event in events_of(group, PrefillJob("a", random_ids(3900), DENSE, decode[0])):
+        async for event in events_of(
+            group,
+            PrefillJob(request_id="a", token_ids=random_ids(3900), method=DENSE, decode_worker=decode[0]),
+        ):
             if isinstance(event, ChunkRead) and event.tokens_done == read:
                 os.kill(pid, signal.SIGSTOP)
     assert f"stage 1 does not answer: {owes}" in str(failure.value.cause)
@@ -301,7 +335,9 @@ async def test_a_lost_controller_is_replaced_and_all_stages_stay(
     group: PrefillGroup, decode: Any, model: ModelSpec
 ) -> None:
     pids, head = [await pid_of(group, stage) for stage in range(2)], group.head
-    reading = events_of(group, PrefillJob("a", random_ids(3900), DENSE, decode[0]))
+    reading = events_of(
+        group, PrefillJob(request_id="a", token_ids=random_ids(3900), method=DENSE, decode_worker=decode[0])
+    )
     await anext(reading)
     ray.kill(head)
     with pytest.raises(ray.exceptions.RayActorError):

@@ -22,7 +22,13 @@ class Uneven(ChunkSizes):
 )
 def test_it_is_cut_as_from_its_beginning(start: int, cut: list[int]) -> None:
     """Where no chunk of that cut begins, as one of its own."""
-    job = PrefillJob("a", bytes(4000), method_spec("dense"), "decode:x", start=start)
+    job = PrefillJob(
+        request_id="a",
+        token_ids=bytes(4000),
+        method=method_spec("dense"),
+        decode_worker="decode:x",
+        start=start,
+    )
     request = Request(job, 2, 0.0, 1)
     request.pages = (1, 2, 3)
     assert request.open_request().start == start

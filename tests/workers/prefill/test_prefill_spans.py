@@ -124,7 +124,7 @@ def test_a_span_ends_in_every_case(way: str, finish: str, error: str | None) -> 
 
 def test_a_stage_shows_what_it_computed_and_what_it_could_not(tmp_path: Path) -> None:
     """Under the chunk whose command it got; a chunk that was abandoned is nobody's error."""
-    model, recorder = ModelSpec(str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
+    model, recorder = ModelSpec(path=str(make_tiny_model(tmp_path)), dtype="float32"), Recorder()
     stage = stage_of(model, Collector(), recorder.tracer)
     command = ChunkCommand(
         request_id="r",

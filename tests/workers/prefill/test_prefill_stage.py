@@ -84,7 +84,7 @@ class Collector:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return ModelSpec(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
+    return ModelSpec(path=str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), dtype="float32")
 
 
 @asynccontextmanager
@@ -98,7 +98,12 @@ async def pipeline(model: ModelSpec, sink: Collector, **options: Any) -> AsyncIt
 
 
 async def prefill(controller: PrefillController, name: str, ids: bytes, method: MethodSpec = DENSE) -> Any:
-    events = [event async for event in controller.prefill(PrefillJob(name, ids, method, "decode:x"))]
+    events = [
+        event
+        async for event in controller.prefill(
+            PrefillJob(request_id=name, token_ids=ids, method=method, decode_worker="decode:x")
+        )
+    ]
     assert isinstance(events[-1], PrefillDone)
     return events[-1].report
 
@@ -213,7 +218,9 @@ async def test_cancelling_in_the_middle_leaves_pages_clean_for_the_next(model: M
     ids, sink = random_ids(500, 9), Collector()
     async with pipeline(model, sink, stages=2, cache_tokens=512) as controller:
         for _ in range(4):
-            stream = controller.prefill(PrefillJob("x", random_ids(512), DENSE, "decode:x"))
+            stream = controller.prefill(
+                PrefillJob(request_id="x", token_ids=random_ids(512), method=DENSE, decode_worker="decode:x")
+            )
             await anext(stream)
             await stream.aclose()
             assert await controller.stage_pages() == [0, 0]
@@ -440,7 +447,7 @@ def test_run_in_process_returns_report_and_logits(model: ModelSpec) -> None:
 
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="'int8' is unknown"):
-        torch_dtype(ModelSpec("x", dtype="int8"))
+        torch_dtype(ModelSpec(path="x", dtype="int8"))
 
 
 async def on_the_cpu(model: ModelSpec, sink: Collector, ids: bytes) -> None:

@@ -27,7 +27,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(directory: Path) -> ModelSpec:
     return ModelSpec(
-        str(directory), dtype="float32", profile=str(write_profile(directory, directory / "profile.json"))
+        path=str(directory),
+        dtype="float32",
+        profile=str(write_profile(directory, directory / "profile.json")),
     )
 
 
@@ -64,7 +66,7 @@ def test_the_length_of_the_prompt_decides_the_level(directory: Path, model: Mode
     for level, threshold in zip(content["prefill"][0]["levels"], (0.0, 1.0, 0.5), strict=True):
         level["amounts"] = ((threshold,) * HEADS,) * LAYERS
     path = write_profile(directory, directory / "even.json", prefill=content["prefill"])
-    even = ModelSpec(model.path, dtype="float32", profile=str(path))
+    even = ModelSpec(path=model.path, dtype="float32", profile=str(path))
     density = []
     for tokens in (512, 640):
         report, _ = run_in_process(even, config(2, 256), random_ids(tokens), at_density("block_pool", 0.2))
@@ -83,7 +85,7 @@ def test_a_density_that_nobody_calibrated_fails_its_request_alone(directory: Pat
 
 
 def test_the_profile_of_another_model_stops_the_stage(model: ModelSpec) -> None:
-    other = ModelSpec(model.path, dtype="float32", profile=model.profile, rope_theta=5e5)
+    other = ModelSpec(path=model.path, dtype="float32", profile=model.profile, rope_theta=5e5)
     with pytest.raises(
         ProfileError, match=r"model\.profile: .*profile\.json: model\.digest: it was made for tiny"
     ):
@@ -98,4 +100,4 @@ def test_a_stage_warms_up_with_the_services_own_defaults(directory: Path, model:
     warmed, cold = (run_in_process(model, one, ids, spec)[1] for one in (warm, config(2, 128)))
     assert (warmed == cold).all()
     with pytest.raises(MethodError, match=r"method_options.density = 0.2: the model has no profile"):
-        run_in_process(ModelSpec(str(directory), dtype="float32"), warm, ids, spec)
+        run_in_process(ModelSpec(path=str(directory), dtype="float32"), warm, ids, spec)

@@ -22,11 +22,11 @@ times = st.floats(0, 1e4, allow_nan=False)
     st.lists(
         st.builds(
             Waiting,
-            st.text("abc", min_size=1, max_size=4),
-            st.integers(1, 600_000),
-            times,
-            st.none() | times,
-            st.floats(0, 1e5),
+            request_id=st.text("abc", min_size=1, max_size=4),
+            remaining=st.integers(1, 600_000),
+            arrived=times,
+            idle_since=st.none() | times,
+            credit=st.floats(0, 1e5),
         ),
         min_size=1,
         max_size=8,

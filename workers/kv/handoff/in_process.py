@@ -66,7 +66,9 @@ class InProcessStream:
 
     def put_logits(self, logits_V: torch.Tensor) -> None:
         with self._noting("logits"):
-            message = FirstLogits(self._to.request_id, logits_V.numpy(), self._to.attempt)
+            message = FirstLogits(
+                request_id=self._to.request_id, logits=logits_V.numpy(), attempt=self._to.attempt
+            )
             self._receiver.first_logits(message)
 
     def end_chunk(self) -> Callable[[], None]:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from ...messages.stages import KVAnnouncement
 from ...roles import KVReceiver
 from ...settings import HandoffConfig
 from ..cache import PagedKVCache
-from ..host_copies import NUMPY_TYPES, HostCopies
+from ..host_copies import HostCopies, as_tensor
 from .outbox import ActorOutbox, Delivery
 from .protocols import HandoffError, UsePages, described, plain
 from .stream import MessageSender
@@ -83,24 +80,14 @@ async def pull(
         received = f"{len(payload)} things" if isinstance(payload, tuple) else type(payload).__name__
         raise HandoffError(f"{described(announcement)} holds {received}, not {wanted} arrays")
     shape = (announcement.tokens, kv_heads, head_dim)
-    sides = [_tensor(announcement, "kv"[n % 2], x, shape, dtype) for n, x in enumerate(payload)]
-    return list(zip(sides[::2], sides[1::2], strict=True))
-
-
-def _tensor(
-    announcement: KVAnnouncement, name: str, array: Any, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    wanted = np.dtype(NUMPY_TYPES[dtype])
-    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != wanted:
-        received = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+    try:
+        sides = [as_tensor(x, shape, dtype) for x in payload]
+    except ValueError as error:
         raise HandoffError(
-            f"{described(announcement)}: {name} is {received}, expected {wanted} {shape}; prefill and "
-            "decode workers must run the same model in the same dtype"
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the object store's arrays are read only
-        x = torch.from_numpy(array)
-    return x.view(dtype) if dtype == torch.bfloat16 else x
+            f"{described(announcement)} has an array of {error}; prefill and decode workers must run the "
+            "same model in the same dtype"
+        ) from None
+    return list(zip(sides[::2], sides[1::2], strict=True))
 
 
 def sender(config: HandoffConfig, cache: PagedKVCache) -> MessageSender:

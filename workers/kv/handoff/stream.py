@@ -114,7 +114,9 @@ class MessageStream:
         return partial(self._settle, sending)
 
     def put_logits(self, logits_V: torch.Tensor) -> None:
-        message = FirstLogits(self._to.request_id, logits_V.numpy(), self._to.attempt)
+        message = FirstLogits(
+            request_id=self._to.request_id, logits=logits_V.numpy(), attempt=self._to.attempt
+        )
         self._outbox.send_logits(self._delivery, message)
 
     def close(self) -> bool:

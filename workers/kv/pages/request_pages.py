@@ -19,7 +19,7 @@ PageCopy = tuple[int, int]
 """Source and target."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RequestPages:
     """A request's page table, and a spare page for a kept session's partly filled last page.
 
@@ -130,13 +130,13 @@ class PageManager:
             session = self.sessions.find(reservation.session_id, reservation.owner, now)
             if session is None:
                 message = f"session {reservation.session_id} does not exist or has expired"
-                return Refused(RefusalReason.NO_SESSION, message)
+                return Refused(reason=RefusalReason.NO_SESSION, message=message)
         before = self._before(reservation, session)
         total = before + reservation.prompt_tokens + reservation.append_tokens + reservation.max_tokens
         if total > self._positions:
             return Refused(
-                RefusalReason.POSITIONS,
-                f"{before} session tokens, {reservation.prompt_tokens} prompt tokens and "
+                reason=RefusalReason.POSITIONS,
+                message=f"{before} session tokens, {reservation.prompt_tokens} prompt tokens and "
                 f"{reservation.max_tokens} new tokens exceed the model's {self._positions} positions",
                 tokens_left=max(0, self._positions - (total - reservation.max_tokens)),
             )
@@ -168,17 +168,23 @@ class PageManager:
         least = pages_for(total, size) + spare + own + (1 if before % size else 0)
         if least > self.pool.total:
             message = f"{least} KV pages are needed, this worker has {self.pool.total} in all"
-            return Refused(RefusalReason.TOO_LARGE, message, least, self.pool.free)
+            return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=least, free=self.pool.free)
         if behind:
             message = f"{behind} reservations wait for KV pages already"
-            return Refused(RefusalReason.PAGES, message, fresh + spare + own, self.pool.free)
+            return Refused(
+                reason=RefusalReason.PAGES, message=message, needed=fresh + spare + own, free=self.pool.free
+            )
         try:
             taken = self.pool.allocate(fresh + spare + own)
         except OutOfPages as error:
-            return Refused(RefusalReason.PAGES, str(error), error.needed, error.free)
+            return Refused(
+                reason=RefusalReason.PAGES, message=str(error), needed=error.needed, free=error.free
+            )
         self.pool.share(shared)
         table, spares = shared + taken[:fresh], taken[fresh : fresh + spare]
-        held = RequestPages(self.pool, table, before, spares, own=taken[fresh + spare :])
+        held = RequestPages(
+            pool=self.pool, table=table, session_tokens=before, spare=spares, own=taken[fresh + spare :]
+        )
         if session is not None:
             held.session_ids = session.ids[: before * ID_BYTES]
         if session is not None and before % size:
@@ -186,15 +192,15 @@ class PageManager:
             self.pool.share(session.pages[-1:])
         return held
 
-    def prepare_keep(self, held: RequestPages, tokens: int) -> None:
-        """Make sure that `keep` cannot fail, and name the page to copy first. Raises OutOfPages where none
-        was reserved."""
+    def prepare_session(self, held: RequestPages, tokens: int) -> None:
+        """Make sure that `keep_session` cannot fail for a request that goes on, and name the page to copy
+        first. Raises OutOfPages where none was reserved."""
         full, rest = divmod(tokens, self.pool.page_tokens)
         if rest:
             held.spare = held.spare or self.pool.allocate(1)
             held.copy_out = (held.taken[full], held.spare[0])
 
-    def keep(
+    def keep_session(
         self,
         held: RequestPages,
         tokens: int,
@@ -205,31 +211,19 @@ class PageManager:
         chain: bytes = b"",
         ids: bytes = b"",
     ) -> KeptSession:
-        """Make a session of the first `tokens` tokens of a request that goes on. Full pages are shared, and
-        the copied one changes hands."""
-        shared = held.taken[: tokens // self.pool.page_tokens]
+        """Make a session of a request's first `tokens` tokens.
+
+        Full pages are shared. If the request goes on, `prepare_session` comes first, and the copy of the
+        partly filled page changes hands. If it ends here, that page itself is shared.
+        """
+        size = self.pool.page_tokens
         copied = () if held.copy_out is None else held.copy_out[1:]
+        shared = held.taken[: tokens // size if copied else pages_for(tokens, size)]
         session = self.sessions.adopt(owner, shared + copied, tokens, ttl_s, now, chain=chain, ids=ids)
         self.pool.share(shared)
         if copied:
             held.spare, held.copy_out = (), None
         return session
-
-    def hand_over(
-        self,
-        held: RequestPages,
-        tokens: int,
-        owner: str,
-        ttl_s: float,
-        now: float,
-        *,
-        chain: bytes = b"",
-        ids: bytes = b"",
-    ) -> KeptSession:
-        """Make a session of the first `tokens` tokens of a request that ends here."""
-        pages = held.table[: pages_for(tokens, self.pool.page_tokens)]
-        self.pool.share(pages)
-        return self.sessions.adopt(owner, pages, tokens, ttl_s, now, chain=chain, ids=ids)
 
 
 def _check_counts(reservation: Reservation) -> None:

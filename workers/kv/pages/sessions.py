@@ -14,7 +14,7 @@ from ...messages.requests import ID_BYTES
 from .pool import PagePool, pages_for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KeptSession:
     """`tokens` tokens of K/V that `owner` may use until `expires`. ids: little-endian uint32, where blocks
     may be computed again; else empty."""
@@ -29,7 +29,7 @@ class KeptSession:
 
     @property
     def told(self) -> Session:
-        return Session(self.session_id, self.expires, self.tokens)
+        return Session(session_id=self.session_id, expires=self.expires, tokens=self.tokens)
 
 
 class SessionsTable:
@@ -69,13 +69,13 @@ class SessionsTable:
         lease = min(ttl_s, self._max_ttl_s) if ttl_s > 0 else self._max_ttl_s
         links = tokens // self._pool.page_tokens * LINK_BYTES
         session = KeptSession(
-            f"{self._worker}.{secrets.token_urlsafe(16)}",
-            owner,
-            pages,
-            tokens,
-            now + lease,
-            chain[:links],
-            ids[: tokens * ID_BYTES],
+            session_id=f"{self._worker}.{secrets.token_urlsafe(16)}",
+            owner=owner,
+            pages=pages,
+            tokens=tokens,
+            expires=now + lease,
+            chain=chain[:links],
+            ids=ids[: tokens * ID_BYTES],
         )
         self._sessions[session.session_id] = session
         return session
@@ -98,7 +98,7 @@ class SessionsTable:
             if session.owner == owner and session.expires > now:
                 tokens = self._pool.page_tokens * shared_links(session.chain, chain)
                 if tokens > (best.tokens if best else 0):
-                    best = Prefix(session.session_id, tokens)
+                    best = Prefix(session_id=session.session_id, tokens=tokens)
         return best
 
     def release(self, session_id: str, owner: str, now: float) -> bool:

@@ -164,7 +164,7 @@ class ReservationQueue:
             deadline = waiter.reservation.deadline
             if deadline is not None and wall >= deadline:
                 text = "the deadline passed while it waited for pages"
-                self._answer(waiter, Refused(RefusalReason.DEADLINE, text))
+                self._answer(waiter, Refused(reason=RefusalReason.DEADLINE, message=text))
             elif now >= waiter.until:
                 self._answer(waiter, self._still_full(waiter))
         self.serve()
@@ -173,7 +173,10 @@ class ReservationQueue:
         text = f"{waiter.pages} KV pages did not become free in {self._max_wait_s:g} s"
         ahead = [w.pages for w in self._waiters if w is not waiter]
         return Refused(
-            RefusalReason.PAGES, text, waiter.pages, retry_after_s=self._expected(waiter.pages, ahead)
+            reason=RefusalReason.PAGES,
+            message=text,
+            needed=waiter.pages,
+            retry_after_s=self._expected(waiter.pages, ahead),
         )
 
     def _answer(self, waiter: _Waiter, answer: Reserved | Refused) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gguf import GGUFReader
+
 from ...settings import ModelSpec
 from .headers import read_header
 from .json_files import ModelError, read_json
@@ -69,8 +71,6 @@ def _safetensors(path: Path) -> Iterator[Tensor]:
 
 
 def _gguf(path: Path) -> Iterator[Tensor]:
-    from gguf import GGUFReader
-
     try:
         reader: Any = GGUFReader(path)
     except (OSError, ValueError) as error:

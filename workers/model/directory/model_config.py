@@ -53,7 +53,7 @@ class RopeConfig:
         return str(self.scaling["rope_type"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """`positions` bounds a prompt with its answer. `sliding_window` is None after `read_config`."""
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, quants
 
 from ..directory.json_files import ModelError
 from .gguf_tokenizer import end_ids
@@ -50,8 +51,6 @@ class GgufSource:
     """A memory-mapped file. It dequantises a tensor when that is read."""
 
     def __init__(self, path: str | Path) -> None:
-        from gguf import GGUFReader
-
         self.path = Path(path)
         try:
             self._reader: Any = GGUFReader(self.path)
@@ -222,8 +221,6 @@ def _hugging_face_name(name: str) -> str:
 
 
 def _to_torch(tensor: Any) -> torch.Tensor:
-    from gguf import GGMLQuantizationType, quants
-
     shape = tuple(int(size) for size in reversed(tensor.shape))
     if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         return torch.from_numpy(np.array(tensor.data)).view(shape)

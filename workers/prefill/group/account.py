@@ -23,7 +23,7 @@ The median was 0.04 and 0.06 where hosts were too slow; elsewhere only a prompt'
 it (docs/log/2026-11-25.md)."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Account:
     """One request's times, from arrival to report."""
 

@@ -154,7 +154,7 @@ class PrefillController:
         )
         self._arm_lease(request)
         if job.deadline is not None:
-            late = Refused(RefusalReason.DEADLINE, "the deadline passed during prefill")
+            late = Refused(reason=RefusalReason.DEADLINE, message="the deadline passed during prefill")
             request.after(job.deadline - time.time(), "deadline", lambda: self._end(request, late))
         return request
 
@@ -239,9 +239,11 @@ class PrefillController:
         if request.ended:
             return
         so_far = request.account.report(now)
-        request.events.put_nowait(ChunkRead(request.done, request.job.tokens, so_far))
+        request.events.put_nowait(
+            ChunkRead(tokens_done=request.done, tokens_total=request.job.tokens, so_far=so_far)
+        )
         if command.last:
-            self._end(request, PrefillDone(command.request_id, so_far))
+            self._end(request, PrefillDone(request_id=command.request_id, report=so_far))
 
     # --- endings --------------------------------------------------------------------------------------
 

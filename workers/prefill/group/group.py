@@ -31,7 +31,6 @@ from ...settings import HandoffConfig, ModelSpec, PrefillConfig, pairing
 from ...tracing import SpanSink, Tracer, provider
 
 if TYPE_CHECKING:
-    from ..stage.activations import Activations
     from ..stage.chunk_cost import ModelWork
     from ..stage.stage import PrefillStage
     from .controller import PrefillController
@@ -99,7 +98,10 @@ class StageActor:
 
     def join(self, rendezvous: Rendezvous) -> None:
         """Meet the other stages. All must be asked at the same time."""
-        self.hosted.connect(self._activations(rendezvous, self.hosted))
+        from ..stage.peer_activations import connect_neighbours
+
+        stage, number = self.hosted, self._number
+        stage.connect(connect_neighbours(self._store, number, self._config, stage.stack, rendezvous))
 
     def leave(self) -> None:
         """Leave the other stages and forget all requests. The model stays loaded."""
@@ -119,17 +121,6 @@ class StageActor:
         """Count the kernels that this process has compiled, by phase."""
         return self._compilations.phases
 
-    def _activations(self, rendezvous: Rendezvous, stage: PrefillStage) -> Activations:
-        import torch
-
-        from ..stage.activations import join_store
-        from ..stage.peer_activations import connect_neighbours
-
-        stages, stack = self._config.stages, stage.stack
-        store = self._store if self._number == 0 else join_store(rendezvous, stages)
-        like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
-        return connect_neighbours(store, self._number, self._config, like, rendezvous.secret)
-
 
 @hosts(Group)
 class ControllerActor(Leaving):
@@ -140,6 +131,7 @@ class ControllerActor(Leaving):
         name: str,
         stages: Sequence[Any],
         config: PrefillConfig,
+        *,
         nodes: tuple[str, ...],
         work: ModelWork | None,
         pairing: str,
@@ -240,8 +232,8 @@ class PrefillGroup(Replica):
             rendezvous = ray.get(in_lane(stages[0].host, COMMANDS)())
             ray.get([in_lane(stage.join, COMMANDS)(rendezvous) for stage in stages])
         nodes, work = tuple(dict.fromkeys(node for node, _ in loaded)), loaded[0][1]
-        pair = pairing(model, handoff)
-        self._start_head(ControllerActor, 0, 0, 0, stages, config, nodes, work, pair, spans)
+        about = {"nodes": nodes, "work": work, "pairing": pairing(model, handoff), "spans": spans}
+        self._start_head(ControllerActor, 0, 0, 0, stages, config, **about)
         ray.get(self.head.stats.remote())
 
     def _lost(self) -> list[int]:

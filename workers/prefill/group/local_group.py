@@ -124,13 +124,15 @@ def run_in_process(
     Returns: its report, without the loading of the model, and its last logits [V].
     Raises: PrefillFailed.
     """
-    spec = model if isinstance(model, ModelSpec) else ModelSpec(str(model))
+    spec = model if isinstance(model, ModelSpec) else ModelSpec(path=str(model))
     config, receiver = replace(config, stream_lease_s=_NO_DOOR_S), LogitsReceiver()
 
     async def run() -> PrefillReport:
         controller = local_controller(spec, config, receiver)
         try:
-            async for event in controller.prefill(PrefillJob("prompt", token_ids, method, _WORKER)):
+            async for event in controller.prefill(
+                PrefillJob(request_id="prompt", token_ids=token_ids, method=method, decode_worker=_WORKER)
+            ):
                 if isinstance(event, PrefillDone):
                     return event.report
             raise PrefillFailed(f"the prompt was refused: {event}")

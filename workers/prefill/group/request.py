@@ -28,7 +28,7 @@ class Request:
         self.waiting = schedule.arrival(
             job.request_id, job.tokens - job.start, arrived, pages_for(job.tokens)
         )
-        self.account = Account(stages, job.method, arrived)
+        self.account = Account(stages=stages, method=job.method, arrived=arrived)
         self.span = NO_SPAN
         self.events: asyncio.Queue[PrefillEvent | PrefillFailed] = asyncio.Queue()
         self.sent = job.start

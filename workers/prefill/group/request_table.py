@@ -71,12 +71,14 @@ class PrefillRequests:
     def _refusal(self, job: PrefillJob) -> Refused | None:
         needed, pool = pages_for(job.tokens), self._pool
         if job.request_id in self._requests:
-            return Refused(RefusalReason.DUPLICATE, f"request {job.request_id} is already running here")
+            return Refused(
+                reason=RefusalReason.DUPLICATE, message=f"request {job.request_id} is already running here"
+            )
         if job.deadline is not None and job.deadline <= time.time():
-            return Refused(RefusalReason.DEADLINE, "the deadline has passed")
+            return Refused(reason=RefusalReason.DEADLINE, message="the deadline has passed")
         if needed > pool.total:
             message = f"a prompt of {job.tokens} tokens needs {needed} pages; a stage has {pool.total}"
-            return Refused(RefusalReason.TOO_LARGE, message, needed, pool.free)
+            return Refused(reason=RefusalReason.TOO_LARGE, message=message, needed=needed, free=pool.free)
         return None
 
     def queue_refusal(self, tokens: int) -> Refused | None:
@@ -86,7 +88,11 @@ class PrefillRequests:
             return None
         message = f"{waiting} prompts wait already"
         return Refused(
-            RefusalReason.BUSY, message, pages_for(tokens), self._pool.free, self._seconds_to_next_place()
+            reason=RefusalReason.BUSY,
+            message=message,
+            needed=pages_for(tokens),
+            free=self._pool.free,
+            retry_after_s=self._seconds_to_next_place(),
         )
 
     def allowed(self, request: Request, command: ChunkCommand) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Waiting:
     """A request with chunks left to send. `remaining` and `credit` are tokens; times are seconds of one
     clock.
@@ -33,7 +33,7 @@ class Waiting:
 
 
 def arrival(request_id: str, tokens: int, now: float, pages: int = 0) -> Waiting:
-    return Waiting(request_id, tokens, now, now, pages=pages)
+    return Waiting(request_id=request_id, remaining=tokens, arrived=now, idle_since=now, pages=pages)
 
 
 def credit_at(waiting: Waiting, now: float, ageing: float) -> float:

@@ -22,7 +22,7 @@ compiles (docs/log/2026-11-22.md)."""
 ASK_AGAIN_S = 1.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ExpectedAnswer:
     """A command that a stage has to answer.
 
@@ -75,7 +75,7 @@ class StageWatch:
         answer: asyncio.Future[Any],
         after: ExpectedAnswer | None = None,
     ) -> ExpectedAnswer:
-        expected = ExpectedAnswer(stage, what, allowed, after)
+        expected = ExpectedAnswer(stage=stage, what=what, allowed=allowed, after=after)
         self._expected[stage].append(expected)
         answer.add_done_callback(lambda _: self._answered(expected))
         if self._next is None:

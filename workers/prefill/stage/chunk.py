@@ -14,7 +14,7 @@ from ...messages.stages import ChunkCommand, ChunkReport
 from .phases import PhaseTimer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ChunkWork:
     """A chunk, its timer and its sums.
 
@@ -77,7 +77,15 @@ class ChunkWork:
             parts = seconds.get(layer, {})
             attention = parts.get("attention", 0.0)
             choosing = sum(parts.values()) - attention
-            densities.append(LayerDensity(layer, tiles, float(coverage.causal), attention, choosing))
+            densities.append(
+                LayerDensity(
+                    layer=layer,
+                    computed=tiles,
+                    causal=float(coverage.causal),
+                    attention=attention,
+                    choosing=choosing,
+                )
+            )
         return tuple(densities)
 
 

@@ -18,7 +18,7 @@ from ...messages.stages import OpenRequest, RequestFailed
 from .chunk import ChunkWork
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OpenPrompt:
     """A request that is open on a stage.
 

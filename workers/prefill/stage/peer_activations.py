@@ -22,8 +22,10 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ...kv.peer_memory import CudaPeerMemory, PeerMemory, home
+from ...messages.stages import Rendezvous
+from ...model.decoder.stack import LayerStack
 from ...settings import PrefillConfig
-from .activations import Activations, GroupActivations, LinkClosed
+from .activations import Activations, GroupActivations, LinkClosed, join_store
 
 SLOTS = 3
 """One chunk is copied, one waits, one is written."""
@@ -181,14 +183,22 @@ def _connected(store: Store, rank: int, secret: bytes) -> Connection[Any, Any]:
 
 
 def connect_neighbours(
-    store: Store, rank: int, config: PrefillConfig, like: torch.Tensor, secret: bytes
+    store: Store | None, rank: int, config: PrefillConfig, stack: LayerStack, rendezvous: Rendezvous
 ) -> Activations:
     """Connect a stage to its neighbours: by `PeerActivations` where all stages have GPUs of one host, else by
-    torch.distributed. All stages must call this at the same time."""
+    torch.distributed. All stages must call this at the same time.
+
+    Args:
+        store: The first stage's own store; None on the others.
+    """
     stages = config.stages
+    store = join_store(rendezvous, stages) if store is None else store
+    like = torch.empty(0, stack.config.hidden, dtype=stack.dtype, device=stack.device)
     if like.device.type == "cuda" and config.activations == "copied":
         store.set(f"home/{rank}", home())
         if len({store.get(f"home/{other}") for other in range(stages)}) == 1:
             memory = CudaPeerMemory(like.device)
-            return PeerActivations(store, rank, stages, config.chunk_tokens, like, memory, secret=secret)
+            return PeerActivations(
+                store, rank, stages, config.chunk_tokens, like, memory, secret=rendezvous.secret
+            )
     return GroupActivations(store, rank, stages, like)

@@ -121,7 +121,13 @@ class PrefillStage:
         first_page = first_of_run(request.pages)
         self._streams[request.request_id] = stream
         self._open[request.request_id] = OpenPrompt(
-            request, method, stream, spec, states, pages_N, first_page
+            request=request,
+            method=method,
+            stream=stream,
+            spec=spec,
+            states=states,
+            pages_N=pages_N,
+            first_page=first_page,
         )
         try:
             self._fetch_kv(request)
@@ -143,7 +149,7 @@ class PrefillStage:
 
     @torch.inference_mode()
     def run_chunk(self, command: ChunkCommand) -> Callable[[], ChunkReport]:
-        work = ChunkWork(command, phase_timer(self.stack.device))
+        work = ChunkWork(command=command, timer=phase_timer(self.stack.device))
         received_TC = self._receive(work)
         try:
             hidden_TC = self._compute(work, received_TC)

@@ -167,7 +167,7 @@ def test_without_the_session_or_room_beside_it_the_prompt_is_read(
 
     async def no(reservation: object) -> object:
         if reservation.session_id is not None:  # type: ignore[attr-defined]
-            return Refused(reason, "gone")
+            return Refused(reason=reason, message="gone")
         return await reserve(reservation)  # type: ignore[arg-type]
 
     monkeypatch.setattr(house.decode, "reserve", no)

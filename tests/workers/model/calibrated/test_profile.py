@@ -217,19 +217,19 @@ def test_what_does_not_fit_the_model_is_named(model: Path, tmp_path: Path, says:
     path.write_text(json.dumps(content))
     profile = Profile.read(path)
     with pytest.raises(ProfileError) as caught:
-        profile.check(read_config(model), model_digest(ModelSpec(str(model))))
+        profile.check(read_config(model), model_digest(ModelSpec(path=str(model))))
     assert str(caught.value).startswith(says)
     with pytest.raises(ProfileError) as caught:
-        load_profile(ModelSpec(str(model), profile=str(path)))
+        load_profile(ModelSpec(path=str(model), profile=str(path)))
     assert str(caught.value).startswith(f"model.profile: {path}: {says}")
 
 
 def test_a_profile_is_loaded_for_its_own_model(model: Path, tmp_path: Path) -> None:
     path = write_profile(model, tmp_path / "profile.json")
-    own = ModelSpec(str(model), dtype="float16", profile=str(path))
+    own = ModelSpec(path=str(model), dtype="float16", profile=str(path))
     assert load_profile(own) == make_profile(model)
-    assert load_profile(ModelSpec(str(model))) is None
+    assert load_profile(ModelSpec(path=str(model))) is None
     with pytest.raises(ProfileError, match=rf"model\.profile: {path}: model\.digest: .* calibrate it"):
         load_profile(replace(own, rope_theta=2e4))
     with pytest.raises(ModelError, match=r"model\.profile: no profile at 'nowhere\.json'"):
-        load_profile(ModelSpec(str(model), profile="nowhere.json"))
+        load_profile(ModelSpec(path=str(model), profile="nowhere.json"))

@@ -155,7 +155,7 @@ def _attend(
 def read_in_windows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Store:
     device, dtype = request.param
     directory = make_tiny_model(tmp_path_factory.mktemp("tiny"))
-    stack = load_model(ModelSpec(str(directory), dtype=dtype), device)
+    stack = load_model(ModelSpec(path=str(directory), dtype=dtype), device)
     ids_T = torch.randint(stack.config.vocab, (TOKENS,), generator=torch.Generator().manual_seed(3))
     store = _Store(stack, ids_T)
     store.read(window=40)

@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def digest(directory: Path, **changes: Any) -> str:
-    return model_digest(ModelSpec(str(directory), **changes))
+    return model_digest(ModelSpec(path=str(directory), **changes))
 
 
 def edit(path: Path, **changes: Any) -> None:

@@ -248,7 +248,19 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
 
 def shape(layers: int, hidden: int, intermediate: int, vocab: int) -> ModelConfig:
     rope = RopeConfig(1e4)
-    return ModelConfig("LlamaForCausalLM", layers, hidden, intermediate, 4, 2, 16, vocab, 512, 1e-5, rope)
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocab=vocab,
+        positions=512,
+        rms_eps=1e-5,
+        rope=rope,
+    )
 
 
 def costs_of(config: ModelConfig) -> list[int]:

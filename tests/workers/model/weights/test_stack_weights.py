@@ -320,7 +320,7 @@ def test_a_quantised_model_stays_near_the_plain_one(tiny: Path) -> None:
 
 def test_a_cpu_does_not_quantise(tiny: Path) -> None:
     with pytest.raises(ModelError, match=r"^model\.quantisation: fp8 needs a GPU, not cpu$"):
-        load_model(ModelSpec(str(tiny), quantisation="fp8"), "cpu")
+        load_model(ModelSpec(path=str(tiny), quantisation="fp8"), "cpu")
 
 
 @pytest.mark.parametrize("rslora", [False, True])
