@@ -72,7 +72,7 @@ class QuestAttention:
 def page_bounds(q_HD: torch.Tensor, k_SHD: torch.Tensor) -> torch.Tensor:
     """Return for each page and head a number that q·k of none of the page's keys exceeds: bound_PH."""
     bounds = []
-    for page_SHD in k_SHD.split(PAGE_TOKENS):
+    for page_SHD in torch.split(k_SHD, PAGE_TOKENS):
         low_HD, high_HD = page_SHD.amin(0), page_SHD.amax(0)
         bounds.append(torch.maximum(q_HD * low_HD, q_HD * high_HD).sum(-1))
     return torch.stack(bounds)
