@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .json_files import ModelError, refuse_pointer
+from .fp8_checkpoint import E4M3, Fp8Checkpoint, fp8_checkpoint, is_scale
+from .json_files import ModelError, read_json, refuse_pointer
 from .model_config import ModelConfig
 from .store import weight_file, weight_index
 
@@ -74,14 +75,19 @@ def _tensors(content: Mapping[str, dict[str, list[int]]], start: int) -> Iterato
 
 
 def check_weights(directory: Path, config: ModelConfig) -> None:
-    """Check that each tensor of the decoder is complete, in its shape and in 16 bits or more, and that none
-    is left.
+    """Check that each tensor of the decoder is complete, in its shape, in 16 bits or more or in 8 with its
+    scale, and that none is left.
 
     GGUF weights are checked when they are read. Raises ModelError that says what to do.
     """
     stored = _stored(directory)
     if stored is None:
         return
+    fp8 = fp8_checkpoint(directory, read_json(directory / "config.json"))
+    if fp8 is not None:
+        for problem in _fp8_problems(stored, fp8):
+            raise ModelError(f"{directory}: {problem}")
+        stored = _scaled(stored)
     expected = expected_shapes(config)
     if config.tied_embeddings and HEAD in stored:  # loading compares it with the embedding
         table = expected[EMBEDDING] if EMBEDDING in stored else expected.pop(EMBEDDING)
@@ -151,8 +157,27 @@ def _problems(
             yield f"tensor {name} is {stored[name].shape}, config.json says {shape}: {_OF_ANOTHER}"
 
 
+def _fp8_problems(stored: Mapping[str, Stored], fp8: Fp8Checkpoint) -> Iterator[str]:
+    for name, tensor in stored.items():
+        if tensor.dtype == E4M3:
+            scale = fp8.scale_of(name, stored)
+            if scale is None:
+                yield f"tensor {name} is in 8 bits and has no scale: download the model again"
+            elif problem := fp8.check_scale(tensor.shape, stored[scale].shape):
+                yield f"tensor {scale} {problem}"
+
+
+def _scaled(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """A checkpoint in 8-bit floats as what it stands for."""
+    return {
+        name: replace(tensor, dtype="F32") if tensor.dtype == E4M3 else tensor
+        for name, tensor in stored.items()
+        if not is_scale(name)
+    }
+
+
 def _quantised(stored: Mapping[str, Stored]) -> Iterator[str]:
-    advice = "quantised weights are not supported: take the model in 16 bits"
+    advice = "config.json does not say how they are quantised: take the model in 16 bits"
     if scales := [name for name in stored if name.endswith(_SCALES)]:
         yield f"the weights hold scales, {_several(scales)}; {advice}"
     if odd := [name for name, tensor in stored.items() if tensor.dtype not in _DTYPES]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .end_tokens import end_tokens
+from .fp8_checkpoint import fp8_checkpoint
 from .json_files import ModelError, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
 
@@ -145,6 +146,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     rope = _rope(raw, extra)
     raw = {**raw, **extra}
     _refuse_unsupported(raw)
+    fp8_checkpoint(Path(directory), raw)
     heads, hidden = _positive_int(raw, "num_attention_heads"), _positive_int(raw, "hidden_size")
     default_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
     config = ModelConfig(
@@ -284,7 +286,7 @@ def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str,
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
-    for key in ("attention_bias", "mlp_bias", "quantization_config"):
+    for key in ("attention_bias", "mlp_bias"):
         if raw.get(key):
             raise ModelError(f"config.json sets {key}, which is not supported: use a model without it")
 

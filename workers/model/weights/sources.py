@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..directory.json_files import ModelError
+from ..directory.fp8_checkpoint import Fp8Checkpoint, fp8_checkpoint, is_scale
+from ..directory.json_files import ModelError, read_json
 from ..directory.store import weight_file, weight_index
 from .gguf_source import GgufSource
 
@@ -40,16 +41,52 @@ class SafetensorsSource:
         return tensor
 
 
+class Fp8Source:
+    """A checkpoint in 8-bit floats as the numbers that it stands for."""
+
+    def __init__(self, source: WeightSource, checkpoint: Fp8Checkpoint) -> None:
+        self._source = source
+        self._checkpoint = checkpoint
+        self._stored = source.names()
+
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name in self._stored if not is_scale(name))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a scaled matrix in float32, other tensors as they are stored."""
+        tensor = self._source.read(name)
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor
+        scale = self._checkpoint.scale_of(name, self._stored)
+        if scale is None:
+            raise ModelError(f"tensor {name!r} is in 8 bits and has no scale")
+        factor = self._source.read(scale).float()
+        if problem := self._checkpoint.check_scale(tuple(tensor.shape), tuple(factor.shape)):
+            raise ModelError(f"tensor {scale!r} {problem}")
+        return tensor.float() * self._spread(factor, *tensor.shape)
+
+    def _spread(self, factor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Give a matrix's scale a shape that broadcasts to it."""
+        block = self._checkpoint.block
+        if factor.numel() == 1:
+            return factor.reshape(1, 1)
+        if block is None:
+            return factor.reshape(rows, 1)
+        spread = factor.repeat_interleave(block[0], 0)[:rows]
+        return spread.repeat_interleave(block[1], 1)[:, :columns]
+
+
 def open_weights(directory: str | Path) -> WeightSource:
     """Raises ModelError that says what was looked for."""
     root = Path(directory)
-    index = weight_index(root)
-    if index is not None:
-        return SafetensorsSource(index)
-    single = weight_file(root)
-    if single.suffix == ".gguf":
-        return GgufSource(single)
-    return SafetensorsSource(dict.fromkeys(_open_safetensors(single).keys(), single))
+    files = weight_index(root)
+    if files is None:
+        single = weight_file(root)
+        if single.suffix == ".gguf":
+            return GgufSource(single)
+        files = dict.fromkeys(_open_safetensors(single).keys(), single)
+    source, fp8 = SafetensorsSource(files), fp8_checkpoint(root, read_json(root / "config.json"))
+    return source if fp8 is None else Fp8Source(source, fp8)
 
 
 def _open_safetensors(path: Path) -> Any:

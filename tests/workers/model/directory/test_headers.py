@@ -93,12 +93,12 @@ def test_a_checkpoint_may_hold_what_follows_from_its_config(single: Path) -> Non
     check(edit(single, lambda raw: raw | derived | {"v_head.summary.weight": torch.ones(1, HIDDEN)}))
 
 
-def test_quantised_weights_are_refused_as_such(single: Path) -> None:
+def test_quantised_weights_of_which_config_says_nothing_are_refused(single: Path) -> None:
     scale = {DOWN.removesuffix("weight") + "weight_scale": torch.ones(1)}
     edit(single, lambda raw: raw | {DOWN: raw[DOWN].to(torch.float8_e4m3fn)} | scale)
-    assert "hold scales, model.layers.1.mlp.down_proj.weight_scale; quantised" in refusal(single)
+    assert "hold scales, model.layers.1.mlp.down_proj.weight_scale; config.json does not" in refusal(single)
     edit(single, lambda raw: {name: x for name, x in raw.items() if name not in scale})
-    assert f"hold F8_E4M3, {DOWN}; quantised weights are not supported: take the model" in refusal(single)
+    assert f"hold F8_E4M3, {DOWN}; config.json does not say how they are quantised" in refusal(single)
     packed = {DOWN.removesuffix("weight") + "qweight": torch.ones(4, 4, dtype=torch.int32)}
     edit(single, lambda raw: {name: x for name, x in raw.items() if name != DOWN} | packed)
     assert "hold scales, model.layers.1.mlp.down_proj.qweight" in refusal(single)

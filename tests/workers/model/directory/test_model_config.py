@@ -160,7 +160,7 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq"),
         ({"num_key_value_heads": 5}, "divide"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": -1}, "vocab_size"),
