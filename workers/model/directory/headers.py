@@ -11,6 +11,7 @@ from .fp8_checkpoint import E4M3, Fp8Checkpoint, fp8_checkpoint, is_scale
 from .json_files import ModelError, read_json, refuse_pointer
 from .model_config import ModelConfig
 from .store import weight_file, weight_index
+from .text_part import text_names
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -83,7 +84,9 @@ def check_weights(directory: Path, config: ModelConfig) -> None:
     stored = _stored(directory)
     if stored is None:
         return
-    fp8 = fp8_checkpoint(directory, read_json(directory / "config.json"))
+    raw = read_json(directory / "config.json")
+    stored = {own: stored[name] for own, name in text_names(stored, raw).items()}
+    fp8 = fp8_checkpoint(directory, raw)
     if fp8 is not None:
         for problem in _fp8_problems(stored, fp8):
             raise ModelError(f"{directory}: {problem}")
@@ -115,6 +118,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
             layer[f"self_attn.{name}_proj.bias"] = (heads * config.head_dim,)
         if config.qk_norm and name != "v":
             layer[f"self_attn.{name}_norm.weight"] = (config.head_dim,)
+    if config.o_bias:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if config.mlp_bias:
+        widths = {"gate": inner, "up": inner, "down": hidden}
+        layer |= {f"mlp.{name}_proj.bias": (width,) for name, width in widths.items()}
     numbers = range(config.layers)
     layers = {f"model.layers.{number}.{name}": layer[name] for number in numbers for name in layer}
     return {**table, **head, **layers}

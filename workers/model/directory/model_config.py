@@ -12,12 +12,14 @@ from .end_tokens import end_tokens
 from .fp8_checkpoint import fp8_checkpoint
 from .json_files import ModelError, read_json, read_json_or_empty
 from .layer_shares import LayerShare, balanced
+from .text_part import text_config
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
 }
 """transformers' `model_type` → architecture of each decoder that we run."""
 
@@ -71,6 +73,8 @@ class ModelConfig:
     rope: RopeConfig
     tied_embeddings: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -118,8 +122,11 @@ class ModelConfig:
         heads = self.q_heads + self.kv_heads
         attention = self.attention_matrices + self.hidden
         attention += (heads + self.kv_heads) * self.head_dim if self.qkv_bias else 0
+        attention += self.hidden if self.o_bias else 0
         attention += heads * self.head_dim if self.qk_norm else 0
-        mlp = (self.mlp_matrices + self.hidden) * (layers if mlps is None else mlps)
+        one_mlp = self.mlp_matrices + self.hidden
+        one_mlp += 2 * self.intermediate + self.hidden if self.mlp_bias else 0
+        mlp = one_mlp * (layers if mlps is None else mlps)
         tables = 1 if embedding and head and self.tied_embeddings else embedding + head
         return layers * attention + mlp + (tables * self.vocab + head) * self.hidden
 
@@ -137,7 +144,7 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     Raises:
         ModelError: A file or key is missing, or our decoder would compute something else.
     """
-    raw = read_json(Path(directory) / "config.json")
+    raw = text_config(read_json(Path(directory) / "config.json"))
     extra = dict(overrides or {})
     for key in extra:
         if key not in OVERRIDES:
@@ -146,9 +153,10 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
     rope = _rope(raw, extra)
     raw = {**raw, **extra}
     _refuse_unsupported(raw)
+    qkv_bias, o_bias, mlp_bias = _biases(raw, architecture)
     fp8_checkpoint(Path(directory), raw)
     heads, hidden = _positive_int(raw, "num_attention_heads"), _positive_int(raw, "hidden_size")
-    default_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
+    default_dim = 128 if architecture in ("Qwen3ForCausalLM", "SeedOssForCausalLM") else hidden // heads
     config = ModelConfig(
         architecture=architecture,
         layers=_positive_int(raw, "num_hidden_layers"),
@@ -162,7 +170,9 @@ def read_config(directory: str | Path, overrides: Mapping[str, Any] | None = Non
         rms_eps=_number("config.json", "rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
         qk_norm=architecture == "Qwen3ForCausalLM",
         eos_ids=_eos_ids(Path(directory), raw),
     )
@@ -286,9 +296,21 @@ def _positions(raw: Mapping[str, Any], rope: RopeConfig, overrides: Mapping[str,
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"activation {raw['hidden_act']!r} is not supported, only 'silu'")
-    for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
-            raise ModelError(f"config.json sets {key}, which is not supported: use a model without it")
+
+
+def _biases(raw: Mapping[str, Any], architecture: str) -> tuple[bool, bool, bool]:
+    """Whether queries, keys and values, the attention's output, and the MLP have biases. A missing key means
+    what transformers takes it for."""
+    seed = architecture == "SeedOssForCausalLM"
+    attention, mlp = bool(raw.get("attention_bias", seed)), bool(raw.get("mlp_bias"))
+    output = bool(raw.get("attention_out_bias")) if seed else attention
+    fixed = {"Qwen2ForCausalLM": (True, False, False), "MistralForCausalLM": (False, False, False)}
+    known = fixed.get(architecture, (attention, output, mlp and architecture != "Qwen3ForCausalLM"))
+    asked = {"attention_bias": (attention, known[0]), "mlp_bias": (mlp, known[2])}
+    for key, (given, has) in asked.items():
+        if given and not has:
+            raise ModelError(f"config.json sets {key}, which {architecture} does not have: leave it out")
+    return known
 
 
 def _refuse_uneven_heads(config: ModelConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from ..directory.fp8_checkpoint import Fp8Checkpoint, fp8_checkpoint, is_scale
 from ..directory.json_files import ModelError, read_json
 from ..directory.store import weight_file, weight_index
+from ..directory.text_part import text_names
 from .gguf_source import GgufSource
 
 
@@ -21,21 +23,28 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """A shard stays shut until one of its tensors is read."""
+    """A shard stays shut until one of its tensors is read.
 
-    def __init__(self, files: dict[str, Path]) -> None:
+    Args:
+        files: the file of each tensor, by its name there.
+        stored_names: the name there of each tensor that can be read.
+    """
+
+    def __init__(self, files: Mapping[str, Path], stored_names: Mapping[str, str]) -> None:
         self._files = files
+        self._stored_names = stored_names
         self._open: dict[Path, Any] = {}
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._files)
+        return frozenset(self._stored_names)
 
     def read(self, name: str) -> torch.Tensor:
-        path = self._files[name]
+        stored = self._stored_names[name]
+        path = self._files[stored]
         if path not in self._open:
             self._open[path] = _open_safetensors(path)
         try:
-            tensor: torch.Tensor = self._open[path].get_tensor(name)
+            tensor: torch.Tensor = self._open[path].get_tensor(stored)
         except SafetensorError as error:  # an index may name a tensor that its file lacks
             raise ModelError(f"{path}: {error}") from None
         return tensor
@@ -85,7 +94,8 @@ def open_weights(directory: str | Path) -> WeightSource:
         if single.suffix == ".gguf":
             return GgufSource(single)
         files = dict.fromkeys(_open_safetensors(single).keys(), single)
-    source, fp8 = SafetensorsSource(files), fp8_checkpoint(root, read_json(root / "config.json"))
+    raw = read_json(root / "config.json")
+    source, fp8 = SafetensorsSource(files, text_names(files, raw)), fp8_checkpoint(root, raw)
     return source if fp8 is None else Fp8Source(source, fp8)
 
 

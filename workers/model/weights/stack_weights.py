@@ -247,15 +247,26 @@ def _read_attention(read: _Reader, prefix: str) -> AttentionWeights:
         input_norm_C=read.get(f"{prefix}input_layernorm.weight", config.hidden),
         qkv=Linear(projections("weight", config.hidden), projections("bias") if config.qkv_bias else None),
         qk_norm_JD=qk_norm_JD,
-        output=Linear(read.get(f"{prefix}self_attn.o_proj.weight", config.hidden, rows["q"])),
+        output=Linear(
+            read.get(f"{prefix}self_attn.o_proj.weight", config.hidden, rows["q"]),
+            read.get(f"{prefix}self_attn.o_proj.bias", config.hidden) if config.o_bias else None,
+        ),
     )
 
 
 def _read_mlp(read: _Reader, prefix: str) -> MlpWeights:
-    hidden, inner = read.spec.config.hidden, read.spec.config.intermediate
-    gate_up = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
+    config = read.spec.config
+    hidden, inner = config.hidden, config.intermediate
+
+    def gate_up(kind: str, *columns: int) -> torch.Tensor:
+        names = [f"{prefix}mlp.{name}_proj.{kind}" for name in ("gate", "up")]
+        return read.fused(names, [inner, inner], *columns)
+
     return MlpWeights(
         post_norm_C=read.get(f"{prefix}post_attention_layernorm.weight", hidden),
-        gate_up=Linear(read.fused(gate_up, [inner, inner], hidden)),
-        down=Linear(read.get(f"{prefix}mlp.down_proj.weight", hidden, inner)),
+        gate_up=Linear(gate_up("weight", hidden), gate_up("bias") if config.mlp_bias else None),
+        down=Linear(
+            read.get(f"{prefix}mlp.down_proj.weight", hidden, inner),
+            read.get(f"{prefix}mlp.down_proj.bias", hidden) if config.mlp_bias else None,
+        ),
     )

@@ -62,6 +62,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE, rope_parameters=YARN, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE | {"head_dim": 32}),
+    "llama-biases": lambda: transformers.LlamaConfig(
+        **SHAPE | {"hidden_size": 96}, attention_bias=True, mlp_bias=True
+    ),
+    "qwen3-biases": lambda: transformers.Qwen3Config(**SHAPE, attention_bias=True),
+    "seed-oss": lambda: transformers.SeedOssConfig(**SHAPE),
+    "mistral3": lambda: transformers.Mistral3Config(
+        text_config=transformers.MistralConfig(**SHAPE, sliding_window=None),
+        vision_config=transformers.PixtralVisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=14
+        ),
+    ),
+    "seed-oss-all-biases": lambda: transformers.SeedOssConfig(
+        **SHAPE, attention_out_bias=True, mlp_bias=True
+    ),
 }
 
 
@@ -75,8 +89,15 @@ class Case:
     logits_TV: torch.Tensor
 
 
+def model_class(config: Any) -> Any:
+    """Mistral3 is a language model with parts for images."""
+    wrapped = isinstance(config, transformers.Mistral3Config)
+    return transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
+
+
 def expected_logits(directory: Path, ids_T: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model = model_class(config).from_pretrained(directory, dtype=dtype).eval()
     with torch.no_grad():
         return model(ids_T[None]).logits[0].float()
 
@@ -85,7 +106,8 @@ def expected_logits(directory: Path, ids_T: torch.Tensor, dtype: torch.dtype = t
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     directory = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param]())
+    config = FAMILIES[request.param]()
+    model = model_class(config).from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:

@@ -142,6 +142,11 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
     mistral = read(tmp_path, MISTRAL)
     assert (mistral.qkv_bias, mistral.qk_norm, mistral.rope.kind) == (False, False, "default")
+    unsaid = {key: value for key, value in MISTRAL.items() if key not in ("attention_bias", "sliding_window")}
+    seed = read(tmp_path, unsaid | {"architectures": ["SeedOssForCausalLM"], "hidden_size": 5120})
+    assert (seed.qkv_bias, seed.o_bias, seed.mlp_bias, seed.head_dim) == (True, False, False, 128)
+    biased = read(tmp_path, LLAMA31 | {"attention_bias": True})
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, False)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +164,6 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
             "full_attention",
         ),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq"),
         ({"num_key_value_heads": 5}, "divide"),
         ({"hidden_size": None}, "hidden_size"),
@@ -172,6 +176,12 @@ def test_the_families_differ_where_they_should(tmp_path: Path) -> None:
         ({"eos_token_id": True}, r"eos_token_id holds something else than token ids: \[True\]"),
         ({"eos_token_id": [2, False]}, "eos_token_id holds something else than token ids"),
         ({"partial_rotary_factor": 0.5}, "partial rotary factor"),
+        (
+            {"architectures": ["MistralForCausalLM"], "attention_bias": True},
+            "MistralForCausalLM does not have",
+        ),
+        ({"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True}, "sets mlp_bias, which Qwen3ForCausalLM"),
+        ({"architectures": ["Mistral3ForConditionalGeneration"]}, "has no section text_config"),
         ({"rope_scaling": ["yarn"]}, "is not a section of keys"),
     ],
 )
