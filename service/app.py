@@ -95,7 +95,7 @@ class DoorReplica(FrontDoor):
                 metrics,
                 metrics_address=address,
                 door_id=self._id,
-                end_elsewhere=self._end_elsewhere,
+                cancel_at_other_doors=self._cancel_at_other_doors,
                 gate=gate,
                 traced=self._tracing,
             )
@@ -120,9 +120,9 @@ class DoorReplica(FrontDoor):
 
     async def end_requests(self, door: str, owner: str, request_id: str) -> int:
         """Another door asks; `door` names it, since Serve asks all."""
-        return 0 if door == self._id else self._requests.end(owner, request_id)
+        return 0 if door == self._id else self._requests.cancel_here(owner, request_id)
 
-    async def _end_elsewhere(self, owner: str, request_id: str) -> int:
+    async def _cancel_at_other_doors(self, owner: str, request_id: str) -> int:
         """A door that dies or hangs meanwhile has ended its requests, or is about to."""
         context = serve.get_replica_context()
         doors = serve.get_deployment_handle(context.deployment, context.app_name)

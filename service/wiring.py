@@ -26,9 +26,9 @@ from .fleet.view import Fleet
 from .gauges import state_of
 from .metrics import Metrics
 from .request.answers import MethodInfo, ProfileInfo, ProfileLevel, ServerInfo
-from .request.callers import Allowance, Callers
+from .request.callers import Callers, Quota
 from .request.check import Limits
-from .request.handler import EndElsewhere, RequestHandler, nowhere_else
+from .request.handler import CancelAtOtherDoors, RequestHandler, no_other_doors
 from .request.resources import Resources
 from .request.text.tokenizer import TextTokenizer
 from .tracing import Tracing
@@ -70,7 +70,7 @@ def request_handler(
     *,
     metrics_address: str,
     door_id: str = "",
-    end_elsewhere: EndElsewhere = nowhere_else,
+    cancel_at_other_doors: CancelAtOtherDoors = no_other_doors,
     gate: Gate | None = None,
     traced: Tracing | None = None,
 ) -> RequestHandler:
@@ -130,7 +130,7 @@ def request_handler(
         profile=None if profile is None else _profile(profile),
         recompute_blocks=decode.recompute_blocks,
     )
-    return RequestHandler(resources, limits, authenticator(door, gate).caller, about, end_elsewhere)
+    return RequestHandler(resources, limits, authenticator(door, gate).caller, about, cancel_at_other_doors)
 
 
 def _methods(prefill: PrefillConfig) -> list[MethodInfo]:
@@ -161,7 +161,7 @@ def authenticator(door: DoorConfig, gate: Gate | None = None) -> Authenticator:
     if door.tokens_file is None:
         return Authenticator(None, gate)
     try:
-        tokens = TokenFile(door.tokens_file, Allowance(door.token_requests, door.token_tokens))
+        tokens = TokenFile(door.tokens_file, Quota(door.token_requests, door.token_tokens))
     except (OSError, ValueError) as error:
         raise ConfigError(f"door.tokens_file: {error}") from None
     return Authenticator(tokens, gate)

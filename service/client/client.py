@@ -32,7 +32,7 @@ from ..request.calls import (
     Prompt,
     SamplingParams,
     SpecialTokens,
-    packed,
+    pack_ids,
 )
 from .address import check_address, mistaken
 from .losses import Losses
@@ -186,7 +186,7 @@ class DeltafrontClient:
         )
 
         def sent(answered: list[int]) -> pb.GenerateRequest:
-            return wire.generate_request(replace(request, answered_ids=packed(answered)))
+            return wire.generate_request(replace(request, answered_ids=pack_ids(answered)))
 
         yield from self._stream(self._stub.Generate, sent, wire.read_generate_response, request.deadline)
 
@@ -303,7 +303,7 @@ def _prompt(
                     raise InvalidArgument(f"{name}.messages[{place}].{key}", "must be left out")
         return Prompt(messages=messages, chat_template_kwargs=variables or {})
     try:
-        return Prompt(token_ids=packed([operator.index(one) for one in parts]))  # type: ignore[arg-type]
+        return Prompt(token_ids=pack_ids([operator.index(one) for one in parts]))  # type: ignore[arg-type]
     except (TypeError, OverflowError) as error:
         raise InvalidArgument(f"{name}.token_ids", f"{error}: give whole numbers from 0 on") from None
 

@@ -59,7 +59,7 @@ def picture_command(
 
 def _ids(settings: ServiceConfig, text: str) -> list[int]:
     """As the door tokenises it."""
-    packed = TextTokenizer.load(Path(settings.model.path)).encode(text, opening=True)
+    packed = TextTokenizer.load(Path(settings.model.path)).encode(text, add_bos=True)
     return [int.from_bytes(packed[place : place + 4], "little") for place in range(0, len(packed), 4)]
 
 

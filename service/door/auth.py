@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import Unauthenticated
-from ..request.callers import Allowance, Caller
+from ..request.callers import Caller, Quota
 from .tls import Gate
 
 ANYONE = Caller("", "anyone")
@@ -37,7 +37,7 @@ class TokenFile:
     that is gone.
     """
 
-    def __init__(self, path: Path, usual: Allowance) -> None:
+    def __init__(self, path: Path, usual: Quota) -> None:
         self._path = path
         self._usual = usual
         self._stamp = _stamp(path)
@@ -118,19 +118,19 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return state.st_mtime_ns, state.st_size, state.st_ino
 
 
-def _caller(line: str, usual: Allowance) -> Caller:
+def _caller(line: str, usual: Quota) -> Caller:
     """Raises ValueError, in words that do not show the token."""
     token, *pairs = line.split()
     owner = digest(token)
-    name, allowance = owner[:_NAME_DIGITS], usual
+    name, quota = owner[:_NAME_DIGITS], usual
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key == "name" and value:
             name = value
         elif key == "requests" and value.isdecimal():
-            allowance = replace(allowance, requests=int(value) or None)
+            quota = replace(quota, requests=int(value) or None)
         elif key == "tokens" and value.isdecimal():
-            allowance = replace(allowance, tokens=int(value) or None)
+            quota = replace(quota, tokens=int(value) or None)
         else:
             raise ValueError("after a token only name=…, requests=N and tokens=N may follow")
-    return Caller(owner, name, allowance)
+    return Caller(owner, name, quota)

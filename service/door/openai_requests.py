@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from ...workers.messages.requests import PageSelection
 from ..errors import InvalidArgument, NotFound
-from ..request.calls import GenerateRequest, Prompt, SamplingParams, SpecialTokens, packed
+from ..request.calls import GenerateRequest, Prompt, SamplingParams, SpecialTokens, pack_ids
 from ..request.check import check_count
 
 _ASK_FOR_NOTHING: Mapping[str, Sequence[object]] = {
@@ -304,4 +304,4 @@ def _prompt(prompt: object) -> Prompt:
         raise InvalidArgument("prompt", "must be text or token ids")
     if not all(type(one) is int and 0 <= one < 1 << 32 for one in prompt):
         raise InvalidArgument("prompt", "token ids must be whole numbers from 0 on")
-    return Prompt(token_ids=packed(prompt))
+    return Prompt(token_ids=pack_ids(prompt))

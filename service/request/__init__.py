@@ -1,1 +1,1 @@
-"""The life of a request, from text to its last event; knows neither protobuf nor gRPC."""
+"""A request's life, free of protobuf and gRPC."""

@@ -1,4 +1,4 @@
-"""A request whose caller is known, from its arrival to its outcome."""
+"""A request whose caller is known."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .timings import TtftClock
 
 @dataclass(eq=False, kw_only=True)
 class Accepted:
-    """A request at its edge.
+    """State that edge and run share, from a request's arrival to its outcome.
 
     Args:
-        text: the room that its text takes at this door.
-        events: what it has to tell its client; None after the last.
-        request_id: the client's; empty until the request has been checked.
-        task: what computes it; None for a request that needs no stream.
-        outcome: the error that ended it; None while it runs, and where it finished.
+        events: for the client; None follows the last.
+        request_id: empty until it is checked.
+        task: the run; None for a request without a stream.
+        outcome: None while it runs, and after it finished without an error.
     """
 
     caller: Caller

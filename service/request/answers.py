@@ -1,8 +1,4 @@
-"""What a request is answered with: the same events in the door and in the client.
-
-A Prefill is answered with Progress … and one PrefillFinished, a Generate with Progress …, one Usage when its
-prompt has been read (which the gRPC contract leaves out), Token … and one GenerateFinished.
-"""
+"""Events that answer a request, for the door and the Python client alike."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from .timings import TtftClock
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. parts add up to ttft_seconds; stages overlap in time and do not."""
+    """Seconds. `parts` add up to `ttft_seconds`. `stages` overlap."""
 
     ttft_seconds: float
     parts: dict[str, float]
@@ -25,7 +21,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Density:
-    """Computed over causal tiles. layers: by layer number."""
+    """Computed ÷ causal tiles."""
 
     method: str = ""
     mean: float = 0.0
@@ -36,7 +32,7 @@ class Density:
 
 @dataclass(frozen=True)
 class PrefillFinished:
-    """Prefill's result. trace_id: of the request's trace, 32 hexadecimal digits; empty if there is none."""
+    """`trace_id` is empty if nothing is traced."""
 
     session: Session
     usage: Usage
@@ -48,11 +44,14 @@ class PrefillFinished:
 
 @dataclass(frozen=True)
 class GenerateFinished:
-    """Generate's result. reason: stop, stop_string or length. text: what was held back. density: of no
-    method (empty name) when a session made reading a prompt unnecessary, and for an answer that goes on after
-    a lost connection; its timings then leave out all reading. page_share: pages attended over pages held by
-    sparse layers; 1 when nothing was left out. trace_id: as of a Prefill. recomputed_tokens: of the prompt or
-    session, with dense attention, in all attempts."""
+    """A Generate's result.
+
+    Args:
+        text: held back until now.
+        density: its `method` is empty if no prefill group read the prompt.
+        page_share: attended ÷ held pages of sparse layers.
+        recomputed_tokens: in all attempts.
+    """
 
     reason: FinishReason
     text: str
@@ -71,7 +70,7 @@ RequestEvent = Progress | Usage | Token | PrefillFinished | GenerateFinished
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """An attention method. source: its paper. defaults: its options."""
+    """`source` is the paper."""
 
     name: str
     source: str
@@ -80,7 +79,7 @@ class MethodInfo:
 
 @dataclass(frozen=True)
 class ProfileLevel:
-    """What `density` can ask for: calibrated for prompts of about `tokens`, for the method under options."""
+    """A density that requests can ask for, calibrated on prompts of about `tokens` tokens."""
 
     method: str
     options: dict[str, float]
@@ -90,7 +89,7 @@ class ProfileLevel:
 
 @dataclass(frozen=True)
 class ProfileInfo:
-    """What was calibrated for the model. figures: JSON, what it reached on texts held out; may be empty."""
+    """`figures` is JSON with results on held-out texts, or empty."""
 
     model: str
     levels: list[ProfileLevel]
@@ -99,10 +98,7 @@ class ProfileInfo:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """The model, its limits and methods; from prefill_groups to page_tokens the workers of this moment; then
-    the layers and pages of page selection, the model's profile, if there is one, and how many blocks are
-    computed again for a request that does not say. model: its id, which requests name; display_name: the same
-    for people. chat_template: whether messages can be sent."""
+    """A server, its model and its workers' state. People are shown `display_name` instead of `model`."""
 
     version: str
     model: str
@@ -131,7 +127,7 @@ class ServerInfo:
 
 
 def timings_of(clock: TtftClock, report: PrefillReport | None) -> Timings:
-    """A request that ends now. report: None when no prefill group read anything."""
+    """`report` is None if no prefill group read anything."""
     ttft = clock.read()
     stages = [] if report is None else [dict(phases) for phases in report.stages]
     return Timings(ttft.seconds, dict(ttft.parts), stages, clock.elapsed)

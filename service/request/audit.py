@@ -1,4 +1,4 @@
-"""One line for each request that ended: who asked how much of what, and how it went; never any content."""
+"""One log line for each request that ended, without any content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("deltafront.audit")
 
 
 class Audit:
-    """Notes a request's events. rpc: its name. What is not known of a request stays empty."""
+    """Collects a request's line from its events."""
 
     def __init__(self, rpc: str) -> None:
         self._rpc = rpc
@@ -38,7 +38,7 @@ class Audit:
                 self._finish = event.reason.value
 
     def write(self, outcome: str, seconds: float) -> dict[str, Any]:
-        """The line. outcome: finished, or the code of what went wrong."""
+        """`outcome` is `finished` or an error's code."""
         line = {
             "request_id": self.request_id,
             "token": self.caller,

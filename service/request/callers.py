@@ -1,9 +1,8 @@
-"""Who calls, what each may have at once, and what each has: the same for every edge.
+"""Callers, their quotas, and what each uses now.
 
-A door counts its own requests exactly. What its callers have at other doors, and in sessions, it knows from
-the workers, which it asks afresh for every request of a caller with limits. Requests that come to two doors
-at the same moment do not see each other: a caller may then have as much as it is allowed at each of them. A
-worker that does not answer in time counts as it last answered.
+A door counts its own requests, and asks the workers afresh what a caller with a quota uses elsewhere.
+Requests that reach two doors at the same moment do not see each other, so a caller may then get its quota
+twice.
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
 RETRY_S = 1.0
-"""When requests may have ended, a caller's own or any: nobody knows."""
+"""A guess: nobody knows when running requests end."""
 
 
 @dataclass(frozen=True)
-class Allowance:
-    """requests: prompts and answers at once. tokens: of K/V held at once, by these and by sessions; a request
-    counts with its prompt and the longest answer it asked for. None: no limit."""
+class Quota:
+    """What a caller may use at once. None is no limit.
+
+    Args:
+        tokens: of K/V in requests and sessions. A request counts its prompt and its longest answer.
+    """
 
     requests: int | None = None
     tokens: int | None = None
@@ -30,29 +32,29 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Caller:
-    """owner: a digest of the token, whose sessions these are. name: for logs."""
+    """`owner` is a digest of the token. `name` is for logs."""
 
     owner: str
     name: str
-    allowance: Allowance = field(default_factory=Allowance)
+    quota: Quota = field(default_factory=Quota)
 
 
 @dataclass(eq=False)
-class Share:
-    """What one request counts with."""
+class RequestUse:
+    """What one running request counts against its caller's quota."""
 
     caller: Caller
     _callers: Callers
     tokens: int = 0
 
-    async def take(self, tokens: int) -> None:
-        """Count with so many tokens from now on, instead of those before. Raises Overloaded."""
-        owner, callers, limit = self.caller.owner, self._callers, self.caller.allowance.tokens
+    async def set_tokens(self, tokens: int) -> None:
+        """Raises Overloaded."""
+        owner, callers, limit = self.caller.owner, self._callers, self.caller.quota.tokens
         if limit is not None:
             if tokens > limit:
                 raise Overloaded(f"{tokens} tokens are more than this token may hold at all, {limit}")
             if callers.tokens_here(owner) - self.tokens + tokens <= limit:
-                await callers.ask()
+                await callers.ask_workers()
             held = callers.tokens(owner) - self.tokens
             if held + tokens > limit:
                 message = f"this token holds {held} tokens and may hold {limit}: {tokens} more do not fit"
@@ -61,55 +63,58 @@ class Share:
 
 
 class Callers:
-    """Every caller's account. door: this one's name. used: what the workers said last. ask: has them say it
-    again. most: requests of all callers that this door works on at once; None: no limit."""
+    """What every caller uses.
+
+    Args:
+        worker_uses: returns what the workers reported last.
+        ask_workers: makes them report again.
+        max_requests: of all callers at this door.
+    """
 
     def __init__(
         self,
         door: str,
-        used: Callable[[], Iterable[OwnerUse]],
-        ask: Callable[[], Awaitable[None]],
-        most: int | None = None,
+        worker_uses: Callable[[], Iterable[OwnerUse]],
+        ask_workers: Callable[[], Awaitable[None]],
+        max_requests: int | None = None,
     ) -> None:
         self._door = door
-        self._used = used
-        self.ask = ask
-        self._most = most
-        self._here: set[Share] = set()
+        self._worker_uses = worker_uses
+        self.ask_workers = ask_workers
+        self._max_requests = max_requests
+        self._running: set[RequestUse] = set()
 
     @asynccontextmanager
-    async def request(self, caller: Caller) -> AsyncIterator[Share]:
-        """A request of the caller's, while the block runs. Raises Overloaded."""
-        limit = caller.allowance.requests
+    async def request(self, caller: Caller) -> AsyncIterator[RequestUse]:
+        """Count a request while the block runs. Raises Overloaded."""
+        limit = caller.quota.requests
         if limit is not None:
             if self.requests_here(caller.owner) < limit:
-                await self.ask()
+                await self.ask_workers()
             if self.requests(caller.owner) >= limit:
                 message = f"this token has {limit} requests running, as many as it may"
                 raise Overloaded(message, retry_after_s=RETRY_S)
-        if self._most is not None and len(self._here) >= self._most:
-            message = f"this server works on {self._most} requests, as many as it may: try again"
+        if self._max_requests is not None and len(self._running) >= self._max_requests:
+            message = f"this server works on {self._max_requests} requests, as many as it may: try again"
             raise Overloaded(message, retry_after_s=RETRY_S)
-        share = Share(caller, self)
-        self._here.add(share)
+        use = RequestUse(caller, self)
+        self._running.add(use)
         try:
-            yield share
+            yield use
         finally:
-            self._here.discard(share)
+            self._running.discard(use)
 
     def requests_here(self, owner: str) -> int:
-        """At this door."""
-        return sum(share.caller.owner == owner for share in self._here)
+        return sum(use.caller.owner == owner for use in self._running)
 
     def requests(self, owner: str) -> int:
-        return self.requests_here(owner) + sum(use.requests for use in self._elsewhere(owner))
+        return self.requests_here(owner) + sum(use.requests for use in self._at_other_doors(owner))
 
     def tokens_here(self, owner: str) -> int:
-        """At this door."""
-        return sum(share.tokens for share in self._here if share.caller.owner == owner)
+        return sum(use.tokens for use in self._running if use.caller.owner == owner)
 
     def tokens(self, owner: str) -> int:
-        return self.tokens_here(owner) + sum(use.tokens for use in self._elsewhere(owner))
+        return self.tokens_here(owner) + sum(use.tokens for use in self._at_other_doors(owner))
 
-    def _elsewhere(self, owner: str) -> Iterator[OwnerUse]:
-        return (use for use in self._used() if use.owner == owner and use.door != self._door)
+    def _at_other_doors(self, owner: str) -> Iterator[OwnerUse]:
+        return (use for use in self._worker_uses() if use.owner == owner and use.door != self._door)

@@ -1,7 +1,4 @@
-"""What is asked, in two forms: requests as an edge reads them, and calls, which have been checked.
-
-Plain data, free of protobuf and Ray. The Python client makes the same requests that the door reads.
-"""
+"""Requests as an edge or the Python client has them, and calls, which are checked requests."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from ...workers.messages.methods import MethodSpec
 from ...workers.messages.requests import PageSelection, Sampling
 
 Messages = tuple[Mapping[str, str], ...]
-"""role and content of each."""
+"""Each has a role and a content."""
 
 
 class SpecialTokens(StrEnum):
-    """How a prompt's text that spells control tokens is read: as these, or as what it spells."""
+    """How a text that spells control tokens is read."""
 
     TEXT = "text"
     PARSE = "parse"
@@ -27,20 +24,23 @@ class SpecialTokens(StrEnum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Exactly one of the three forms. token_ids: little-endian uint32. special_tokens: of text; what messages
-    spell is always text."""
+    """Exactly one of three forms.
+
+    Args:
+        token_ids: little-endian uint32.
+        special_tokens: for `text`. Messages never spell control tokens.
+    """
 
     text: str | None = field(default=None, repr=False)
     messages: Messages | None = field(default=None, repr=False)
     token_ids: bytes | None = field(default=None, repr=False)
     special_tokens: SpecialTokens = SpecialTokens.TEXT
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Variables of the chat template beside messages, as JSON."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample, unchecked. None: the server's default."""
+    """Unchecked. None takes the server's default."""
 
     temperature: float = 0.0
     top_p: float | None = None
@@ -53,9 +53,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """Unchecked. method: empty for the server's default. deadline: seconds since the epoch. request_id: for
-    the client's own use; empty: the server makes one. cache_salt: only prompts and sessions of the same one
-    share what was read."""
+    """Unchecked. An empty method takes the server's default. `deadline` is in seconds since the epoch."""
 
     prompt: Prompt | None = None
     method: str = ""
@@ -68,9 +66,11 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest(PrefillRequest):
-    """Unchecked: a prompt or a session_id. append: follows either. answered_ids: little-endian uint32, what
-    of this answer arrived before a connection was lost; the rest is asked for. recompute_blocks: None for the
-    server's default."""
+    """A prompt or a session, and what is appended to it.
+
+    Args:
+        answered_ids: little-endian uint32; the part of the answer that arrived before a connection was lost.
+    """
 
     session_id: str | None = None
     append: Prompt | None = None
@@ -82,18 +82,14 @@ class GenerateRequest(PrefillRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A checked request; `check.py` makes it.
+    """A checked request.
 
     Args:
-        owner: whose prompt and session it is.
-        prompt: what is read first; None for a request that continues a session.
-        append: what follows prompt or session.
-        sampling: `max_tokens` is 0 for a Prefill, which keeps the prompt and answers nothing.
-        cut: `max_tokens` is a default, and cut to what the model's positions leave.
-        keep_ttl_s: how long the prompt stays as a session; 0: no session is made.
-        deadline: seconds since the epoch.
-        answered: the part of the answer that the client has.
-        trace: as in `PrefillJob`.
+        sampling: a Prefill has `max_tokens` 0.
+        fit_max_tokens: shrink `max_tokens`, which is a default, to the positions that are left.
+        keep_ttl_s: how long the prompt stays as a session; 0 makes none.
+        answered: the part of the answer that the client already has.
+        trace: the W3C `traceparent` above this request.
     """
 
     request_id: str
@@ -109,7 +105,7 @@ class Call:
     keep_ttl_s: float = 0.0
     deadline: float | None = None
     answered: tuple[int, ...] = ()
-    cut: bool = False
+    fit_max_tokens: bool = False
     cache_salt: str = ""
     trace: str = ""
 
@@ -118,6 +114,6 @@ class Call:
         return self.sampling.max_tokens == 0
 
 
-def packed(ids: Sequence[int]) -> bytes:
-    """Ids as little-endian uint32 (array's I is 4 bytes on every platform that Ray runs on)."""
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Pack as little-endian uint32. An array's I has 4 bytes on every platform that Ray runs on."""
     return array("I", ids).tobytes()

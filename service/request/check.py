@@ -1,8 +1,4 @@
-"""Requests to calls: bounds, what excludes what, defaults, method options, deadlines.
-
-The same checks for every edge. Every refusal is an InvalidArgument that names the field as the contract
-calls it.
-"""
+"""Checks that turn requests into calls. A refusal names the field as the gRPC contract does."""
 
 from __future__ import annotations
 
@@ -37,33 +33,34 @@ ROLES = {
 }
 """A message's role → its name in chat templates."""
 _MAX_SALT = 128
-_UNREAD = {"density": ("outside", "tau"), "share": ("outside", "tau")}
-"""Options that another one, above 0, takes the place of (`kernels.options.ScoredOptions`)."""
+_OVERRIDDEN_OPTIONS = {"density": ("outside", "tau"), "share": ("outside", "tau")}
+"""An option above 0 → the options that it overrides (`kernels.options.ScoredOptions`)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the configuration allow."""
+    """Bounds and defaults from the model and the configuration.
+
+    Args:
+        longest_token: bytes of text that one token can stand for.
+        delta_layers: whether there are any, so that decode can select pages.
+    """
 
     vocabulary: int
     positions: int
     prefill: PrefillConfig
-    """For the defaults of methods' options."""
     profile: Profile | None
-    """The model's: the densities that can be asked for."""
     default_method: str
     default_max_tokens: int
     default_ttl_s: float
     max_ttl_s: float
     longest_token: int
-    """Bytes of text that the tokenizer makes one of at most."""
     delta_layers: bool
-    """Whether any are configured, so that decode can select pages."""
     default_recompute_blocks: int
 
     @property
-    def most_characters(self) -> int:
-        """That can fit the model."""
+    def max_characters(self) -> int:
+        """Bound the text that fits the model. A character has at least one byte."""
         return self.positions * self.longest_token
 
 
@@ -101,7 +98,7 @@ def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
         keep_ttl_s=0.0 if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
         deadline=_deadline(request.deadline),
         answered=_answered(request, limits),
-        cut=request.sampling.max_tokens is None,
+        fit_max_tokens=request.sampling.max_tokens is None,
         cache_salt=_cache_salt(request.cache_salt),
     )
 
@@ -147,18 +144,18 @@ def _messages(name: str, messages: Messages) -> Messages:
     if not messages:
         raise InvalidArgument(f"{name}.messages", "is empty")
     check_count(f"{name}.messages", len(messages))
-    for place, message in enumerate(messages):
-        if message["role"] not in ROLES:
-            shown = shortened(message["role"])
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES:
+            shown = role if len(role) <= _MAX_SHOWN else role[:_MAX_SHOWN] + "…"
             raise InvalidArgument(
-                f"{name}.messages[{place}].role", f"{shown!r} must be one of {', '.join(ROLES)}"
+                f"{name}.messages[{index}].role", f"{shown!r} must be one of {', '.join(ROLES)}"
             )
     return tuple({**message, "role": ROLES[message["role"]]} for message in messages)
 
 
 def _check_length(name: str, characters: int, limits: Limits) -> None:
-    """A character is at least a byte. Raises TooLong."""
-    if characters > limits.most_characters:
+    if characters > limits.max_characters:
         raise TooLong(
             name,
             f"{characters} characters cannot fit the model's {limits.positions} positions, which hold "
@@ -167,14 +164,9 @@ def _check_length(name: str, characters: int, limits: Limits) -> None:
 
 
 def check_count(name: str, messages: int) -> None:
-    """Edges ask before they read so many. Raises InvalidArgument."""
+    """Raise InvalidArgument for too many messages. Edges call it before they read them."""
     if messages > MAX_MESSAGES:
         raise InvalidArgument(name, f"{messages} are too many: at most {MAX_MESSAGES}")
-
-
-def shortened(text: str) -> str:
-    """For showing what somebody sent."""
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
 def _answered(request: GenerateRequest, limits: Limits) -> tuple[int, ...]:
@@ -182,9 +174,9 @@ def _answered(request: GenerateRequest, limits: Limits) -> tuple[int, ...]:
         return ()
     _check_token_ids("answered_ids", request.answered_ids, limits)
     ids = tuple(np.frombuffer(request.answered_ids, dtype="<u4").tolist())
-    most = _sampling(request.sampling, limits).max_tokens
-    if len(ids) > most:
-        raise InvalidArgument("answered_ids", f"{len(ids)} tokens are more than max_tokens, {most}")
+    max_tokens = _sampling(request.sampling, limits).max_tokens
+    if len(ids) > max_tokens:
+        raise InvalidArgument("answered_ids", f"{len(ids)} tokens are more than max_tokens, {max_tokens}")
     return ids
 
 
@@ -196,9 +188,9 @@ def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
     ids = np.frombuffer(packed, dtype="<u4")
     largest = int(ids.max())
     if largest >= limits.vocabulary:
-        place = int(ids.argmax())
+        index = int(ids.argmax())
         raise InvalidArgument(
-            name, f"id {largest} at {place} is not below the vocabulary's {limits.vocabulary}"
+            name, f"id {largest} at {index} is not below the vocabulary's {limits.vocabulary}"
         )
 
 
@@ -213,12 +205,12 @@ def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSp
         raise InvalidArgument(
             "attention.name", f"{spec.name} needs the whole prompt at once and is not served"
         )
-    for rule, unread in _UNREAD.items():
-        amount = spec.values.get(rule)
-        if amount and (idle := [name for name in unread if name in options]):
+    for option, overridden in _OVERRIDDEN_OPTIONS.items():
+        value = spec.values.get(option)
+        if value and (useless := [name for name in overridden if name in options]):
             raise InvalidArgument(
-                f"attention.options.{idle[0]}",
-                f"counts for nothing at {rule} = {amount}: give {rule} = 0 too",
+                f"attention.options.{useless[0]}",
+                f"counts for nothing at {option} = {value}: give {option} = 0 too",
             )
     return spec
 
@@ -267,9 +259,9 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
 def _stop(stops: tuple[str, ...]) -> tuple[str, ...]:
     if len(stops) > _MAX_STOPS:
         raise InvalidArgument("sampling.stop", f"{len(stops)} strings; at most {_MAX_STOPS} are possible")
-    for place, stop in enumerate(stops):
+    for index, stop in enumerate(stops):
         if not 1 <= len(stop.encode()) <= _MAX_STOP_BYTES:
-            raise InvalidArgument(f"sampling.stop[{place}]", f"must be 1 to {_MAX_STOP_BYTES} bytes long")
+            raise InvalidArgument(f"sampling.stop[{index}]", f"must be 1 to {_MAX_STOP_BYTES} bytes long")
     return stops
 
 
@@ -282,26 +274,24 @@ def _ttl(seconds: float, limits: Limits) -> float:
 
 
 def _deadline(deadline: float | None) -> float | None:
-    """A deadline in the past is not malformed: it is exceeded."""
     if deadline is not None and not deadline > time.time():
         raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
     return deadline
 
 
-def _cache_salt(given: str) -> str:
-    if len(given) > _MAX_SALT:
+def _cache_salt(salt: str) -> str:
+    if len(salt) > _MAX_SALT:
         raise InvalidArgument("cache_salt", f"must be at most {_MAX_SALT} characters")
-    return given
+    return salt
 
 
-def _request_id(given: str) -> str:
-    if not given:
+def _request_id(request_id: str) -> str:
+    if not request_id:
         return uuid.uuid4().hex
-    if not fit_id(given):
+    if not is_request_id(request_id):
         raise InvalidArgument("request_id", f"must be at most {_MAX_REQUEST_ID} printable characters")
-    return given
+    return request_id
 
 
-def fit_id(given: str) -> bool:
-    """Whether it can be a request's id."""
-    return len(given) <= _MAX_REQUEST_ID and given.isprintable()
+def is_request_id(text: str) -> bool:
+    return len(text) <= _MAX_REQUEST_ID and text.isprintable()

@@ -1,16 +1,12 @@
-"""What an edge may ask. Every request is authenticated, checked, counted and run, and ends with exactly one
-outcome and one line in the audit log.
+"""The requests of one door. Each ends with exactly one outcome and one line in the audit log.
 
-An edge (a protocol) does three things with a request:
+An edge (a protocol) does three things:
 
-1. It calls `accept` with the headers. The block that follows is the request's life.
-2. Inside, it reads the message into a `PrefillRequest` or `GenerateRequest` and hands that to `prefill` or
-   `generate`. It keeps no reference to the text.
-3. It turns each event into a message of its own, closes the stream (`aclose`) when its client leaves, and
-   turns the DeltafrontError that may end the block into its own status, `retry_after_s` included.
-
-A run puts its events into a queue, so that whoever reads the stream may vanish at any moment: closing the
-stream cancels the run, wherever it is.
+1. It calls `accept`. The block that follows is the request's life.
+2. It reads the message into a request and passes that to `prefill` or `generate`. It keeps no reference to
+the text.
+3. It turns events into messages, and a DeltafrontError that ends the block into a status. It closes the
+stream when its client leaves, which cancels the run.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from .answers import GenerateFinished, PrefillFinished, RequestEvent, ServerInfo
 from .audit import Audit
 from .callers import Caller
 from .calls import Call, GenerateRequest, PrefillRequest
-from .check import Limits, fit_id, generate_call, prefill_call
+from .check import Limits, generate_call, is_request_id, prefill_call
 from .resources import Resources
 from .run.request_run import RequestRun
 from .text.text_budget import TextBudget
@@ -37,76 +33,73 @@ from .timings import TtftClock
 
 log = logging.getLogger(__name__)
 
-_BESIDE_TEXT = 1 << 20
-"""Bytes of a request that are not its text."""
+_FIELD_BYTES = 1 << 20
+"""Room for everything in a request that is not text."""
 Headers = Iterable[tuple[str, str | bytes]]
-"""gRPC's metadata, HTTP's headers."""
+"""gRPC's metadata or HTTP's headers."""
 Authenticate = Callable[[Headers], Caller]
 """Raises Unauthenticated."""
-EndElsewhere = Callable[[str, str], Awaitable[int]]
-"""Ends an owner's requests of an id at the other doors; returns how many there were."""
+CancelAtOtherDoors = Callable[[str, str], Awaitable[int]]
+"""Takes an owner and a request id, and returns how many requests it cancelled."""
 
 
-async def nowhere_else(_owner: str, _request_id: str) -> int:
-    """`EndElsewhere` of a door that is alone."""
+async def no_other_doors(_owner: str, _request_id: str) -> int:
     return 0
 
 
 class RequestHandler:
-    """The requests of one door. about: the server without its workers."""
+    """`info` lacks the workers, which change."""
 
     def __init__(
         self,
         resources: Resources,
         limits: Limits,
         authenticate: Authenticate,
-        about: ServerInfo,
-        end_elsewhere: EndElsewhere = nowhere_else,
+        info: ServerInfo,
+        cancel_at_other_doors: CancelAtOtherDoors = no_other_doors,
     ) -> None:
         self._resources = resources
         self._limits = limits
         self._authenticate = authenticate
-        self._about = about
-        self._end_elsewhere = end_elsewhere
+        self._info = info
+        self._cancel_at_other_doors = cancel_at_other_doors
         self.text_budget = TextBudget(resources.settings.text_bytes)
         self._accepted: set[Accepted] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        """Also those whose stream was left: they end a moment later."""
+        """Cancelled runs stay here until they have ended."""
 
     @property
     def ready(self) -> bool:
-        """Whether every configured role has at least one started member."""
+        """Whether a prefill group and a decode worker have started."""
         return self._resources.fleet.view.ready
 
     @property
     def model(self) -> str:
-        """The id of the model that is served."""
-        return self._about.model
+        return self._info.model
 
     @property
     def max_request_bytes(self) -> int:
-        """A longer request cannot fit the model, with prompt, appended text and all fields."""
-        return 2 * self._limits.most_characters + _BESIDE_TEXT
+        return 2 * self._limits.max_characters + _FIELD_BYTES
 
     def owner(self, headers: Headers) -> str:
-        """Who sends these headers. Raises Unauthenticated."""
+        """Raises Unauthenticated."""
         return self._authenticate(headers).owner
 
     @contextlib.asynccontextmanager
     async def accept(
         self, rpc: str, headers: Headers, *, request_id: str = "", size: int = 0
     ) -> AsyncIterator[Accepted]:
-        """A request, while the block runs. However the block ends, it is counted and audited once.
+        """Accept a request for the length of the block. Then count and audit it once, however it ended.
 
         Args:
             rpc: the method's name in metrics and the audit log.
-            request_id: what the edge knows of it before it is checked, for the audit log.
+            request_id: unchecked, for the audit log.
             size: bytes of the request as it came.
-        Raises: Unauthenticated; Overloaded where its text has no room; Internal in place of what nobody
-            foresaw.
+        Raises:
+            Unauthenticated; Overloaded if its text has no room; Internal instead of an unexpected exception.
         """
         clock, audit, headers = TtftClock(), Audit(rpc), tuple(headers)
-        audit.request_id = request_id if fit_id(request_id) else ""
+        audit.request_id = request_id if is_request_id(request_id) else ""
         trace = self._resources.tracing.begin(rpc, headers, lambda: clock.elapsed)
         audit.trace_id = trace.trace_id
         outcome: DeltafrontError | None = Cancelled("the client went away")
@@ -125,7 +118,7 @@ class RequestHandler:
             outcome = error
             raise
         except Exception:
-            outcome = _unforeseen()
+            outcome = _internal_error()
             raise outcome from None
         finally:
             name, seconds = outcome.code.value if outcome else FINISHED, clock.elapsed
@@ -133,28 +126,27 @@ class RequestHandler:
             trace.conclude(audit.write(name, seconds), name, clock.intervals)
 
     def prefill(self, accepted: Accepted, request: PrefillRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Progress …, PrefillFinished. Raises DeltafrontError, at once for a request that is wrong."""
+        """Yield Progress …, PrefillFinished. Raises DeltafrontError, at once if the request is malformed."""
         return self._start(accepted, prefill_call(request, accepted.owner, self._limits))
 
     def generate(self, accepted: Accepted, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Progress …, Usage, Token …, GenerateFinished. Raises DeltafrontError, at once for a request that is
-        wrong."""
+        """Yield Progress …, Usage, Token …, GenerateFinished. Raises as `prefill` does."""
         return self._start(accepted, generate_call(request, accepted.owner, self._limits))
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:
-        """End the caller's requests of this id at every door; how many there were. Raises InvalidArgument."""
+        """Cancel at every door, and return how many requests. Raises InvalidArgument."""
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
-        here = self.end(accepted.owner, request_id)
-        return here + await self._end_elsewhere(accepted.owner, request_id)
+        here = self.cancel_here(accepted.owner, request_id)
+        return here + await self._cancel_at_other_doors(accepted.owner, request_id)
 
-    def end(self, owner: str, request_id: str) -> int:
-        """Cancel this door's requests of an owner's id; how many there were."""
-        named = [one for one in self._accepted if (one.owner, one.request_id) == (owner, request_id)]
-        return sum(one.task is not None and one.task.cancel() for one in named)
+    def cancel_here(self, owner: str, request_id: str) -> int:
+        """Cancel at this door, and return how many requests."""
+        matching = [a for a in self._accepted if (a.owner, a.request_id) == (owner, request_id)]
+        return sum(a.task is not None and a.task.cancel() for a in matching)
 
     async def release_session(self, accepted: Accepted, session_id: str) -> None:
-        """Free a session's pages now. Raises InvalidArgument or NotFound."""
+        """Raises InvalidArgument or NotFound."""
         if not session_id:
             raise InvalidArgument("session_id", "is empty")
         worker = await self._resources.fleet.session_worker(worker_of(session_id))
@@ -162,12 +154,11 @@ class RequestHandler:
             raise NotFound(NO_SESSION)
 
     async def server_info(self) -> ServerInfo:
-        """The server and its workers now."""
         await self._resources.fleet.poll()
         view = self._resources.fleet.view
         groups, workers = tuple(view.groups.values()), tuple(view.workers.values())
         return replace(
-            self._about,
+            self._info,
             prefill_groups=len(groups),
             decode_workers=len(workers),
             decode_pages_total=sum(w.pages_total for w in workers),
@@ -178,7 +169,7 @@ class RequestHandler:
         )
 
     async def stop(self) -> None:
-        """Cancel every run; returns when all have ended."""
+        """Cancel every run, and wait until all have ended."""
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -192,7 +183,7 @@ class RequestHandler:
         return self._events(accepted, RequestRun(self._resources, call, accepted))
 
     async def _events(self, accepted: Accepted, run: RequestRun) -> AsyncGenerator[RequestEvent, None]:
-        """A run's events until it ends. It is cancelled where the stream is closed before."""
+        """Closing the stream cancels the run."""
         accepted.outcome = Cancelled("the client went away")
         task = accepted.task = asyncio.create_task(run.run())
         self._tasks.add(task)
@@ -213,7 +204,7 @@ class RequestHandler:
             raise accepted.outcome
 
     def _release_unsent(self, event: RequestEvent | None, owner: str) -> None:
-        """Free the session of an event that the client left before: nobody knows it."""
+        """Release a session whose id no client knows."""
         if isinstance(event, PrefillFinished | GenerateFinished) and event.session is not None:
             fleet, session_id = self._resources.fleet, event.session.session_id
             with contextlib.suppress(WorkerLost):
@@ -221,21 +212,20 @@ class RequestHandler:
 
 
 async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
-    """How a finished run ended."""
     try:
         await task
     except DeltafrontError as error:
         return error
     except asyncio.CancelledError:
         if not task.cancelled():
-            raise  # it is us who are cancelled
+            raise  # this task is cancelled, not the run
         return Cancelled("the request was cancelled")
     except Exception:
-        return _unforeseen()
+        return _internal_error()
     return None
 
 
-def _unforeseen() -> Internal:
-    """Stands for the exception being handled, which is logged here and hidden from the client."""
+def _internal_error() -> Internal:
+    """Log the exception in hand, and hide it from the client."""
     log.exception("a request failed")
     return Internal("the service failed; its log says why")

@@ -1,4 +1,4 @@
-"""The parts of a door that every request needs."""
+"""The parts of a door that every request uses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ class Resources:
     """Made once by each door.
 
     Args:
-        door: this door's name among doors.
-        model: tells the model from every other.
+        model: differs for every model and revision.
         vocabulary: token ids below it have an embedding.
-        positions: the longest sequence of prompt and answer, in tokens.
+        positions: the longest prompt with its answer, in tokens.
     """
 
     door: str

@@ -1,8 +1,7 @@
-"""Time to first token, cut into parts that add up to it.
+"""Time to first token (TTFT), cut into parts that add up to it.
 
-The clock runs in the door. Work that the door does itself is a *lap*. A call to a worker is a *span*: the
-worker reports how long its parts took, and what is left of the span is `transport`, the way there and
-back. Parts therefore add up to the total by construction.
+A *lap* is work of the door itself. A *span* is a call to a worker, which reports its parts. The rest of the
+span is `transport`, the way there and back.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from ..tracing import Interval
 
 TRANSPORT = "transport"
 REPLAY = "replay"
-"""Time lost to attempts that a worker's death undid."""
+"""Time lost to attempts that a worker's death ended."""
 
 
 @dataclass(frozen=True)
 class TimeToFirstToken:
-    """parts: (name, seconds) in the order in which they happened; seconds: their sum."""
+    """Parts as (name, seconds), in the order in which they happened."""
 
     parts: tuple[tuple[str, float], ...]
 
@@ -31,47 +30,44 @@ class TimeToFirstToken:
 
 
 class TtftClock:
-    """Started when the request reaches its handler."""
-
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.started = now()
         self._last = self.started
         self._parts: dict[str, float] = {}
         self.intervals: list[Interval] = []
-        """What a trace shows of the door: its laps, and what was lost. Workers show their own parts."""
+        """The door's own parts, for a trace. Workers trace theirs."""
 
     @property
     def elapsed(self) -> float:
         return self._now() - self.started
 
     def lap(self, part: str) -> None:
-        """Everything since the last mark was `part`."""
+        """Count the time since the last mark as `part`."""
         begin = self._last
-        self._add(part, self._take())
-        self._show(part, begin, self._last)
+        self._add(part, self._next_mark())
+        self._trace(part, begin, self._last)
 
     def span(self, reported: Mapping[str, float], rest: str = TRANSPORT) -> None:
-        """Since the last mark a worker did `reported`; what is left was `rest`.
+        """Count the time since the last mark as `reported` by a worker, and what is left as `rest`.
 
-        Clocks of two machines may disagree by a little: if more is reported than passed here, the
-        reported parts are shrunk to what passed.
+        Parts that exceed the time here are scaled down, because two machines' clocks may disagree a little.
         """
-        passed = self._take()
+        passed = self._next_mark()
         total = sum(reported.values())
-        shrink, left = passed / total if total > passed else 1.0, max(passed - total, 0.0)
+        scale, left = passed / total if total > passed else 1.0, max(passed - total, 0.0)
         for part, seconds in reported.items():
-            self._add(part, seconds * shrink)
+            self._add(part, seconds * scale)
         self._add(rest, left)
         if rest == REPLAY:
-            self._show(rest, self._last - left, self._last)
+            self._trace(rest, self._last - left, self._last)
 
     def read(self) -> TimeToFirstToken:
-        """The parts so far; transport last, since it belongs to several places."""
+        """Return the parts so far. Transport is last, because it happens in several places."""
         ordered = [(name, seconds) for name, seconds in self._parts.items() if name != TRANSPORT]
         return TimeToFirstToken((*ordered, (TRANSPORT, self._parts.get(TRANSPORT, 0.0))))
 
-    def _take(self) -> float:
+    def _next_mark(self) -> float:
         now = self._now()
         passed, self._last = now - self._last, now
         return passed
@@ -79,21 +75,18 @@ class TtftClock:
     def _add(self, part: str, seconds: float) -> None:
         self._parts[part] = self._parts.get(part, 0.0) + seconds
 
-    def _show(self, part: str, begin: float, end: float) -> None:
+    def _trace(self, part: str, begin: float, end: float) -> None:
         if end > begin:
             self.intervals.append(Interval(part, begin - self.started, end - begin))
 
 
 def prefill_parts(report: PrefillReport) -> dict[str, float]:
-    """What a prefill group's time was spent on, along the critical path."""
-    return {
-        "queue": report.queue,
-        **{f"prefill.{name}": seconds for name, seconds in report.critical.items()},
-    }
+    """Name the parts along a prefill group's critical path."""
+    return {"queue": report.queue, **{f"prefill.{name}": s for name, s in report.critical.items()}}
 
 
 def decode_parts(report: DecodeReport) -> dict[str, float]:
-    """What the decode worker did before the first token."""
+    """Name the parts before the first token."""
     return {
         "handoff_exposed": report.handoff_exposed,
         "decode_wait": report.decode_wait,

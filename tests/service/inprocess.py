@@ -274,8 +274,8 @@ async def open_house(
     fleet = Fleet(directory, wiring.observer(metrics), config.door.refresh_s, config.door.renew_s)
     beside = list(others)
 
-    async def end_elsewhere(owner: str, request_id: str) -> int:
-        return sum(other.door._requests.end(owner, request_id) for other in beside)
+    async def cancel_at_other_doors(owner: str, request_id: str) -> int:
+        return sum(other.door._requests.cancel_here(owner, request_id) for other in beside)
 
     name = f"door{len(others)}"
     gate = Gate(config.door.tls_port) if config.door.tls_certificate else None
@@ -285,7 +285,7 @@ async def open_house(
         metrics,
         metrics_address="nowhere:1",
         door_id=name,
-        end_elsewhere=end_elsewhere,
+        cancel_at_other_doors=cancel_at_other_doors,
         gate=gate,
         traced=traced,
     )

@@ -32,8 +32,8 @@ from deltafront.service.exporter import Exporter
 from deltafront.service.fleet.sessions import worker_of
 from deltafront.service.gauges import WorkerState
 from deltafront.service.metrics import Metrics
-from deltafront.service.request.callers import Allowance, Caller
-from deltafront.service.request.calls import packed
+from deltafront.service.request.callers import Caller, Quota
+from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run.plan import plan_answer
 from deltafront.service.request.timings import REPLAY, TtftClock
 from deltafront.service.tracing import Interval
@@ -85,43 +85,43 @@ def test_what_was_lost_with_a_worker_is_shown_where_it_ended() -> None:
 
 
 def test_ids_are_little_endian() -> None:
-    assert packed([1, 258]) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
+    assert pack_ids([1, 258]) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
 
 
 @given(st.integers(1, 40), st.integers(0, 20), st.integers(1, 60), st.integers(0, 10), st.booleans())
 def test_a_plan_fits_the_model(prompt: int, append: int, wanted: int, streamed: int, keep: bool) -> None:
     positions = 50
-    head, tail, said = packed(range(prompt)), packed(range(append)), list(range(streamed))
+    head, tail, said = pack_ids(range(prompt)), pack_ids(range(append)), list(range(streamed))
     try:
         plan = plan_answer(
-            head, tail, max_tokens=wanted, positions=positions, answered=said, keep=keep, cut=True
+            head, tail, max_tokens=wanted, positions=positions, answered=said, keep=keep, fit_max_tokens=True
         )
     except InvalidArgument as error:
         assert prompt + append >= positions
         assert error.field == "prompt"
         return
-    assert plan.read_ids == head + tail and plan.answered_ids == packed(said)
+    assert plan.read_ids == head + tail and plan.answered_ids == pack_ids(said)
     assert plan.keep_tokens == (prompt if keep else 0)
     assert plan.max_tokens + streamed == min(wanted, positions - prompt - append)
     assert plan.read_tokens + plan.answer_tokens <= max(positions, prompt + append + streamed)
 
 
 def test_an_answer_that_was_asked_for_is_planned_whole_or_refused() -> None:
-    assert plan_answer(packed(range(40)), b"", max_tokens=10, positions=50).max_tokens == 10
+    assert plan_answer(pack_ids(range(40)), b"", max_tokens=10, positions=50).max_tokens == 10
     with pytest.raises(InvalidArgument, match=r"40 tokens and max_tokens of 11 .* or ask for less"):
-        plan_answer(packed(range(40)), b"", max_tokens=11, positions=50)
+        plan_answer(pack_ids(range(40)), b"", max_tokens=11, positions=50)
 
 
 def test_what_a_session_has_answered_is_appended_to_it() -> None:
-    plan = plan_answer(b"", packed([7]), max_tokens=9, positions=50, answered=[1, 2], keep=True)
-    assert (plan.read_ids, plan.answered_ids) == (packed([7, 1, 2]), b"")
+    plan = plan_answer(b"", pack_ids([7]), max_tokens=9, positions=50, answered=[1, 2], keep=True)
+    assert (plan.read_ids, plan.answered_ids) == (pack_ids([7, 1, 2]), b"")
     assert (plan.max_tokens, plan.keep_tokens) == (7, 0)
 
 
 def test_a_session_may_fill_the_model() -> None:
-    assert plan_answer(packed(range(50)), b"", max_tokens=0, positions=50, keep=True).keep_tokens == 50
+    assert plan_answer(pack_ids(range(50)), b"", max_tokens=0, positions=50, keep=True).keep_tokens == 50
     with pytest.raises(InvalidArgument, match="51 tokens exceed the model's 50 positions"):
-        plan_answer(packed(range(51)), b"", max_tokens=0, positions=50, keep=True)
+        plan_answer(pack_ids(range(51)), b"", max_tokens=0, positions=50, keep=True)
 
 
 # --- errors ----------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_a_session_names_its_worker() -> None:
 def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("# staff\nalpha\n\n  beta  \n")
-    door = Authenticator(TokenFile(path, Allowance()))
+    door = Authenticator(TokenFile(path, Quota()))
 
     def owner(token: str) -> str:
         return door.caller([("authorization", f"Bearer {token}")]).owner
@@ -215,25 +215,25 @@ def test_tokens_are_read_again_when_the_file_changes(tmp_path: Path) -> None:
 def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("# nothing\n")
     with pytest.raises(ValueError, match="holds no token"):
-        TokenFile(tmp_path / "tokens", Allowance())
+        TokenFile(tmp_path / "tokens", Quota())
     assert Authenticator(None).caller([]) == ANYONE
 
 
 def test_a_tokens_line_may_say_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tokens"
     path.write_text("alpha name=ann requests=3\nbeta tokens=500 requests=0\ngamma\n")
-    tokens = TokenFile(path, Allowance(requests=2))
-    ann = Caller(digest("alpha"), "ann", Allowance(3, None))
+    tokens = TokenFile(path, Quota(requests=2))
+    ann = Caller(digest("alpha"), "ann", Quota(3, None))
     assert tokens.caller("alpha") == ann
-    assert tokens.caller("beta") == Caller(digest("beta"), digest("beta")[:12], Allowance(None, 500))
-    assert tokens.caller("gamma") == Caller(digest("gamma"), digest("gamma")[:12], Allowance(2, None))
+    assert tokens.caller("beta") == Caller(digest("beta"), digest("beta")[:12], Quota(None, 500))
+    assert tokens.caller("gamma") == Caller(digest("gamma"), digest("gamma")[:12], Quota(2, None))
     path.write_text("alpha name=ann requests=3\nbeta requests=many\n")
     assert tokens.caller("alpha") == ann
     assert tokens.caller("beta") is None
     assert "line 2: after a token only" in caplog.text
     assert "beta" not in caplog.text
     with pytest.raises(ValueError, match=r"line 2: after a token only name=…, requests=N and tokens=N"):
-        TokenFile(path, Allowance())
+        TokenFile(path, Quota())
 
 
 def test_a_tokens_line_that_is_no_utf_8_shuts_nobody_else_out(
@@ -241,7 +241,7 @@ def test_a_tokens_line_that_is_no_utf_8_shuts_nobody_else_out(
 ) -> None:
     path = tmp_path / "tokens"
     path.write_text("alpha\n")
-    tokens = TokenFile(path, Allowance())
+    tokens = TokenFile(path, Quota())
     path.write_bytes(b"alpha\nbeta name=J\xfcrgen\n")
     assert tokens.caller("alpha") is not None
     assert tokens.caller("beta") is None

@@ -189,7 +189,7 @@ def test_a_deadline_that_comes_after_a_stop_string_was_met(
 
     @contextlib.asynccontextmanager
     async def noted(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
-        async with attempt.within(deadline) as limit:
+        async with attempt.deadline_timeout(deadline) as limit:
             limits.append(limit)
             yield limit
 
@@ -201,7 +201,7 @@ def test_a_deadline_that_comes_after_a_stop_string_was_met(
         await ended(request_id)
 
     ended = house.decode.cancel
-    monkeypatch.setattr(request_run, "within", noted)
+    monkeypatch.setattr(request_run, "deadline_timeout", noted)
     monkeypatch.setattr(house.decode, "cancel", cancel)
     house.decode.script = list(b"abSTOPnever")
     text, _, finish, _ = collect(client.generate("p", max_tokens=16, stop=["STOP"], timeout_s=HANG_S))

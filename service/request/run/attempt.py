@@ -1,4 +1,4 @@
-"""One try at a request on workers, and how often it is tried again."""
+"""One attempt at a request on workers, and the attempts after it."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ from ..timings import REPLAY, TRANSPORT, TtftClock, prefill_parts
 
 log = logging.getLogger(__name__)
 
-Mark = Callable[[str], None]
 _FIRST_PAUSE_S = 0.25
-"""Before a replay, where no other worker is left; four times as long before each next one, because a worker
-takes seconds to come back."""
+"""Before a replay if no other worker is left. Each next pause is four times as long."""
 BUSY_RETRY_S = 5.0
-"""Where nobody knows yet how long work takes."""
+"""A guess, until somebody knows how long work takes."""
 
 
 class Attempt:
-    """One try at a request: its place on workers is renewed while the block runs, cancelled when it is left.
+    """A request's place on workers: renewed while the block runs, cancelled at its end.
 
-    `settle` says that a worker has ended the request by itself. Leaving never waits, so that it works in
-    the middle of being cancelled.
+    Leaving never waits, so it works while the task is being cancelled.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self.request_id = uuid.uuid4().hex
         self._fleet = fleet
-        self._open: list[Leased] = []
+        self._workers: list[Leased] = []
 
-    def add(self, link: Leased) -> None:
-        self._open.append(link)
-        self._fleet.hold(link, self.request_id)
+    def add(self, worker: Leased) -> None:
+        self._workers.append(worker)
+        self._fleet.hold(worker, self.request_id)
 
-    def settle(self, link: Leased) -> None:
-        self._open.remove(link)
-        self._fleet.drop(link, self.request_id)
+    def settle(self, worker: Leased) -> None:
+        """Note that a worker has ended the request by itself."""
+        self._workers.remove(worker)
+        self._fleet.drop(worker, self.request_id)
 
     def __enter__(self) -> Attempt:
         return self
@@ -53,25 +51,28 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._open:
-            self._fleet.cancel(self._open.pop(), self.request_id)
+        while self._workers:
+            self._fleet.cancel(self._workers.pop(), self.request_id)
 
 
 @contextlib.asynccontextmanager
-async def within(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Bound a block by a moment of the wall clock. Raises DeadlineExceeded."""
+async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Raises DeadlineExceeded. `deadline` is in seconds since the epoch."""
     try:
-        async with asyncio.timeout(None if deadline is None else deadline - time.time()) as limit:
-            yield limit
+        async with asyncio.timeout(None if deadline is None else deadline - time.time()) as timeout:
+            yield timeout
     except TimeoutError:
-        if not limit.expired():
+        if not timeout.expired():
             raise
         raise DeadlineExceeded("the deadline passed before the answer was complete") from None
 
 
 class Replays:
-    """How often a request is tried again after a worker failed, and when: at once on others, if there are any
-    of its kind. streaming: whether the first token is out, so that lost time no longer belongs to TTFT."""
+    """Attempts a request again after a worker failed.
+
+    Args:
+        streaming: whether the first token is out, so that lost time no longer belongs to TTFT.
+    """
 
     def __init__(self, resources: Resources, clock: TtftClock, streaming: Callable[[], bool]) -> None:
         self._resources = resources
@@ -79,16 +80,16 @@ class Replays:
         self._streaming = streaming
         self._failures = 0
 
-    async def run(self, once: Callable[[], Awaitable[None]]) -> None:
-        """Try until it succeeds. Raises Unavailable when trying again does not help."""
+    async def run(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Raises Unavailable after the last failure."""
         while True:
             try:
-                return await once()
+                return await attempt()
             except WorkerError as error:
-                await self.after(error)
+                await self.back_off(error)
 
-    async def after(self, error: WorkerError) -> None:
-        """Returns when there may be somebody to go to. Raises Unavailable after the last try."""
+    async def back_off(self, error: WorkerError) -> None:
+        """Wait until another attempt may succeed. Raises Unavailable after the last failure."""
         fleet, tries = self._resources.fleet, self._resources.settings.replays + 1
         fleet.forget(error.worker)
         if isinstance(error, WorkerHandoffFailed):
@@ -103,16 +104,17 @@ class Replays:
         if not fleet.view.ready:
             await asyncio.sleep(_FIRST_PAUSE_S * 4 ** (self._failures - 1))
             await fleet.refresh()
-        self.mark(REPLAY)
+        self.lap(REPLAY)
 
-    def mark(self, part: str) -> None:
+    def lap(self, part: str) -> None:
         """Count the time since the last mark as `part` of TTFT."""
         if not self._streaming():
             self._clock.lap(part)
 
-    def read(self, report: PrefillReport | None, *, lost: bool = False) -> None:
-        """Count the time since the last mark as a prefill group's, by its report. lost: the group died, and
-        the rest of that time is lost."""
+    def prefill_span(self, report: PrefillReport | None, *, lost: bool = False) -> None:
+        """Count the time since the last mark as a prefill group's. If the group is lost, the rest is lost
+        too.
+        """
         if not self._streaming():
             parts = {} if report is None else prefill_parts(report)
             self._clock.span(parts, REPLAY if lost else TRANSPORT)

@@ -1,9 +1,8 @@
-"""Prompts that begin with what a live session holds: found by a chain of hashes, without being told.
+"""Finds prompts that begin with what a live session holds, by a chain of hashes.
 
-A chain has a link for each full page of a prompt, made of the link before and the page's token ids. It
-begins with who owns the prompt, the request's `cache_salt`, the model, and the method with its options: where
-any of these differ, no link is the same. So K/V is shared only where it would have been computed the same,
-and never between owners or salts.
+A chain has a link for each full page, made from the link before and the page's token ids. It starts from the
+owner, the salt, the model and the method with its options. So K/V is shared only where it would be computed
+alike, and never between owners or salts.
 """
 
 from __future__ import annotations
@@ -22,35 +21,39 @@ from ...fleet.known import staying
 from ...fleet.view import Fleet
 
 PAGE_BYTES = PAGE_TOKENS * ID_BYTES
-_LEAST_TOKENS = 128
+_MIN_TOKENS = 128
 """A shorter prefix is read as fast as it is found."""
-_PATIENCE_S = 0.5
-"""A worker that answers later is not waited for: the prompt can be read as well."""
+_ANSWER_WAIT_S = 0.5
+"""Workers that answer later are left out, because the prompt can also be read."""
 
 
 @dataclass(frozen=True)
-class FoundPrefix:
-    """A worker whose session holds the first `tokens` of a prompt."""
+class PrefixHit:
+    """A session that holds the first `tokens` tokens of a prompt."""
 
     worker: DecodeWorker
     session_id: str
     tokens: int
 
-    def reservation(self, whole: Reservation) -> Reservation:
-        """For what is left of a prompt. Where there is no room for that, the whole is read elsewhere."""
-        rest = replace(whole, prompt_tokens=whole.prompt_tokens + whole.append_tokens - self.tokens)
+    def reservation(self, full: Reservation) -> Reservation:
+        """Reserve for the rest. It does not wait, because another worker can read the whole prompt."""
         return replace(
-            rest, append_tokens=0, session_id=self.session_id, prefix_tokens=self.tokens, wait=False
+            full,
+            prompt_tokens=full.prompt_tokens + full.append_tokens - self.tokens,
+            append_tokens=0,
+            session_id=self.session_id,
+            prefix_tokens=self.tokens,
+            wait=False,
         )
 
-    def job(self, whole: GenerateJob, ids: bytes) -> GenerateJob:
-        """ids: the whole prompt, and what has been answered. The session has those of its own."""
+    def job(self, full: GenerateJob, ids: bytes) -> GenerateJob:
+        """`ids` are the whole prompt and what was answered."""
         rest = ids[self.tokens * ID_BYTES :]
-        return replace(whole, append_ids=rest, session_id=self.session_id, prompt_ids=b"")
+        return replace(full, append_ids=rest, session_id=self.session_id, prompt_ids=b"")
 
 
-def chain_of(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str = "") -> bytes:
-    """The links of a prompt's full pages, LINK_BYTES each. ids: little-endian uint32."""
+def hash_chain(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str = "") -> bytes:
+    """Hash a prompt's full pages. `ids` are little-endian uint32."""
     seed = repr((owner, salt, model, method.name, sorted(method.options)))
     link = hashlib.sha256(seed.encode()).digest()[:LINK_BYTES]
     links = []
@@ -60,39 +63,42 @@ def chain_of(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str =
     return b"".join(links)
 
 
-def links_of(chain: bytes, tokens: int) -> bytes:
-    """The chain of a prompt's first tokens."""
+def cut_chain(chain: bytes, tokens: int) -> bytes:
+    """Return the chain of a prompt's first tokens."""
     return chain[: tokens // PAGE_TOKENS * LINK_BYTES]
 
 
-def worth_it(found: int, tokens: int, most_rest: int) -> int:
-    """How many of `found` tokens a prompt of `tokens` should continue from; 0: none, because the rest, which
-    a decode worker reads, is longer than these or than most_rest. One token at least is left to read."""
+def usable_prefix(found: int, tokens: int, max_rest: int) -> int:
+    """Decide how many of the `found` tokens a prompt of `tokens` tokens continues from.
+
+    At least one token is left to read. A decode worker reads the rest, so it must be no longer than the
+    prefix and `max_rest`.
+    """
     usable = min(found, (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS)
     rest = tokens - usable
-    return usable if usable >= _LEAST_TOKENS and rest <= min(usable, most_rest) else 0
+    return usable if usable >= _MIN_TOKENS and rest <= min(usable, max_rest) else 0
 
 
-async def find(
+async def find_prefix(
     fleet: Fleet, settings: DoorConfig, owner: str, ids: bytes, chain: bytes
-) -> FoundPrefix | None:
-    """The longest prefix that a decode worker holds in a session of the owner's, if it is worth continuing
-    from. Not of one that drains: what is continued there may be kept there, and would go with it."""
+) -> PrefixHit | None:
+    """Find the longest usable prefix, but none on a draining worker, where a new session would be lost."""
     tokens = len(ids) // ID_BYTES
-    if not settings.prefix_reuse or tokens <= _LEAST_TOKENS:
+    if not settings.prefix_reuse or tokens <= _MIN_TOKENS:
         return None
-    there = staying(tuple(fleet.view.workers.values()))
-    workers = [worker for one in there if (worker := _living(fleet, one.name)) is not None]
+    names = [stats.name for stats in staying(tuple(fleet.view.workers.values()))]
+    workers = [worker for name in names if (worker := _live_worker(fleet, name)) is not None]
     answers = await asyncio.gather(*(_ask(worker, owner, chain) for worker in workers))
-    found = [
-        FoundPrefix(worker, answer.session_id, usable)
-        for worker, answer in zip(workers, answers, strict=True)
-        if answer is not None and (usable := worth_it(answer.tokens, tokens, settings.prefix_rest_tokens))
+    hits = [
+        PrefixHit(worker, prefix.session_id, usable)
+        for worker, prefix in zip(workers, answers, strict=True)
+        if prefix is not None
+        and (usable := usable_prefix(prefix.tokens, tokens, settings.prefix_rest_tokens))
     ]
-    return max(found, key=lambda one: one.tokens, default=None)
+    return max(hits, key=lambda hit: hit.tokens, default=None)
 
 
-def _living(fleet: Fleet, name: str) -> DecodeWorker | None:
+def _live_worker(fleet: Fleet, name: str) -> DecodeWorker | None:
     try:
         return fleet.worker(name)
     except WorkerLost:
@@ -101,7 +107,7 @@ def _living(fleet: Fleet, name: str) -> DecodeWorker | None:
 
 async def _ask(worker: DecodeWorker, owner: str, chain: bytes) -> Prefix | None:
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_ANSWER_WAIT_S):
             return await worker.find_prefix(owner, chain)
     except (WorkerError, TimeoutError):
         return None

@@ -1,8 +1,8 @@
 """One request, from its checked call to its last event.
 
-The K/V of its prompt comes from one of three sources: a prefill group reads the prompt, a session of its
-owner holds the prompt's beginning, or a session is what the request continues. A decode worker that has the
-K/V then answers, or, for a Prefill (`max_tokens` 0), keeps it as a session.
+The K/V of its prompt has one of three sources: a prefill group reads the prompt, a session of its owner holds
+the prompt's beginning, or the request continues a session. Then a decode worker answers from that K/V. For a
+Prefill (`max_tokens` 0) it keeps the K/V as a session.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from ....workers.roles import DecodeWorker
 from ...errors import DeadlineExceeded, NotFound, WorkerError, WorkerFailed, WorkerHandoffFailed, WorkerLost
 from ...fleet.sessions import NO_SESSION, worker_of
 from ..accepted import Accepted
-from ..callers import Share
+from ..callers import RequestUse
 from ..calls import Call, Prompt
 from ..resources import Resources
 from .answer import Answer
-from .attempt import Attempt, Replays, within
-from .placement import place, refusal, reserve
+from .attempt import Attempt, Replays, deadline_timeout
+from .placement import place, refusal_error, reserve
 from .plan import Plan, plan_answer
-from .prefix import FoundPrefix, chain_of, find, links_of
-from .reading import Reading
+from .prefix import PrefixHit, cut_chain, find_prefix, hash_chain
+from .prompt_reader import PromptReader
 from .tokenize import tokenize
 
-_STOPPING_S = 5.0
-"""How long to wait for what a worker has to say of an answer that is complete."""
+_LAST_REPORT_S = 5.0
+"""How long to wait for a worker's report once the answer is complete."""
 
 _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
 
 @dataclass(frozen=True)
 class _TokenIds:
-    """A request's, as little-endian uint32. chain: the prompt's links, as `chain_of` makes them."""
+    """Little-endian uint32. `chain` covers both."""
 
     prompt: bytes = b""
     append: bytes = b""
@@ -62,7 +62,7 @@ class _TokenIds:
 
 
 class RequestRun:
-    """State that outlives an attempt, so that a replay goes on from what was streamed."""
+    """Keeps what outlives an attempt, so that a replay goes on from what was streamed."""
 
     def __init__(self, resources: Resources, call: Call, accepted: Accepted) -> None:
         self._resources = resources
@@ -72,42 +72,40 @@ class RequestRun:
         self._replays = Replays(resources, accepted.clock, self._answer.streaming)
         self._ids = _TokenIds()
         self._kept: tuple[DecodeWorker, Session] | None = None
-        """The session made on the way, which the client hears of at the end."""
+        """A session that the client learns of at the end."""
 
     async def run(self) -> None:
-        """Emit Progress …, Usage, Token …, GenerateFinished; or Progress …, PrefillFinished. Raises
-        DeltafrontError."""
-        accepted, callers = self._accepted, self._resources.callers
-        async with callers.request(accepted.caller) as share, within(self._call.deadline) as limit:
+        """Emit the events of `RequestHandler.prefill` or `generate`. Raises DeltafrontError."""
+        accepted, callers, deadline = self._accepted, self._resources.callers, self._call.deadline
+        async with callers.request(accepted.caller) as use, deadline_timeout(deadline) as timeout:
             self._ids = await self._tokenize()
             accepted.clock.lap("tokenize")
             source = self._from_prompt if self._call.session_id is None else self._from_session
             try:
-                await self._replays.run(lambda: source(share, limit))
+                await self._replays.run(lambda: source(use, timeout))
             except BaseException:
                 self._release_kept()
                 raise
 
     async def _tokenize(self) -> _TokenIds:
-        """Text is not kept beside its ids."""
+        """Tokenise the texts, and let them go."""
         resources, text, call = self._resources, self._accepted.text, self._call
         prompt = append = chain = b""
         if call.prompt is not None:
             answer = call.append is None and not call.prefill_only
-            prompt = await tokenize(resources, text, call.prompt, follows=False, answer=answer)
+            prompt = await tokenize(resources, text, call.prompt, appended=False, answer=answer)
         if call.append is not None:
-            append = await tokenize(resources, text, call.append, follows=True, answer=True)
+            append = await tokenize(resources, text, call.append, appended=True, answer=True)
         self._call = call = replace(call, prompt=call.prompt and Prompt(), append=None)
         text.release()
-        self._answer.own_tokens = len(prompt + append) // ID_BYTES
+        self._answer.new_tokens = len(prompt + append) // ID_BYTES
         if call.prompt is not None and resources.settings.prefix_reuse:
             chain = await asyncio.to_thread(
-                chain_of, prompt + append, call.owner, resources.model, call.method, call.cache_salt
+                hash_chain, prompt + append, call.owner, resources.model, call.method, call.cache_salt
             )
         return _TokenIds(prompt, append, chain)
 
     def _plan(self) -> Plan:
-        """Only the worker of a session knows whether that was read exactly."""
         call = self._call
         plan = plan_answer(
             self._ids.prompt,
@@ -116,80 +114,78 @@ class RequestRun:
             positions=self._resources.positions,
             answered=self._answer.ids,
             keep=call.keep_ttl_s > 0,
-            cut=call.cut,
+            fit_max_tokens=call.fit_max_tokens,
         )
         exact = call.session_id is None and is_exact(call.method, plan.read_tokens)
         return replace(plan, recompute_blocks=0 if exact else call.recompute_blocks)
 
-    async def _from_prompt(self, share: Share, limit: asyncio.Timeout) -> None:
-        """A prefill group reads the prompt, unless a session holds its beginning."""
+    async def _from_prompt(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
         self._release_kept()
         plan, resources = self._plan(), self._resources
         if self._is_complete(plan):
             return
-        found = await find(
+        hit = await find_prefix(
             resources.fleet, resources.settings, self._call.owner, plan.read_ids, self._ids.chain
         )
-        if found is not None and await self._from_prefix(share, limit, plan, found):
+        if hit is not None and await self._from_prefix(use, timeout, plan, hit):
             return
         self._answer.cached_tokens = 0
-        await share.take(plan.read_tokens + plan.answer_tokens)
+        await use.set_tokens(plan.read_tokens + plan.answer_tokens)
         with Attempt(resources.fleet) as attempt:
             reservation = self._reservation(attempt, plan)
-            placed = await place(resources, attempt, plan, reservation, self._replays.mark)
-            reading = Reading(resources, attempt, placed, plan, self._call, self._replays)
-            self._answer.prompt_read(await reading.run(self._answer.progress))
+            placement = await place(resources, attempt, plan, reservation, self._replays.lap)
+            reader = PromptReader(resources, attempt, placement, plan, self._call, self._replays)
+            self._answer.prompt_read(await reader.run(self._answer.progress))
             if self._call.prefill_only:
-                await self._keep(attempt, placed.worker, plan)
+                await self._keep(attempt, placement.worker, plan)
             else:
-                await self._decode(attempt, placed.worker, self._job(attempt, plan), limit)
+                await self._decode(attempt, placement.worker, self._job(attempt, plan), timeout)
 
     async def _from_prefix(
-        self, share: Share, limit: asyncio.Timeout, plan: Plan, found: FoundPrefix
+        self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
     ) -> bool:
-        """Continue from a session that holds the prompt's beginning. At least one token is left to be read,
-        whatever has been answered. False if the session is gone: then the prompt is read like any other.
+        """Continue from a session that holds the prompt's beginning. Returns False if the session is gone.
 
-        A worker keeps a session on the way to an answer, so a Prefill has an answer of one token here.
+        A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """
         resources, blocks = self._resources, self._call.recompute_blocks
-        # Only the session's worker knows whether that was read exactly.
+        # Only the session's worker knows whether its K/V is exact.
         plan = replace(plan, recompute_blocks=blocks, max_tokens=max(1, plan.max_tokens))
-        await share.take(plan.read_tokens - found.tokens + plan.answer_tokens)
+        await use.set_tokens(plan.read_tokens - hit.tokens + plan.answer_tokens)
         with Attempt(resources.fleet) as attempt:
-            reservation = found.reservation(self._reservation(attempt, plan))
-            if isinstance(await reserve(attempt, found.worker, reservation), Refused):
+            reservation = hit.reservation(self._reservation(attempt, plan))
+            if isinstance(await reserve(attempt, hit.worker, reservation), Refused):
                 return False
-            self._answer.cached_tokens = found.tokens
-            self._replays.mark("admission")
-            job = found.job(self._job(attempt, plan), plan.all_ids)
-            await self._decode(attempt, found.worker, job, limit)
+            self._answer.cached_tokens = hit.tokens
+            self._replays.lap("admission")
+            job = hit.job(self._job(attempt, plan), plan.all_ids)
+            await self._decode(attempt, hit.worker, job, timeout)
         return True
 
-    async def _from_session(self, share: Share, limit: asyncio.Timeout) -> None:
-        """The request continues a session: its worker reads what is appended."""
+    async def _from_session(self, use: RequestUse, timeout: asyncio.Timeout) -> None:
         plan, call, answer, fleet = self._plan(), self._call, self._answer, self._resources.fleet
         if answer.finish_reason(plan.max_tokens) is not None and not answer.session_tokens:
             answer.session_tokens = answer.cached_tokens = await self._session_tokens()
         if self._is_complete(plan):
             return
-        await share.take(plan.read_tokens + plan.max_tokens)
+        await use.set_tokens(plan.read_tokens + plan.max_tokens)
         with Attempt(fleet) as attempt:
             worker = await fleet.session_worker(worker_of(call.session_id or ""))
             try:
                 reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
-                if isinstance(reserved, Refused) and reserved.reason is RefusalReason.POSITIONS and call.cut:
-                    # As a prompt's, whose length is known here.
+                too_long = isinstance(reserved, Refused) and reserved.reason is RefusalReason.POSITIONS
+                if isinstance(reserved, Refused) and too_long and call.fit_max_tokens:
+                    # Only the worker knows the session's length, and so how many tokens are left.
                     plan = replace(plan, max_tokens=reserved.tokens_left)
                     if self._is_complete(plan):
                         return
                     if plan.max_tokens:
                         reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
                 if isinstance(reserved, Refused):
-                    raise refusal(reserved)
+                    raise refusal_error(reserved)
                 answer.session_tokens = answer.cached_tokens = reserved.session_tokens
-                self._replays.mark("admission")
-                await self._decode(attempt, worker, self._job(attempt, plan), limit)
+                self._replays.lap("admission")
+                await self._decode(attempt, worker, self._job(attempt, plan), timeout)
             except WorkerLost as error:
                 fleet.forget(error.worker)
                 if self._is_complete(self._plan()):
@@ -197,14 +193,14 @@ class RequestRun:
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
     async def _session_tokens(self) -> int:
-        """The session's length, for the usage of an answer that is complete; 0 if its worker does not say."""
+        """Ask for the session's length, for the usage of a complete answer; 0 if its worker is silent."""
         fleet, call = self._resources.fleet, self._call
         try:
             with Attempt(fleet) as attempt:
-                async with asyncio.timeout(_STOPPING_S):
+                async with asyncio.timeout(_LAST_REPORT_S):
                     worker = await fleet.session_worker(worker_of(call.session_id or ""))
-                    nothing = replace(self._reservation(attempt, Plan(b"", 0)), wait=False)
-                    reserved = await reserve(attempt, worker, nothing)
+                    empty = replace(self._reservation(attempt, Plan(b"", 0)), wait=False)
+                    reserved = await reserve(attempt, worker, empty)
         except (TimeoutError, NotFound, WorkerError):
             return 0
         return reserved.session_tokens if isinstance(reserved, Reserved) else 0
@@ -237,7 +233,7 @@ class RequestRun:
             keep_tokens=plan.keep_tokens,
             keep_ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
-            chain=links_of(self._ids.chain, plan.keep_tokens),
+            chain=cut_chain(self._ids.chain, plan.keep_tokens),
             trace=call.trace,
             recompute_blocks=plan.recompute_blocks,
             prompt_ids=self._prompt_ids(plan),
@@ -245,15 +241,15 @@ class RequestRun:
         )
 
     def _prompt_ids(self, plan: Plan) -> bytes:
-        """A prompt whose blocks are computed again, now or for questions to the session made of it."""
+        """Return the prompt if its blocks are recomputed, now or for questions to its session."""
         call = self._call
         needed = call.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
         return plan.inexact_ids(call.method) if needed else b""
 
     async def _decode(
-        self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob, limit: asyncio.Timeout
+        self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob, timeout: asyncio.Timeout
     ) -> None:
-        """Stream the answer; a Prefill's one token is for nobody."""
+        """Stream the answer. A Prefill's one token is dropped."""
         stream, report = worker.generate(job), DecodeReport()
         async for event in stream:
             if isinstance(event, FirstTokenTimings):
@@ -267,16 +263,16 @@ class RequestRun:
                 self._finish(worker, event)
                 return
             elif not self._call.prefill_only and self._answer.token(event, report):
-                limit.reschedule(None)  # the answer is complete: its deadline has been met
+                timeout.reschedule(None)  # the complete answer met its deadline
                 last = await self._stop(attempt, worker, stream)
                 self._answer.finish(FinishReason.STOP_STRING, last)
                 return
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
 
     async def _stop(self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
-        """Cancel the rest of an answer that is complete, and wait a little for the worker's last report."""
+        """Cancel the rest of a complete answer, and wait for the worker's last report."""
         try:
-            async with asyncio.timeout(_STOPPING_S):
+            async with asyncio.timeout(_LAST_REPORT_S):
                 await worker.cancel(attempt.request_id)
                 async for event in stream:
                     if isinstance(event, FinishEvent):
@@ -285,16 +281,16 @@ class RequestRun:
         except WorkerLost:
             self._release_kept()
         except (TimeoutError, WorkerError):
-            pass  # the answer is complete; only its page counts are lost
+            pass  # only page counts are lost
         return DecodeReport()
 
     def _finish(self, worker: DecodeWorker, event: FinishEvent) -> None:
         session = self._answer.session
         if event.reason is FinishReason.DEADLINE:
-            what = "prompt was being read" if self._call.prefill_only else "answer was being generated"
-            raise DeadlineExceeded(f"the deadline passed while the {what}")
+            phase = "prompt was being read" if self._call.prefill_only else "answer was being generated"
+            raise DeadlineExceeded(f"the deadline passed while the {phase}")
         if event.reason in (FinishReason.FAILED, FinishReason.CANCELLED, FinishReason.NO_KV):
-            self._answer.failed(event.report)
+            self._answer.attempt_failed(event.report)
             kind = WorkerHandoffFailed if event.reason is FinishReason.NO_KV else WorkerFailed
             raise kind(worker.name, event.message or f"{worker.name} gave the request up")
         if not self._call.prefill_only:
@@ -302,17 +298,17 @@ class RequestRun:
         elif session is None:
             raise WorkerFailed(worker.name, f"{worker.name} kept no session")
         else:
-            self._answer.keep(session, event.report)
+            self._answer.finish_prefill(session, event.report)
 
     def _is_complete(self, plan: Plan) -> bool:
-        """A worker or a door may die between the last token and the finish event: nothing is left to do."""
+        """Finish if a worker or a door died between the last token and the finish event."""
         reason = self._answer.finish_reason(plan.max_tokens)
         if reason is not None:
             self._answer.finish(reason, DecodeReport())
         return reason is not None
 
     async def _keep(self, attempt: Attempt, worker: DecodeWorker, plan: Plan) -> None:
-        """Make the prompt a session. One that comes into being while its client leaves is released."""
+        """Make the prompt a session, and release it if the client leaves meanwhile."""
         call = self._call
         job = KeepSession(
             request_id=attempt.request_id,
@@ -330,12 +326,12 @@ class RequestRun:
             raise
         if isinstance(kept, Refused):
             late = kept.reason is RefusalReason.DEADLINE
-            raise refusal(kept) if late else WorkerFailed(worker.name, kept.message)
+            raise refusal_error(kept) if late else WorkerFailed(worker.name, kept.message)
         attempt.settle(worker)
-        self._answer.keep(kept.session, kept.report)
+        self._answer.finish_prefill(kept.session, kept.report)
 
     def _release_kept(self) -> None:
-        """Free a session of an attempt whose client will never be told its id."""
+        """Release a failed attempt's session, because no client learns its id."""
         if self._kept is not None:
             worker, session = self._kept
             self._resources.fleet.release(worker, session.session_id, self._call.owner)

@@ -10,22 +10,23 @@ from ...errors import InvalidArgument, TooLong
 from ..calls import Prompt
 from ..resources import Resources
 from ..text.text_budget import HeldText
-from ..text.tokenizer import Limit, TemplateError, TextTooLong
+from ..text.tokenizer import TemplateError, TextTooLong, TokenLimit
 
 
 async def tokenize(
-    resources: Resources, text: HeldText, prompt: Prompt, *, follows: bool, answer: bool
+    resources: Resources, text: HeldText, prompt: Prompt, *, appended: bool, answer: bool
 ) -> bytes:
-    """Ids as little-endian uint32, computed in a thread.
+    """Tokenise in a thread into little-endian uint32.
 
     Args:
-        follows: it is appended to something, so it opens nothing.
-        answer: messages end with the assistant's opening.
-    Raises: InvalidArgument or TooLong, which name the field.
+        appended: follows something, so nothing is written before it.
+        answer: messages end with the generation prompt.
+    Raises:
+        InvalidArgument or TooLong, which name the field.
     """
     if prompt.token_ids is not None:
         return prompt.token_ids
-    name = "append" if follows else "prompt"
+    name = "append" if appended else "prompt"
     messages = prompt.messages or ()
     try:
         tokenizer = resources.tokenizer.with_variables(prompt.chat_template_kwargs)
@@ -33,13 +34,13 @@ async def tokenize(
         raise InvalidArgument(f"{name}.messages.chat_template_kwargs", str(error)) from None
 
     def encode(stopped: Callable[[], bool]) -> bytes:
-        limit = Limit(resources.positions, stopped)
+        limit = TokenLimit(resources.positions, stopped)
         if prompt.text is not None:
             rule = prompt.special_tokens
-            return tokenizer.encode(prompt.text, opening=not follows, special_tokens=rule, limit=limit)
-        if follows:
+            return tokenizer.encode(prompt.text, add_bos=not appended, special_tokens=rule, limit=limit)
+        if appended:
             return tokenizer.encode_chat_append(messages, limit=limit)
-        return tokenizer.encode_chat(messages, answer=answer, limit=limit)
+        return tokenizer.encode_chat(messages, add_generation_prompt=answer, limit=limit)
 
     try:
         ids = await text.work(encode)

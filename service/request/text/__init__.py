@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizer, control tokens, detokenizer, and how much text a door holds."""
+"""Text and token ids."""

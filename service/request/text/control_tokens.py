@@ -1,12 +1,11 @@
-"""Control tokens mark turns and ends. Whoever spells one in a message must not speak as somebody else.
+"""Control tokens mark turns and ends. A message that spells one must not speak as somebody else.
 
-In a rendered conversation the template's own markers are control tokens, and what messages spell is text.
-Both are one text to the tokenizer, since words merge across their borders. So a second tokenizer takes
-control tokens for plain text and knows an alias for each, which nobody can guess. The alias is put where the
-template wrote the token.
+Only the control tokens that the template wrote may stay control tokens. The tokenizer sees one text, because
+words merge across the borders of messages. So an alias tokenizer reads control tokens as plain text, and
+knows a secret alias for each, which replaces the template's.
 
-A rendering of hidden messages shows where that is: other characters stand for those that control tokens begin
-and end with.
+To find the template's, messages are rendered again with masked contents: other characters stand for those
+that control tokens begin and end with.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -26,97 +25,108 @@ from tokenizers import AddedToken, Tokenizer
 
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+TEMPLATE_READS_TOKENS = (
+    "this model's chat template looks for control tokens in what messages say: leave them out"
+)
 
 
-LOOKED_FOR = "this model's chat template looks for control tokens in what messages say: leave them out"
-
-
-class Unhideable(ValueError):
-    """It cannot be told what of a rendering is the template's."""
+class MaskingError(ValueError):
+    """The template's control tokens cannot be told from the messages'."""
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """Messages' contents without control tokens. signs: for `str.translate`, from what stands in them to what
-    it stands for. mark: stands before the control tokens that were `left` for the template to see. certain:
-    nothing can become a control token either."""
+class Masking:
+    """One way to mask the contents of messages.
+
+    Args:
+        unmask_table: for `str.translate`.
+        marker: stands before each control token that the template may see.
+        visible: those tokens.
+        safe: no change that the template makes to the contents can make a control token of them.
+    """
 
     contents: Sequence[str]
-    signs: Mapping[int, str | None]
-    mark: str
-    left: frozenset[str]
-    certain: bool
+    unmask_table: Mapping[int, str | None]
+    marker: str
+    visible: frozenset[str] = frozenset()
+    safe: bool = False
 
-    def shown(self, rendered: str) -> str:
-        return rendered.translate(self.signs)
+    def unmask(self, rendered: str) -> str:
+        return rendered.translate(self.unmask_table)
 
 
 class ControlTokens:
-    """A tokenizer's special tokens, and those `beside` that only look like ordinary added ones."""
+    """A tokenizer's special tokens, and the ones in `also`, which some models do not flag as special."""
 
-    def __init__(self, tokenizer: Tokenizer, beside: Iterable[str] = ()) -> None:
-        named, self._state = frozenset(beside), tokenizer.to_str()
+    def __init__(self, tokenizer: Tokenizer, also: Iterable[str] = ()) -> None:
+        named, self._state = frozenset(also), tokenizer.to_str()
         state = json.loads(self._state)
         self._tokens: dict[str, dict[str, Any]] = {
             token["content"]: token
             for token in state["added_tokens"]
             if token["content"] and (token["special"] or token["content"] in named)
         }
-        self._spelt = re.compile(_any_of(self._tokens)) if self._tokens else None
+        self._pattern = re.compile(any_of_pattern(self._tokens)) if self._tokens else None
         nonce = _letters(secrets.token_hex(16))  # no normaliser changes lower-case letters
         self._aliases = {
-            spelt: f"{nonce}{_letters(format(number, 'x'))}z" for number, spelt in enumerate(self._tokens)
+            token: f"{nonce}{_letters(format(number, 'x'))}z" for number, token in enumerate(self._tokens)
         }
-        self.veiled = state["normalizer"] is not None and any(
+        self.may_be_normalised = state["normalizer"] is not None and any(
             token["normalized"] for token in self._tokens.values()
         )
-        """Whether what spells none may be normalised to one, so that spelling tells nothing."""
+        """Whether a text without control tokens may be normalised to one with some."""
 
-    def spelt_in(self, text: str) -> list[str]:
-        """In their order."""
-        return [found.group() for found in self._found(text)]
+    def find(self, text: str) -> list[str]:
+        """List the control tokens that a text spells, in order."""
+        return [match.group() for match in self._matches(text)]
 
-    def hidden(self, contents: Sequence[str]) -> Iterator[Hidden]:
-        """Ways to hide contents, from the safest to what shows a template most of them. Raises Unhideable if
-        no characters are left to hide by."""
+    def maskings(self, contents: Sequence[str]) -> Iterator[Masking]:
+        """Yield maskings from the safest to the one that shows a template most of the contents.
+
+        Raises MaskingError if the contents use up Unicode's private use.
+        """
         ends = sorted({end for token in self._tokens for end in (token[0], token[-1])})
-        used = set[str]().union(*contents)
-        free = [sign for sign, _ in zip(_unused(used), range(len(ends) + 1), strict=False)]
+        free = list(islice(_unused_characters(set[str]().union(*contents)), len(ends) + 1))
         if len(free) <= len(ends):
-            raise Unhideable("leave some characters of Unicode's private use out of what messages say")
-        mark, guards = free[-1], dict(zip(map(ord, ends), free, strict=False))
-        signs: dict[int, str | None] = {ord(mark): None}
-        signs |= {ord(sign): end for sign, end in zip(free, ends, strict=False)}
-        left = frozenset(spelt for one in contents for spelt in self.spelt_in(one))
+            raise MaskingError("leave some characters of Unicode's private use out of what messages say")
+        *masks, marker = free
+        mask_table = {ord(end): mask for end, mask in zip(ends, masks, strict=True)}
+        table: dict[int, str | None] = {ord(mask): end for end, mask in zip(ends, masks, strict=True)}
+        table[ord(marker)] = None
 
-        def guarded(text: str) -> str:
-            return text.translate(guards)
+        def masked(text: str) -> str:
+            return text.translate(mask_table)
 
-        yield Hidden([guarded(one) for one in contents], signs, mark, frozenset(), True)
-        yield Hidden([self._changed(one, guarded) for one in contents], signs, mark, frozenset(), False)
-        marked = [self._changed(one, lambda token: mark + token) for one in contents]
-        yield Hidden(marked, signs, mark, left, False)
+        visible = frozenset(token for content in contents for token in self.find(content))
+        yield Masking([masked(content) for content in contents], table, marker, safe=True)
+        yield Masking([self._replace(content, masked) for content in contents], table, marker)
+        marked = [self._replace(content, lambda token: marker + token) for content in contents]
+        yield Masking(marked, table, marker, visible)
 
-    def aliased(self, rendered: str, hidden: Hidden, expected: Sequence[str]) -> str:
-        """The text for `second`: the template's tokens as aliases, the messages' as they are spelt. expected:
-        the template's tokens, were it not for what messages say. Raises Unhideable for a template that makes
-        other tokens of that."""
-        first, *parts = rendered.split(hidden.mark)
-        shown, own = [self._changed(first, self._aliases.__getitem__)], self.spelt_in(first)
+    def with_aliases(self, rendered: str, masking: Masking, expected: Sequence[str]) -> str:
+        """Write the template's control tokens as aliases, and unmask the messages'.
+
+        Args:
+            expected: the template's tokens for harmless messages.
+        Raises:
+            MaskingError if the template wrote others because of what the messages say.
+        """
+        first, *parts = rendered.split(masking.marker)
+        text, found = [self._replace(first, self._aliases.__getitem__)], self.find(first)
         for part in parts:
-            token = next(self._found(part), None)
+            token = next(self._matches(part), None)
             end = 0 if token is None or token.start() else token.end()
-            if end and part[:end] not in hidden.left:
-                raise Unhideable(LOOKED_FOR)
-            shown += [part[:end], self._changed(part[end:], self._aliases.__getitem__)]
-            own += self.spelt_in(part[end:])
-        if not hidden.certain and own != expected:
-            raise Unhideable(LOOKED_FOR)
-        return hidden.shown("".join(shown))
+            if end and part[:end] not in masking.visible:
+                raise MaskingError(TEMPLATE_READS_TOKENS)
+            text += [part[:end], self._replace(part[end:], self._aliases.__getitem__)]
+            found += self.find(part[end:])
+        if not masking.safe and found != expected:
+            raise MaskingError(TEMPLATE_READS_TOKENS)
+        return masking.unmask("".join(text))
 
     @cached_property
-    def second(self) -> Tokenizer:
-        """The tokenizer that takes control tokens for text, and knows their aliases."""
+    def alias_tokenizer(self) -> Tokenizer:
+        """Reads control tokens as text, and aliases as control tokens."""
         state = json.loads(self._state)
         for token in state["added_tokens"]:
             token["special"] = token["content"] in self._tokens
@@ -124,53 +134,52 @@ class ControlTokens:
         tokenizer.encode_special_tokens = True
         tokenizer.add_tokens(
             [
-                AddedToken(self._aliases[spelt], **{flag: token[flag] for flag in _FLAGS}, special=False)
-                for spelt, token in self._tokens.items()
+                AddedToken(self._aliases[content], **{flag: token[flag] for flag in _FLAGS}, special=False)
+                for content, token in self._tokens.items()
             ]
         )
         return tokenizer
 
-    def meant(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Ids of `second` as the model has them."""
-        return self._meaning[ids]
+    def to_model_ids(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """Map ids of the alias tokenizer to the model's."""
+        return self._model_ids[ids]
 
     @cached_property
-    def _meaning(self) -> npt.NDArray[np.uint32]:
-        vocabulary = self.second.get_vocab()
-        ids = {vocabulary[self._aliases[spelt]]: one["id"] for spelt, one in self._tokens.items()}
-        meaning = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
-        meaning[list(ids)] = list(ids.values())
-        return meaning
+    def _model_ids(self) -> npt.NDArray[np.uint32]:
+        vocabulary = self.alias_tokenizer.get_vocab()
+        ids = {vocabulary[self._aliases[content]]: token["id"] for content, token in self._tokens.items()}
+        model_ids = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
+        model_ids[list(ids)] = list(ids.values())
+        return model_ids
 
-    def _found(self, text: str) -> Iterator[re.Match[str]]:
-        """As the tokenizer finds them: from the left, the longest first; some only as words."""
-        for found in () if self._spelt is None else self._spelt.finditer(text):
-            beside = text[found.start() - 1 : found.start()] + text[found.end() : found.end() + 1]
-            if not (self._tokens[found.group()]["single_word"] and re.search(r"\w", beside)):
-                yield found
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """Match as the tokenizer does: from the left, the longest first, and some only as whole words."""
+        for match in () if self._pattern is None else self._pattern.finditer(text):
+            neighbours = text[match.start() - 1 : match.start()] + text[match.end() : match.end() + 1]
+            if not (self._tokens[match.group()]["single_word"] and re.search(r"\w", neighbours)):
+                yield match
 
-    def _changed(self, text: str, form: Callable[[str], str]) -> str:
-        """With other forms of its control tokens."""
+    def _replace(self, text: str, replacement: Callable[[str], str]) -> str:
         parts, end = [], 0
-        for found in self._found(text):
-            parts += [text[end : found.start()], form(found.group())]
-            end = found.end()
+        for match in self._matches(text):
+            parts += [text[end : match.start()], replacement(match.group())]
+            end = match.end()
         return "".join([*parts, text[end:]])
 
 
-def _unused(used: set[str]) -> Iterator[str]:
-    return (sign for sign in map(chr, chain(*_PRIVATE_USE)) if sign not in used)
+def _unused_characters(used: set[str]) -> Iterator[str]:
+    return (character for character in map(chr, chain(*_PRIVATE_USE)) if character not in used)
 
 
-def _any_of(words: Iterable[str]) -> str:
-    """A pattern for any of the words, the longest of those that begin alike; it looks at each letter once."""
+def any_of_pattern(words: Iterable[str]) -> str:
+    """Make a pattern for the longest of the words. As a trie, it looks at each letter once."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[:1], []).append(word[1:])
-    forms = [re.escape(first) + _any_of(rest) for first, rest in tails.items() if first]
-    if not forms:
+    branches = [re.escape(first) + any_of_pattern(rest) for first, rest in tails.items() if first]
+    if not branches:
         return ""
-    return f"(?:{'|'.join(forms)}){'?' if '' in tails else ''}"
+    return f"(?:{'|'.join(branches)}){'?' if '' in tails else ''}"
 
 
 def _letters(hexadecimal: str) -> str:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-_MOST_HELD = 16
-"""Tokens held back for an unfinished character. UTF-8 needs at most 4 bytes; more means garbage."""
-_MOST_SILENT = 16
-"""Tokens decoded again that have no text. More are special ones, which change nothing."""
+_MAX_HELD_TOKENS = 16
+"""Tokens held back for an unfinished character. It needs 4 bytes at most, so more are garbage."""
+_MAX_TEXTLESS_TOKENS = 16
+"""Tokens without text that are decoded again. More are special tokens, which change nothing."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Pushes of ids return text whose concatenation is `decode(all ids)`.
+    """Pieces of text that add up to `decode(all ids)`.
 
-    Text is the difference of two decodings that start at the same token, because tokenizers treat the
-    first token of a sequence specially (a leading space is dropped); it is one that has text. A decoding
-    that ends in U+FFFD is taken for an unfinished character and held back.
+    A piece is the difference of two decodings that start at the same token with text, because tokenizers drop
+    a sequence's leading space. A decoding that ends in U+FFFD counts as an unfinished character and is held
+    back.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -31,17 +31,17 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._unread()
-        if text.endswith(_UNFINISHED) and len(self._ids) - self._read < _MOST_HELD:
+        if text.endswith(_UNFINISHED) and len(self._ids) - self._read < _MAX_HELD_TOKENS:
             return ""
         if text:
             self._window = self._read
-        elif len(self._ids) - self._window > _MOST_SILENT:
+        elif len(self._ids) - self._window > _MAX_TEXTLESS_TOKENS:
             self._ids.pop()
         self._read = len(self._ids)
         return text
 
     def flush(self) -> str:
-        """What is still held back, with U+FFFD for bytes that never became a character."""
+        """Return what is held back, with U+FFFD for bytes that are no character."""
         text = self._unread()
         self._window = self._read = len(self._ids)
         return text
@@ -53,14 +53,14 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Match:
-    """text may be shown; stopped: a stop string was found right after it."""
+    """`text` may be shown. A stop string follows it if `stopped`."""
 
     text: str
     stopped: bool = False
 
 
 class StopMatcher:
-    """Holds back text that may be the start of a stop string. The stop string itself is never shown."""
+    """Holds back text that may begin a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -90,16 +90,34 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """Detokeniser and stop matcher, one after the other."""
+    """An answer's token ids and their text. The client already has `answered`. End tokens have no text."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        stops: Sequence[str],
+        eos_ids: Collection[int] = (),
+        answered: Iterable[int] = (),
+    ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._matcher = StopMatcher(stops)
+        self._eos_ids = eos_ids
+        self.ids: list[int] = []
+        self.stopped = False
+        for token_id in answered:
+            self.push(token_id)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.ids) and self.ids[-1] in self._eos_ids
 
     def push(self, token_id: int) -> Match:
-        return self._matcher.push(self._detokenizer.push(token_id))
+        self.ids.append(token_id)
+        match = Match("") if self.ended else self._matcher.push(self._detokenizer.push(token_id))
+        self.stopped = match.stopped
+        return match
 
     def flush(self) -> Match:
-        """The rest of the answer; even the last held characters may complete a stop string."""
+        """Return the rest of the answer. Even held-back characters may complete a stop string."""
         match = self._matcher.push(self._detokenizer.flush())
         return match if match.stopped else Match(match.text + self._matcher.flush())

@@ -1,8 +1,4 @@
-"""Text and chat messages to token ids and back, with the `tokenizers` library alone (no transformers).
-
-Reads tokenizer.json of a model directory, and what stands beside it
-(`workers/model/directory/tokenizer_files.py`).
-"""
+"""Text and chat messages to token ids and back, with the `tokenizers` library alone (no transformers)."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-import numpy.typing as npt
 import tokenizers
 from tokenizers import Tokenizer
 
@@ -26,26 +21,25 @@ from ....workers.messages.requests import ID_BYTES
 from ....workers.model.directory.chat_template import OURS, ChatTemplate
 from ....workers.model.directory.json_files import ModelError, refuse_pointer
 from ....workers.model.directory.tokenizer_files import AddedToken, TokenizerFiles
-from ..calls import SpecialTokens
-from .control_tokens import LOOKED_FOR, ControlTokens, Unhideable
+from ..calls import SpecialTokens, pack_ids
+from .control_tokens import TEMPLATE_READS_TOKENS, ControlTokens, MaskingError
 
 Message = Mapping[str, str]
 
 _PIECE = 16_384
-"""Characters that one thread tokenises of a long text."""
+"""Characters of a long text that one thread tokenises."""
 _BATCH = 16
-"""Pieces that are tokenised before somebody looks whether it is enough. Each takes 2 MB meanwhile."""
+"""Pieces between two checks of the limit. Each takes 2 MB meanwhile."""
 _LONGEST_PIECE = 1 << 22
-"""Characters between two seams at most, or in all where the tokenizer needs the whole text: 400 MB."""
+"""Characters without a seam, or of a text that the tokenizer needs whole: 400 MB."""
 _PROBE = 4
-"""Characters a token of a long piece's beginning, which is tokenised first."""
+"""Characters per token of a long piece's beginning, which is tokenised first."""
 _PROBE_SLACK = 64
-"""Tokens that its end may come to more than in the whole."""
+"""The beginning's cut may add some tokens, but not so many."""
 _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
-"""Where a long text may be cut: before a single space between two letters."""
+"""Long texts are cut before a single space between two letters."""
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
-_MARKED = re.compile("\N{ASTERISM}([^\N{ASTERISM}]+)\N{ASTERISM}")
-"""It stands for a message's content where only the place matters."""
+_PLACEHOLDER = re.compile("\N{ASTERISM}([^\N{ASTERISM}]+)\N{ASTERISM}")
 
 
 class TemplateError(ValueError):
@@ -53,26 +47,28 @@ class TemplateError(ValueError):
 
 
 class TextTooLong(ValueError):
-    """More tokens than asked for, or a text that cannot be tokenised in bounded memory."""
+    """More tokens than the limit, or no place to cut."""
 
 
-class Stopped(Exception):
-    """Nobody waits for the ids any more."""
+class TokenizationStopped(Exception): ...
 
 
 @dataclass(frozen=True)
-class Limit:
-    """tokens: more are of no use. stopped: asked now and then, whether to give up."""
+class TokenLimit:
+    """`stopped` tells now and then whether to give up."""
 
     tokens: int = 1 << 62
     stopped: Callable[[], bool] = bool
 
 
-NO_LIMIT = Limit()
+NO_LIMIT = TokenLimit()
 
 
 class TextTokenizer:
-    """Thread-safe; encoding releases the interpreter lock, so call it in a thread."""
+    """Thread-safe. Encoding releases the interpreter lock, so call it in a thread.
+
+    An encoding is packed as little-endian uint32, and raises TextTooLong or TokenizationStopped.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, special: Mapping[str, str]
@@ -82,13 +78,13 @@ class TextTokenizer:
         self._special = dict(special)
         self._template = template
         self._variables: Mapping[str, Any] = {}
-        self._control = ControlTokens(tokenizer, self._marks())
+        self._control = ControlTokens(tokenizer, self._template_tokens())
         self.longest_token = _longest_token(tokenizer)
-        """Bytes of text that one token stands for at most."""
+        """Bytes of text that one token can stand for."""
 
     @classmethod
     def load(cls, directory: Path) -> TextTokenizer:
-        """Raises FileNotFoundError or ModelError for a directory without a usable tokenizer."""
+        """Raises FileNotFoundError or ModelError."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist: the model directory has no tokenizer")
@@ -99,16 +95,16 @@ class TextTokenizer:
         return cls(tokenizer, files.template, files.special)
 
     def with_variables(self, variables: Mapping[str, Any]) -> TextTokenizer:
-        """The same, which gives the chat template these too (`chat_template_kwargs`).
+        """Copy it with `chat_template_kwargs`.
 
-        Raises TemplateError for one that a request may not set, and for text that holds a control token.
+        Raises TemplateError for a name that requests may not set, and for a text with a control token.
         """
         for name in variables:
             if name in OURS or name in self._special:
                 raise TemplateError(f"{name} is not for a request to set")
-        for text in _texts(variables):
-            for found in self._control.spelt_in(text):
-                raise TemplateError(f"the control token {found!r} may not stand in it")
+        for text in _strings(variables):
+            for token in self._control.find(text):
+                raise TemplateError(f"the control token {token!r} may not stand in it")
         other = copy.copy(self)
         other._variables = dict(variables)
         return other
@@ -122,109 +118,112 @@ class TextTokenizer:
         self,
         text: str,
         *,
-        opening: bool,
+        add_bos: bool,
         special_tokens: SpecialTokens = SpecialTokens.TEXT,
-        limit: Limit = NO_LIMIT,
+        limit: TokenLimit = NO_LIMIT,
     ) -> bytes:
-        """Little-endian uint32 ids. opening: this begins a sequence, so the model's BOS is added. Raises
-        TextTooLong or Stopped."""
         control = self._control
-        if special_tokens is SpecialTokens.PARSE or not (control.veiled or control.spelt_in(text)):
-            return self._ids(self._tokenizer, text, opening, limit)
-        return self._as_text(text, opening, limit)
+        if special_tokens is SpecialTokens.PARSE or not (control.may_be_normalised or control.find(text)):
+            return self._ids(self._tokenizer, text, add_bos, limit)
+        return self._ids_with_aliases(text, add_bos, limit)
 
-    def encode_chat(self, messages: Sequence[Message], *, answer: bool, limit: Limit = NO_LIMIT) -> bytes:
-        """A conversation from its beginning. answer: end with the assistant's opening. Raises TextTooLong,
-        Stopped, and TemplateError, also for a template that leaves out what a message says."""
-        return self._chat([], messages, answer, limit)
+    def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, limit: TokenLimit = NO_LIMIT
+    ) -> bytes:
+        """Raises TemplateError, also if the template leaves out a message."""
+        return self._chat([], messages, add_generation_prompt, limit)
 
-    def encode_chat_append(self, messages: Sequence[Message], *, limit: Limit = NO_LIMIT) -> bytes:
-        """Messages that continue a conversation, without the opening that a template gives to a new one.
+    def encode_chat_append(self, messages: Sequence[Message], *, limit: TokenLimit = NO_LIMIT) -> bytes:
+        """Encode messages that continue a conversation, without what a template writes before a new one.
 
-        They follow an invented conversation, the first that the template takes. Raises TextTooLong, Stopped,
-        and TemplateError for a template that rewrites earlier messages, or leaves out what a message says.
+        They follow the first sample conversation that the template accepts. Raises TemplateError, also if the
+        template rewrites earlier messages or leaves out a new one.
         """
         refusal: TemplateError | None = None
-        for before in _INVENTED:
+        for before in _SAMPLE_CONVERSATIONS:
             try:
                 return self._chat(before, messages, True, limit)
             except TemplateError as error:
                 refusal = error
-        assert refusal is not None, "there are conversations to try"
+        assert refusal is not None, "there are sample conversations"
         raise refusal
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Decode without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _ids(self, tokenizer: Tokenizer, text: str, opening: bool, limit: Limit) -> bytes:
-        pieces, found, tokens = _pieces(text) if self._divisible else iter([text]), list[bytes](), 0
+    def _ids(self, tokenizer: Tokenizer, text: str, add_bos: bool, limit: TokenLimit) -> bytes:
+        pieces, ids = _pieces(text) if self._divisible else iter([text]), bytearray()
         while batch := list(itertools.islice(pieces, _BATCH)):
             if limit.stopped():
-                raise Stopped
-            if tokens > limit.tokens:
+                raise TokenizationStopped
+            if len(ids) // ID_BYTES > limit.tokens:
                 raise TextTooLong(f"is more than {limit.tokens} tokens: shorten it")
             for piece in batch:
                 _check_piece(tokenizer, piece, limit.tokens)
             # The fast form keeps no offsets, which takes half the time, and uses a core for each piece.
-            head = 1 if opening and not found else 0
+            head = 1 if add_bos and not ids else 0
             first = tokenizer.encode_batch_fast(batch[:head], add_special_tokens=True)
             rest = tokenizer.encode_batch_fast(batch[head:], add_special_tokens=False)
-            packed = b"".join(_packed(encoding.ids) for encoding in (*first, *rest))
-            found.append(packed)
-            tokens += len(packed) // ID_BYTES
-        return b"".join(found)
+            for encoding in (*first, *rest):
+                ids += pack_ids(encoding.ids)
+        return bytes(ids)
 
-    def _as_text(self, text: str, opening: bool, limit: Limit) -> bytes:
-        """Control tokens as what they spell, but for those that stand there as aliases."""
-        ids = self._ids(self._control.second, text, opening, limit)
-        return _packed(self._control.meant(np.frombuffer(ids, dtype="<u4")))
+    def _ids_with_aliases(self, text: str, add_bos: bool, limit: TokenLimit) -> bytes:
+        ids = self._ids(self._control.alias_tokenizer, text, add_bos, limit)
+        return self._control.to_model_ids(np.frombuffer(ids, dtype="<u4")).tobytes()
 
     def _chat(
-        self, before: Sequence[Message], messages: Sequence[Message], answer: bool, limit: Limit
+        self,
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        limit: TokenLimit,
     ) -> bytes:
-        """Encode messages behind earlier ones. Control tokens are the template's alone."""
-        rendered, numbered = self._following(before, messages, answer)
+        """Encode messages behind earlier ones. Only the template's control tokens stay control tokens."""
+        rendered, harmless = self._render_after(before, messages, add_generation_prompt)
         control = self._control
-        if not control.veiled and control.spelt_in(rendered) == control.spelt_in(numbered):
+        own_tokens = control.find(harmless)
+        if not control.may_be_normalised and control.find(rendered) == own_tokens:
             return self._ids(self._tokenizer, rendered, False, limit)
         head = len(self._render(before, False)) if before else 0
-        own = control.spelt_in(numbered)
         try:
-            for hidden in control.hidden([message["content"] for message in messages]):
-                veiled = [
+            for masking in control.maskings([message["content"] for message in messages]):
+                masked = [
                     {**message, "content": content}
-                    for message, content in zip(messages, hidden.contents, strict=True)
+                    for message, content in zip(messages, masking.contents, strict=True)
                 ]
-                added = self._render([*before, *veiled], answer)[head:]
-                if hidden.shown(added) == rendered:
-                    return self._as_text(control.aliased(added, hidden, own), False, limit)
-        except Unhideable as error:
+                added = self._render([*before, *masked], add_generation_prompt)[head:]
+                if masking.unmask(added) == rendered:
+                    text = control.with_aliases(added, masking, own_tokens)
+                    return self._ids_with_aliases(text, False, limit)
+        except MaskingError as error:
             raise TemplateError(str(error)) from None
-        raise TemplateError(LOOKED_FOR)
+        raise TemplateError(TEMPLATE_READS_TOKENS)
 
-    def _marks(self) -> set[str]:
-        """Added tokens that the template writes around messages. Some models have theirs as ordinary ones."""
+    def _template_tokens(self) -> set[str]:
+        """Added tokens that the template writes. Some models do not flag theirs as special."""
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-        marks = {text for text in self._special.values() if text in added}
-        for conversation in _INVENTED if self._template is not None else ():
+        tokens = {text for text in self._special.values() if text in added}
+        for conversation in _SAMPLE_CONVERSATIONS if self._template is not None else ():
             with contextlib.suppress(TemplateError):
                 rendered = self._render(conversation, True)
-                marks |= {token for token in added if token in rendered}
-        return marks
+                tokens |= {token for token in added if token in rendered}
+        return tokens
 
-    def _following(
-        self, before: Sequence[Message], messages: Sequence[Message], answer: bool
+    def _render_after(
+        self, before: Sequence[Message], messages: Sequence[Message], add_generation_prompt: bool
     ) -> tuple[str, str]:
-        """The text that messages add to the rendering of earlier ones, and what it adds if they say numbers.
-        Raises TemplateError if something of a message is missing in it, or something of what was before is
-        said again."""
+        """Render what messages add to earlier ones, as they are and with numbered placeholders.
+
+        Raises TemplateError if a message is missing there, or an earlier one is repeated.
+        """
         head = self._render(before, False) if before else ""
-        whole = self._render([*before, *messages], answer)
-        numbered = [_marked(message["role"], str(number)) for number, message in enumerate(messages)]
-        added = self._render([*before, *numbered], answer)[len(head) :]
-        shown = set(_MARKED.findall(added))
-        if not whole.startswith(head) or any(message["role"] in shown for message in before):
+        rendered = self._render([*before, *messages], add_generation_prompt)
+        numbered = [_placeholder(message["role"], str(number)) for number, message in enumerate(messages)]
+        harmless = self._render([*before, *numbered], add_generation_prompt)[len(head) :]
+        shown = set(_PLACEHOLDER.findall(harmless))
+        if not rendered.startswith(head) or any(message["role"] in shown for message in before):
             raise TemplateError("this model's chat template cannot append messages: append text instead")
         for number, message in enumerate(messages):
             if message["content"].strip() and str(number) not in shown:
@@ -232,13 +231,14 @@ class TextTokenizer:
                     f"this model's chat template leaves out a message of the role {message['role']!r} here: "
                     "say it in a user's message"
                 )
-        return whole[len(head) :], added
+        return rendered[len(head) :], harmless
 
-    def _render(self, messages: Sequence[Message], answer: bool) -> str:
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         if self._template is None:
             raise TemplateError("this model has no chat template: send text instead of messages")
+        variables = {**self._special, **self._variables}
         try:
-            return self._template.render(messages, answer, {**self._special, **self._variables})
+            return self._template.render(messages, add_generation_prompt, variables)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from None
 
@@ -254,44 +254,43 @@ def _read(path: Path) -> Tokenizer:
 
 
 def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> None:
-    """Those that only the files beside tokenizer.json have. Raises ModelError where they get other ids."""
-    there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    """Add tokens that only the files beside tokenizer.json have. Raises ModelError if their ids differ."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for number, token in added.items():
-        if token.content not in there:
+        if token.content not in known:
             tokenizer.add_tokens([tokenizers.AddedToken(**vars(token))])
-            found = tokenizer.token_to_id(token.content)
-            if found != number:
+            assigned = tokenizer.token_to_id(token.content)
+            if assigned != number:
                 raise ModelError(
-                    f"{path} would number {token.content!r} as {found}, the files beside it say {number}: "
+                    f"{path} would number {token.content!r} as {assigned}, the files beside it say {number}: "
                     "they belong to different models"
                 )
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names of keys included."""
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every string in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
         for part in [*value, *value.values()] if isinstance(value, Mapping) else value:
-            yield from _texts(part)
+            yield from _strings(part)
 
 
-def _marked(role: str, mark: str) -> Message:
-    """A message without what it says."""
-    return {"role": role, "content": f"\N{ASTERISM}{mark}\N{ASTERISM}"}
+def _placeholder(role: str, name: str) -> Message:
+    return {"role": role, "content": f"\N{ASTERISM}{name}\N{ASTERISM}"}
 
 
-def _invented() -> list[list[Message]]:
-    system, user, said = (_marked(role, role) for role in ("system", "user", "assistant"))
-    return [[system, user], [system, user, said], [user], [user, said]]
-
-
-_INVENTED = _invented()
-"""Conversations that messages may follow; a template may refuse some."""
+_SYSTEM, _USER, _ASSISTANT = (_placeholder(role, role) for role in ("system", "user", "assistant"))
+_SAMPLE_CONVERSATIONS = [
+    [_SYSTEM, _USER],
+    [_SYSTEM, _USER, _ASSISTANT],
+    [_USER],
+    [_USER, _ASSISTANT],
+]
+"""Appended messages may follow these. A template may refuse some."""
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in parts of about _PIECE characters, cut at seams."""
     start = 0
     while len(text) - start > 2 * _PIECE and (seam := _SEAM.search(text, start + _PIECE)):
         yield text[start : seam.start()]
@@ -300,7 +299,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _check_piece(tokenizer: Tokenizer, piece: str, tokens: int) -> None:
-    """Raises TextTooLong for a piece that is sure to be more than so many tokens, or too long in one."""
+    """Raise TextTooLong for a piece that surely has more tokens, or is too long to tokenise at once."""
     if len(piece) <= _BATCH * _PIECE:
         return
     if len(piece) > _LONGEST_PIECE:
@@ -316,27 +315,26 @@ def _check_piece(tokenizer: Tokenizer, piece: str, tokens: int) -> None:
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:
-    """Bytes, at least as many as a token of the vocabulary stands for. Normalisers may put up to four in the
-    place of one."""
+    """Bound the bytes of text that a token stands for. A normaliser may turn up to four bytes into one."""
     state = json.loads(tokenizer.to_str())
-    kinds = {part["type"] for part in _flat(state["pre_tokenizer"], "pretokenizers")}
+    kinds = {part["type"] for part in _components(state["pre_tokenizer"], "pretokenizers")}
     size = len if "ByteLevel" in kinds else lambda token: len(token.encode())
     longest = max(map(size, tokenizer.get_vocab()), default=1)
-    return longest * (4 if _flat(state["normalizer"], "normalizers") else 1)
+    return longest * (4 if _components(state["normalizer"], "normalizers") else 1)
 
 
 def _splits_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether the parts of a text cut at seams have the ids of the whole.
+    """Whether pieces of a text that is cut at seams have the ids of the whole.
 
-    True for byte-level BPE: its words begin with their space, and neither normaliser, added tokens nor BOS
-    reach across. Whatever is not recognised counts as False.
+    Byte-level BPE has that: words begin with their space, and neither normaliser, added tokens nor BOS reach
+    across a seam. Anything that is not recognised has not.
     """
     state = json.loads(tokenizer.to_str())
-    normalizers = {part["type"] for part in _flat(state["normalizer"], "normalizers")}
-    splitters = _flat(state["pre_tokenizer"], "pretokenizers")
+    normalizers = {part["type"] for part in _components(state["normalizer"], "normalizers")}
+    splitters = _components(state["pre_tokenizer"], "pretokenizers")
     kinds = {part["type"] for part in splitters}
     tokens = state["added_tokens"]
-    bare, closed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    bare, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     return (
         normalizers <= {"NFC", "NFD", "NFKC", "NFKD"}
         and "ByteLevel" in kinds
@@ -344,7 +342,7 @@ def _splits_at_spaces(tokenizer: Tokenizer) -> bool:
         and not any(part.get("add_prefix_space") for part in splitters)
         and not any(" " in token["content"] for token in tokens)
         and not any(token[reach] for token in tokens for reach in ("lstrip", "rstrip", "single_word"))
-        and closed[-len(bare) :] == bare  # nothing follows the text
+        and framed[-len(bare) :] == bare  # nothing follows the text
         and all(_words_keep_their_space(tokenizer, probe) for probe in _PROBES)
     )
 
@@ -354,14 +352,10 @@ def _words_keep_their_space(tokenizer: Tokenizer, text: str) -> bool:
     return all(seam.start() in starts for seam in _SEAM.finditer(text))
 
 
-def _flat(state: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]:
-    """A component of a tokenizer as its parts, in order."""
+def _components(state: Mapping[str, Any] | None, parts: str) -> list[Mapping[str, Any]]:
+    """Flatten nested sequences of a tokenizer's parts."""
     if state is None:
         return []
     if state["type"] != "Sequence":
         return [state]
-    return [part for inner in state[parts] for part in _flat(inner, parts)]
-
-
-def _packed(ids: npt.ArrayLike) -> bytes:
-    return np.asarray(ids, dtype="<u4").tobytes()
+    return [part for inner in state[parts] for part in _components(inner, parts)]

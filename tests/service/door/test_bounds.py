@@ -64,7 +64,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(
 
 def test_a_door_that_is_full_says_so_before_the_body_is_read(house: House, make_http: Any) -> None:
     texts = house.door._requests.text_budget
-    with texts.hold("somebody", texts._most):
+    with texts.hold("somebody", texts._max_bytes):
         assert b" 429 " in said_to_headers(make_http(house), "Content-Length: 1000")
         refused = post(make_http(house), chat([{"role": "user", "content": "hi"}]))
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"

@@ -12,7 +12,7 @@ import pytest
 
 from deltafront.service.client import DeltafrontClient, PrefillFinished, Token
 from deltafront.service.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
-from deltafront.service.request.callers import Allowance, Caller, Callers
+from deltafront.service.request.callers import Caller, Callers, Quota
 from deltafront.workers.messages.states import OwnerUse
 
 from ..inprocess import House, wait_until
@@ -25,14 +25,14 @@ async def test_requests_are_counted_here_and_elsewhere() -> None:
         OwnerUse(owner="b", door="other", requests=5, tokens=500),
     ]
     callers = Callers("here", lambda: uses, nothing_new)
-    caller = Caller("a", "a", Allowance(requests=3))
+    caller = Caller("a", "a", Quota(requests=3))
     async with callers.request(caller), callers.request(caller):
         assert callers.requests("a") == 3
         with pytest.raises(Overloaded, match="has 3 requests running") as caught:
             async with callers.request(caller):
                 pass
         assert caught.value.retry_after_s
-        async with callers.request(Caller("c", "c", Allowance(requests=1))):
+        async with callers.request(Caller("c", "c", Quota(requests=1))):
             pass
     uses.clear()
     assert callers.requests("a") == 0
@@ -44,18 +44,18 @@ async def test_tokens_are_counted_with_sessions() -> None:
         OwnerUse(owner="a", door="other", requests=1, tokens=100),
     ]
     callers = Callers("here", lambda: uses, nothing_new)
-    caller = Caller("a", "a", Allowance(tokens=1000))
-    async with callers.request(caller) as share:
-        await share.take(600)
-        await share.take(500)
+    caller = Caller("a", "a", Quota(tokens=1000))
+    async with callers.request(caller) as first:
+        await first.set_tokens(600)
+        await first.set_tokens(500)
         assert callers.tokens("a") == 900
         async with callers.request(caller) as second:
-            await second.take(100)
+            await second.set_tokens(100)
             with pytest.raises(Overloaded, match="holds 900 tokens and may hold 1000: 101 more") as caught:
-                await second.take(101)
+                await second.set_tokens(101)
             assert caught.value.retry_after_s
             with pytest.raises(Overloaded, match="1001 tokens are more than") as never:
-                await second.take(1001)
+                await second.set_tokens(1001)
             assert never.value.retry_after_s is None
     assert callers.tokens("a") == 400
 
@@ -77,21 +77,21 @@ async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
         said[:] = now
 
     callers = Callers("here", lambda: said, ask)
-    caller = Caller("a", "a", Allowance(requests=1, tokens=1000))
-    async with callers.request(caller) as share:
+    caller = Caller("a", "a", Quota(requests=1, tokens=1000))
+    async with callers.request(caller) as first:
         assert len(asked) == 1
         said[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
-        await share.take(200)
+        await first.set_tokens(200)
         assert len(asked) == 2
         with pytest.raises(Overloaded, match="has 1 requests running"):
             async with callers.request(caller):
                 pass
         with pytest.raises(Overloaded, match="1001 tokens are more than"):
-            await share.take(1001)
+            await first.set_tokens(1001)
         assert len(asked) == 2, "only this door's own requests and the limit itself were in the way"
         now[:] = said[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
         with pytest.raises(Overloaded, match="holds 900 tokens and may hold 1000: 201 more"):
-            await share.take(201)
+            await first.set_tokens(201)
         assert len(asked) == 3
 
 
@@ -140,7 +140,7 @@ async def test_what_comes_to_two_doors_at_the_same_moment_counts_at_each() -> No
     """Whatever comes later counts with all of it."""
     uses = list[OwnerUse]()
     first, second = (Callers(name, lambda: uses, nothing_new) for name in "ab")
-    caller = Caller("c", "c", Allowance(requests=1))
+    caller = Caller("c", "c", Quota(requests=1))
     async with first.request(caller), second.request(caller):
         uses[:] = [
             OwnerUse(owner="c", door="a", requests=1, tokens=10),

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from deltafront.service.client import DeltafrontClient, GenerateFinished, PrefillFinished, losses
 from deltafront.service.fleet.sessions import worker_of
-from deltafront.service.request.calls import packed
+from deltafront.service.request.calls import pack_ids
 from deltafront.service.request.run import attempt
-from deltafront.service.request.run.prefix import chain_of, links_of, worth_it
+from deltafront.service.request.run.prefix import cut_chain, hash_chain, usable_prefix
 from deltafront.workers.kv.pages.sessions import shared_links
 from deltafront.workers.messages.events import LINK_BYTES
 from deltafront.workers.messages.methods import PAGE_TOKENS, method_spec
@@ -31,7 +31,7 @@ DOCUMENT = "Call me Ishmael. " * 40
 
 
 def chain(tokens: list[int], owner: str = "me", model: str = "m", method: str = "dense") -> bytes:
-    return chain_of(packed(tokens), owner, model, method_spec(method))
+    return hash_chain(pack_ids(tokens), owner, model, method_spec(method))
 
 
 # --- the chain ---------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_chains_agree_exactly_as_far_as_whole_pages_do(
         alike += 1
     assert shared_links(chain(one), chain(other)) == alike
     assert len(chain(one)) == len(one) // PAGE_TOKENS * LINK_BYTES
-    assert chain(one[: 3 * PAGE_TOKENS]) == links_of(chain(one), 3 * PAGE_TOKENS)
+    assert chain(one[: 3 * PAGE_TOKENS]) == cut_chain(chain(one), 3 * PAGE_TOKENS)
 
 
 def test_a_chain_is_its_owners_models_and_methods() -> None:
@@ -61,18 +61,18 @@ def test_a_chain_is_its_owners_models_and_methods() -> None:
         chain(tokens, owner="you"),
         chain(tokens, model="n"),
         chain(tokens, method="streaming"),
-        chain_of(packed(tokens), "me", "m", option),
+        hash_chain(pack_ids(tokens), "me", "m", option),
     }
     assert len(chains) == 5
     assert all(shared_links(a, b) == 0 for a in chains for b in chains if a is not b)
 
 
 def test_only_a_prefix_that_saves_more_than_it_costs_is_worth_it() -> None:
-    assert worth_it(found=1024, tokens=1100, most_rest=2048) == 1024
-    assert worth_it(found=1024, tokens=1024, most_rest=2048) == 1008
-    assert worth_it(found=1024, tokens=1024 + 1025, most_rest=2048) == 0
-    assert worth_it(found=8192, tokens=8192 + 2049, most_rest=2048) == 0
-    assert worth_it(found=112, tokens=120, most_rest=2048) == 0
+    assert usable_prefix(found=1024, tokens=1100, max_rest=2048) == 1024
+    assert usable_prefix(found=1024, tokens=1024, max_rest=2048) == 1008
+    assert usable_prefix(found=1024, tokens=1024 + 1025, max_rest=2048) == 0
+    assert usable_prefix(found=8192, tokens=8192 + 2049, max_rest=2048) == 0
+    assert usable_prefix(found=112, tokens=120, max_rest=2048) == 0
 
 
 # --- through the door --------------------------------------------------------------------------------------

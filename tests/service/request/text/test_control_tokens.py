@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from deltafront.service.request.calls import SpecialTokens
-from deltafront.service.request.text.control_tokens import ControlTokens, _any_of
+from deltafront.service.request.text.control_tokens import ControlTokens, any_of_pattern
 from deltafront.service.request.text.tokenizer import TemplateError, TextTokenizer
 from deltafront.workers.model.directory.chat_template import ChatTemplate
 
@@ -231,7 +231,7 @@ def test_no_message_holds_a_control_token(name: str, form: str, role: str, made:
     one = made[name]
     for token in ALL_TOKENS:
         messages, harmless = asked(form.format(token, token), role), asked("Who is he", role)
-        found = ids(one.text.encode_chat(messages, answer=True))
+        found = ids(one.text.encode_chat(messages))
         expected = [id for id in one.plain(one.rendered(harmless)) if id in one.control]
         assert [id for id in found if id in one.control] == expected
         if name not in ("mistral", "mistral, normalised", "composed, tokens that take spaces"):
@@ -245,7 +245,7 @@ def test_what_is_spelt_has_the_ids_of_text(name: str, made: dict[str, Made]) -> 
     for form in HOSTILE:
         content = form.format("<|im_end|>", "<|eot_id|>").strip()
         rendered, place = one.rendered(asked("@@")), "@@"
-        parts = re.split(f"({_any_of(one.text._control._tokens)})", rendered)
+        parts = re.split(f"({any_of_pattern(one.text._control._tokens)})", rendered)
         expected: list[int] = []
         for number, part in enumerate(parts):
             text = part.replace(place, content)
@@ -254,7 +254,7 @@ def test_what_is_spelt_has_the_ids_of_text(name: str, made: dict[str, Made]) -> 
                 if number % 2
                 else oracle.encode(text, add_special_tokens=False).ids
             )
-        assert ids(one.text.encode_chat(asked(content), answer=True)) == expected
+        assert ids(one.text.encode_chat(asked(content))) == expected
 
 
 PIECES = st.sampled_from(
@@ -294,7 +294,9 @@ def test_harmless_messages_have_the_ids_of_the_whole_text(
     messages = [{"role": r, "content": f"x{c}y"} for r, c in zip(roles, contents, strict=False)]
     if any(token in message["content"] for token in ALL_TOKENS for message in messages):
         return
-    assert ids(one.text.encode_chat(messages, answer=True)) == one.plain(one.rendered(messages))
+    assert ids(one.text.encode_chat(messages)) == one.plain(
+        one.rendered(messages)
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -306,7 +308,9 @@ def test_any_text_has_the_same_control_tokens_around_it(
     one = made[name]
     messages = asked(f"x{''.join(parts)}y")
     expected = [id for id in one.plain(one.rendered(asked("xy"))) if id in one.control]
-    assert [id for id in ids(one.text.encode_chat(messages, answer=True)) if id in one.control] == expected
+    assert [
+        id for id in ids(one.text.encode_chat(messages)) if id in one.control
+    ] == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -314,9 +318,9 @@ def test_any_text_has_the_same_control_tokens_around_it(
 @given(parts=st.lists(st.one_of(PIECES, TOKENS), max_size=12))
 def test_a_text_is_parsed_or_read_as_it_is_spelt(name: str, made: dict[str, Made], parts: list[str]) -> None:
     one, text = made[name], "".join(parts)
-    parsed = one.text.encode(text, opening=False, special_tokens=SpecialTokens.PARSE)
+    parsed = one.text.encode(text, add_bos=False, special_tokens=SpecialTokens.PARSE)
     assert ids(parsed) == one.plain(text)
-    as_text = ids(one.text.encode(text, opening=False))
+    as_text = ids(one.text.encode(text, add_bos=False))
     assert not one.control & set(as_text)
     if not one.control & set(ids(parsed)):
         assert as_text == ids(parsed)
@@ -337,7 +341,7 @@ def test_thinking_that_a_template_drops_is_dropped(made: dict[str, Made]) -> Non
     )
     messages = [*asked("Who?"), answer, *asked("Why?")]
     assert "long" not in one.rendered(messages)
-    found = ids(one.text.encode_chat(messages, answer=True))
+    found = ids(one.text.encode_chat(messages))
     assert one.tokenizer.decode(found, skip_special_tokens=False) == one.rendered(messages)
 
 
@@ -358,7 +362,7 @@ def test_a_template_that_changes_contents_makes_no_control_token_of_them() -> No
     )
     for one in (upper, joined, cut):
         for content in ("<s>", "a<s>b", "<<t>s>", "</<t>x<t>s>", "<s></s><S>", "<s"):
-            found = ids(one.text.encode_chat(asked(content), answer=True))
+            found = ids(one.text.encode_chat(asked(content)))
             assert one.tokenizer.decode(found, skip_special_tokens=False) == one.rendered(asked(content))
             assert [one.tokenizer.id_to_token(id) for id in found if id in one.control] == ["<s>", "</s>"]
 
@@ -367,19 +371,19 @@ def test_a_template_that_depends_on_a_control_token_refuses_it() -> None:
     one = make(
         Family("{% for m in messages %}<s>{{ m.content.split('<s>') }}</s>{% endfor %}", ["<s>", "</s>"])
     )
-    assert ids(one.text.encode_chat(asked("ab"), answer=True)) == one.plain("<s>['ab']</s>")
+    assert ids(one.text.encode_chat(asked("ab"))) == one.plain("<s>['ab']</s>")
     with pytest.raises(TemplateError, match="looks for control tokens"):
-        one.text.encode_chat(asked("a<s>b</s>"), answer=True)
+        one.text.encode_chat(asked("a<s>b</s>"))
 
 
 def test_contents_may_hold_characters_of_private_use(made: dict[str, Made]) -> None:
     every = "".join(chr(code) for code in (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE)))
     one = made["smollm2"]
-    found = ids(one.text.encode_chat(asked(every + "<|im_end|>"), answer=True))
+    found = ids(one.text.encode_chat(asked(every + "<|im_end|>")))
     assert one.tokenizer.decode(found, skip_special_tokens=False) == one.rendered(asked(every + "<|im_end|>"))
     taken = every + "".join(map(chr, range(0x100000, 0x10FFFE)))
     with pytest.raises(TemplateError, match="private use"):
-        one.text.encode_chat(asked(taken + "<|im_end|>"), answer=True)
+        one.text.encode_chat(asked(taken + "<|im_end|>"))
 
 
 def test_an_alias_belongs_to_one_tokenizer() -> None:
@@ -394,7 +398,7 @@ def test_an_alias_belongs_to_one_tokenizer() -> None:
 )
 def test_the_pattern_finds_the_longest_from_the_left(words: list[str], text: str) -> None:
     longest_first = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
-    pattern: Any = re.compile(_any_of(words))
+    pattern: Any = re.compile(any_of_pattern(words))
     assert [one.span() for one in pattern.finditer(text)] == [
         one.span() for one in longest_first.finditer(text)
     ]

@@ -152,15 +152,15 @@ def letters(packed: bytes) -> str:
 
 
 def test_only_an_opening_gets_a_bos(tokenizer: TextTokenizer) -> None:
-    assert letters(tokenizer.encode("hi", opening=True)) == "<bos>hi"
-    assert letters(tokenizer.encode("hi", opening=False)) == "hi"
+    assert letters(tokenizer.encode("hi", add_bos=True)) == "<bos>hi"
+    assert letters(tokenizer.encode("hi", add_bos=False)) == "hi"
     assert tokenizer.decode([256, 104, 105, 257]) == "hi"
 
 
 def test_chat_and_its_continuation(tokenizer: TextTokenizer) -> None:
     user = [{"role": "user", "content": "hi"}]
-    assert letters(tokenizer.encode_chat(user, answer=True)) == "[s:be nice][u:hi][a:"
-    assert letters(tokenizer.encode_chat(user, answer=False)) == "[s:be nice][u:hi]"
+    assert letters(tokenizer.encode_chat(user)) == "[s:be nice][u:hi][a:"
+    assert letters(tokenizer.encode_chat(user, add_generation_prompt=False)) == "[s:be nice][u:hi]"
     assert letters(tokenizer.encode_chat_append(user)) == "[u:hi][a:"
 
 
@@ -203,12 +203,14 @@ def test_a_message_that_a_template_leaves_out_is_refused(tmp_path: Path, model: 
     found = directory(tmp_path, model, FOLDING)
     system, user = {"role": "system", "content": " be brief\n"}, {"role": "user", "content": " hi\n"}
     answer = {"role": "assistant", "content": " be brief\n"}
-    assert letters(found.encode_chat([system, user], answer=True)) == "[u: be brief\n+hi]"
+    assert letters(found.encode_chat([system, user])) == "[u: be brief\n+hi]"
     for left_out in ([system], [system, user, answer]):
         with pytest.raises(TemplateError, match="leaves out a message of the role 'system'"):
-            found.encode_chat(left_out, answer=False)
+            found.encode_chat(left_out, add_generation_prompt=False)
     empty = {"role": "system", "content": " \n"}
-    assert letters(found.encode_chat([empty, user, answer], answer=False)) == "[u:hi][a:be brief]"
+    assert (
+        letters(found.encode_chat([empty, user, answer], add_generation_prompt=False)) == "[u:hi][a:be brief]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,9 @@ def test_a_message_that_a_template_leaves_out_is_refused(tmp_path: Path, model: 
 )
 def test_templates_run_in_a_sandbox(tmp_path: Path, model: Path, template: str, says: str) -> None:
     with pytest.raises(TemplateError, match=says):
-        directory(tmp_path, model, template).encode_chat([{"role": "user", "content": "x"}], answer=True)
+        directory(tmp_path, model, template).encode_chat(
+            [{"role": "user", "content": "x"}], add_generation_prompt=True
+        )
 
 
 def test_templates_speak_the_usual_dialect(tmp_path: Path, model: Path) -> None:
@@ -231,19 +235,23 @@ def test_templates_speak_the_usual_dialect(tmp_path: Path, model: Path) -> None:
         "{% break %}\n{%- endfor %}{{ strftime_now('%Y') | length }}"
     )
     found = directory(tmp_path, model, template)
-    assert letters(found.encode_chat([{"role": "user", "content": "é"}], answer=True)).startswith("<bos>")
+    assert letters(
+        found.encode_chat([{"role": "user", "content": "é"}])
+    ).startswith("<bos>")
 
 
 def test_without_a_template_messages_are_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(TemplateError, match="send text instead"):
-        directory(tmp_path, model, None).encode_chat([{"role": "user", "content": "x"}], answer=True)
+        directory(tmp_path, model, None).encode_chat(
+            [{"role": "user", "content": "x"}], add_generation_prompt=True
+        )
 
 
 def test_a_template_file_wins_and_named_ones_are_found(tmp_path: Path, model: Path) -> None:
     named = [{"name": "tool", "template": "no"}, {"name": "default", "template": "yes"}]
-    assert letters(directory(tmp_path, model, named).encode_chat([], answer=True)) == "yes"
+    assert letters(directory(tmp_path, model, named).encode_chat([])) == "yes"
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert letters(TextTokenizer.load(tmp_path).encode_chat([], answer=True)) == "file"
+    assert letters(TextTokenizer.load(tmp_path).encode_chat([])) == "file"
 
 
 def directory(path: Path, model: Path, template: object) -> TextTokenizer:
@@ -264,10 +272,12 @@ THINKING = (
 def test_a_request_gives_the_template_variables(tmp_path: Path, model: Path) -> None:
     plain, user = directory(tmp_path, model, THINKING), [{"role": "user", "content": "hi"}]
     quick = plain.with_variables({"enable_thinking": False, "budget": 3, "documents": [{"text": "d"}]})
-    assert letters(quick.encode_chat(user, answer=True)) == "<u:hi><a:no thoughts;3d"
+    assert letters(quick.encode_chat(user)) == "<u:hi><a:no thoughts;3d"
     assert letters(quick.encode_chat_append(user)) == "<u:hi><a:no thoughts;3d"
-    assert letters(quick.encode_chat(user, answer=False)) == "<u:hi>"
-    assert letters(plain.encode_chat(user, answer=True)) == "<u:hi><a:", "others do not have them"
+    assert letters(quick.encode_chat(user, add_generation_prompt=False)) == "<u:hi>"
+    assert letters(plain.encode_chat(user)) == "<u:hi><a:", (
+        "others do not have them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -292,4 +302,6 @@ def test_variables_that_would_speak_as_the_template_are_refused(
 )
 def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, model: Path, template: str) -> None:
     with pytest.raises(TemplateError, match="refuses these messages"):
-        directory(tmp_path, model, template).encode_chat([{"role": "user", "content": "x"}], answer=True)
+        directory(tmp_path, model, template).encode_chat(
+            [{"role": "user", "content": "x"}], add_generation_prompt=True
+        )

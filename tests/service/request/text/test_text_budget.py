@@ -17,8 +17,13 @@ from deltafront.service.errors import InvalidArgument, Overloaded, TooLong
 from deltafront.service.request.calls import GenerateRequest, Prompt, SamplingParams
 from deltafront.service.request.check import MAX_MESSAGES
 from deltafront.service.request.text import tokenizer as module
-from deltafront.service.request.text.text_budget import SHORT, HeldText, TextBudget
-from deltafront.service.request.text.tokenizer import Limit, Stopped, TextTokenizer, TextTooLong
+from deltafront.service.request.text.text_budget import SHORT_BYTES, HeldText, TextBudget
+from deltafront.service.request.text.tokenizer import (
+    TextTokenizer,
+    TextTooLong,
+    TokenizationStopped,
+    TokenLimit,
+)
 
 from ...inprocess import HANG_S, House, edge, wait_until
 from ...test_requests import nothing_left
@@ -30,7 +35,7 @@ LONG = 8 << 20
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("ab"), st.integers(0, MOST) | st.integers(0, SHORT), st.booleans()),
+        st.tuples(st.sampled_from("ab"), st.integers(0, MOST) | st.integers(0, SHORT_BYTES), st.booleans()),
         max_size=30,
     )
 )
@@ -44,7 +49,7 @@ def test_no_more_is_held_than_there_is_room(asked: list[tuple[str, int, bool]]) 
         except Overloaded as error:
             assert error.retry_after_s is not None and held
         assert sum(one.size for one in held) <= MOST
-        long = [one for one in held if one.size > SHORT]
+        long = [one for one in held if one.size > SHORT_BYTES]
         assert len(long) < 2 or sum(one.size for one in long) <= MOST * 3 // 4
         for one_of_them in "ab":
             mine = [one.size for one in long if one.owner == one_of_them]
@@ -58,7 +63,7 @@ def test_one_caller_leaves_room_for_others_and_all_leave_some_for_short_texts() 
     held.append(texts.hold("b", LONG))
     with pytest.raises(Overloaded):
         held.extend(texts.hold("b", LONG) for _ in range(100))
-    texts.hold("c", SHORT)
+    texts.hold("c", SHORT_BYTES)
 
 
 def test_more_than_there_ever_is_has_no_time_to_come_back() -> None:
@@ -84,10 +89,10 @@ def test_long_texts_take_turns_and_short_ones_do_not_wait() -> None:
             begun.append("long")
             assert free.wait(HANG_S)
 
-        waiting = [asyncio.create_task(texts.work(SHORT + 1, long)) for _ in range(3)]
+        waiting = [asyncio.create_task(texts.work(SHORT_BYTES + 1, long)) for _ in range(3)]
         while not begun:
             await asyncio.sleep(0.01)
-        await texts.work(SHORT, lambda _stopped: None)
+        await texts.work(SHORT_BYTES, lambda _stopped: None)
         assert begun == ["long"]
         free.set()
         await asyncio.gather(*waiting)
@@ -137,17 +142,17 @@ def test_tokenising_ends_once_there_are_too_many(
         return False
 
     with pytest.raises(TextTooLong, match="more than 1000 tokens"):
-        made.encode(NOVEL, opening=False, limit=Limit(1000, stopped))
+        made.encode(NOVEL, add_bos=False, limit=TokenLimit(1000, stopped))
     assert asked < 5
-    count = len(made.encode(NOVEL, opening=False)) // 4
-    assert len(made.encode(NOVEL, opening=False, limit=Limit(count))) == 4 * count
+    count = len(made.encode(NOVEL, add_bos=False)) // 4
+    assert len(made.encode(NOVEL, add_bos=False, limit=TokenLimit(count))) == 4 * count
 
 
 def test_tokenising_ends_when_nobody_waits(made: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 100)
     answers = iter([False, False, True])
-    with pytest.raises(Stopped):
-        made.encode(NOVEL, opening=False, limit=Limit(stopped=lambda: next(answers)))
+    with pytest.raises(TokenizationStopped):
+        made.encode(NOVEL, add_bos=False, limit=TokenLimit(stopped=lambda: next(answers)))
 
 
 def test_a_text_without_a_cut_is_tried_at_its_beginning(
@@ -156,17 +161,17 @@ def test_a_text_without_a_cut_is_tried_at_its_beginning(
     monkeypatch.setattr(module, "_PIECE", 10)
     text = NOVEL.replace(" ", "_")
     with pytest.raises(TextTooLong, match="more than 1000 tokens"):
-        made.encode(text, opening=False, limit=Limit(1000))
-    fits = len(made.encode(text, opening=False)) // 4
-    assert len(made.encode(text, opening=False, limit=Limit(fits))) == 4 * fits
+        made.encode(text, add_bos=False, limit=TokenLimit(1000))
+    fits = len(made.encode(text, add_bos=False)) // 4
+    assert len(made.encode(text, add_bos=False, limit=TokenLimit(fits))) == 4 * fits
     monkeypatch.setattr(module, "_LONGEST_PIECE", 20_000)
     with pytest.raises(TextTooLong, match="without a place to cut"):
-        made.encode(text, opening=False)
-    assert made.encode(NOVEL, opening=False)
+        made.encode(text, add_bos=False)
+    assert made.encode(NOVEL, add_bos=False)
 
 
 def test_a_token_is_no_longer_than_the_longest(made: TextTokenizer) -> None:
-    tokens = len(made.encode(NOVEL, opening=False)) // 4
+    tokens = len(made.encode(NOVEL, add_bos=False)) // 4
     assert len(NOVEL.encode()) <= tokens * made.longest_token
 
 
@@ -185,7 +190,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(
 
     monkeypatch.setattr(TextTokenizer, "encode", encode)
     monkeypatch.setattr(TextTokenizer, "encode_chat", encode)
-    most = house.door._requests._limits.most_characters
+    most = house.door._requests._limits.max_characters
     text = "a" * (most + 1)
     for prompt in (
         text,
@@ -266,7 +271,7 @@ def test_a_door_that_holds_enough_refuses_and_its_room_comes_back(
     house: House, client: DeltafrontClient
 ) -> None:
     texts = house.door._requests.text_budget
-    held = texts.hold("somebody", texts._most)
+    held = texts.hold("somebody", texts._max_bytes)
     with pytest.raises(Overloaded, match="as much text to read as it can hold") as caught:
         generate(client, "a")
     assert caught.value.retry_after_s == 1.0

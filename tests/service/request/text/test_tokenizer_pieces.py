@@ -66,21 +66,21 @@ def made() -> dict[str, Tokenizer]:
     return {name: make() for name, make in DIVISIBLE.items()}
 
 
-def whole(tokenizer: Tokenizer, text: str, opening: bool) -> bytes:
-    return np.asarray(tokenizer.encode(text, add_special_tokens=opening).ids, dtype="<u4").tobytes()
+def whole(tokenizer: Tokenizer, text: str, add_bos: bool) -> bytes:
+    return np.asarray(tokenizer.encode(text, add_special_tokens=add_bos).ids, dtype="<u4").tobytes()
 
 
 @pytest.mark.parametrize("name", DIVISIBLE)
-@pytest.mark.parametrize("opening", [True, False])
+@pytest.mark.parametrize("add_bos", [True, False])
 def test_a_text_in_pieces_has_the_ids_of_the_whole(
-    name: str, opening: bool, made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    name: str, add_bos: bool, made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE", 300)
     tokenizer = made[name]
     pieces = list(module._pieces(NOVEL))
     assert len(pieces) > 100 and "".join(pieces) == NOVEL
-    assert TextTokenizer(tokenizer, None, {}).encode(NOVEL, opening=opening) == whole(
-        tokenizer, NOVEL, opening
+    assert TextTokenizer(tokenizer, None, {}).encode(NOVEL, add_bos=add_bos) == whole(
+        tokenizer, NOVEL, add_bos
     )
 
 
@@ -94,7 +94,7 @@ def test_so_has_any_text(name: str, made: dict[str, Tokenizer], parts: list[str]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PIECE", 3)
         text = "".join(parts)
-        found = TextTokenizer(made[name], None, {}).encode(text, opening=True, special_tokens=PARSE)
+        found = TextTokenizer(made[name], None, {}).encode(text, add_bos=True, special_tokens=PARSE)
         assert found == whole(made[name], text, True)
 
 
@@ -131,7 +131,7 @@ def test_other_tokenizers_get_the_whole_text(name: str, monkeypatch: pytest.Monk
     found = TextTokenizer(tokenizer, None, {})
     assert not found._divisible
     text = NOVEL[:5000]
-    assert found.encode(text, opening=True) == whole(tokenizer, text, True)
+    assert found.encode(text, add_bos=True) == whole(tokenizer, text, True)
 
 
 def test_a_text_without_seams_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:

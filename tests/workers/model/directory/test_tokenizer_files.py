@@ -86,7 +86,7 @@ def test_tokens_beside_tokenizer_json_are_added(tmp_path: Path, file: str) -> No
     if not more:
         write_json(tmp_path / file, ids)
     ours, wanted = TextTokenizer.load(tmp_path), theirs(tmp_path)
-    found = ids_of(ours.encode_chat(USER, answer=True))
+    found = ids_of(ours.encode_chat(USER))
     chat = wanted.apply_chat_template(USER, tokenize=False, add_generation_prompt=True)
     assert found == wanted.encode(chat, add_special_tokens=False)
     assert found.count(257) == 2 and found.count(258) == 1

@@ -1,7 +1,7 @@
-"""A prompt that a prefill group reads while its K/V goes to a decode worker; where the group dies, the next
-one goes on after the last chunk whose K/V has arrived there.
+"""A prompt that a prefill group reads while its K/V goes to a decode worker.
 
-The reservation stays the same. A method that cannot go on (`resume_step` is 0) starts over in it.
+If the group dies, the next one goes on in the same reservation after the last chunk whose K/V arrived. A
+method that cannot go on starts over there.
 """
 
 from __future__ import annotations
@@ -20,117 +20,116 @@ from ...fleet.known import Charge
 from ..calls import Call
 from ..resources import Resources
 from .attempt import Attempt, Replays
-from .placement import ASK_ANOTHER, Placed, admitted, comes_back, refusal
+from .placement import ONE_WORKERS_REASONS, Placement, admit, refusal_error, soonest
 from .plan import Plan
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Reached:
-    """Reports at the end of a chunk: of the group that read it, and of all groups from the prompt's start,
-    without what was read twice."""
+class _ChunkReports:
+    """Reports at the end of a chunk: of the group that read it, and of all groups without lost work."""
 
-    own: PrefillReport
-    whole: PrefillReport
+    group: PrefillReport
+    all_groups: PrefillReport
 
 
-class Reading:
-    """One prompt on its way into one reservation."""
-
+class PromptReader:
     def __init__(
         self,
         resources: Resources,
         attempt: Attempt,
-        placed: Placed,
+        placement: Placement,
         plan: Plan,
         call: Call,
         replays: Replays,
     ) -> None:
         self._resources = resources
         self._attempt = attempt
-        self._placed = placed
+        self._placement = placement
         self._plan = plan
         self._replays = replays
-        self._step = resume_step(call.method)
+        self._resume_step = resume_step(call.method)
         self._job = PrefillJob(
             request_id=attempt.request_id,
             token_ids=plan.read_ids,
             method=call.method,
-            decode_worker=placed.worker.name,
-            deadline=placed.deadline,
+            decode_worker=placement.worker.name,
+            deadline=placement.deadline,
             wants_logits=plan.max_tokens > 0,
             trace=call.trace,
         )
-        self._reached: dict[int, _Reached] = {}
-        """By the number of tokens."""
+        self._reports: dict[int, _ChunkReports] = {}
+        """By the number of tokens read."""
 
     async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
-        """Read the prompt, and return what it took in all, without what was lost.
+        """Read the prompt, and report what it took without lost work.
 
-        Args:
-            progress: told how far it is.
-        Raises: DeltafrontError; WorkerError where the reservation is lost.
+        Raises DeltafrontError, or WorkerError if the reservation is lost.
         """
         fleet, settings = self._resources.fleet, self._resources.settings
-        groups = self._placed.groups
+        groups = self._placement.groups
         while True:
             try:
-                report = await self._on_one_of(groups, progress)
+                report = await self._read_on_any(groups, progress)
             except WorkerError as error:
                 await self._resume(error)
                 await fleet.ready(settings.worker_wait_s)
-                self._replays.mark("worker_wait")
-                groups = (await admitted(self._resources, self._plan, self._placed.deadline)).groups
+                self._replays.lap("worker_wait")
+                groups = (await admit(self._resources, self._plan, self._placement.deadline)).groups
                 self._charge(groups[0])
             else:
-                self._replays.read(report)
-                return self._whole(report)
+                self._replays.prefill_span(report)
+                return self._of_all_groups(report)
 
     async def _resume(self, error: WorkerError) -> None:
-        """From here on the next group reads what the decode worker does not have. That one is asked first:
-        where it is what died, no group that lives is to blame."""
+        """Have the next group read what the decode worker lacks.
+
+        The decode worker is asked first: if it is what died, the group is not to blame.
+        """
         if isinstance(error, WorkerLost):
             self._resources.fleet.forget(error.worker)
-        points = [done for done in self._reached if self._step and done % self._step == 0]
-        read = max(self._reached, default=0)
+        points = [done for done in self._reports if self._resume_step and done % self._resume_step == 0]
+        read = max(self._reports, default=0)
         try:
-            start = await self._placed.worker.resume(self._job.request_id, points, self._job.attempt + 1)
+            start = await self._placement.worker.resume(self._job.request_id, points, self._job.attempt + 1)
         except WorkerError:
             self._resources.metrics.read_again(read)
             raise
         self._resources.metrics.read_again(read - start)
         log.warning("%s: %s; going on at token %d", self._job.request_id, error.message, start)
-        self._replays.read(self._reached[start].own if start > self._job.start else None, lost=True)
-        await self._replays.after(error)
-        self._reached = {done: reached for done, reached in self._reached.items() if done <= start}
+        report = self._reports[start].group if start > self._job.start else None
+        self._replays.prefill_span(report, lost=True)
+        await self._replays.back_off(error)
+        self._reports = {done: reports for done, reports in self._reports.items() if done <= start}
         self._job = replace(self._job, start=start, attempt=self._job.attempt + 1)
 
     def _charge(self, group: str) -> None:
         tokens = self._plan.read_tokens - self._job.start
-        self._resources.fleet.charge(Charge(group, tokens, self._placed.worker.name, 0))
+        self._resources.fleet.charge(Charge(group, tokens, self._placement.worker.name, 0))
 
-    async def _on_one_of(self, groups: Iterable[str], progress: Callable[[Progress], None]) -> PrefillReport:
-        """A group whose queue is full passes it on to the next. Raises what the soonest of their refusals
-        says if all are."""
+    async def _read_on_any(
+        self, groups: Iterable[str], progress: Callable[[Progress], None]
+    ) -> PrefillReport:
+        """Read on the first group that accepts. If none does, raise the error of the soonest retry."""
         refused: list[Refused] = []
         for name in groups:
             if refused:
                 self._charge(name)
             group = self._resources.fleet.group(name)
-            outcome = await self._on(group, progress)
+            outcome = await self._read_on(group, progress)
             if isinstance(outcome, Refused) and outcome.reason is RefusalReason.DUPLICATE:
-                await group.cancel(self._job.request_id)  # it was out of reach for a while, and still has it
-                outcome = await self._on(group, progress)
+                await group.cancel(self._job.request_id)  # the group was unreachable, and kept the request
+                outcome = await self._read_on(group, progress)
             if isinstance(outcome, PrefillReport):
                 return outcome
             refused.append(outcome)
-            if outcome.reason not in ASK_ANOTHER:
-                break  # every group would say the same
-        raise refusal(min(refused, key=comes_back) if refused[-1].reason in ASK_ANOTHER else refused[-1])
+            if outcome.reason not in ONE_WORKERS_REASONS:
+                raise refusal_error(outcome)
+        raise refusal_error(soonest(refused))
 
-    async def _on(self, group: Group, progress: Callable[[Progress], None]) -> PrefillReport | Refused:
-        """A group that fails a request has ended it; one that is out of reach does when nobody renews it."""
+    async def _read_on(self, group: Group, progress: Callable[[Progress], None]) -> PrefillReport | Refused:
+        """Whoever fails has ended the request, or does so when nobody renews it."""
         self._attempt.add(group)
         try:
             async for event in group.prefill(self._job):
@@ -146,18 +145,17 @@ class Reading:
             raise
 
     def _chunk_read(self, event: ChunkRead) -> None:
-        if event.tokens_done < event.tokens_total:  # the last chunk is needed in any case, for its logits
-            self._reached[event.tokens_done] = _Reached(event.so_far, self._whole(event.so_far))
+        if event.tokens_done < event.tokens_total:  # the last chunk is always read, for its logits
+            reports = _ChunkReports(event.so_far, self._of_all_groups(event.so_far))
+            self._reports[event.tokens_done] = reports
 
-    def _whole(self, report: PrefillReport) -> PrefillReport:
-        """With what groups before this one have read."""
-        before = self._reached.get(self._job.start)
-        return report if before is None else together(before.whole, report)
+    def _of_all_groups(self, report: PrefillReport) -> PrefillReport:
+        before = self._reports.get(self._job.start)
+        return report if before is None else merge_reports(before.all_groups, report)
 
 
-def together(before: PrefillReport, after: PrefillReport) -> PrefillReport:
-    """One report of two groups that have read parts of one prompt, one after the other; they may have other
-    numbers of stages."""
+def merge_reports(before: PrefillReport, after: PrefillReport) -> PrefillReport:
+    """Merge the reports of two groups that read parts of one prompt. Their numbers of stages may differ."""
     weights = [sum(layer.causal for layer in report.density) for report in (before, after)]
     sampled = before.sampled_share * weights[0] + after.sampled_share * weights[1]
     by_stage = zip_longest(before.stages, after.stages, fillvalue=dict[str, float]())
@@ -165,7 +163,7 @@ def together(before: PrefillReport, after: PrefillReport) -> PrefillReport:
         queue=before.queue + after.queue,
         wall=before.wall + after.wall,
         critical=_sums(before.critical, after.critical),
-        stages=tuple(_sums(one, other) for one, other in by_stage),
+        stages=tuple(_sums(a, b) for a, b in by_stage),
         density=summed_by_layer((*before.density, *after.density)),
         method=after.method,
         sampled_share=sampled / sum(weights) if sum(weights) else 0.0,
@@ -174,5 +172,5 @@ def together(before: PrefillReport, after: PrefillReport) -> PrefillReport:
     )
 
 
-def _sums(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+def _sums(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in {**a, **b}}
