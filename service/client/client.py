@@ -192,7 +192,7 @@ class DeltafrontClient:
 
     def release(self, session_id: str) -> None:
         """Free a session's pages now. Raises NotFound."""
-        request = wire.filled(pb.ReleaseSessionRequest, session_id=session_id)
+        request = wire.fill_message(pb.ReleaseSessionRequest, session_id=session_id)
         losses = Losses(self._retry_s, None)
         try:
             self._ask(self._stub.ReleaseSession, request, losses)
@@ -202,7 +202,7 @@ class DeltafrontClient:
 
     def cancel(self, request_id: str) -> int:
         """End the running requests of this id, whoever started them with this token; how many there were."""
-        request = wire.filled(pb.CancelRequestRequest, request_id=request_id)
+        request = wire.fill_message(pb.CancelRequestRequest, request_id=request_id)
         answer = self._ask(self._stub.CancelRequest, request)
         return int(answer.requests)
 

@@ -1,10 +1,10 @@
-"""Server-sent events, and a stream of events that ends when its client leaves."""
+"""Server-sent events, and a stream that ends when its client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -21,22 +21,22 @@ _HEADERS = [
 
 
 class EventStream:
-    """Server-sent events as an ASGI response; begun: whether the status is out."""
+    """An ASGI response. `started` tells whether the status is out."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.begun = False
+        self.started = False
 
-    async def objects(self, objects: Sequence[Any]) -> None:
-        for one in objects:
-            await self.write(b"data: " + json.dumps(one, ensure_ascii=False).encode() + b"\n\n")
+    async def send_json(self, objects: Iterable[Any]) -> None:
+        for value in objects:
+            await self.write(b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n")
 
     async def comment(self, text: str) -> None:
         await self.write(f": {text}\n\n".encode())
 
     async def write(self, data: bytes) -> None:
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -44,23 +44,23 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def watched(
-    events: AsyncGenerator[RequestEvent, None], receive: Receive, silence_s: float
+async def until_disconnect(
+    events: AsyncGenerator[RequestEvent, None], receive: Receive, keep_alive_s: float
 ) -> AsyncGenerator[RequestEvent | None, None]:
-    """The events, and None after each silence. Raises ClientDisconnect when the client leaves.
+    """Yield the events, and None after each silence. Raises ClientDisconnect.
 
-    Closing it, or being cancelled in it, closes `events`, which frees whatever the request holds.
+    Closing it closes `events`, which frees whatever the request holds.
     """
-    gone, coming = asyncio.ensure_future(_gone(receive)), asyncio.ensure_future(anext(events))
+    gone, next_event = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(anext(events))
     try:
         while True:
-            await asyncio.wait((coming, gone), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
-            if coming.done():
+            await asyncio.wait((next_event, gone), timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            if next_event.done():
                 try:
-                    event = coming.result()
+                    event = next_event.result()
                 except StopAsyncIteration:
                     return
-                coming = asyncio.ensure_future(anext(events))
+                next_event = asyncio.ensure_future(anext(events))
                 yield event
             elif gone.done():
                 raise ClientDisconnect
@@ -68,11 +68,11 @@ async def watched(
                 yield None
     finally:
         gone.cancel()
-        coming.cancel()
-        await asyncio.gather(gone, coming, return_exceptions=True)
+        next_event.cancel()
+        await asyncio.gather(gone, next_event, return_exceptions=True)
         await events.aclose()
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""How many fields a message has on the wire, before it is decoded: each takes more memory than its bytes."""
+"""Reads protobuf messages without decoding them, because each field takes more memory than its bytes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from typing import Any
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _GROUPS = (3, 4)
-_FIRST = 64
+_SEARCHED_FIELDS = 64
 
 
-def has_more_fields(data: bytes, kind: Any, most: int) -> bool:
-    """Whether a message has more than `most` fields, with those of the messages in it. kind: its descriptor.
-    Raises ValueError for what is no such message."""
-    parts: list[tuple[int, int, Any]] = [(0, len(data), kind)]
+def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
+    """Count the fields of a message and of the messages in it. Raises ValueError for invalid protobuf."""
+    messages: list[tuple[int, int, Any]] = [(0, len(data), descriptor)]
     count = 0
-    while parts:
-        at, end, known = parts.pop()
+    while messages:
+        at, end, message = messages.pop()
         while at < end:
             count += 1
-            if count > most:
+            if count > max_fields:
                 return True
             tag, at = _varint(data, at)
             wire = tag & 7
@@ -26,9 +25,9 @@ def has_more_fields(data: bytes, kind: Any, most: int) -> bool:
                 _, at = _varint(data, at)
             elif wire == _BYTES:
                 size, at = _varint(data, at)
-                field = None if known is None else known.fields_by_number.get(tag >> 3)
+                field = None if message is None else message.fields_by_number.get(tag >> 3)
                 if field is not None and field.message_type is not None:
-                    parts.append((at, at + size, field.message_type))
+                    messages.append((at, at + size, field.message_type))
                 at += size
             elif wire in (_FIXED32, _FIXED64):
                 at += 4 if wire == _FIXED32 else 8
@@ -40,10 +39,10 @@ def has_more_fields(data: bytes, kind: Any, most: int) -> bool:
 
 
 def text_of(data: bytes, number: int) -> str:
-    """A field of a message, where it is among the first; empty if it is not, or is no text."""
+    """Find a text among a message's first fields; empty if there is none."""
     text, at = b"", 0
     try:
-        for _ in range(_FIRST):
+        for _ in range(_SEARCHED_FIELDS):
             if at >= len(data):
                 break
             tag, at = _varint(data, at)
@@ -61,7 +60,7 @@ def text_of(data: bytes, number: int) -> str:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+    """Return a number, and where it ends."""
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]

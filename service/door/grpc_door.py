@@ -1,10 +1,8 @@
-"""The gRPC edge: contexts, messages and statuses, and nothing else.
+"""The gRPC edge.
 
-Method names are those of the contract (and of grpc.health.v1), since Serve dispatches by name. A method sets
-its status and returns instead of raising, because Serve drops the trailing metadata (`retry-after`) of what
-raises. Where its proxy is between (HAProxy's fallback while doors change), the status of a stream is what
-came with the last message, so that an error after it would look like a good end. So every stream ends with
-an empty message, which `registration` leaves out of what the client gets.
+Serve dispatches by method name, and drops the trailing metadata of a method that raises. So a method sets its
+status and returns. Behind Serve's proxy the last message of a stream carries the status, so every stream ends
+with an empty message, which `registration` drops.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _M = TypeVar("_M", bound=Message)
 
 
 class Context(Protocol):
-    """What is used of gRPC's (or Serve's) servicer context."""
+    """The part of gRPC's (or Serve's) servicer context that is used."""
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
     def set_code(self, code: grpc.StatusCode) -> None: ...
@@ -46,8 +44,6 @@ class Context(Protocol):
 
 
 class FrontDoor:
-    """The servicer of DeltafrontService and of Health."""
-
     def __init__(self, requests: RequestHandler) -> None:
         self._requests = requests
 
@@ -132,7 +128,7 @@ class FrontDoor:
     async def Watch(
         self, request: Sent[health_pb2.HealthCheckRequest], grpc_context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status, and again whenever it changes, until the client leaves."""
+        """Yield the status whenever it changes, until the client leaves."""
         last, service = None, None
         with _StatusOn(grpc_context):
             service = self._message(request).service
@@ -148,7 +144,7 @@ class FrontDoor:
             await asyncio.sleep(_HEALTH_WATCH_S)
 
     def _message(self, sent: Sent[_M]) -> _M:
-        """Read what was sent. Raises InvalidArgument, or TooLong before a long one is read."""
+        """Raises InvalidArgument, or TooLong before it reads a long message."""
         most = self._requests.max_request_bytes
         if sent.size > most:
             raise TooLong("request", f"{sent.size} bytes cannot fit this model: at most {most} do")
@@ -160,8 +156,11 @@ class FrontDoor:
 
 
 class _StatusOn:
-    """An error that ends the block becomes the call's status. (`contextlib.contextmanager` would hide from
-    the type checker that what follows the block is reached.)"""
+    """Turns an error that ends the block into the call's status.
+
+    It is no `contextlib.contextmanager`, because the type checker would take the code after the block for
+    unreachable.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -1,10 +1,8 @@
-"""The HTTP edge, as OpenAI's clients speak it: /v1/models, /v1/chat/completions and /v1/completions; and
-/health, as probes ask for it.
+"""The HTTP edge for OpenAI's clients, and /health for probes.
 
-Requests run as they do for gRPC: the same tokens, limits and checks. A streamed answer is server-sent
-events; while its prompt waits or is read, comments say how far it is, which clients skip and proxies take as
-a sign of life. The status goes out with the first of them, so what fails after that is an event that holds
-an error.
+Requests run as they do for gRPC. A streamed answer is server-sent events. While its prompt waits or is read,
+comments keep proxies from closing the connection. The status goes out with the first of them, so a later
+error is an event.
 """
 
 from __future__ import annotations
@@ -29,28 +27,28 @@ from ..errors import DeltafrontError, Unavailable
 from ..request.accepted import Accepted
 from ..request.answers import GenerateFinished, RequestEvent, ServerInfo
 from ..request.handler import Headers, RequestHandler
-from .event_stream import EventStream, watched
+from .event_stream import EventStream, until_disconnect
 from .openai_answers import (
     CHAT,
     TEXT,
-    AnswerForm,
+    Endpoint,
     Json,
     Reply,
+    error_body,
     error_object,
     headers_of,
     model_card,
-    refusal,
     status_of,
 )
-from .openai_requests import Asked, UnknownModel
+from .openai_requests import StreamOptions, UnknownModel
 
 KEEP_ALIVE_S = 5.0
 """Longest silence of a stream."""
-_INSTEAD = {
+_ADVICE = {
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "this server generates text, and makes no embeddings",
 }
-"""Advice for paths of OpenAI's that are not served."""
+"""For OpenAI's paths that are not served."""
 
 _JSON_BYTES = 6
 """Bytes of an escaped character."""
@@ -59,7 +57,7 @@ _RECEIVE_S = 60.0
 
 
 class HttpDoor:
-    """`app` is the ASGI application. max_body_bytes: a longer request gets 413."""
+    """`app` is the ASGI application."""
 
     def __init__(
         self, requests: RequestHandler, max_body_bytes: int, keep_alive_s: float = KEEP_ALIVE_S
@@ -76,18 +74,20 @@ class HttpDoor:
                 Route("/v1/completions", self._completion, methods=["POST"]),
                 Route("/health", self._health),
             ],
-            middleware=[Middleware(_Unslashed)],
+            middleware=[Middleware(_StripTrailingSlash)],
             exception_handlers={
-                DeltafrontError: _refused_about_models,
+                DeltafrontError: _models_error,
                 HTTPException: _not_served,
-                ClientDisconnect: _left,
+                ClientDisconnect: _client_left,
             },
         )
 
     async def _health(self, _request: Request) -> Response:
-        """Whether requests can be answered now; no token is needed, as for gRPC's health."""
+        """As in gRPC's health, no token is needed."""
         if not self._requests.ready:
-            return _refused(Unavailable("workers are missing: the server is starting, or one died"), "")
+            return _error_response(
+                Unavailable("workers are missing: the server is starting, or one died"), ""
+            )
         return JSONResponse({"status": "ok"})
 
     async def _models(self, request: Request) -> Response:
@@ -110,18 +110,17 @@ class HttpDoor:
     async def _completion(self, request: Request) -> ASGIApp:
         return await self._answer(TEXT, request)
 
-    async def _answer(self, form: AnswerForm, request: Request) -> ASGIApp:
-        reply = Reply(form, self._requests.model, form.prefix + uuid.uuid4().hex)
+    async def _answer(self, endpoint: Endpoint, request: Request) -> ASGIApp:
+        reply = Reply(endpoint, self._requests.model, endpoint.prefix + uuid.uuid4().hex)
         body: bytes | DeltafrontError
         try:
             body = await self._body(request)
         except DeltafrontError as error:
             body = error
-        return _Answer(self._requests, reply, request.headers.items(), body, self._keep_alive_s)
+        return _Completion(self._requests, reply, request.headers.items(), body, self._keep_alive_s)
 
     async def _body(self, request: Request) -> bytes:
-        """Raises Unauthenticated or Overloaded before it is read, and HTTPException for what is too long, or
-        takes too long to come."""
+        """Raises Unauthenticated or Overloaded before it reads, and HTTPException for a long or slow body."""
         length, body = request.headers.get("content-length", ""), list[bytes]()
         expected, size = int(length) if length.isdecimal() else 0, 0
         self._check_length(expected)
@@ -139,13 +138,13 @@ class HttpDoor:
         return b"".join(body)
 
     def _check_length(self, size: int) -> None:
-        most = min(self._max_body_bytes, _JSON_BYTES * self._requests.max_request_bytes)
-        if size > most:
-            raise HTTPException(413, f"the request is longer than {most} bytes")
+        limit = min(self._max_body_bytes, _JSON_BYTES * self._requests.max_request_bytes)
+        if size > limit:
+            raise HTTPException(413, f"the request is longer than {limit} bytes")
 
 
-class _Answer:
-    """The response to one request. body: as it was received, or why it was not."""
+class _Completion:
+    """The response to one request. Instead of a body it may have the error that prevented one."""
 
     def __init__(
         self,
@@ -167,39 +166,40 @@ class _Answer:
             async with self._requests.accept(
                 "Generate", self._headers, request_id=reply.request_id, size=size
             ) as accepted:
-                asked, events = self._begin(accepted)
-                await self._send(asked, watched(events, receive, self._keep_alive_s), scope, receive, send)
+                options, events = self._begin(accepted)
+                watched = until_disconnect(events, receive, self._keep_alive_s)
+                await self._send(options, watched, scope, receive, send)
         except DeltafrontError as error:
-            refused = _refused(error, reply.form.source)
-            refused.headers["x-request-id"] = reply.request_id  # as the audit log has it
-            await refused(scope, receive, send)
+            response = _error_response(error, reply.endpoint.source)
+            response.headers["x-request-id"] = reply.request_id  # the audit log has it too
+            await response(scope, receive, send)
 
-    def _begin(self, accepted: Accepted) -> tuple[Asked, AsyncGenerator[RequestEvent, None]]:
-        """Nothing keeps the body, or its text. Raises DeltafrontError."""
+    def _begin(self, accepted: Accepted) -> tuple[StreamOptions | None, AsyncGenerator[RequestEvent, None]]:
+        """Start a run without keeping the body or its text. Raises DeltafrontError."""
         body, self._body = self._body, b""
         if isinstance(body, DeltafrontError):
             raise body
-        request, asked = self._reply.form.read(body, self._reply.model, self._reply.request_id)
-        return asked, self._requests.generate(accepted, request)
+        request, options = self._reply.endpoint.read(body, self._reply.model, self._reply.request_id)
+        return options, self._requests.generate(accepted, request)
 
     async def _send(
         self,
-        asked: Asked,
+        options: StreamOptions | None,
         source: AsyncGenerator[RequestEvent | None, None],
         scope: Scope,
         receive: Receive,
         send: Send,
     ) -> None:
-        """Raises DeltafrontError if it comes before anything was sent."""
+        """Raises DeltafrontError if nothing was sent yet."""
         with contextlib.suppress(ClientDisconnect):  # nobody is there to be told
             async with contextlib.aclosing(source):
-                events = _after(await anext(source), source)
-                if asked.stream:
-                    await self._stream(asked, events, EventStream(send))
+                events = _with_first(await anext(source), source)
+                if options is not None:
+                    await self._stream(options, events, EventStream(send))
                 else:
-                    await JSONResponse(await self._whole(events))(scope, receive, send)
+                    await JSONResponse(await self._answer(events))(scope, receive, send)
 
-    async def _whole(self, events: AsyncIterator[RequestEvent | None]) -> Json:
+    async def _answer(self, events: AsyncIterator[RequestEvent | None]) -> Json:
         text, answer = "", Json()
         async for event in events:
             if isinstance(event, Token):
@@ -209,9 +209,9 @@ class _Answer:
         return answer
 
     async def _stream(
-        self, asked: Asked, events: AsyncIterator[RequestEvent | None], stream: EventStream
+        self, options: StreamOptions, events: AsyncIterator[RequestEvent | None], stream: EventStream
     ) -> None:
-        """Raises DeltafrontError if it comes before anything was sent."""
+        """Raises DeltafrontError if nothing was sent yet."""
         usage = None
         try:
             async for event in events:
@@ -220,22 +220,22 @@ class _Answer:
                 elif isinstance(event, Progress):
                     await stream.comment(f"read {event.tokens_done} of {event.tokens_total} tokens")
                 elif isinstance(event, Usage):
-                    usage = event if asked.usage_so_far else None
-                    await stream.objects(self._reply.opening(usage))
+                    usage = event if options.continuous_usage_stats else None
+                    await stream.send_json(self._reply.first_chunks(usage))
                 elif isinstance(event, Token):
                     usage = usage and replace(usage, completion_tokens=event.index + 1)
-                    await stream.objects([self._reply.piece(event.text, usage)] if event.text else [])
+                    await stream.send_json([self._reply.chunk(event.text, usage)] if event.text else [])
                 elif isinstance(event, GenerateFinished):
-                    await stream.objects(self._reply.ending(event, asked.usage, asked.usage_so_far))
+                    await stream.send_json(self._reply.last_chunks(event, options))
             await stream.write(b"data: [DONE]\n\n")
         except DeltafrontError as error:
-            if not stream.begun:
+            if not stream.started:
                 raise
-            await stream.objects([refusal(error, self._reply.form.source)])
+            await stream.send_json([error_body(error, self._reply.endpoint.source)])
         await stream.end()
 
 
-async def _after(
+async def _with_first(
     first: RequestEvent | None, rest: AsyncIterator[RequestEvent | None]
 ) -> AsyncIterator[RequestEvent | None]:
     yield first
@@ -243,22 +243,21 @@ async def _after(
         yield event
 
 
-def _refused(error: DeltafrontError, source: str) -> Response:
-    return JSONResponse(refusal(error, source), status_of(error), headers_of(error))
+def _error_response(error: DeltafrontError, source: str) -> Response:
+    return JSONResponse(error_body(error, source), status_of(error), headers_of(error))
 
 
-async def _refused_about_models(_request: Request, error: Exception) -> Response:
+async def _models_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, DeltafrontError)
-    return _refused(error, "model")
+    return _error_response(error, "model")
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
-    """What the routes or the limit of a body refuse."""
     assert isinstance(error, HTTPException)
     path, code = request.url.path, None
     if error.status_code == 404:
         served = ", ".join(route.path for route in request.app.routes)
-        hint = _INSTEAD.get(path, f"there are {served}")
+        hint = _ADVICE.get(path, f"there are {served}")
         message, code = f"{request.method} {path} is not served here: {hint}", "unknown_url"
     elif error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
@@ -268,8 +267,8 @@ async def _not_served(request: Request, error: Exception) -> Response:
     return JSONResponse(error_object(message, code=code), error.status_code, error.headers)
 
 
-class _Unslashed:
-    """`/v1/models/` is `/v1/models`. Routes would redirect, to an address that is wrong behind a proxy."""
+class _StripTrailingSlash:
+    """Serves `/v1/models/` as `/v1/models`. A redirect would be wrong behind a proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -281,6 +280,5 @@ class _Unslashed:
         await self._app(scope, receive, send)
 
 
-async def _left(_request: Request, _error: Exception) -> Response:
-    """The client left while it was sending; nobody reads this."""
+async def _client_left(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)

@@ -1,8 +1,7 @@
-"""OpenAI's requests as plain data: chat completions and completions, as its API reference has them.
+"""OpenAI's chat completions and completions as plain data.
 
-A field that asks for what this service does not do is refused by name, and so is one that nobody knows. Taken
-are: null, a value that asks for nothing (`n: 1`), and what only labels a request (`user`). The service's own
-fields stand beside OpenAI's (`extra_body` of its client).
+A field is refused by name if it is unknown or asks for something that this service lacks. Null, values that
+change nothing (`n: 1`) and labels (`user`) are accepted. The service's own fields stand beside OpenAI's.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,7 +23,7 @@ from ..errors import InvalidArgument, NotFound
 from ..request.calls import GenerateRequest, Prompt, SamplingParams, SpecialTokens, pack_ids
 from ..request.check import check_count
 
-_ASK_FOR_NOTHING: Mapping[str, Sequence[object]] = {
+_NO_OP_VALUES: Mapping[str, Sequence[object]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -49,28 +48,24 @@ _ASK_FOR_NOTHING: Mapping[str, Sequence[object]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
 }
-"""What OpenAI has and this service has not → the values that do not ask for it."""
+"""OpenAI's fields that this service lacks → values that change nothing."""
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""OpenAI's roles → those that chat templates know."""
-_NOT_HERE = "is not supported by this server: leave it out"
-_ONE = "asks for more than the limit: this server gives 1 answer a request"
-_IN_WORDS = {"n": _ONE, "best_of": _ONE}
-"""Refusals of fields that have words of their own instead of _NOT_HERE."""
+_ROLES = ("system", "developer", "user", "assistant")
+_UNSUPPORTED = "is not supported by this server: leave it out"
+_ONE_ANSWER = "asks for more than the limit: this server gives 1 answer a request"
+_OWN_MESSAGES = {"n": _ONE_ANSWER, "best_of": _ONE_ANSWER}
 _SEED_BITS = 64
 _MAX_PARTS = 4096
 _MAX_VALUES = 1 << 17
-"""Values in a conversation's JSON, about. Each takes much more memory than its bytes."""
+"""In a conversation's JSON, about. Each takes much more memory than its bytes."""
 _MAX_TEXT_VALUES = 1 << 21
-"""The same of a completion's, whose prompt may have one for each token."""
-_BETWEEN_VALUES = (b",", b":", b"[", b"{")
+"""A completion's prompt may have a value for each token."""
+_SEPARATORS = (b",", b":", b"[", b"{")
 _QUOTE = ord('"')
-_STRING_OR_NOT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
+_STRING_OR_REST = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[^"]++', re.DOTALL)
 
 
 class UnknownModel(NotFound):
-    """The request names a model that is not served here."""
-
     def __init__(self, wanted: str, served: str) -> None:
         super().__init__(f"the model {wanted!r} is not served here, but {served!r} is")
 
@@ -79,24 +74,20 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class _StreamOptions(_Strict):
-    """continuous_usage_stats: vLLM's, usage on every chunk."""
+class StreamOptions(_Strict):
+    """`continuous_usage_stats` is vLLM's."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class _Fields(_Strict):
-    """What both endpoints take; from `method` on the service's own, as the gRPC contract has them.
-
-    session_id: what is sent follows this session. session_ttl_s: how long to keep what was read as a
-    session. timeout_s: until the server gives up. cache_salt: vLLM's.
-    """
+class _CommonFields(_Strict):
+    """Fields of both endpoints. From `method` on they are the gRPC contract's."""
 
     model: str
     stream: bool = False
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float | None = None
@@ -114,65 +105,60 @@ class _Fields(_Strict):
     timeout_s: Annotated[float, Field(gt=0)] | None = None
 
 
-class _ChatFields(_Fields):
+class _ChatFields(_CommonFields):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class _TextFields(_Fields):
+class _TextFields(_CommonFields):
     prompt: Any
     special_tokens: Literal["parse", "text"] = "parse"
 
 
-_F = TypeVar("_F", bound=_Fields)
+_F = TypeVar("_F", bound=_CommonFields)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """How an answer is wanted. usage: a streamed one ends with a chunk of usage. usage_so_far: every chunk
-    has some."""
-
-    stream: bool
-    usage: bool
-    usage_so_far: bool
-
-
-def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, Asked]:
-    """model: the one that is served. Raises InvalidArgument or UnknownModel."""
+def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, StreamOptions | None]:
+    """`model` is the served one. Raises InvalidArgument or UnknownModel."""
     fields = _read(_ChatFields, body, model, _MAX_VALUES)
     check_count("messages", len(fields.messages))
-    messages = tuple(_message(f"messages[{place}]", one) for place, one in enumerate(fields.messages))
+    messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(fields.messages))
     limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise InvalidArgument("max_tokens", "contradicts max_completion_tokens: give one of them")
-    held = len(messages) if fields.session_id is None else 0
-    if held and fields.session_ttl_s is not None:
-        held -= 1
-        if not held:
+    kept = len(messages) if fields.session_id is None else 0
+    if kept and fields.session_ttl_s is not None:
+        kept -= 1
+        if not kept:
             raise InvalidArgument("session_ttl_s", "keeps all messages but the last: give two or more")
-    follows = messages[held:]
+    appended = messages[kept:]
     chat = partial(Prompt, None, chat_template_kwargs=fields.chat_template_kwargs)
-    return _asked(
+    return _request(
         fields,
         request_id,
         next(iter(limits), None),
-        chat(messages[:held]) if fields.session_id is None else None,
-        chat(follows) if follows or fields.session_id is not None else None,
+        chat(messages[:kept]) if fields.session_id is None else None,
+        chat(appended) if appended or fields.session_id is not None else None,
     )
 
 
-def read_text(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, Asked]:
-    """model: the one that is served. Raises InvalidArgument or UnknownModel."""
+def read_text(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, StreamOptions | None]:
+    """`model` is the served one. Raises InvalidArgument or UnknownModel."""
     fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
     prompt = replace(_prompt(fields.prompt), special_tokens=SpecialTokens(fields.special_tokens))
-    source, follows = (prompt, None) if fields.session_id is None else (None, prompt)
-    return _asked(fields, request_id, fields.max_tokens, source, follows)
+    if fields.session_id is None:
+        return _request(fields, request_id, fields.max_tokens, prompt, None)
+    return _request(fields, request_id, fields.max_tokens, None, prompt)
 
 
-def _asked(
-    fields: _Fields, request_id: str, max_tokens: int | None, prompt: Prompt | None, append: Prompt | None
-) -> tuple[GenerateRequest, Asked]:
+def _request(
+    fields: _CommonFields,
+    request_id: str,
+    max_tokens: int | None,
+    prompt: Prompt | None,
+    append: Prompt | None,
+) -> tuple[GenerateRequest, StreamOptions | None]:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidArgument("stream_options", "needs stream: true")
     request = GenerateRequest(
@@ -197,19 +183,18 @@ def _asked(
         request_id=request_id,
         cache_salt=fields.cache_salt,
     )
-    options = fields.stream_options or _StreamOptions()
-    return request, Asked(fields.stream, options.include_usage, options.continuous_usage_stats)
+    return request, (fields.stream_options or StreamOptions()) if fields.stream else None
 
 
-def _seed(fields: _Fields) -> int:
-    """As with OpenAI, who names none is answered differently each time; a greedy answer has no use for it."""
+def _seed(fields: _CommonFields) -> int:
+    """Draw a new seed for each sampled answer without one, as OpenAI does."""
     if fields.seed is not None:
         return fields.seed
     return secrets.randbits(_SEED_BITS) if fields.temperature > 0 else 0
 
 
-def _read(kind: type[_F], body: bytes, model: str, values: int) -> _F:
-    _check_values(body, values)
+def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:
+    _check_values(body, max_values)
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -217,10 +202,10 @@ def _read(kind: type[_F], body: bytes, model: str, values: int) -> _F:
     if not isinstance(content, dict):
         raise InvalidArgument("", "the body must be a JSON object")
     given = {name: value for name, value in content.items() if value is not None and name not in _LABELS}
-    for name in [name for name in given if name in _ASK_FOR_NOTHING]:
+    for name in [name for name in given if name in _NO_OP_VALUES]:
         value = given.pop(name)
-        if not any(value == one and type(value) is type(one) for one in _ASK_FOR_NOTHING[name]):
-            raise InvalidArgument(name, _IN_WORDS.get(name, _NOT_HERE))
+        if not any(value == no_op and type(value) is type(no_op) for no_op in _NO_OP_VALUES[name]):
+            raise InvalidArgument(name, _OWN_MESSAGES.get(name, _UNSUPPORTED))
     try:
         fields = kind.model_validate(given)
     except ValidationError as error:
@@ -230,70 +215,68 @@ def _read(kind: type[_F], body: bytes, model: str, values: int) -> _F:
     return fields
 
 
-def _check_values(body: bytes, most: int) -> None:
-    """Before they are made. What stands in strings does not count. Raises InvalidArgument."""
-    if sum(map(body.count, _BETWEEN_VALUES)) <= most:
+def _check_values(body: bytes, max_values: int) -> None:
+    """Count the values outside strings before they are made. Raises InvalidArgument."""
+    if sum(map(body.count, _SEPARATORS)) <= max_values:
         return
     values = 0
-    for part in _STRING_OR_NOT.finditer(body):
-        values += 1 if body[part.start()] == _QUOTE else sum(map(part.group().count, _BETWEEN_VALUES))
-        if values > most:
-            raise InvalidArgument("", f"the body holds too many values: at most about {most}")
+    for part in _STRING_OR_REST.finditer(body):
+        values += 1 if body[part.start()] == _QUOTE else sum(map(part.group().count, _SEPARATORS))
+        if values > max_values:
+            raise InvalidArgument("", f"the body holds too many values: at most about {max_values}")
 
 
-def _invalid(error: ValidationError, known: list[str]) -> InvalidArgument:
-    """The first thing that is wrong, with the field's name. Of a field that may be one thing or another,
-    the branch that came furthest says what is wrong, or else all of them."""
-    errors = error.errors(include_url=False)
-    of_first = [one for one in errors if one["loc"][0] == errors[0]["loc"][0]]
-    furthest = max(len(_place(one["loc"])) for one in of_first)
-    first, *others = [one for one in of_first if len(_place(one["loc"])) == furthest]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _place(first["loc"]))
-    name = name.lstrip(".")
+def _invalid(invalid: ValidationError, known: list[str]) -> InvalidArgument:
+    """Name the first wrong field. For a union's field, report the branches that got furthest."""
+    errors = invalid.errors(include_url=False)
+    of_field = [error for error in errors if error["loc"][0] == errors[0]["loc"][0]]
+    deepest = max(len(_path(error["loc"])) for error in of_field)
+    first, *others = [error for error in of_field if len(_path(error["loc"])) == deepest]
+    path = _path(first["loc"])
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     if first["type"] == "missing":
         return InvalidArgument(name, "is missing")
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, known, n=1)
-        return InvalidArgument(name, f"is not known; did you mean {near[0]!r}?" if near else _NOT_HERE)
-    same = [one for one in (first, *others) if _place(one["loc"]) == _place(first["loc"])]
-    wanted = " or ".join(one["msg"].removeprefix("Input should be ") for one in same)
-    return InvalidArgument(name, f"must be {wanted}" if first["msg"] != wanted else wanted)
+        return InvalidArgument(name, f"is not known; did you mean {near[0]!r}?" if near else _UNSUPPORTED)
+    same = [error["msg"] for error in (first, *others) if _path(error["loc"]) == path]
+    expected = " or ".join(message.removeprefix("Input should be ") for message in same)
+    return InvalidArgument(name, f"must be {expected}" if first["msg"] != expected else expected)
 
 
-def _place(loc: tuple[int | str, ...]) -> list[int | str]:
-    """Without the names of a union's branches."""
+def _path(loc: tuple[int | str, ...]) -> list[int | str]:
+    """Leave out the names of a union's branches."""
     return [part for part in loc if part not in ("str", "list[str]")]
 
 
-def _message(where: str, message: Mapping[str, Any]) -> Mapping[str, str]:
-    """An answer that OpenAI's client sends back holds nulls and empty lists that mean nothing."""
-    given = {name: value for name, value in message.items() if value is not None and value != []}
+def _message(name: str, message: Mapping[str, Any]) -> Mapping[str, str]:
+    """OpenAI's client sends answers back with nulls and empty lists, which are ignored."""
+    given = {field: value for field, value in message.items() if value is not None and value != []}
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidArgument(f"{where}.role", f"{role!r} must be one of {', '.join(_ROLES)}")
-    for name in given:
-        raise InvalidArgument(f"{where}.{name}", _NOT_HERE)
-    return {"role": _ROLES[role], "content": _text(f"{where}.content", content)}
+        raise InvalidArgument(f"{name}.role", f"{role!r} must be one of {', '.join(_ROLES)}")
+    for field in given:
+        raise InvalidArgument(f"{name}.{field}", _UNSUPPORTED)
+    return {"role": role, "content": _text(f"{name}.content", content)}
 
 
-def _text(where: str, content: object) -> str:
-    """A message's text, given whole or in parts."""
+def _text(name: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidArgument(where, "must be text")
+        raise InvalidArgument(name, "must be text")
     if len(content) > _MAX_PARTS:
-        raise InvalidArgument(where, f"has {len(content)} parts: at most {_MAX_PARTS}")
-    for place, part in enumerate(content):
+        raise InvalidArgument(name, f"has {len(content)} parts: at most {_MAX_PARTS}")
+    for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or part.keys() != {"type", "text"}:
-            raise InvalidArgument(f"{where}[{place}]", "must be a part of type text: others are not read")
+            raise InvalidArgument(f"{name}[{index}]", "must be a part of type text: others are not read")
         if not isinstance(part["text"], str):
-            raise InvalidArgument(f"{where}[{place}].text", "must be text")
+            raise InvalidArgument(f"{name}[{index}].text", "must be text")
     return "".join(part["text"] for part in content)
 
 
 def _prompt(prompt: object) -> Prompt:
-    """Text, token ids, or a list of one of these."""
+    """Text, token ids, or a list with one of these."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
             raise InvalidArgument("prompt", f"holds {len(prompt)} prompts: send one a request")
@@ -302,6 +285,6 @@ def _prompt(prompt: object) -> Prompt:
         return Prompt(text=prompt)
     if not isinstance(prompt, list):
         raise InvalidArgument("prompt", "must be text or token ids")
-    if not all(type(one) is int and 0 <= one < 1 << 32 for one in prompt):
+    if not all(type(id) is int and 0 <= id < 1 << 32 for id in prompt):
         raise InvalidArgument("prompt", "token ids must be whole numbers from 0 on")
     return Prompt(token_ids=pack_ids(prompt))

@@ -1,9 +1,7 @@
-"""The one mapping between protobuf and plain data, in both directions side by side.
+"""The mapping between protobuf and plain data, in both directions.
 
-`x` makes a message, `read_x` reads one. The door reads requests and makes answers, the Python client the
-other way round. A message from a newer side may hold what this one does not know: an unknown event is
-None, an unknown reason FinishReason.OTHER, and an unknown page selection an InvalidArgument. A value that a
-request's message cannot hold is an InvalidArgument that names the field.
+`x` makes a message, `read_x` reads one. A newer peer may send unknown values: an event becomes None, a reason
+FinishReason.OTHER, a page selection an InvalidArgument.
 """
 
 from __future__ import annotations
@@ -63,21 +61,20 @@ _READ_REASONS = {number: reason for reason, number in _REASONS.items()}
 # --- requests ----------------------------------------------------------------------------------------------
 
 
-def filled(kind: type[_Message], where: str = "", **fields: Any) -> _Message:
-    """A message with these fields; where: what stands before their names in the InvalidArgument that is
-    raised for a value of another kind, a number out of the field's range, or half a character."""
+def fill_message(kind: type[_Message], prefix: str = "", **fields: Any) -> _Message:
+    """Raises InvalidArgument, with `prefix` before the field's name, for a value that the field cannot hold."""
     message = kind()
     for name, value in fields.items():
         try:
             message.MergeFrom(kind(**{name: value}))
         except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidArgument(where + name, str(error)) from None
+            raise InvalidArgument(prefix + name, str(error)) from None
     return message
 
 
 def prefill_request(request: PrefillRequest) -> pb.PrefillRequest:
     """Raises InvalidArgument."""
-    return filled(pb.PrefillRequest, **_common(request))
+    return fill_message(pb.PrefillRequest, **_common(request))
 
 
 def read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
@@ -85,15 +82,15 @@ def read_prefill_request(message: pb.PrefillRequest) -> PrefillRequest:
 
 
 def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
-    """Raises InvalidArgument, for two sources too: a message has place for one."""
+    """Raises InvalidArgument, also for two sources, because a message can hold only one."""
     if request.prompt is not None and request.session_id is not None:
         raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
-    return filled(
+    return fill_message(
         pb.GenerateRequest,
         **_common(request),
         session_id=request.session_id,
         append=_prompt("append", request.append),
-        sampling=filled(pb.SamplingOptions, "sampling.", **vars(request.sampling)),
+        sampling=fill_message(pb.SamplingOptions, "sampling.", **vars(request.sampling)),
         page_selection=_PAGE_SELECTIONS[request.page_selection],
         recompute_blocks=request.recompute_blocks,
         answered_ids=request.answered_ids,
@@ -118,9 +115,11 @@ def read_generate_request(message: pb.GenerateRequest) -> GenerateRequest:
 def _common(request: PrefillRequest) -> dict[str, Any]:
     return {
         "prompt": _prompt("prompt", request.prompt),
-        "attention": filled(pb.AttentionMethod, "attention.", name=request.method, options=request.options),
-        "session_ttl": _wished("session_ttl", Duration(), request.session_ttl_s),
-        "deadline": _wished("deadline", Timestamp(), request.deadline),
+        "attention": fill_message(
+            pb.AttentionMethod, "attention.", name=request.method, options=request.options
+        ),
+        "session_ttl": _time_message("session_ttl", Duration(), request.session_ttl_s),
+        "deadline": _time_message("deadline", Timestamp(), request.deadline),
         "request_id": request.request_id,
         "cache_salt": request.cache_salt,
     }
@@ -145,16 +144,18 @@ def _prompt(name: str, prompt: Prompt | None) -> pb.Prompt | None:
     messages = None
     if prompt.messages is not None:
         chat = [
-            filled(pb.ChatMessage, f"{name}.messages[{place}].", role=one["role"], content=one["content"])
-            for place, one in enumerate(prompt.messages)
+            fill_message(
+                pb.ChatMessage, f"{name}.messages[{index}].", role=message["role"], content=message["content"]
+            )
+            for index, message in enumerate(prompt.messages)
         ]
-        messages = filled(
+        messages = fill_message(
             pb.ChatMessages,
             f"{name}.messages.",
             messages=chat,
             chat_template_kwargs=prompt.chat_template_kwargs or None,
         )
-    return filled(
+    return fill_message(
         pb.Prompt,
         f"{name}.",
         text=prompt.text,
@@ -175,7 +176,7 @@ def _read_prompt(name: str, message: pb.Prompt) -> Prompt:
         chat = message.messages.messages
         check_count(f"{name}.messages", len(chat))
         return Prompt(
-            messages=tuple({"role": one.role, "content": one.content} for one in chat),
+            messages=tuple({"role": message.role, "content": message.content} for message in chat),
             chat_template_kwargs=_read_json(message.messages.chat_template_kwargs),
         )
     return Prompt(token_ids=message.token_ids) if form == "token_ids" else Prompt()
@@ -183,17 +184,17 @@ def _read_prompt(name: str, message: pb.Prompt) -> Prompt:
 
 def _read_json(message: Struct) -> dict[str, Any]:
     try:
-        return {key: _whole_again(value) for key, value in MessageToDict(message).items()}
+        return {key: _restore_integers(value) for key, value in MessageToDict(message).items()}
     except ValueError as error:
         raise InvalidArgument("chat_template_kwargs", f"is not JSON: {error}") from None
 
 
-def _whole_again(value: Any) -> Any:
+def _restore_integers(value: Any) -> Any:
     """A Struct holds every number as a float."""
     if isinstance(value, list):
-        return [_whole_again(one) for one in value]
+        return [_restore_integers(item) for item in value]
     if isinstance(value, dict):
-        return {key: _whole_again(one) for key, one in value.items()}
+        return {key: _restore_integers(item) for key, item in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -209,15 +210,15 @@ def _read_sampling(message: pb.SamplingOptions) -> SamplingParams:
     )
 
 
-def _wished(name: str, message: _M, seconds: float | None) -> _M | None:
+def _time_message(name: str, message: _M, seconds: float | None) -> _M | None:
     try:
-        return None if seconds is None else _moment(message, seconds)
+        return None if seconds is None else _from_seconds(message, seconds)
     except (TypeError, ValueError, OverflowError):
         raise InvalidArgument(name, "must be finite, and not thousands of years") from None
 
 
-def _moment(message: _M, seconds: float) -> _M:
-    """A Duration filled in, or a Timestamp with seconds since the epoch."""
+def _from_seconds(message: _M, seconds: float) -> _M:
+    """Fill in a Duration, or a Timestamp since the epoch."""
     message.FromMicroseconds(round(seconds * _MICRO))
     return message
 
@@ -333,12 +334,11 @@ def _read_profile(message: pb.Profile) -> ProfileInfo:
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    """By name, for a message whose fields are those of its plain class."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def _session(session: Session) -> pb.Session:
-    expires = _moment(Timestamp(), session.expires)
+    expires = _from_seconds(Timestamp(), session.expires)
     return pb.Session(session_id=session.session_id, expires=expires, tokens=session.tokens)
 
 
@@ -375,7 +375,6 @@ def _read_timings(message: pb.Timings) -> Timings:
 
 
 def _density(density: Density) -> pb.DensityReport | None:
-    """None when nothing was read by a method."""
     if not density.method:
         return None
     return pb.DensityReport(

@@ -148,7 +148,7 @@ def test_an_invalid_argument_keeps_its_field() -> None:
 
 
 def test_never_is_said_to_grpc_too() -> None:
-    ours = {status.OURS: "resource_exhausted"}
+    ours = {status.OWN_STATUS: "resource_exhausted"}
     assert dict(status.trailers(Overloaded("too large"))) == {**ours, status.PUSHBACK: "-1"}
     assert dict(status.trailers(Overloaded("full", retry_after_s=1.5))) == {
         **ours, "retry-after": "2", "grpc-retry-pushback-ms": "1500",

@@ -16,7 +16,7 @@ import pytest
 
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.service.door import http_door, openai_requests, registration
-from deltafront.service.door.status import OURS
+from deltafront.service.door.status import OWN_STATUS
 from deltafront.service.request.check import MAX_MESSAGES
 
 from ..inprocess import HANG_S, House, wait_until
@@ -148,7 +148,7 @@ def status(call: Any) -> tuple[grpc.StatusCode, str, bool]:
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     error: Any = caught.value
-    return error.code(), error.details(), any(key == OURS for key, _ in error.trailing_metadata())
+    return error.code(), error.details(), any(key == OWN_STATUS for key, _ in error.trailing_metadata())
 
 
 def ask(house: House) -> Any:

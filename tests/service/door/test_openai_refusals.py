@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from deltafront.service.door.openai_answers import refusal as refusal_object
+from deltafront.service.door.openai_answers import error_body
 from deltafront.service.door.openai_answers import status_of
 from deltafront.service.errors import Code, DeltafrontError
 from deltafront.service.request.run import attempt
@@ -258,7 +258,7 @@ def test_every_error_has_a_status() -> None:
         error = DeltafrontError("trouble")
         error.code = code  # type: ignore[misc]
         assert 400 <= status_of(error) < 600
-        assert refusal_object(error, "prompt")["error"]["message"] == "trouble"
+        assert error_body(error, "prompt")["error"]["message"] == "trouble"
 
 
 def test_a_deadline(house: House, api: openai.OpenAI) -> None:

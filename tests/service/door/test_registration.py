@@ -14,7 +14,7 @@ from ray.serve._private.grpc_util import gRPCGenericServer
 from deltafront.protos.v1 import deltafront_pb2 as pb
 from deltafront.protos.v1 import deltafront_pb2_grpc as pb_grpc
 from deltafront.service.door.registration import Sent, add_deltafront_to_server, add_health_to_server
-from deltafront.service.door.status import OURS
+from deltafront.service.door.status import OWN_STATUS
 
 from ..inprocess import HANG_S, House
 
@@ -113,7 +113,7 @@ def test_too_many_requests_is_said_plainly() -> None:
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND])
 def test_what_the_door_says_stays(code: grpc.StatusCode) -> None:
-    found = asyncio.run(statuses(ends_with(code, ((OURS, "x"),))))
+    found = asyncio.run(statuses(ends_with(code, ((OWN_STATUS, "x"),))))
     assert found == [(code, GONE)] * 4
 
 
