@@ -66,32 +66,19 @@ class Limits:
 
 def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
     """Raises InvalidArgument or DeadlineExceeded."""
-    if request.prompt is None:
-        raise InvalidArgument("prompt", "is missing: give text, messages or token_ids")
+    _require(request.prompt is not None, "prompt", "is missing: give text, messages or token_ids")
     ttl_s = limits.default_ttl_s if request.session_ttl_s is None else request.session_ttl_s
-    return Call(
-        request_id=_request_id(request.request_id),
-        owner=owner,
-        prompt=_prompt("prompt", request.prompt, limits),
-        method=_method(request.method, request.options, limits),
-        sampling=Sampling(max_tokens=0),
-        keep_ttl_s=_ttl(ttl_s, limits),
-        deadline=_deadline(request.deadline),
-        cache_salt=_cache_salt(request.cache_salt),
-    )
+    call = _common(request, owner, limits, Sampling(max_tokens=0))
+    return replace(call, keep_ttl_s=_ttl(ttl_s, limits), deadline=_deadline(request.deadline))
 
 
 def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
     """Raises InvalidArgument or DeadlineExceeded."""
     _check_source(request)
-    return Call(
-        request_id=_request_id(request.request_id),
-        owner=owner,
-        prompt=None if request.prompt is None else _prompt("prompt", request.prompt, limits),
+    return replace(
+        _common(request, owner, limits, _sampling(request.sampling, limits)),
         session_id=request.session_id,
         append=None if request.append is None else _prompt("append", request.append, limits),
-        method=_method(request.method, request.options, limits),
-        sampling=_sampling(request.sampling, limits),
         stop=_stop(request.sampling.stop),
         page_selection=_page_selection(request.page_selection, limits),
         recompute_blocks=_recompute_blocks(request.recompute_blocks, limits),
@@ -99,37 +86,42 @@ def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
         deadline=_deadline(request.deadline),
         answered=_answered(request, limits),
         fit_max_tokens=request.sampling.max_tokens is None,
+    )
+
+
+def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampling) -> Call:
+    return Call(
+        request_id=_request_id(request.request_id),
+        owner=owner,
+        prompt=None if request.prompt is None else _prompt("prompt", request.prompt, limits),
+        method=_method(request.method, request.options, limits),
+        sampling=sampling,
         cache_salt=_cache_salt(request.cache_salt),
     )
 
 
+def _require(valid: bool, field: str, message: str) -> None:
+    if not valid:
+        raise InvalidArgument(field, message)
+
+
 def _check_source(request: GenerateRequest) -> None:
     if request.session_id is None:
-        if request.prompt is None:
-            raise InvalidArgument("source", "is missing: give a prompt or a session_id")
+        _require(request.prompt is not None, "source", "is missing: give a prompt or a session_id")
         return
-    if request.prompt is not None:
-        raise InvalidArgument("source", "is both a prompt and a session_id: give one of them")
-    if request.append is None:
-        raise InvalidArgument("append", "is missing: a session needs something to answer")
-    if request.session_ttl_s is not None:
-        raise InvalidArgument(
-            "session_ttl", "makes a session of a prompt; this request already has a session"
-        )
-    if request.method or request.options:
-        raise InvalidArgument(
-            "attention", "applies to a prompt; what is appended to a session is read densely"
-        )
+    _require(request.prompt is None, "source", "is both a prompt and a session_id: give one of them")
+    _require(request.append is not None, "append", "is missing: a session needs something to answer")
+    no_ttl = "makes a session of a prompt; this request already has a session"
+    _require(request.session_ttl_s is None, "session_ttl", no_ttl)
+    no_method = "applies to a prompt; what is appended to a session is read densely"
+    _require(not (request.method or request.options), "attention", no_method)
 
 
 def _prompt(name: str, prompt: Prompt, limits: Limits) -> Prompt:
-    forms = (prompt.text, prompt.messages, prompt.token_ids)
-    given = sum(form is not None for form in forms)
-    if given != 1:
-        trouble = "is several things at once" if given else "is empty"
-        raise InvalidArgument(name, f"{trouble}: give text, messages or token_ids")
-    if prompt.text == "":
-        raise InvalidArgument(f"{name}.text", "is empty")
+    given = sum(form is not None for form in (prompt.text, prompt.messages, prompt.token_ids))
+    trouble = "is several things at once" if given else "is empty"
+    _require(given == 1, name, f"{trouble}: give text, messages or token_ids")
+    _require(prompt.text != "", f"{name}.text", "is empty")
     if prompt.text is not None:
         _check_length(name, len(prompt.text), limits)
     if prompt.messages is not None:
@@ -141,16 +133,13 @@ def _prompt(name: str, prompt: Prompt, limits: Limits) -> Prompt:
 
 
 def _messages(name: str, messages: Messages) -> Messages:
-    if not messages:
-        raise InvalidArgument(f"{name}.messages", "is empty")
+    _require(len(messages) > 0, f"{name}.messages", "is empty")
     check_count(f"{name}.messages", len(messages))
     for index, message in enumerate(messages):
         role = message["role"]
-        if role not in ROLES:
-            shown = role if len(role) <= _MAX_SHOWN else role[:_MAX_SHOWN] + "…"
-            raise InvalidArgument(
-                f"{name}.messages[{index}].role", f"{shown!r} must be one of {', '.join(ROLES)}"
-            )
+        shown = role if len(role) <= _MAX_SHOWN else role[:_MAX_SHOWN] + "…"
+        message_name = f"{name}.messages[{index}].role"
+        _require(role in ROLES, message_name, f"{shown!r} must be one of {', '.join(ROLES)}")
     return tuple({**message, "role": ROLES[message["role"]]} for message in messages)
 
 
@@ -165,8 +154,7 @@ def _check_length(name: str, characters: int, limits: Limits) -> None:
 
 def check_count(name: str, messages: int) -> None:
     """Raise InvalidArgument for too many messages. Edges call it before they read them."""
-    if messages > MAX_MESSAGES:
-        raise InvalidArgument(name, f"{messages} are too many: at most {MAX_MESSAGES}")
+    _require(messages <= MAX_MESSAGES, name, f"{messages} are too many: at most {MAX_MESSAGES}")
 
 
 def _answered(request: GenerateRequest, limits: Limits) -> tuple[int, ...]:
@@ -174,24 +162,19 @@ def _answered(request: GenerateRequest, limits: Limits) -> tuple[int, ...]:
         return ()
     _check_token_ids("answered_ids", request.answered_ids, limits)
     ids = tuple(np.frombuffer(request.answered_ids, dtype="<u4").tolist())
-    max_tokens = _sampling(request.sampling, limits).max_tokens
-    if len(ids) > max_tokens:
-        raise InvalidArgument("answered_ids", f"{len(ids)} tokens are more than max_tokens, {max_tokens}")
+    most = _sampling(request.sampling, limits).max_tokens
+    _require(len(ids) <= most, "answered_ids", f"{len(ids)} tokens are more than max_tokens, {most}")
     return ids
 
 
 def _check_token_ids(name: str, packed: bytes, limits: Limits) -> None:
-    if not packed:
-        raise InvalidArgument(name, "is empty")
-    if len(packed) % 4:
-        raise InvalidArgument(name, f"{len(packed)} bytes are no multiple of 4: pack little-endian uint32")
+    size = len(packed)
+    _require(size > 0, name, "is empty")
+    _require(not size % 4, name, f"{size} bytes are no multiple of 4: pack little-endian uint32")
     ids = np.frombuffer(packed, dtype="<u4")
-    largest = int(ids.max())
-    if largest >= limits.vocabulary:
-        index = int(ids.argmax())
-        raise InvalidArgument(
-            name, f"id {largest} at {index} is not below the vocabulary's {limits.vocabulary}"
-        )
+    largest, index = int(ids.max()), int(ids.argmax())
+    outside = f"id {largest} at {index} is not below the vocabulary's {limits.vocabulary}"
+    _require(largest < limits.vocabulary, name, outside)
 
 
 def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSpec:
@@ -201,55 +184,48 @@ def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSp
     except MethodError as error:
         field = "attention.name" if error.field == "method" else error.field.replace("method_", "attention.")
         raise InvalidArgument(field, str(error)) from None
-    if reads_whole_prompts(spec.name):
-        raise InvalidArgument(
-            "attention.name", f"{spec.name} needs the whole prompt at once and is not served"
-        )
+    whole_prompts = f"{spec.name} needs the whole prompt at once and is not served"
+    _require(not reads_whole_prompts(spec.name), "attention.name", whole_prompts)
     for option, overridden in _OVERRIDDEN_OPTIONS.items():
         value = spec.values.get(option)
-        if value and (useless := [name for name in overridden if name in options]):
-            raise InvalidArgument(
-                f"attention.options.{useless[0]}",
-                f"counts for nothing at {option} = {value}: give {option} = 0 too",
-            )
+        for useless in overridden:
+            message = f"counts for nothing at {option} = {value}: give {option} = 0 too"
+            _require(not value or useless not in options, f"attention.options.{useless}", message)
     return spec
 
 
 def _page_selection(selection: PageSelection, limits: Limits) -> PageSelection:
-    if selection is PageSelection.DELTA and not limits.delta_layers:
-        raise InvalidArgument("page_selection", "this server has no delta layers configured: use full")
+    possible = selection is not PageSelection.DELTA or limits.delta_layers
+    _require(possible, "page_selection", "this server has no delta layers configured: use full")
     return selection
 
 
 def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
     if blocks is None:
         return limits.default_recompute_blocks
-    if not 0 <= blocks <= MAX_RECOMPUTE_BLOCKS:
-        raise InvalidArgument(
-            "recompute_blocks", f"{blocks} must be between 0 (none) and {MAX_RECOMPUTE_BLOCKS}"
-        )
+    bounds = f"{blocks} must be between 0 (none) and {MAX_RECOMPUTE_BLOCKS}"
+    _require(0 <= blocks <= MAX_RECOMPUTE_BLOCKS, "recompute_blocks", bounds)
     return blocks
 
 
 def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
+    temperature, top_k = params.temperature, params.top_k
     top_p = 1.0 if params.top_p is None else params.top_p
     default = min(limits.default_max_tokens, limits.positions)
     max_tokens = default if params.max_tokens is None else params.max_tokens
-    if not math.isfinite(params.temperature) or params.temperature < 0:
-        raise InvalidArgument("sampling.temperature", f"{params.temperature} must be a number of at least 0")
-    if not (math.isfinite(top_p) and 0 < top_p <= 1):
-        raise InvalidArgument("sampling.top_p", f"{top_p} must be above 0 and at most 1")
-    if not 0 <= params.top_k <= _MAX_TOP_K:
-        raise InvalidArgument("sampling.top_k", f"{params.top_k} must be between 0 (off) and {_MAX_TOP_K}")
-    if not 1 <= max_tokens <= limits.positions:
-        bounds = f"between 1 and the model's {limits.positions} positions"
-        raise InvalidArgument(
-            "sampling.max_tokens", f"{max_tokens} must be {bounds}; for no answer use Prefill"
-        )
+    warm = math.isfinite(temperature) and temperature >= 0
+    _require(warm, "sampling.temperature", f"{temperature} must be a number of at least 0")
+    _require(0 < top_p <= 1, "sampling.top_p", f"{top_p} must be above 0 and at most 1")
+    bounds = f"{top_k} must be between 0 (off) and {_MAX_TOP_K}"
+    _require(0 <= top_k <= _MAX_TOP_K, "sampling.top_k", bounds)
+    bounds = f"{max_tokens} must be between 1 and the model's {limits.positions} positions"
+    _require(
+        1 <= max_tokens <= limits.positions, "sampling.max_tokens", f"{bounds}; for no answer use Prefill"
+    )
     return Sampling(
-        temperature=params.temperature,
+        temperature=temperature,
         top_p=top_p,
-        top_k=params.top_k,
+        top_k=top_k,
         seed=params.seed,
         max_tokens=max_tokens,
         ignore_eos=params.ignore_eos,
@@ -257,19 +233,17 @@ def _sampling(params: SamplingParams, limits: Limits) -> Sampling:
 
 
 def _stop(stops: tuple[str, ...]) -> tuple[str, ...]:
-    if len(stops) > _MAX_STOPS:
-        raise InvalidArgument("sampling.stop", f"{len(stops)} strings; at most {_MAX_STOPS} are possible")
+    count = len(stops)
+    _require(count <= _MAX_STOPS, "sampling.stop", f"{count} strings; at most {_MAX_STOPS} are possible")
     for index, stop in enumerate(stops):
-        if not 1 <= len(stop.encode()) <= _MAX_STOP_BYTES:
-            raise InvalidArgument(f"sampling.stop[{index}]", f"must be 1 to {_MAX_STOP_BYTES} bytes long")
+        fits = 1 <= len(stop.encode()) <= _MAX_STOP_BYTES
+        _require(fits, f"sampling.stop[{index}]", f"must be 1 to {_MAX_STOP_BYTES} bytes long")
     return stops
 
 
 def _ttl(seconds: float, limits: Limits) -> float:
-    if not 0 < seconds <= limits.max_ttl_s:
-        raise InvalidArgument(
-            "session_ttl", f"{seconds:g} s must be above 0 and at most the server's {limits.max_ttl_s:g} s"
-        )
+    bounds = f"{seconds:g} s must be above 0 and at most the server's {limits.max_ttl_s:g} s"
+    _require(0 < seconds <= limits.max_ttl_s, "session_ttl", bounds)
     return seconds
 
 
@@ -280,18 +254,16 @@ def _deadline(deadline: float | None) -> float | None:
 
 
 def _cache_salt(salt: str) -> str:
-    if len(salt) > _MAX_SALT:
-        raise InvalidArgument("cache_salt", f"must be at most {_MAX_SALT} characters")
+    _require(len(salt) <= _MAX_SALT, "cache_salt", f"must be at most {_MAX_SALT} characters")
     return salt
 
 
 def _request_id(request_id: str) -> str:
-    if not request_id:
-        return uuid.uuid4().hex
-    if not is_request_id(request_id):
-        raise InvalidArgument("request_id", f"must be at most {_MAX_REQUEST_ID} printable characters")
-    return request_id
+    bounds = f"must be at most {_MAX_REQUEST_ID} printable characters"
+    _require(is_request_id(request_id), "request_id", bounds)
+    return request_id or uuid.uuid4().hex
 
 
 def is_request_id(text: str) -> bool:
+    """An empty one is valid, too."""
     return len(text) <= _MAX_REQUEST_ID and text.isprintable()

@@ -105,7 +105,7 @@ class RequestHandler:
         outcome: DeltafrontError | None = Cancelled("the client went away")
         try:
             caller = self._authenticate(headers)
-            audit.caller = caller.name
+            audit.token = caller.name
             with self.text_budget.hold(caller.owner, size) as text:
                 accepted = Accepted(caller=caller, clock=clock, audit=audit, trace=trace, text=text)
                 self._accepted.add(accepted)

@@ -8,7 +8,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from types import TracebackType
 
 from ....workers.messages.events import PrefillReport
 from ....workers.roles import Leased
@@ -48,9 +47,7 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         while self._workers:
             self._fleet.cancel(self._workers.pop(), self.request_id)
 

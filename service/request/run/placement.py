@@ -38,7 +38,6 @@ class Placement:
 
     groups: tuple[str, ...]
     worker: DecodeWorker
-    deadline: float | None
 
 
 async def place(
@@ -61,7 +60,7 @@ async def place(
     worker, pages = await _reserve_on_any(resources, attempt, admitted.workers, reservation)
     fleet.charge(Charge(groups[0], plan.read_tokens, worker.name, pages))
     lap("admission")
-    return Placement(groups, worker, reservation.deadline)
+    return Placement(groups, worker)
 
 
 async def admit(resources: Resources, plan: Plan, deadline: float | None) -> admission.Admitted:

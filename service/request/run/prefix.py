@@ -11,12 +11,12 @@ import asyncio
 import hashlib
 from dataclasses import dataclass, replace
 
-from ....workers.messages.events import LINK_BYTES, Prefix
+from ....workers.messages.events import LINK_BYTES
 from ....workers.messages.methods import PAGE_TOKENS, MethodSpec
 from ....workers.messages.requests import ID_BYTES, GenerateJob, Reservation
 from ....workers.roles import DecodeWorker
 from ...config import DoorConfig
-from ...errors import WorkerError, WorkerLost
+from ...errors import WorkerError
 from ...fleet.known import staying
 from ...fleet.view import Fleet
 
@@ -87,27 +87,20 @@ async def find_prefix(
     if not settings.prefix_reuse or tokens <= _MIN_TOKENS:
         return None
     names = [stats.name for stats in staying(tuple(fleet.view.workers.values()))]
-    workers = [worker for name in names if (worker := _live_worker(fleet, name)) is not None]
-    answers = await asyncio.gather(*(_ask(worker, owner, chain) for worker in workers))
+    answers = await asyncio.gather(*(_ask(fleet, name, owner, chain) for name in names))
     hits = [
-        PrefixHit(worker, prefix.session_id, usable)
-        for worker, prefix in zip(workers, answers, strict=True)
-        if prefix is not None
-        and (usable := usable_prefix(prefix.tokens, tokens, settings.prefix_rest_tokens))
+        replace(hit, tokens=usable)
+        for hit in answers
+        if hit is not None and (usable := usable_prefix(hit.tokens, tokens, settings.prefix_rest_tokens))
     ]
     return max(hits, key=lambda hit: hit.tokens, default=None)
 
 
-def _live_worker(fleet: Fleet, name: str) -> DecodeWorker | None:
+async def _ask(fleet: Fleet, name: str, owner: str, chain: bytes) -> PrefixHit | None:
     try:
-        return fleet.worker(name)
-    except WorkerLost:
-        return None
-
-
-async def _ask(worker: DecodeWorker, owner: str, chain: bytes) -> Prefix | None:
-    try:
+        worker = fleet.worker(name)
         async with asyncio.timeout(_ANSWER_WAIT_S):
-            return await worker.find_prefix(owner, chain)
+            prefix = await worker.find_prefix(owner, chain)
     except (WorkerError, TimeoutError):
         return None
+    return None if prefix is None else PrefixHit(worker, prefix.session_id, prefix.tokens)

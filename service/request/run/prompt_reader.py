@@ -55,7 +55,7 @@ class PromptReader:
             token_ids=plan.read_ids,
             method=call.method,
             decode_worker=placement.worker.name,
-            deadline=placement.deadline,
+            deadline=call.deadline,
             wants_logits=plan.max_tokens > 0,
             trace=call.trace,
         )
@@ -76,7 +76,7 @@ class PromptReader:
                 await self._resume(error)
                 await fleet.ready(settings.worker_wait_s)
                 self._replays.lap("worker_wait")
-                groups = (await admit(self._resources, self._plan, self._placement.deadline)).groups
+                groups = (await admit(self._resources, self._plan, self._job.deadline)).groups
                 self._charge(groups[0])
             else:
                 self._replays.prefill_span(report)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....workers.messages.events import (
     DecodeReport,
@@ -52,15 +52,6 @@ _LAST_REPORT_S = 5.0
 _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
 
-@dataclass(frozen=True)
-class _TokenIds:
-    """Little-endian uint32. `chain` covers both."""
-
-    prompt: bytes = b""
-    append: bytes = b""
-    chain: bytes = b""
-
-
 class RequestRun:
     """Keeps what outlives an attempt, so that a replay goes on from what was streamed."""
 
@@ -70,7 +61,7 @@ class RequestRun:
         self._accepted = accepted
         self._answer = Answer(resources, call, accepted)
         self._replays = Replays(resources, accepted.clock, self._answer.streaming)
-        self._ids = _TokenIds()
+        self._prompt_ids = self._append_ids = self._chain = b""
         self._kept: tuple[DecodeWorker, Session] | None = None
         """A session that the client learns of at the end."""
 
@@ -78,7 +69,7 @@ class RequestRun:
         """Emit the events of `RequestHandler.prefill` or `generate`. Raises DeltafrontError."""
         accepted, callers, deadline = self._accepted, self._resources.callers, self._call.deadline
         async with callers.request(accepted.caller) as use, deadline_timeout(deadline) as timeout:
-            self._ids = await self._tokenize()
+            await self._tokenize()
             accepted.clock.lap("tokenize")
             source = self._from_prompt if self._call.session_id is None else self._from_session
             try:
@@ -87,29 +78,28 @@ class RequestRun:
                 self._release_kept()
                 raise
 
-    async def _tokenize(self) -> _TokenIds:
+    async def _tokenize(self) -> None:
         """Tokenise the texts, and let them go."""
         resources, text, call = self._resources, self._accepted.text, self._call
-        prompt = append = chain = b""
         if call.prompt is not None:
             answer = call.append is None and not call.prefill_only
-            prompt = await tokenize(resources, text, call.prompt, appended=False, answer=answer)
+            self._prompt_ids = await tokenize(resources, text, call.prompt, appended=False, answer=answer)
         if call.append is not None:
-            append = await tokenize(resources, text, call.append, appended=True, answer=True)
+            self._append_ids = await tokenize(resources, text, call.append, appended=True, answer=True)
         self._call = call = replace(call, prompt=call.prompt and Prompt(), append=None)
         text.release()
-        self._answer.new_tokens = len(prompt + append) // ID_BYTES
+        ids = self._prompt_ids + self._append_ids
+        self._answer.new_tokens = len(ids) // ID_BYTES
         if call.prompt is not None and resources.settings.prefix_reuse:
-            chain = await asyncio.to_thread(
-                hash_chain, prompt + append, call.owner, resources.model, call.method, call.cache_salt
+            self._chain = await asyncio.to_thread(
+                hash_chain, ids, call.owner, resources.model, call.method, call.cache_salt
             )
-        return _TokenIds(prompt, append, chain)
 
     def _plan(self) -> Plan:
         call = self._call
         plan = plan_answer(
-            self._ids.prompt,
-            self._ids.append,
+            self._prompt_ids,
+            self._append_ids,
             max_tokens=call.sampling.max_tokens,
             positions=self._resources.positions,
             answered=self._answer.ids,
@@ -125,7 +115,7 @@ class RequestRun:
         if self._is_complete(plan):
             return
         hit = await find_prefix(
-            resources.fleet, resources.settings, self._call.owner, plan.read_ids, self._ids.chain
+            resources.fleet, resources.settings, self._call.owner, plan.read_ids, self._chain
         )
         if hit is not None and await self._from_prefix(use, timeout, plan, hit):
             return
@@ -224,6 +214,8 @@ class RequestRun:
 
     def _job(self, attempt: Attempt, plan: Plan) -> GenerateJob:
         call = self._call
+        # Now, or for questions to the session.
+        recomputed = call.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
         return GenerateJob(
             request_id=attempt.request_id,
             sampling=replace(call.sampling, max_tokens=plan.max_tokens),
@@ -233,18 +225,12 @@ class RequestRun:
             keep_tokens=plan.keep_tokens,
             keep_ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
-            chain=cut_chain(self._ids.chain, plan.keep_tokens),
+            chain=cut_chain(self._chain, plan.keep_tokens),
             trace=call.trace,
             recompute_blocks=plan.recompute_blocks,
-            prompt_ids=self._prompt_ids(plan),
+            prompt_ids=plan.inexact_ids(call.method) if recomputed else b"",
             answered_tokens=len(self._answer.ids),
         )
-
-    def _prompt_ids(self, plan: Plan) -> bytes:
-        """Return the prompt if its blocks are recomputed, now or for questions to its session."""
-        call = self._call
-        needed = call.session_id is None and (plan.recompute_blocks or plan.keep_tokens)
-        return plan.inexact_ids(call.method) if needed else b""
 
     async def _decode(
         self, attempt: Attempt, worker: DecodeWorker, job: GenerateJob, timeout: asyncio.Timeout
@@ -314,7 +300,7 @@ class RequestRun:
             request_id=attempt.request_id,
             ttl_s=call.keep_ttl_s,
             deadline=call.deadline,
-            chain=self._ids.chain,
+            chain=self._chain,
             trace=call.trace,
             prompt_ids=plan.inexact_ids(call.method),
         )
