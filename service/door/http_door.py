@@ -120,7 +120,7 @@ class HttpDoor:
         return _Completion(self._requests, reply, request.headers.items(), body, self._keep_alive_s)
 
     async def _body(self, request: Request) -> bytes:
-        """Raises Unauthenticated or Overloaded before it reads, and HTTPException for a long or slow body."""
+        """Raises Unauthenticated or Overloaded before it reads, and HTTPException."""
         length, body = request.headers.get("content-length", ""), list[bytes]()
         expected, size = int(length) if length.isdecimal() else 0, 0
         self._check_length(expected)
@@ -144,7 +144,7 @@ class HttpDoor:
 
 
 class _Completion:
-    """The response to one request. Instead of a body it may have the error that prevented one."""
+    """The response to one request. `body` may be the error that prevented one."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Completion:
             await response(scope, receive, send)
 
     def _begin(self, accepted: Accepted) -> tuple[StreamOptions | None, AsyncGenerator[RequestEvent, None]]:
-        """Start a run without keeping the body or its text. Raises DeltafrontError."""
+        """Keep neither the body nor its text. Raises DeltafrontError."""
         body, self._body = self._body, b""
         if isinstance(body, DeltafrontError):
             raise body

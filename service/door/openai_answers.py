@@ -59,8 +59,6 @@ TEXT = Endpoint(
 
 @dataclass(frozen=True)
 class Reply:
-    """One request's answer as JSON objects."""
-
     endpoint: Endpoint
     model: str
     request_id: str
@@ -201,7 +199,6 @@ def headers_of(error: DeltafrontError) -> dict[str, str]:
 
 
 def _openai_name(name: str, source: str) -> str:
-    """Translate a name of the gRPC contract."""
     for pattern, replacement in _FIELD_NAMES:
         name = pattern.sub(replacement, name)
     return name if name == source else _SOURCE.sub(source, name, count=1)

@@ -120,7 +120,7 @@ _F = TypeVar("_F", bound=_CommonFields)
 
 
 def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, StreamOptions | None]:
-    """`model` is the served one. Raises InvalidArgument or UnknownModel."""
+    """Raises InvalidArgument or UnknownModel."""
     fields = _read(_ChatFields, body, model, _MAX_VALUES)
     check_count("messages", len(fields.messages))
     messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(fields.messages))
@@ -144,7 +144,7 @@ def read_chat(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest
 
 
 def read_text(body: bytes, model: str, request_id: str) -> tuple[GenerateRequest, StreamOptions | None]:
-    """`model` is the served one. Raises InvalidArgument or UnknownModel."""
+    """Raises InvalidArgument or UnknownModel."""
     fields = _read(_TextFields, body, model, _MAX_TEXT_VALUES)
     prompt = replace(_prompt(fields.prompt), special_tokens=SpecialTokens(fields.special_tokens))
     if fields.session_id is None:
@@ -216,7 +216,7 @@ def _read(kind: type[_F], body: bytes, model: str, max_values: int) -> _F:
 
 
 def _check_values(body: bytes, max_values: int) -> None:
-    """Count the values outside strings before they are made. Raises InvalidArgument."""
+    """Count values before they are made, but not inside strings. Raises InvalidArgument."""
     if sum(map(body.count, _SEPARATORS)) <= max_values:
         return
     values = 0

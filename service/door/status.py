@@ -66,7 +66,6 @@ def _sent_bytes(character: str) -> int:
 
 
 def trailers(error: DeltafrontError) -> list[tuple[str, str]]:
-    """For people's scripts and for gRPC's own retries."""
     own = (OWN_STATUS, error.code.value)
     if error.retry_after_s is not None:
         seconds = max(error.retry_after_s, 0.0)
@@ -91,7 +90,6 @@ def not_ours(code: grpc.StatusCode | int) -> tuple[grpc.StatusCode, str]:
 def from_status(
     code: grpc.StatusCode, message: str, metadata: Iterable[tuple[str, str | bytes]] = ()
 ) -> DeltafrontError:
-    """Make the client's error."""
     sent = dict(metadata)
     if code in _LOST_CONNECTION and OWN_STATUS not in sent:
         return ConnectionLost(f"the connection to the service was lost ({code.name.lower()})")

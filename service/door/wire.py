@@ -62,7 +62,7 @@ _READ_REASONS = {number: reason for reason, number in _REASONS.items()}
 
 
 def fill_message(kind: type[_Message], prefix: str = "", **fields: Any) -> _Message:
-    """Raises InvalidArgument, with `prefix` before the field's name, for a value that the field cannot hold."""
+    """Raises InvalidArgument, with `prefix` before the field's name, for a value that does not fit."""
     message = kind()
     for name, value in fields.items():
         try:

@@ -16,13 +16,12 @@ from .timings import TtftClock
 
 @dataclass(eq=False, kw_only=True)
 class Accepted:
-    """State that edge and run share, from a request's arrival to its outcome.
+    """State that edge and run share.
 
     Args:
-        events: for the client; None follows the last.
-        request_id: empty until it is checked.
+        events: None follows the last.
         task: the run; None for a request without a stream.
-        outcome: None while it runs, and after it finished without an error.
+        outcome: None if it finished.
     """
 
     caller: Caller
@@ -31,7 +30,6 @@ class Accepted:
     trace: Trace
     text: HeldText
     events: asyncio.Queue[RequestEvent | None] = field(default_factory=asyncio.Queue)
-    request_id: str = ""
     task: asyncio.Task[None] | None = None
     outcome: DeltafrontError | None = None
 

@@ -1,4 +1,4 @@
-"""Events that answer a request, for the door and the Python client alike."""
+"""Events that answer a request, for the door and the Python client."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ class Density:
 
 @dataclass(frozen=True)
 class PrefillFinished:
-    """`trace_id` is empty if nothing is traced."""
-
     session: Session
     usage: Usage
     timings: Timings
@@ -44,14 +42,7 @@ class PrefillFinished:
 
 @dataclass(frozen=True)
 class GenerateFinished:
-    """A Generate's result.
-
-    Args:
-        text: held back until now.
-        density: its `method` is empty if no prefill group read the prompt.
-        page_share: attended ÷ held pages of sparse layers.
-        recomputed_tokens: in all attempts.
-    """
+    """`density` has no method if no prefill group read the prompt. `page_share` is of sparse layers."""
 
     reason: FinishReason
     text: str
@@ -70,8 +61,6 @@ RequestEvent = Progress | Usage | Token | PrefillFinished | GenerateFinished
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """`source` is the paper."""
-
     name: str
     source: str
     defaults: dict[str, float]
@@ -79,7 +68,7 @@ class MethodInfo:
 
 @dataclass(frozen=True)
 class ProfileLevel:
-    """A density that requests can ask for, calibrated on prompts of about `tokens` tokens."""
+    """A calibrated density, for prompts of about `tokens` tokens."""
 
     method: str
     options: dict[str, float]
@@ -98,7 +87,7 @@ class ProfileInfo:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server, its model and its workers' state. People are shown `display_name` instead of `model`."""
+    """People are shown `display_name`."""
 
     version: str
     model: str
@@ -127,10 +116,10 @@ class ServerInfo:
 
 
 def timings_of(clock: TtftClock, report: PrefillReport | None) -> Timings:
-    """`report` is None if no prefill group read anything."""
-    ttft = clock.read()
+    """`report` is None if no group read the prompt."""
+    parts = clock.parts()
     stages = [] if report is None else [dict(phases) for phases in report.stages]
-    return Timings(ttft.seconds, dict(ttft.parts), stages, clock.elapsed)
+    return Timings(sum(parts.values()), parts, stages, clock.elapsed)
 
 
 def density_of(report: PrefillReport | None) -> Density:

@@ -1,8 +1,7 @@
-"""Callers, their quotas, and what each uses now.
+"""Callers and their quotas.
 
-A door counts its own requests, and asks the workers afresh what a caller with a quota uses elsewhere.
-Requests that reach two doors at the same moment do not see each other, so a caller may then get its quota
-twice.
+A door asks the workers what a caller with a quota uses elsewhere. Requests that reach two doors at the same
+moment do not see each other, so a caller may then get its quota twice.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ...workers.messages.states import OwnerUse
 from ..errors import Overloaded
 
 RETRY_S = 1.0
-"""A guess: nobody knows when running requests end."""
+"""A guess, because nobody knows when requests end."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Quota:
     """What a caller may use at once. None is no limit.
 
     Args:
-        tokens: of K/V in requests and sessions. A request counts its prompt and its longest answer.
+        tokens: of K/V, in sessions too. A request counts its prompt and its longest answer.
     """
 
     requests: int | None = None
@@ -68,7 +67,6 @@ class Callers:
     Args:
         worker_uses: returns what the workers reported last.
         ask_workers: makes them report again.
-        max_requests: of all callers at this door.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Requests as an edge or the Python client has them, and calls, which are checked requests."""
+"""Requests, and calls, which are checked requests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """Unchecked. An empty method takes the server's default. `deadline` is in seconds since the epoch."""
+    """`deadline` is in seconds since the epoch."""
 
     prompt: Prompt | None = None
     method: str = ""
@@ -66,11 +66,7 @@ class PrefillRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest(PrefillRequest):
-    """A prompt or a session, and what is appended to it.
-
-    Args:
-        answered_ids: little-endian uint32; the part of the answer that arrived before a connection was lost.
-    """
+    """`answered_ids` are little-endian uint32. They arrived before a connection was lost."""
 
     session_id: str | None = None
     append: Prompt | None = None
@@ -86,9 +82,8 @@ class Call:
 
     Args:
         sampling: a Prefill has `max_tokens` 0.
-        fit_max_tokens: shrink `max_tokens`, which is a default, to the positions that are left.
+        fit_max_tokens: shrink the default `max_tokens` to the positions that are left.
         keep_ttl_s: how long the prompt stays as a session; 0 makes none.
-        answered: the part of the answer that the client already has.
         trace: the W3C `traceparent` above this request.
     """
 
@@ -115,5 +110,5 @@ class Call:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Pack as little-endian uint32. An array's I has 4 bytes on every platform that Ray runs on."""
+    """Pack as little-endian uint32. Ray's platforms all have an I of 4 bytes."""
     return array("I", ids).tobytes()

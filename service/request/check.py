@@ -39,13 +39,6 @@ _OVERRIDDEN_OPTIONS = {"density": ("outside", "tau"), "share": ("outside", "tau"
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds and defaults from the model and the configuration.
-
-    Args:
-        longest_token: bytes of text that one token can stand for.
-        delta_layers: whether there are any, so that decode can select pages.
-    """
-
     vocabulary: int
     positions: int
     prefill: PrefillConfig
@@ -60,7 +53,7 @@ class Limits:
 
     @property
     def max_characters(self) -> int:
-        """Bound the text that fits the model. A character has at least one byte."""
+        """A character has at least one byte."""
         return self.positions * self.longest_token
 
 
@@ -153,7 +146,7 @@ def _check_length(name: str, characters: int, limits: Limits) -> None:
 
 
 def check_count(name: str, messages: int) -> None:
-    """Raise InvalidArgument for too many messages. Edges call it before they read them."""
+    """Edges call it before they read the messages. Raises InvalidArgument."""
     _require(messages <= MAX_MESSAGES, name, f"{messages} are too many: at most {MAX_MESSAGES}")
 
 
@@ -265,5 +258,5 @@ def _request_id(request_id: str) -> str:
 
 
 def is_request_id(text: str) -> bool:
-    """An empty one is valid, too."""
+    """It may be empty."""
     return len(text) <= _MAX_REQUEST_ID and text.isprintable()

@@ -1,12 +1,11 @@
-"""The requests of one door. Each ends with exactly one outcome and one line in the audit log.
+"""The requests of one door. Each has exactly one outcome and one line in the audit log.
 
 An edge (a protocol) does three things:
 
 1. It calls `accept`. The block that follows is the request's life.
-2. It reads the message into a request and passes that to `prefill` or `generate`. It keeps no reference to
-the text.
-3. It turns events into messages, and a DeltafrontError that ends the block into a status. It closes the
-stream when its client leaves, which cancels the run.
+2. It reads the message for `prefill` or `generate`, and keeps no reference to the text.
+3. It sends the events, and turns the block's DeltafrontError into a status. It closes the stream when its
+client leaves, which cancels the run.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from .timings import TtftClock
 log = logging.getLogger(__name__)
 
 _FIELD_BYTES = 1 << 20
-"""Room for everything in a request that is not text."""
+"""Room for everything that is not text."""
 Headers = Iterable[tuple[str, str | bytes]]
 """gRPC's metadata or HTTP's headers."""
 Authenticate = Callable[[Headers], Caller]
 """Raises Unauthenticated."""
 CancelAtOtherDoors = Callable[[str, str], Awaitable[int]]
-"""Takes an owner and a request id, and returns how many requests it cancelled."""
+"""Takes an owner and a request id. Returns how many requests it cancelled."""
 
 
 async def no_other_doors(_owner: str, _request_id: str) -> int:
@@ -70,7 +69,6 @@ class RequestHandler:
 
     @property
     def ready(self) -> bool:
-        """Whether a prefill group and a decode worker have started."""
         return self._resources.fleet.view.ready
 
     @property
@@ -89,14 +87,14 @@ class RequestHandler:
     async def accept(
         self, rpc: str, headers: Headers, *, request_id: str = "", size: int = 0
     ) -> AsyncIterator[Accepted]:
-        """Accept a request for the length of the block. Then count and audit it once, however it ended.
+        """Accept a request, then count and audit it once, however the block ends.
 
         Args:
-            rpc: the method's name in metrics and the audit log.
+            rpc: the name in metrics and the audit log.
             request_id: unchecked, for the audit log.
-            size: bytes of the request as it came.
+            size: bytes as they came.
         Raises:
-            Unauthenticated; Overloaded if its text has no room; Internal instead of an unexpected exception.
+            Unauthenticated; Overloaded; Internal instead of an unexpected exception.
         """
         clock, audit, headers = TtftClock(), Audit(rpc), tuple(headers)
         audit.request_id = request_id if is_request_id(request_id) else ""
@@ -134,15 +132,15 @@ class RequestHandler:
         return self._start(accepted, generate_call(request, accepted.owner, self._limits))
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:
-        """Cancel at every door, and return how many requests. Raises InvalidArgument."""
+        """Cancel at every door. Returns how many. Raises InvalidArgument."""
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
         here = self.cancel_here(accepted.owner, request_id)
         return here + await self._cancel_at_other_doors(accepted.owner, request_id)
 
     def cancel_here(self, owner: str, request_id: str) -> int:
-        """Cancel at this door, and return how many requests."""
-        matching = [a for a in self._accepted if (a.owner, a.request_id) == (owner, request_id)]
+        """Returns how many."""
+        matching = [a for a in self._accepted if (a.owner, a.audit.request_id) == (owner, request_id)]
         return sum(a.task is not None and a.task.cancel() for a in matching)
 
     async def release_session(self, accepted: Accepted, session_id: str) -> None:
@@ -177,7 +175,7 @@ class RequestHandler:
         self.text_budget.stop()
 
     def _start(self, accepted: Accepted, call: Call) -> AsyncGenerator[RequestEvent, None]:
-        accepted.request_id = accepted.audit.request_id = call.request_id
+        accepted.audit.request_id = call.request_id
         accepted.audit.method = "" if call.prompt is None else call.method.name
         call = replace(call, trace=accepted.trace.context)
         return self._events(accepted, RequestRun(self._resources, call, accepted))
@@ -218,7 +216,7 @@ async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
         return error
     except asyncio.CancelledError:
         if not task.cancelled():
-            raise  # this task is cancelled, not the run
+            raise  # its reader is cancelled, not the run
         return Cancelled("the request was cancelled")
     except Exception:
         return _internal_error()
@@ -226,6 +224,6 @@ async def _outcome(task: asyncio.Task[None]) -> DeltafrontError | None:
 
 
 def _internal_error() -> Internal:
-    """Log the exception in hand, and hide it from the client."""
+    """Hides the exception in hand from the client."""
     log.exception("a request failed")
     return Internal("the service failed; its log says why")

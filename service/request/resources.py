@@ -17,7 +17,6 @@ class Resources:
     """Made once by each door.
 
     Args:
-        model: differs for every model and revision.
         vocabulary: token ids below it have an embedding.
         positions: the longest prompt with its answer, in tokens.
     """

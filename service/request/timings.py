@@ -1,14 +1,13 @@
 """Time to first token (TTFT), cut into parts that add up to it.
 
-A *lap* is work of the door itself. A *span* is a call to a worker, which reports its parts. The rest of the
-span is `transport`, the way there and back.
+A *lap* is work of the door itself. A *span* is a call to a worker, which reports its parts. The rest is
+`transport`, there and back.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from ...workers.messages.events import DecodeReport, PrefillReport
 from ..tracing import Interval
@@ -16,17 +15,6 @@ from ..tracing import Interval
 TRANSPORT = "transport"
 REPLAY = "replay"
 """Time lost to attempts that a worker's death ended."""
-
-
-@dataclass(frozen=True)
-class TimeToFirstToken:
-    """Parts as (name, seconds), in the order in which they happened."""
-
-    parts: tuple[tuple[str, float], ...]
-
-    @property
-    def seconds(self) -> float:
-        return sum(seconds for _name, seconds in self.parts)
 
 
 class TtftClock:
@@ -43,7 +31,6 @@ class TtftClock:
         return self._now() - self.started
 
     def lap(self, part: str) -> None:
-        """Count the time since the last mark as `part`."""
         begin = self._last
         self._add(part, self._next_mark())
         self._trace(part, begin, self._last)
@@ -51,7 +38,7 @@ class TtftClock:
     def span(self, reported: Mapping[str, float], rest: str = TRANSPORT) -> None:
         """Count the time since the last mark as `reported` by a worker, and what is left as `rest`.
 
-        Parts that exceed the time here are scaled down, because two machines' clocks may disagree a little.
+        Parts are scaled down if they exceed it, because two machines' clocks may disagree.
         """
         passed = self._next_mark()
         total = sum(reported.values())
@@ -62,10 +49,11 @@ class TtftClock:
         if rest == REPLAY:
             self._trace(rest, self._last - left, self._last)
 
-    def read(self) -> TimeToFirstToken:
-        """Return the parts so far. Transport is last, because it happens in several places."""
-        ordered = [(name, seconds) for name, seconds in self._parts.items() if name != TRANSPORT]
-        return TimeToFirstToken((*ordered, (TRANSPORT, self._parts.get(TRANSPORT, 0.0))))
+    def parts(self) -> dict[str, float]:
+        """Seconds in the order of events. Transport is last, because it happens in several places."""
+        parts = dict(self._parts)
+        parts[TRANSPORT] = parts.pop(TRANSPORT, 0.0)
+        return parts
 
     def _next_mark(self) -> float:
         now = self._now()
@@ -81,12 +69,10 @@ class TtftClock:
 
 
 def prefill_parts(report: PrefillReport) -> dict[str, float]:
-    """Name the parts along a prefill group's critical path."""
     return {"queue": report.queue, **{f"prefill.{name}": s for name, s in report.critical.items()}}
 
 
 def decode_parts(report: DecodeReport) -> dict[str, float]:
-    """Name the parts before the first token."""
     return {
         "handoff_exposed": report.handoff_exposed,
         "decode_wait": report.decode_wait,

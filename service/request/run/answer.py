@@ -27,7 +27,7 @@ class Answer:
     """Emits events, and measures.
 
     Attributes:
-        new_tokens: of the prompt and what is appended to it.
+        new_tokens: of the prompt and what is appended.
         session_tokens: of the session before them.
         cached_tokens: of both, whose K/V existed.
     """
@@ -57,7 +57,7 @@ class Answer:
         return bool(self.ids)
 
     def finish_reason(self, tokens_left: int) -> FinishReason | None:
-        """Say why the answer is complete. `tokens_left` may still be generated."""
+        """`tokens_left` may still be generated."""
         if not self.ids:
             return None
         if self._text.stopped:
@@ -67,7 +67,7 @@ class Answer:
         return FinishReason.LENGTH if tokens_left <= 0 else None
 
     def progress(self, event: Progress) -> None:
-        """Emit progress, but never go back when a replay reads again."""
+        """Never go back when a replay reads again."""
         if event.tokens_done > self._tokens_shown and not self.streaming():
             self._tokens_shown = event.tokens_done
             self._accepted.emit(event)
@@ -77,11 +77,7 @@ class Answer:
             self._prefill = report
 
     def token(self, event: Token, report: DecodeReport) -> bool:
-        """Emit a token, and return whether a stop string ended the answer.
-
-        Args:
-            report: precedes the first token.
-        """
+        """Return whether a stop string ended the answer."""
         now, index = time.monotonic(), len(self.ids)
         if not index:
             self._first_token(report)
@@ -97,7 +93,8 @@ class Answer:
     def _first_token(self, report: DecodeReport) -> None:
         clock = self._accepted.clock
         clock.span(decode_parts(report))
-        self._metrics.first_token(clock.read().parts, self.prompt_tokens - self.cached_tokens)
+        parts = tuple(clock.parts().items())
+        self._metrics.first_token(parts, self.prompt_tokens - self.cached_tokens)
         self._measure_prefill(report)
 
     def _measure_prefill(self, report: DecodeReport) -> None:
@@ -106,11 +103,10 @@ class Answer:
             self._metrics.pulled(report)
 
     def attempt_failed(self, report: DecodeReport) -> None:
-        """Count what the worker attended to before it gave up."""
         self._decoded.append(report)
 
     def finish(self, reason: FinishReason, report: DecodeReport) -> None:
-        """End a Generate. The text that was held back may complete a stop string."""
+        """The held-back text may complete a stop string."""
         rest = Match("") if reason is FinishReason.STOP_STRING else self._text.flush()
         reason = FinishReason.STOP_STRING if rest.stopped else reason
         self._decoded.append(report)
@@ -131,7 +127,7 @@ class Answer:
             density=density_of(self._prefill),
             session=self.session,
             page_share=sum(report.pages_attended for report in self._decoded) / held if held else 1.0,
-            request_id=self._accepted.request_id,
+            request_id=self._accepted.audit.request_id,
             recomputed_tokens=sum(report.recomputed_tokens for report in self._decoded),
         )
         self._accepted.emit(finished)
@@ -146,6 +142,6 @@ class Answer:
             usage=Usage(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens),
             timings=timings_of(clock, self._prefill),
             density=density_of(self._prefill),
-            request_id=self._accepted.request_id,
+            request_id=self._accepted.audit.request_id,
         )
         self._accepted.emit(finished)

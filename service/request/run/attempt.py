@@ -1,4 +1,4 @@
-"""One attempt at a request on workers, and the attempts after it."""
+"""One attempt at a request on workers, and its replays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.25
 """Before a replay if no other worker is left. Each next pause is four times as long."""
 BUSY_RETRY_S = 5.0
-"""A guess, until somebody knows how long work takes."""
+"""A guess, until somebody knows better."""
 
 
 class Attempt:
@@ -40,7 +40,7 @@ class Attempt:
         self._fleet.hold(worker, self.request_id)
 
     def settle(self, worker: Leased) -> None:
-        """Note that a worker has ended the request by itself."""
+        """The worker has ended the request."""
         self._workers.remove(worker)
         self._fleet.drop(worker, self.request_id)
 
@@ -54,7 +54,7 @@ class Attempt:
 
 @contextlib.asynccontextmanager
 async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Raises DeadlineExceeded. `deadline` is in seconds since the epoch."""
+    """Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(None if deadline is None else deadline - time.time()) as timeout:
             yield timeout
@@ -65,11 +65,7 @@ async def deadline_timeout(deadline: float | None) -> AsyncIterator[asyncio.Time
 
 
 class Replays:
-    """Attempts a request again after a worker failed.
-
-    Args:
-        streaming: whether the first token is out, so that lost time no longer belongs to TTFT.
-    """
+    """Attempts a request again after a worker failed. Once it is streaming, lost time is not TTFT."""
 
     def __init__(self, resources: Resources, clock: TtftClock, streaming: Callable[[], bool]) -> None:
         self._resources = resources
@@ -104,14 +100,11 @@ class Replays:
         self.lap(REPLAY)
 
     def lap(self, part: str) -> None:
-        """Count the time since the last mark as `part` of TTFT."""
         if not self._streaming():
             self._clock.lap(part)
 
     def prefill_span(self, report: PrefillReport | None, *, lost: bool = False) -> None:
-        """Count the time since the last mark as a prefill group's. If the group is lost, the rest is lost
-        too.
-        """
+        """If the group is lost, so is the time that it did not report."""
         if not self._streaming():
             parts = {} if report is None else prefill_parts(report)
             self._clock.span(parts, REPLAY if lost else TRANSPORT)

@@ -1,7 +1,4 @@
-"""Where an attempt runs: groups that may read it, and a decode worker that reserves its pages.
-
-The client hears of a worker's refusal only after all workers have refused.
-"""
+"""Where an attempt runs. The client hears of a refusal only after all workers have refused."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ ONE_WORKERS_REASONS = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TO
 
 @dataclass(frozen=True)
 class Placement:
-    """`groups` are in the order to ask them. `worker` holds the pages."""
+    """Groups in the order to ask them, and the worker with the pages."""
 
     groups: tuple[str, ...]
     worker: DecodeWorker
@@ -47,11 +44,7 @@ async def place(
     reservation: Reservation,
     lap: Callable[[str], None],
 ) -> Placement:
-    """Admit a prompt and reserve its pages. Raises Overloaded, DeadlineExceeded or Unavailable.
-
-    Args:
-        lap: called with each part of TTFT that ends.
-    """
+    """Raises Overloaded, DeadlineExceeded or Unavailable."""
     fleet = resources.fleet
     await fleet.ready(resources.settings.worker_wait_s)
     lap("worker_wait")
@@ -64,19 +57,16 @@ async def place(
 
 
 async def admit(resources: Resources, plan: Plan, deadline: float | None) -> admission.Admitted:
-    """Choose groups and workers. Before it refuses, it asks the workers for their state.
-
-    Raises Overloaded, DeadlineExceeded or Unavailable.
-    """
+    """Ask for the workers' state before refusing. Raises Overloaded, DeadlineExceeded or Unavailable."""
     decision = await _decide(resources, plan, deadline)
     if isinstance(decision, admission.Rejected):
         await resources.fleet.ask()
         decision = await _decide(resources, plan, deadline)
-    if isinstance(decision, admission.Rejected):
-        if decision.reason is admission.Reason.TOO_SLOW:
-            raise DeadlineExceeded(decision.message)
-        raise Overloaded(decision.message, retry_after_s=decision.retry_after_s)
-    return decision
+    if isinstance(decision, admission.Admitted):
+        return decision
+    if decision.reason is admission.Reason.TOO_SLOW:
+        raise DeadlineExceeded(decision.message)
+    raise Overloaded(decision.message, retry_after_s=decision.retry_after_s)
 
 
 async def _decide(resources: Resources, plan: Plan, deadline: float | None) -> admission.Decision:
@@ -89,7 +79,7 @@ async def _decide(resources: Resources, plan: Plan, deadline: float | None) -> a
 async def _groups_with_room(resources: Resources, groups: Sequence[str], plan: Plan) -> tuple[str, ...]:
     """Drop leading groups whose queue is full. Raises Overloaded if all are.
 
-    They are asked before any pages are reserved, so that a refusal costs one question.
+    They are asked before pages are reserved, so that a refusal costs one question.
     """
     refused, view = list[Refused](), resources.fleet.view
     for number, name in enumerate(groups):
@@ -108,7 +98,7 @@ async def _reserve_on_any(
     """Reserve on the first worker with enough pages, and return how many it took.
 
     If all are full, wait at the one that expects pages first. Only the workers' answers count, because the
-    door's view of them is up to a second old.
+    door's view is up to a second old.
     """
     best, best_wait = resources.fleet.worker(names[0]), (True, math.inf)
     for name in names if len(names) > 1 else ():
@@ -127,12 +117,11 @@ async def _reserve_on_any(
 
 
 def soonest(refused: Sequence[Refused]) -> Refused:
-    """Return the refusal of who may accept first."""
     return min(refused, key=_wait)
 
 
 def _wait(refused: Refused) -> tuple[bool, float]:
-    """Sort by this: who never accepts comes last."""
+    """A sort key. Who never accepts comes last."""
     never = refused.reason is RefusalReason.TOO_LARGE
     return never, math.inf if refused.retry_after_s is None else refused.retry_after_s
 

@@ -1,7 +1,6 @@
-"""What one attempt at a request reads and may answer. Pure.
+"""What one attempt reads and may answer.
 
-A replay appends the tokens that were streamed before. A decode worker reads them, because a sparse prefill
-would make other K/V of them.
+A decode worker reads what was streamed before, because a sparse prefill would make other K/V of it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from ..calls import pack_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt's tokens. Ids are little-endian uint32.
+    """Ids are little-endian uint32.
 
     Args:
         read_ids: the prompt and what is appended; for a session, what is appended and what was streamed.
         max_tokens: what may still be generated.
-        keep_tokens: the first of them become a session; 0 makes none.
+        keep_tokens: the first of them become a session.
         answered_ids: what was streamed after a prompt.
     """
 
@@ -52,11 +51,11 @@ class Plan:
 
     @property
     def recompute_tokens(self) -> int:
-        """Room for recomputed blocks, which do not overwrite the old ones."""
+        """Recomputed blocks do not overwrite the old ones."""
         return PAGE_TOKENS * recompute_pages(self.recompute_blocks, self.read_tokens, appended=False)
 
     def inexact_ids(self, method: MethodSpec) -> bytes:
-        """Return the prompt, or nothing if the method makes the K/V of exact attention."""
+        """Return nothing if the method makes the K/V of exact attention."""
         return b"" if is_exact(method, self.read_tokens) else self.read_ids
 
 
@@ -73,12 +72,9 @@ def plan_answer(
     """Plan an attempt.
 
     Args:
-        prompt: little-endian uint32; empty for a session, whose length its worker checks.
-        append: little-endian uint32; follows the prompt or the session.
+        prompt: empty for a session, whose length its worker checks.
         max_tokens: of the whole answer; 0 for a Prefill.
         answered: the part of the answer that the client has.
-        keep: make the prompt a session.
-        fit_max_tokens: shrink max_tokens to the positions that are left.
     Raises:
         TooLong if the answer does not fit, or with `fit_max_tokens` not even one token of it.
     """

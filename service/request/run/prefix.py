@@ -1,8 +1,7 @@
-"""Finds prompts that begin with what a live session holds, by a chain of hashes.
+"""Finds prompts that begin with what a live session holds.
 
-A chain has a link for each full page, made from the link before and the page's token ids. It starts from the
-owner, the salt, the model and the method with its options. So K/V is shared only where it would be computed
-alike, and never between owners or salts.
+A chain has a hash for each full page, made from the hash before and the page's token ids. It starts from the
+owner, the salt, the model and the method with its options, so K/V is never shared between them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PAGE_BYTES = PAGE_TOKENS * ID_BYTES
 _MIN_TOKENS = 128
 """A shorter prefix is read as fast as it is found."""
 _ANSWER_WAIT_S = 0.5
-"""Workers that answer later are left out, because the prompt can also be read."""
+"""Slow workers are left out, because the prompt can be read."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class PrefixHit:
     tokens: int
 
     def reservation(self, full: Reservation) -> Reservation:
-        """Reserve for the rest. It does not wait, because another worker can read the whole prompt."""
+        """It does not wait, because another worker can read the prompt."""
         return replace(
             full,
             prompt_tokens=full.prompt_tokens + full.append_tokens - self.tokens,
@@ -53,7 +52,7 @@ class PrefixHit:
 
 
 def hash_chain(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str = "") -> bytes:
-    """Hash a prompt's full pages. `ids` are little-endian uint32."""
+    """`ids` are little-endian uint32."""
     seed = repr((owner, salt, model, method.name, sorted(method.options)))
     link = hashlib.sha256(seed.encode()).digest()[:LINK_BYTES]
     links = []
@@ -64,15 +63,13 @@ def hash_chain(ids: bytes, owner: str, model: str, method: MethodSpec, salt: str
 
 
 def cut_chain(chain: bytes, tokens: int) -> bytes:
-    """Return the chain of a prompt's first tokens."""
     return chain[: tokens // PAGE_TOKENS * LINK_BYTES]
 
 
 def usable_prefix(found: int, tokens: int, max_rest: int) -> int:
     """Decide how many of the `found` tokens a prompt of `tokens` tokens continues from.
 
-    At least one token is left to read. A decode worker reads the rest, so it must be no longer than the
-    prefix and `max_rest`.
+    A decode worker reads the rest: at least one token, and no more than the prefix and `max_rest`.
     """
     usable = min(found, (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS)
     rest = tokens - usable
@@ -82,7 +79,7 @@ def usable_prefix(found: int, tokens: int, max_rest: int) -> int:
 async def find_prefix(
     fleet: Fleet, settings: DoorConfig, owner: str, ids: bytes, chain: bytes
 ) -> PrefixHit | None:
-    """Find the longest usable prefix, but none on a draining worker, where a new session would be lost."""
+    """Draining workers are left out, because a new session would be lost there."""
     tokens = len(ids) // ID_BYTES
     if not settings.prefix_reuse or tokens <= _MIN_TOKENS:
         return None

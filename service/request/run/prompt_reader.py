@@ -1,7 +1,7 @@
 """A prompt that a prefill group reads while its K/V goes to a decode worker.
 
-If the group dies, the next one goes on in the same reservation after the last chunk whose K/V arrived. A
-method that cannot go on starts over there.
+If the group dies, the next one goes on after the last chunk that arrived. A method that cannot go on starts
+over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _ChunkReports:
-    """Reports at the end of a chunk: of the group that read it, and of all groups without lost work."""
+    """Of the group that read a chunk, and of all groups without lost work."""
 
     group: PrefillReport
     all_groups: PrefillReport
@@ -63,10 +63,7 @@ class PromptReader:
         """By the number of tokens read."""
 
     async def run(self, progress: Callable[[Progress], None]) -> PrefillReport:
-        """Read the prompt, and report what it took without lost work.
-
-        Raises DeltafrontError, or WorkerError if the reservation is lost.
-        """
+        """Raises DeltafrontError, or WorkerError if the reservation is lost."""
         fleet, settings = self._resources.fleet, self._resources.settings
         groups = self._placement.groups
         while True:
@@ -85,7 +82,7 @@ class PromptReader:
     async def _resume(self, error: WorkerError) -> None:
         """Have the next group read what the decode worker lacks.
 
-        The decode worker is asked first: if it is what died, the group is not to blame.
+        The decode worker is asked first: if it died, the group is not to blame.
         """
         if isinstance(error, WorkerLost):
             self._resources.fleet.forget(error.worker)
@@ -155,7 +152,7 @@ class PromptReader:
 
 
 def merge_reports(before: PrefillReport, after: PrefillReport) -> PrefillReport:
-    """Merge the reports of two groups that read parts of one prompt. Their numbers of stages may differ."""
+    """Merge two groups' reports on parts of one prompt. Their numbers of stages may differ."""
     weights = [sum(layer.causal for layer in report.density) for report in (before, after)]
     sampled = before.sampled_share * weights[0] + after.sampled_share * weights[1]
     by_stage = zip_longest(before.stages, after.stages, fillvalue=dict[str, float]())

@@ -1,8 +1,8 @@
 """One request, from its checked call to its last event.
 
 The K/V of its prompt has one of three sources: a prefill group reads the prompt, a session of its owner holds
-the prompt's beginning, or the request continues a session. Then a decode worker answers from that K/V. For a
-Prefill (`max_tokens` 0) it keeps the K/V as a session.
+the prompt's beginning, or the request continues a session. Then a decode worker answers, or keeps the K/V as
+a session for a Prefill (`max_tokens` 0).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .prompt_reader import PromptReader
 from .tokenize import tokenize
 
 _LAST_REPORT_S = 5.0
-"""How long to wait for a worker's report once the answer is complete."""
+"""For a worker's report on a complete answer."""
 
 _WorkerEvents = AsyncIterator[FirstTokenTimings | Token | FinishEvent]
 
@@ -63,10 +63,10 @@ class RequestRun:
         self._replays = Replays(resources, accepted.clock, self._answer.streaming)
         self._prompt_ids = self._append_ids = self._chain = b""
         self._kept: tuple[DecodeWorker, Session] | None = None
-        """A session that the client learns of at the end."""
+        """The client learns of it at the end."""
 
     async def run(self) -> None:
-        """Emit the events of `RequestHandler.prefill` or `generate`. Raises DeltafrontError."""
+        """Raises DeltafrontError."""
         accepted, callers, deadline = self._accepted, self._resources.callers, self._call.deadline
         async with callers.request(accepted.caller) as use, deadline_timeout(deadline) as timeout:
             await self._tokenize()
@@ -134,7 +134,7 @@ class RequestRun:
     async def _from_prefix(
         self, use: RequestUse, timeout: asyncio.Timeout, plan: Plan, hit: PrefixHit
     ) -> bool:
-        """Continue from a session that holds the prompt's beginning. Returns False if the session is gone.
+        """Returns False if the session is gone.
 
         A worker makes a session only on the way to an answer, so a Prefill asks for one token.
         """
@@ -165,7 +165,7 @@ class RequestRun:
                 reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
                 too_long = isinstance(reserved, Refused) and reserved.reason is RefusalReason.POSITIONS
                 if isinstance(reserved, Refused) and too_long and call.fit_max_tokens:
-                    # Only the worker knows the session's length, and so how many tokens are left.
+                    # Only the worker knows the session's length.
                     plan = replace(plan, max_tokens=reserved.tokens_left)
                     if self._is_complete(plan):
                         return
@@ -183,7 +183,7 @@ class RequestRun:
                 raise NotFound(f"{NO_SESSION}; its decode worker died: send the prompt again") from error
 
     async def _session_tokens(self) -> int:
-        """Ask for the session's length, for the usage of a complete answer; 0 if its worker is silent."""
+        """For a complete answer's usage; 0 if the worker is silent."""
         fleet, call = self._resources.fleet, self._call
         try:
             with Attempt(fleet) as attempt:
@@ -256,7 +256,7 @@ class RequestRun:
         raise WorkerFailed(worker.name, f"{worker.name} ended without a result")
 
     async def _stop(self, attempt: Attempt, worker: DecodeWorker, stream: _WorkerEvents) -> DecodeReport:
-        """Cancel the rest of a complete answer, and wait for the worker's last report."""
+        """Cancel the rest of a complete answer, and wait for the last report."""
         try:
             async with asyncio.timeout(_LAST_REPORT_S):
                 await worker.cancel(attempt.request_id)
@@ -287,7 +287,7 @@ class RequestRun:
             self._answer.finish_prefill(session, event.report)
 
     def _is_complete(self, plan: Plan) -> bool:
-        """Finish if a worker or a door died between the last token and the finish event."""
+        """Finish if a worker or a door died before the finish event."""
         reason = self._answer.finish_reason(plan.max_tokens)
         if reason is not None:
             self._answer.finish(reason, DecodeReport())

@@ -16,10 +16,10 @@ from ..text.tokenizer import TemplateError, TextTooLong, TokenLimit
 async def tokenize(
     resources: Resources, text: HeldText, prompt: Prompt, *, appended: bool, answer: bool
 ) -> bytes:
-    """Tokenise in a thread into little-endian uint32.
+    """Return little-endian uint32.
 
     Args:
-        appended: follows something, so nothing is written before it.
+        appended: nothing is written before it.
         answer: messages end with the generation prompt.
     Raises:
         InvalidArgument or TooLong, which name the field.

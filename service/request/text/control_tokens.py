@@ -1,11 +1,11 @@
 """Control tokens mark turns and ends. A message that spells one must not speak as somebody else.
 
-Only the control tokens that the template wrote may stay control tokens. The tokenizer sees one text, because
-words merge across the borders of messages. So an alias tokenizer reads control tokens as plain text, and
-knows a secret alias for each, which replaces the template's.
+Only those that the template wrote may stay control tokens. The tokenizer needs one text, because words merge
+across the borders of messages. So an alias tokenizer reads control tokens as text, and knows a secret alias
+for each, which replaces the template's.
 
-To find the template's, messages are rendered again with masked contents: other characters stand for those
-that control tokens begin and end with.
+To find the template's, messages are rendered again with masked contents, without the characters that control
+tokens begin and end with.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ TEMPLATE_READS_TOKENS = (
 )
 
 
-class MaskingError(ValueError):
-    """The template's control tokens cannot be told from the messages'."""
+class MaskingError(ValueError): ...
 
 
 @dataclass(frozen=True)
 class Masking:
-    """One way to mask the contents of messages.
+    """A way to mask contents of messages.
 
     Args:
-        unmask_table: for `str.translate`.
         marker: stands before each control token that the template may see.
         visible: those tokens.
-        safe: no change that the template makes to the contents can make a control token of them.
+        safe: no change by the template can make a control token of the contents.
     """
 
     contents: Sequence[str]
@@ -56,7 +54,7 @@ class Masking:
 
 
 class ControlTokens:
-    """A tokenizer's special tokens, and the ones in `also`, which some models do not flag as special."""
+    """Special tokens, and `also` those that some models do not flag as special."""
 
     def __init__(self, tokenizer: Tokenizer, also: Iterable[str] = ()) -> None:
         named, self._state = frozenset(also), tokenizer.to_str()
@@ -77,14 +75,10 @@ class ControlTokens:
         """Whether a text without control tokens may be normalised to one with some."""
 
     def find(self, text: str) -> list[str]:
-        """List the control tokens that a text spells, in order."""
         return [match.group() for match in self._matches(text)]
 
     def maskings(self, contents: Sequence[str]) -> Iterator[Masking]:
-        """Yield maskings from the safest to the one that shows a template most of the contents.
-
-        Raises MaskingError if the contents use up Unicode's private use.
-        """
+        """Yield maskings from the safest to the one that shows a template most. Raises MaskingError."""
         ends = sorted({end for token in self._tokens for end in (token[0], token[-1])})
         free = list(islice(_unused_characters(set[str]().union(*contents)), len(ends) + 1))
         if len(free) <= len(ends):
@@ -109,7 +103,7 @@ class ControlTokens:
         Args:
             expected: the template's tokens for harmless messages.
         Raises:
-            MaskingError if the template wrote others because of what the messages say.
+            MaskingError if the messages made the template write others.
         """
         first, *parts = rendered.split(masking.marker)
         text, found = [self._replace(first, self._aliases.__getitem__)], self.find(first)
@@ -141,7 +135,6 @@ class ControlTokens:
         return tokenizer
 
     def to_model_ids(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Map ids of the alias tokenizer to the model's."""
         return self._model_ids[ids]
 
     @cached_property
@@ -153,7 +146,7 @@ class ControlTokens:
         return model_ids
 
     def _matches(self, text: str) -> Iterator[re.Match[str]]:
-        """Match as the tokenizer does: from the left, the longest first, and some only as whole words."""
+        """Match as the tokenizer does: from the left, the longest first, some only as whole words."""
         for match in () if self._pattern is None else self._pattern.finditer(text):
             neighbours = text[match.start() - 1 : match.start()] + text[match.end() : match.end() + 1]
             if not (self._tokens[match.group()]["single_word"] and re.search(r"\w", neighbours)):
@@ -172,7 +165,7 @@ def _unused_characters(used: set[str]) -> Iterator[str]:
 
 
 def any_of_pattern(words: Iterable[str]) -> str:
-    """Make a pattern for the longest of the words. As a trie, it looks at each letter once."""
+    """A trie: it looks at each letter once."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[:1], []).append(word[1:])

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: whole characters only, and nothing past a stop string."""
+"""Token ids to text while they arrive: whole characters, and nothing past a stop string."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
-"""Tokens held back for an unfinished character. It needs 4 bytes at most, so more are garbage."""
+"""An unfinished character needs 4 bytes at most. More are garbage."""
 _MAX_TEXTLESS_TOKENS = 16
-"""Tokens without text that are decoded again. More are special tokens, which change nothing."""
+"""More are special tokens, which change nothing."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -17,9 +17,8 @@ Decode = Callable[[Sequence[int]], str]
 class Detokenizer:
     """Pieces of text that add up to `decode(all ids)`.
 
-    A piece is the difference of two decodings that start at the same token with text, because tokenizers drop
-    a sequence's leading space. A decoding that ends in U+FFFD counts as an unfinished character and is held
-    back.
+    A piece is the difference of two decodings from the same token with text, because tokenizers drop a
+    sequence's leading space. A decoding that ends in U+FFFD is held back as an unfinished character.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -41,7 +40,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return what is held back, with U+FFFD for bytes that are no character."""
+        """Return the rest, with U+FFFD for bytes that are no character."""
         text = self._unread()
         self._window = self._read = len(self._ids)
         return text
@@ -53,7 +52,7 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Match:
-    """`text` may be shown. A stop string follows it if `stopped`."""
+    """A stop string follows `text` if `stopped`."""
 
     text: str
     stopped: bool = False
@@ -90,7 +89,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """An answer's token ids and their text. The client already has `answered`. End tokens have no text."""
+    """Token ids and their text. The client already has `answered`. End tokens have no text."""
 
     def __init__(
         self,
@@ -118,6 +117,6 @@ class AnswerText:
         return match
 
     def flush(self) -> Match:
-        """Return the rest of the answer. Even held-back characters may complete a stop string."""
+        """It may complete a stop string."""
         match = self._matcher.push(self._detokenizer.flush())
         return match if match.stopped else Match(match.text + self._matcher.flush())

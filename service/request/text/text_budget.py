@@ -1,7 +1,7 @@
-"""Room for the texts that a door holds until they are tokenised. A text counts with its bytes as sent.
+"""Room for the texts that a door holds until they are tokenised, in bytes as sent.
 
-Long texts are tokenised one after the other, so that memory does not depend on how many there are. Short
-texts never wait for long ones.
+Long texts are tokenised one after the other, so that they take bounded memory. Short texts never wait for
+them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SHORT_BYTES = 1 << 18
 
 @dataclass(eq=False)
 class HeldText:
-    """The room of one request's texts. `release`, or the end of the block, gives it back."""
+    """One request's room. `release`, or the end of the block, gives it back."""
 
     owner: str
     size: int
     budget: TextBudget
 
     def grow(self, size: int) -> None:
-        """Take room for `size` bytes in all. Raises Overloaded."""
+        """Hold `size` bytes in all. Raises Overloaded."""
         if size > self.size:
             self.budget.check(self.owner, size, self)
             self.size = size
 
     async def work(self, call: Callable[[Callable[[], bool]], _T]) -> _T:
-        """Run `call` in a thread. It gets a function that tells whether nobody waits for it any more."""
+        """Run `call` in a thread. Its argument tells whether nobody waits any more."""
         return await self.budget.work(self.size, call)
 
     def release(self) -> None:
@@ -49,8 +49,8 @@ class HeldText:
 
 
 class TextBudget:
-    """Long texts of one caller take half of it, those of all callers three quarters. A long text that is
-    alone may take all.
+    """Long texts of one caller take half of it, those of all callers three quarters. One that is alone may
+    take all.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -69,7 +69,7 @@ class TextBudget:
         self._held.discard(held)
 
     def check(self, owner: str, size: int, replaced: HeldText | None = None) -> None:
-        """Raise Overloaded if there is no room for `size` bytes, in place of the `replaced` text's."""
+        """Count the room of `replaced` as free. Raises Overloaded."""
         if size > self._max_bytes:
             raise Overloaded(f"{size} bytes are more than this server reads at once, {self._max_bytes}")
         others = [held for held in self._held if held is not replaced]

@@ -1,4 +1,4 @@
-"""Text and chat messages to token ids and back, with the `tokenizers` library alone (no transformers)."""
+"""Text and chat messages to token ids and back, without transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .control_tokens import TEMPLATE_READS_TOKENS, ControlTokens, MaskingError
 Message = Mapping[str, str]
 
 _PIECE = 16_384
-"""Characters of a long text that one thread tokenises."""
+"""Characters that one thread tokenises of a long text."""
 _BATCH = 16
 """Pieces between two checks of the limit. Each takes 2 MB meanwhile."""
 _LONGEST_PIECE = 1 << 22
@@ -35,19 +35,17 @@ _LONGEST_PIECE = 1 << 22
 _PROBE = 4
 """Characters per token of a long piece's beginning, which is tokenised first."""
 _PROBE_SLACK = 64
-"""The beginning's cut may add some tokens, but not so many."""
+"""Its cut may add some tokens, but not so many."""
 _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
-"""Long texts are cut before a single space between two letters."""
+"""Long texts are cut before a space between two letters."""
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
 _PLACEHOLDER = re.compile("\N{ASTERISM}([^\N{ASTERISM}]+)\N{ASTERISM}")
 
 
-class TemplateError(ValueError):
-    """The model has no chat template, or its template refuses these messages."""
+class TemplateError(ValueError): ...
 
 
-class TextTooLong(ValueError):
-    """More tokens than the limit, or no place to cut."""
+class TextTooLong(ValueError): ...
 
 
 class TokenizationStopped(Exception): ...
@@ -55,7 +53,7 @@ class TokenizationStopped(Exception): ...
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """`stopped` tells now and then whether to give up."""
+    """`stopped` tells whether to give up."""
 
     tokens: int = 1 << 62
     stopped: Callable[[], bool] = bool
@@ -67,7 +65,7 @@ NO_LIMIT = TokenLimit()
 class TextTokenizer:
     """Thread-safe. Encoding releases the interpreter lock, so call it in a thread.
 
-    An encoding is packed as little-endian uint32, and raises TextTooLong or TokenizationStopped.
+    It packs ids as little-endian uint32, and raises TextTooLong or TokenizationStopped.
     """
 
     def __init__(
@@ -95,10 +93,7 @@ class TextTokenizer:
         return cls(tokenizer, files.template, files.special)
 
     def with_variables(self, variables: Mapping[str, Any]) -> TextTokenizer:
-        """Copy it with `chat_template_kwargs`.
-
-        Raises TemplateError for a name that requests may not set, and for a text with a control token.
-        """
+        """Raises TemplateError for a name that requests may not set, or a text with a control token."""
         for name in variables:
             if name in OURS or name in self._special:
                 raise TemplateError(f"{name} is not for a request to set")
@@ -111,7 +106,6 @@ class TextTokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model takes messages."""
         return self._template is not None
 
     def encode(
@@ -149,7 +143,6 @@ class TextTokenizer:
         raise refusal
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _ids(self, tokenizer: Tokenizer, text: str, add_bos: bool, limit: TokenLimit) -> bytes:
@@ -161,7 +154,7 @@ class TextTokenizer:
                 raise TextTooLong(f"is more than {limit.tokens} tokens: shorten it")
             for piece in batch:
                 _check_piece(tokenizer, piece, limit.tokens)
-            # The fast form keeps no offsets, which takes half the time, and uses a core for each piece.
+            # The fast form takes half the time, and a core for each piece.
             head = 1 if add_bos and not ids else 0
             first = tokenizer.encode_batch_fast(batch[:head], add_special_tokens=True)
             rest = tokenizer.encode_batch_fast(batch[head:], add_special_tokens=False)
@@ -216,7 +209,7 @@ class TextTokenizer:
     ) -> tuple[str, str]:
         """Render what messages add to earlier ones, as they are and with numbered placeholders.
 
-        Raises TemplateError if a message is missing there, or an earlier one is repeated.
+        Raises TemplateError if a message is missing, or an earlier one is repeated.
         """
         head = self._render(before, False) if before else ""
         rendered = self._render([*before, *messages], add_generation_prompt)
@@ -254,7 +247,7 @@ def _read(path: Path) -> Tokenizer:
 
 
 def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> None:
-    """Add tokens that only the files beside tokenizer.json have. Raises ModelError if their ids differ."""
+    """Add tokens that tokenizer.json lacks. Raises ModelError if their ids differ."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for number, token in added.items():
         if token.content not in known:
@@ -268,7 +261,7 @@ def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken], path: Path) -> N
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value, keys included."""
+    """Include the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -315,7 +308,7 @@ def _check_piece(tokenizer: Tokenizer, piece: str, tokens: int) -> None:
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:
-    """Bound the bytes of text that a token stands for. A normaliser may turn up to four bytes into one."""
+    """Bound the bytes of text that a token stands for. A normaliser may turn four bytes into one."""
     state = json.loads(tokenizer.to_str())
     kinds = {part["type"] for part in _components(state["pre_tokenizer"], "pretokenizers")}
     size = len if "ByteLevel" in kinds else lambda token: len(token.encode())
@@ -324,7 +317,7 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 
 
 def _splits_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether pieces of a text that is cut at seams have the ids of the whole.
+    """Whether pieces that are cut at seams have the ids of the whole text.
 
     Byte-level BPE has that: words begin with their space, and neither normaliser, added tokens nor BOS reach
     across a seam. Anything that is not recognised has not.

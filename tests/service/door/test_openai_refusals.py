@@ -12,8 +12,7 @@ import httpx
 import openai
 import pytest
 
-from deltafront.service.door.openai_answers import error_body
-from deltafront.service.door.openai_answers import status_of
+from deltafront.service.door.openai_answers import error_body, status_of
 from deltafront.service.errors import Code, DeltafrontError
 from deltafront.service.request.run import attempt
 
