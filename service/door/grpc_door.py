@@ -110,8 +110,8 @@ class FrontDoor:
         answer = health_pb2.HealthListResponse()
         with _StatusOn(grpc_context):
             self._message(request)
-            one = health_pb2.HealthCheckResponse(status=self._health())
-            answer = health_pb2.HealthListResponse(statuses={"": one, SERVICE.full_name: one})
+            health = health_pb2.HealthCheckResponse(status=self._health())
+            answer = health_pb2.HealthListResponse(statuses={"": health, SERVICE.full_name: health})
         return answer
 
     async def Check(
@@ -145,9 +145,9 @@ class FrontDoor:
 
     def _message(self, sent: Sent[_M]) -> _M:
         """Raises InvalidArgument, or TooLong before it reads a long message."""
-        most = self._requests.max_request_bytes
-        if sent.size > most:
-            raise TooLong("request", f"{sent.size} bytes cannot fit this model: at most {most} do")
+        limit = self._requests.max_request_bytes
+        if sent.size > limit:
+            raise TooLong("request", f"{sent.size} bytes cannot fit this model: at most {limit} do")
         return sent.read()
 
     def _health(self) -> health_pb2.HealthCheckResponse.ServingStatus:

@@ -42,10 +42,7 @@ _PAGE_SELECTIONS = {
     PageSelection.DELTA: pb.PAGE_SELECTION_DELTA,
 }
 _READ_PAGE_SELECTIONS = {number: selection for selection, number in _PAGE_SELECTIONS.items()}
-_SPECIAL_TOKENS = {
-    SpecialTokens.TEXT: pb.SPECIAL_TOKENS_TEXT,
-    SpecialTokens.PARSE: pb.SPECIAL_TOKENS_PARSE,
-}
+_SPECIAL_TOKENS = {SpecialTokens.TEXT: pb.SPECIAL_TOKENS_TEXT, SpecialTokens.PARSE: pb.SPECIAL_TOKENS_PARSE}
 _READ_SPECIAL_TOKENS = {
     pb.SPECIAL_TOKENS_UNSPECIFIED: SpecialTokens.TEXT,
     **{number: rule for rule, number in _SPECIAL_TOKENS.items()},
@@ -311,13 +308,13 @@ def read_generate_response(message: pb.GenerateResponse) -> Progress | Token | G
 
 
 def server_info(info: ServerInfo) -> pb.GetServerInfoResponse:
-    methods = [pb.MethodInfo(**vars(one)) for one in info.methods]
+    methods = [pb.MethodInfo(**vars(method)) for method in info.methods]
     profile = None if info.profile is None else _profile(info.profile)
     return pb.GetServerInfoResponse(**{**vars(info), "methods": methods, "profile": profile})
 
 
 def read_server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
-    methods = [MethodInfo(one.name, one.source, dict(one.defaults)) for one in message.methods]
+    methods = [MethodInfo(m.name, m.source, dict(m.defaults)) for m in message.methods]
     layers = {"full_layers": [*message.full_layers], "delta_layers": [*message.delta_layers]}
     profile = _read_profile(message.profile) if message.HasField("profile") else None
     return ServerInfo(**{**_fields(message), **layers, "methods": methods, "profile": profile})
@@ -329,7 +326,7 @@ def _profile(profile: ProfileInfo) -> pb.Profile:
 
 
 def _read_profile(message: pb.Profile) -> ProfileInfo:
-    levels = [ProfileLevel(**{**_fields(one), "options": dict(one.options)}) for one in message.levels]
+    levels = [ProfileLevel(**_fields(level) | {"options": dict(level.options)}) for level in message.levels]
     return ProfileInfo(message.model, levels, message.figures)
 
 
@@ -387,5 +384,5 @@ def _density(density: Density) -> pb.DensityReport | None:
 
 
 def _read_density(message: pb.DensityReport) -> Density:
-    layers = {one.layer: one.density for one in message.layers}
+    layers = {layer.layer: layer.density for layer in message.layers}
     return Density(message.method, message.mean, layers, message.scoring_overhead, message.sampled_share)

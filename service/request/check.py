@@ -24,13 +24,7 @@ _MAX_REQUEST_ID = 128
 _MAX_SHOWN = 64
 _MAX_TOP_K = 1 << 20
 MAX_MESSAGES = 4096
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """A message's role → its name in chat templates."""
 _MAX_SALT = 128
 _OVERRIDDEN_OPTIONS = {"density": ("outside", "tau"), "share": ("outside", "tau")}
@@ -155,8 +149,8 @@ def _answered(request: GenerateRequest, limits: Limits) -> tuple[int, ...]:
         return ()
     _check_token_ids("answered_ids", request.answered_ids, limits)
     ids = tuple(np.frombuffer(request.answered_ids, dtype="<u4").tolist())
-    most = _sampling(request.sampling, limits).max_tokens
-    _require(len(ids) <= most, "answered_ids", f"{len(ids)} tokens are more than max_tokens, {most}")
+    limit = _sampling(request.sampling, limits).max_tokens
+    _require(len(ids) <= limit, "answered_ids", f"{len(ids)} tokens are more than max_tokens, {limit}")
     return ids
 
 

@@ -25,7 +25,7 @@ from ..resources import Resources
 from .attempt import BUSY_RETRY_S, Attempt
 from .plan import Plan
 
-ONE_WORKERS_REASONS = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
+RETRY_ELSEWHERE = (RefusalReason.PAGES, RefusalReason.BUSY, RefusalReason.TOO_LARGE)
 """Another worker may accept what one refuses for these."""
 
 
@@ -38,11 +38,7 @@ class Placement:
 
 
 async def place(
-    resources: Resources,
-    attempt: Attempt,
-    plan: Plan,
-    reservation: Reservation,
-    lap: Callable[[str], None],
+    resources: Resources, attempt: Attempt, plan: Plan, reservation: Reservation, lap: Callable[[str], None]
 ) -> Placement:
     """Raises Overloaded, DeadlineExceeded or Unavailable."""
     fleet = resources.fleet
@@ -106,7 +102,7 @@ async def _reserve_on_any(
         answer = await reserve(attempt, worker, replace(reservation, wait=False))
         if isinstance(answer, Reserved):
             return worker, answer.pages
-        if answer.reason not in ONE_WORKERS_REASONS:
+        if answer.reason not in RETRY_ELSEWHERE:
             raise refusal_error(answer)
         if _wait(answer) < best_wait:
             best, best_wait = worker, _wait(answer)

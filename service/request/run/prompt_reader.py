@@ -20,7 +20,7 @@ from ...fleet.known import Charge
 from ..calls import Call
 from ..resources import Resources
 from .attempt import Attempt, Replays
-from .placement import ONE_WORKERS_REASONS, Placement, admit, refusal_error, soonest
+from .placement import RETRY_ELSEWHERE, Placement, admit, refusal_error, soonest
 from .plan import Plan
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class PromptReader:
             if isinstance(outcome, PrefillReport):
                 return outcome
             refused.append(outcome)
-            if outcome.reason not in ONE_WORKERS_REASONS:
+            if outcome.reason not in RETRY_ELSEWHERE:
                 raise refusal_error(outcome)
         raise refusal_error(soonest(refused))
 

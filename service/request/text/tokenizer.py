@@ -274,12 +274,7 @@ def _placeholder(role: str, name: str) -> Message:
 
 
 _SYSTEM, _USER, _ASSISTANT = (_placeholder(role, role) for role in ("system", "user", "assistant"))
-_SAMPLE_CONVERSATIONS = [
-    [_SYSTEM, _USER],
-    [_SYSTEM, _USER, _ASSISTANT],
-    [_USER],
-    [_USER, _ASSISTANT],
-]
+_SAMPLE_CONVERSATIONS = [[_SYSTEM, _USER], [_SYSTEM, _USER, _ASSISTANT], [_USER], [_USER, _ASSISTANT]]
 """Appended messages may follow these. A template may refuse some."""
 
 

@@ -122,6 +122,7 @@ def test_a_streamed_chat_is_the_same(house: House, api: openai.OpenAI) -> None:
     assert len([delta for delta in deltas if delta]) == 5
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 6 + ["length"]
     nothing_left(house)
+    wait_until(lambda: outcomes(house), "the request is counted once its stream has ended")
     assert outcomes(house) == {("Generate", "finished"): 1}
 
 
@@ -203,8 +204,8 @@ def test_a_chat_gives_the_template_variables(house: House, api: openai.OpenAI) -
 
 
 def test_sampling_options_reach_the_worker(house: House, api: openai.OpenAI) -> None:
-    wishes = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "max_tokens": None, "max_completion_tokens": 3}
-    chat(api, **wishes, extra_body={"top_k": 4, "ignore_eos": True})
+    options = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "max_tokens": None, "max_completion_tokens": 3}
+    chat(api, **options, extra_body={"top_k": 4, "ignore_eos": True})
     sampling = house.decode.jobs[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.max_tokens) == (0.5, 0.9, 7, 3)
     assert (sampling.top_k, sampling.ignore_eos) == (4, True)

@@ -66,7 +66,7 @@ async def nothing_new() -> None:
 
 async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
     """They are asked again, but not where it would not help."""
-    said, now, asked = (
+    reported, now, asked = (
         [OwnerUse(owner="a", door="other", requests=1, tokens=900)],
         list[OwnerUse](),
         list[bool](),
@@ -74,13 +74,13 @@ async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
 
     async def ask() -> None:
         asked.append(True)
-        said[:] = now
+        reported[:] = now
 
-    callers = Callers("here", lambda: said, ask)
+    callers = Callers("here", lambda: reported, ask)
     caller = Caller("a", "a", Quota(requests=1, tokens=1000))
     async with callers.request(caller) as first:
         assert len(asked) == 1
-        said[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
+        reported[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
         await first.set_tokens(200)
         assert len(asked) == 2
         with pytest.raises(Overloaded, match="has 1 requests running"):
@@ -89,7 +89,7 @@ async def test_nobody_is_refused_for_what_workers_said_a_while_ago() -> None:
         with pytest.raises(Overloaded, match="1001 tokens are more than"):
             await first.set_tokens(1001)
         assert len(asked) == 2, "only this door's own requests and the limit itself were in the way"
-        now[:] = said[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
+        now[:] = reported[:] = [OwnerUse(owner="a", door="", requests=0, tokens=900)]
         with pytest.raises(Overloaded, match="holds 900 tokens and may hold 1000: 201 more"):
             await first.set_tokens(201)
         assert len(asked) == 3

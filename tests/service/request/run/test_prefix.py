@@ -39,18 +39,18 @@ def chain(tokens: list[int], owner: str = "me", model: str = "m", method: str = 
 
 @given(st.lists(st.integers(0, 3), max_size=150), st.lists(st.integers(0, 3), max_size=150), st.data())
 def test_chains_agree_exactly_as_far_as_whole_pages_do(
-    one: list[int], tail: list[int], data: st.DataObject
+    tokens: list[int], tail: list[int], data: st.DataObject
 ) -> None:
-    other = one[: data.draw(st.integers(0, len(one)))] + tail
+    other = tokens[: data.draw(st.integers(0, len(tokens)))] + tail
     alike = 0
-    while alike < min(len(one), len(other)) // PAGE_TOKENS:
+    while alike < min(len(tokens), len(other)) // PAGE_TOKENS:
         page = slice(alike * PAGE_TOKENS, (alike + 1) * PAGE_TOKENS)
-        if one[page] != other[page]:
+        if tokens[page] != other[page]:
             break
         alike += 1
-    assert shared_links(chain(one), chain(other)) == alike
-    assert len(chain(one)) == len(one) // PAGE_TOKENS * LINK_BYTES
-    assert chain(one[: 3 * PAGE_TOKENS]) == cut_chain(chain(one), 3 * PAGE_TOKENS)
+    assert shared_links(chain(tokens), chain(other)) == alike
+    assert len(chain(tokens)) == len(tokens) // PAGE_TOKENS * LINK_BYTES
+    assert chain(tokens[: 3 * PAGE_TOKENS]) == cut_chain(chain(tokens), 3 * PAGE_TOKENS)
 
 
 def test_a_chain_is_its_owners_models_and_methods() -> None:

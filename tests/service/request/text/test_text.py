@@ -235,9 +235,7 @@ def test_templates_speak_the_usual_dialect(tmp_path: Path, model: Path) -> None:
         "{% break %}\n{%- endfor %}{{ strftime_now('%Y') | length }}"
     )
     found = directory(tmp_path, model, template)
-    assert letters(
-        found.encode_chat([{"role": "user", "content": "é"}])
-    ).startswith("<bos>")
+    assert letters(found.encode_chat([{"role": "user", "content": "é"}])).startswith("<bos>")
 
 
 def test_without_a_template_messages_are_refused(tmp_path: Path, model: Path) -> None:
@@ -275,9 +273,7 @@ def test_a_request_gives_the_template_variables(tmp_path: Path, model: Path) -> 
     assert letters(quick.encode_chat(user)) == "<u:hi><a:no thoughts;3d"
     assert letters(quick.encode_chat_append(user)) == "<u:hi><a:no thoughts;3d"
     assert letters(quick.encode_chat(user, add_generation_prompt=False)) == "<u:hi>"
-    assert letters(plain.encode_chat(user)) == "<u:hi><a:", (
-        "others do not have them"
-    )
+    assert letters(plain.encode_chat(user)) == "<u:hi><a:", "others do not have them"
 
 
 @pytest.mark.parametrize(

@@ -178,8 +178,8 @@ def test_a_token_is_no_longer_than_the_longest(made: TextTokenizer) -> None:
 # --- a door ------------------------------------------------------------------------------------------------
 
 
-def generate(client: DeltafrontClient, prompt: Any, **wishes: Any) -> list[Any]:
-    return list(client.generate(prompt, max_tokens=1, **wishes))
+def generate(client: DeltafrontClient, prompt: Any, **options: Any) -> list[Any]:
+    return list(client.generate(prompt, max_tokens=1, **options))
 
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenised(
@@ -205,10 +205,10 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(
 
 
 def test_messages_are_counted(client: DeltafrontClient) -> None:
-    one = {"role": "user", "content": "a"}
-    assert generate(client, [one] * 100)
+    message = {"role": "user", "content": "a"}
+    assert generate(client, [message] * 100)
     with pytest.raises(InvalidArgument, match=f"prompt.messages: {MAX_MESSAGES + 1} are too many"):
-        generate(client, [one] * (MAX_MESSAGES + 1))
+        generate(client, [message] * (MAX_MESSAGES + 1))
     with pytest.raises(InvalidArgument, match="request: GenerateRequest has more than 65536 fields"):
         generate(client, [{"role": "", "content": ""}] * 100_000)
 
@@ -221,9 +221,9 @@ def test_roles_are_from_a_list(client: DeltafrontClient, role: str) -> None:
 
 def test_a_developer_is_the_system(client: DeltafrontClient) -> None:
     """The template would take the role's first letter."""
-    said = [{"role": "developer", "content": "be"}, {"role": "user", "content": "hi"}]
-    same = [{**said[0], "role": "system"}, said[1]]
-    (*_, first), (*_, second) = generate(client, said), generate(client, same)
+    messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": "hi"}]
+    same = [{**messages[0], "role": "system"}, messages[1]]
+    (*_, first), (*_, second) = generate(client, messages), generate(client, same)
     assert first.usage == second.usage
 
 
