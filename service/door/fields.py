@@ -10,7 +10,7 @@ _SEARCHED_FIELDS = 64
 
 
 def has_more_fields(data: bytes, descriptor: Any, max_fields: int) -> bool:
-    """Count the fields of a message and of the messages in it. Raises ValueError for invalid protobuf."""
+    """Whether a message has more, with the messages in it. Raises ValueError for invalid protobuf."""
     messages: list[tuple[int, int, Any]] = [(0, len(data), descriptor)]
     count = 0
     while messages:

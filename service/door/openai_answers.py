@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What differs between the endpoints. `source` is the field that holds the prompt."""
+    """An endpoint's form of answers. `source` is the field that holds the prompt."""
 
     prefix: str
     object_type: str

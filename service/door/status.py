@@ -39,7 +39,7 @@ _LOST_CONNECTION = (
 )
 """A lost connection's statuses. NOT_FOUND comes from an HAProxy that does not know the doors yet."""
 _MAX_DETAILS_BYTES = 3000
-"""Of percent-encoded details. gRPC limits all trailers to 8 KiB by default."""
+"""Percent-encoded. gRPC limits all trailers to 8 KiB by default."""
 
 STATUS: Mapping[Code, grpc.StatusCode] = {code: grpc.StatusCode[code.name] for code in Code}
 _MESSAGE_ONLY = (NotFound, Overloaded, DeadlineExceeded, Unauthenticated, Unavailable, Cancelled, Internal)

@@ -42,7 +42,9 @@ class PrefillFinished:
 
 @dataclass(frozen=True)
 class GenerateFinished:
-    """`density` has no method if no prefill group read the prompt. `page_share` is of sparse layers."""
+    """`density` has no method if no group read the prompt. `page_share` is attended ÷ held pages of sparse
+    layers.
+    """
 
     reason: FinishReason
     text: str

@@ -19,7 +19,7 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class Quota:
-    """What a caller may use at once. None is no limit.
+    """Limits of a caller's use at any moment. None is no limit.
 
     Args:
         tokens: of K/V, in sessions too. A request counts its prompt and its longest answer.
@@ -40,7 +40,7 @@ class Caller:
 
 @dataclass(eq=False)
 class RequestUse:
-    """What one running request counts against its caller's quota."""
+    """A running request's part of its caller's quota."""
 
     caller: Caller
     _callers: Callers
@@ -62,7 +62,7 @@ class RequestUse:
 
 
 class Callers:
-    """What every caller uses.
+    """Every caller's use.
 
     Args:
         worker_uses: returns what the workers reported last.

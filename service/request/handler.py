@@ -132,7 +132,7 @@ class RequestHandler:
         return self._start(accepted, generate_call(request, accepted.owner, self._limits))
 
     async def cancel_request(self, accepted: Accepted, request_id: str) -> int:
-        """Cancel at every door. Returns how many. Raises InvalidArgument."""
+        """Cancel at every door, and return how many. Raises InvalidArgument."""
         if not request_id:
             raise InvalidArgument("request_id", "is empty")
         here = self.cancel_here(accepted.owner, request_id)
@@ -167,7 +167,6 @@ class RequestHandler:
         )
 
     async def stop(self) -> None:
-        """Cancel every run, and wait until all have ended."""
         while self._tasks:
             for task in self._tasks:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""What one attempt reads and may answer.
+"""One attempt's tokens: to read, and to answer with.
 
 A decode worker reads what was streamed before, because a sparse prefill would make other K/V of it.
 """
@@ -21,7 +21,7 @@ class Plan:
     Args:
         read_ids: the prompt and what is appended; for a session, what is appended and what was streamed.
         max_tokens: what may still be generated.
-        keep_tokens: the first of them become a session.
+        keep_tokens: so many of the first become a session.
         answered_ids: what was streamed after a prompt.
     """
 

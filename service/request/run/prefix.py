@@ -1,7 +1,7 @@
 """Finds prompts that begin with what a live session holds.
 
 A chain has a hash for each full page, made from the hash before and the page's token ids. It starts from the
-owner, the salt, the model and the method with its options, so K/V is never shared between them.
+owner, the salt, the model and the method with its options, so prompts share K/V only if all of these agree.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _ChunkReports:
-    """Of the group that read a chunk, and of all groups without lost work."""
+    """Reports of the group that read a chunk, and of all groups without lost work."""
 
     group: PrefillReport
     all_groups: PrefillReport
@@ -126,7 +126,7 @@ class PromptReader:
         raise refusal_error(soonest(refused))
 
     async def _read_on(self, group: Group, progress: Callable[[Progress], None]) -> PrefillReport | Refused:
-        """Whoever fails has ended the request, or does so when nobody renews it."""
+        """A group that fails has ended the request, or does so when nobody renews it."""
         self._attempt.add(group)
         try:
             async for event in group.prefill(self._job):

@@ -35,7 +35,7 @@ _LONGEST_PIECE = 1 << 22
 _PROBE = 4
 """Characters per token of a long piece's beginning, which is tokenised first."""
 _PROBE_SLACK = 64
-"""Its cut may add some tokens, but not so many."""
+"""The cut may add some tokens, but not so many."""
 _SEAM = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 """Long texts are cut before a space between two letters."""
 _PROBES = ("ab cd ef", "It's a b", "3d Print x", "ends. Then we", "TWO words Of a")
@@ -314,8 +314,8 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 def _splits_at_spaces(tokenizer: Tokenizer) -> bool:
     """Whether pieces that are cut at seams have the ids of the whole text.
 
-    Byte-level BPE has that: words begin with their space, and neither normaliser, added tokens nor BOS reach
-    across a seam. Anything that is not recognised has not.
+    True for byte-level BPE, whose words begin with their space, if neither normaliser, added tokens nor BOS
+    reach across a seam. Unknown parts make it False.
     """
     state = json.loads(tokenizer.to_str())
     normalizers = {part["type"] for part in _components(state["normalizer"], "normalizers")}
