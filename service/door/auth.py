@@ -29,7 +29,7 @@ class TokenFile:
     """One token a line, then what is special about it: `TOKEN [name=…] [requests=N] [tokens=N]`. `#` starts a
     comment line. Read again whenever the file changes.
 
-    name: for logs; by default the beginning of the token's digest. requests, tokens: its `Allowance`, where
+    name: for logs; by default the beginning of the token's digest. requests, tokens: its `Quota`, where
     it differs from `usual`; 0: no limit.
 
     Raises OSError if the file cannot be read, and ValueError if it holds no token or a line that makes no

@@ -62,12 +62,14 @@ def prefill_call(request: PrefillRequest, owner: str, limits: Limits) -> Call:
 def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
     """Raises InvalidArgument or DeadlineExceeded."""
     _check_source(request)
+    possible = request.page_selection is not PageSelection.DELTA or limits.delta_layers
+    _require(possible, "page_selection", "this server has no delta layers configured: use full")
     return replace(
         _common(request, owner, limits, _sampling(request.sampling, limits)),
         session_id=request.session_id,
         append=None if request.append is None else _prompt("append", request.append, limits),
         stop=_stop(request.sampling.stop),
-        page_selection=_page_selection(request.page_selection, limits),
+        page_selection=request.page_selection,
         recompute_blocks=_recompute_blocks(request.recompute_blocks, limits),
         keep_ttl_s=0.0 if request.session_ttl_s is None else _ttl(request.session_ttl_s, limits),
         deadline=_deadline(request.deadline),
@@ -77,13 +79,15 @@ def generate_call(request: GenerateRequest, owner: str, limits: Limits) -> Call:
 
 
 def _common(request: PrefillRequest, owner: str, limits: Limits, sampling: Sampling) -> Call:
+    salt_fits = len(request.cache_salt) <= _MAX_SALT
+    _require(salt_fits, "cache_salt", f"must be at most {_MAX_SALT} characters")
     return Call(
         request_id=_request_id(request.request_id),
         owner=owner,
         prompt=None if request.prompt is None else _prompt("prompt", request.prompt, limits),
         method=_method(request.method, request.options, limits),
         sampling=sampling,
-        cache_salt=_cache_salt(request.cache_salt),
+        cache_salt=request.cache_salt,
     )
 
 
@@ -181,12 +185,6 @@ def _method(name: str, options: Mapping[str, float], limits: Limits) -> MethodSp
     return spec
 
 
-def _page_selection(selection: PageSelection, limits: Limits) -> PageSelection:
-    possible = selection is not PageSelection.DELTA or limits.delta_layers
-    _require(possible, "page_selection", "this server has no delta layers configured: use full")
-    return selection
-
-
 def _recompute_blocks(blocks: int | None, limits: Limits) -> int:
     if blocks is None:
         return limits.default_recompute_blocks
@@ -238,11 +236,6 @@ def _deadline(deadline: float | None) -> float | None:
     if deadline is not None and not deadline > time.time():
         raise DeadlineExceeded("the deadline had passed when the request arrived; compare the clocks")
     return deadline
-
-
-def _cache_salt(salt: str) -> str:
-    _require(len(salt) <= _MAX_SALT, "cache_salt", f"must be at most {_MAX_SALT} characters")
-    return salt
 
 
 def _request_id(request_id: str) -> str:

@@ -80,7 +80,10 @@ class Answer:
         """Return whether a stop string ended the answer."""
         now, index = time.monotonic(), len(self.ids)
         if not index:
-            self._first_token(report)
+            self._accepted.clock.span(decode_parts(report))
+            parts = tuple(self._accepted.clock.parts().items())
+            self._metrics.first_token(parts, self.prompt_tokens - self.cached_tokens)
+            self._measure_prefill(report)
             self._accepted.emit(Usage(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens))
         else:
             self._gaps.append(now - self._last_token_at)
@@ -89,13 +92,6 @@ class Answer:
         match = self._text.push(event.token_id)
         self._accepted.emit(replace(event, index=index, text=match.text))
         return match.stopped
-
-    def _first_token(self, report: DecodeReport) -> None:
-        clock = self._accepted.clock
-        clock.span(decode_parts(report))
-        parts = tuple(clock.parts().items())
-        self._metrics.first_token(parts, self.prompt_tokens - self.cached_tokens)
-        self._measure_prefill(report)
 
     def _measure_prefill(self, report: DecodeReport) -> None:
         if self._prefill is not None:

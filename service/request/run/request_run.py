@@ -163,8 +163,11 @@ class RequestRun:
             worker = await fleet.session_worker(worker_of(call.session_id or ""))
             try:
                 reserved = await reserve(attempt, worker, self._reservation(attempt, plan))
-                too_long = isinstance(reserved, Refused) and reserved.reason is RefusalReason.POSITIONS
-                if isinstance(reserved, Refused) and too_long and call.fit_max_tokens:
+                if (
+                    isinstance(reserved, Refused)
+                    and reserved.reason is RefusalReason.POSITIONS
+                    and call.fit_max_tokens
+                ):
                     # Only the worker knows the session's length.
                     plan = replace(plan, max_tokens=reserved.tokens_left)
                     if self._is_complete(plan):

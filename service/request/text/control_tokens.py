@@ -80,7 +80,9 @@ class ControlTokens:
     def maskings(self, contents: Sequence[str]) -> Iterator[Masking]:
         """Yield maskings from the safest to the one that shows a template most. Raises MaskingError."""
         ends = sorted({end for token in self._tokens for end in (token[0], token[-1])})
-        free = list(islice(_unused_characters(set[str]().union(*contents)), len(ends) + 1))
+        used = set[str]().union(*contents)
+        unused = (character for character in map(chr, chain(*_PRIVATE_USE)) if character not in used)
+        free = list(islice(unused, len(ends) + 1))
         if len(free) <= len(ends):
             raise MaskingError("leave some characters of Unicode's private use out of what messages say")
         *masks, marker = free
@@ -158,10 +160,6 @@ class ControlTokens:
             parts += [text[end : match.start()], replacement(match.group())]
             end = match.end()
         return "".join([*parts, text[end:]])
-
-
-def _unused_characters(used: set[str]) -> Iterator[str]:
-    return (character for character in map(chr, chain(*_PRIVATE_USE)) if character not in used)
 
 
 def any_of_pattern(words: Iterable[str]) -> str:
