@@ -106,9 +106,7 @@ def test_a_deepseek_distillations_template_is_single_ids(tmp_path: Path) -> None
     metadata |= {"bos_token_id": first, "eos_token_id": first + 1, "tokenizer.chat_template": R1_TEMPLATE}
     write(tmp_path, metadata)
     chat = TextTokenizer.load(tmp_path)
-    found = np.frombuffer(
-        chat.encode_chat([{"role": "user", "content": "Hi"}]), dtype="<u4"
-    )
+    found = np.frombuffer(chat.encode_chat([{"role": "user", "content": "Hi"}]), dtype="<u4")
     bos, user, assistant, think = (first + at for at in (0, 2, 3, 4))
     newline = tokens.index("Ċ")
     assert found.tolist() == [bos, user, tokens.index("Hi"), assistant, think, newline]
